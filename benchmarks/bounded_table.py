@@ -17,7 +17,7 @@ import torch
 from doll.optim.row_optimizer import RowwiseAdagrad
 from doll.ps.tables.bounded_table import BoundedTable
 from doll.storage.checkpoints import Checkpoint, decode_checkpoint, encode_checkpoint
-from doll.tables.bounds import Bounds, initial_rows, mixed
+from doll.tables.bounds import TableBounds, initial_rows, mixed
 from doll.tables.rows import Ids, Rows, TableShape
 
 from benchmarks.tables import Table as Report
@@ -55,7 +55,7 @@ def main() -> None:
             print(*row, sep="  ", flush=True)
     print(report.text())
     after = table.read(frequent)
-    initial = initial_rows(0, "items", arguments.width, 0.05).of(frequent)
+    initial = initial_rows(0, "items", arguments.width, 0.05).rows(frequent)
     print(f"frequent ids that have a row: {np.mean((after.values != initial).any(axis=1)):.2%}")
     print(f"a restart goes on with the same: {_goes_on(arguments, table, num_updates)}")
 
@@ -70,7 +70,7 @@ def _sorted(ids: Ids) -> Ids:
 
 
 def _table(arguments: argparse.Namespace) -> BoundedTable:
-    bounds = Bounds(arguments.max_rows, arguments.min_count, None, initial_rows(0, "items", arguments.width, 0.05))
+    bounds = TableBounds(arguments.max_rows, arguments.min_count, None, initial_rows(0, "items", arguments.width, 0.05))
     return BoundedTable("items", TableShape(_SPACE, arguments.width), bounds, RowwiseAdagrad(0.01))
 
 

@@ -24,8 +24,9 @@ import numpy.typing as npt
 from doll.config import JobConfig
 from doll.errors import DollError
 from doll.kafka import topics
-from doll.producers.sources import CONCEPT, SAMPLES, child_rng, criteo, synthetic_clicks
+from doll.producers.sources import CONCEPT, SAMPLES, child_rng
 from doll.records import packing
+from examples.clicks import task as made
 from examples.clicks.task import Clicks
 
 from benchmarks.harness import Bench, LearningResult, Observer, busy_s, idle_share, job
@@ -104,25 +105,25 @@ class Stopwatch:
 
 
 def stream(samples: int) -> Iterator[npt.NDArray[Any]]:
-    """The clicks, of dtype `criteo.RECORD`, in chunks: the same in each call."""
+    """The clicks, of dtype `RECORD`, in chunks: the same in each call."""
     truth, rng = truth_of_stream(), child_rng(_SEED, SAMPLES)
     for at in range(0, samples, CHUNK):
-        yield synthetic_clicks.draw(truth, min(CHUNK, samples - at), rng)[0]
+        yield made.draw(truth, min(CHUNK, samples - at), rng)[0]
 
 
-def truth_of_stream() -> synthetic_clicks.Truth:
-    return synthetic_clicks.draw_truth(1000, 1.1, 0.3, child_rng(_SEED, CONCEPT))
+def truth_of_stream() -> made.Truth:
+    return made.draw_truth(1000, 1.1, 0.3, child_rng(_SEED, CONCEPT))
 
 
 def features(rows: npt.NDArray[Any]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
     """The numbers, columns and labels of clicks that DOLL's task makes of them, shapes (n, 13), (n, 26) and (n,)."""
-    block = Clicks(COLUMNS).decode_block(memoryview(rows.tobytes()), criteo.RECORD.itemsize)
+    block = Clicks(COLUMNS).decode_block(memoryview(rows.tobytes()), made.RECORD.itemsize)
     assert block is not None, "made-up clicks are good"
     x, y = block
-    counts = x[:, : criteo.COUNTS].astype(np.float64)
-    numbers = np.sign(counts) * np.log1p(np.abs(counts)) * synthetic_clicks.LOG_SCALE
-    numbers[x[:, : criteo.COUNTS] == criteo.NO_COUNT] = 0.0
-    return numbers, x[:, criteo.COUNTS :], y
+    counts = x[:, : made.COUNTS].astype(np.float64)
+    numbers = np.sign(counts) * np.log1p(np.abs(counts)) * made.LOG_SCALE
+    numbers[x[:, : made.COUNTS] == made.NO_COUNT] = 0.0
+    return numbers, x[:, made.COUNTS :], y
 
 
 def learn_with_river(samples: int, optimizer: str, rate: float) -> Result:
@@ -306,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         measure(name, partial(learn_with_vw, samples, arguments))
         except (KeyboardInterrupt, RuntimeError, DollError) as exc:
             say(f"{type(exc).__name__} {exc}: the figures so far")
-    bayes = synthetic_clicks.bayes_log_loss(truth_of_stream(), child_rng(_SEED, SAMPLES, 1))
+    bayes = made.bayes_log_loss(truth_of_stream(), child_rng(_SEED, SAMPLES, 1))
     rows = summarize(runs)
     keep(
         f"clicks-{began:%Y%m%d-%H%M%S}",

@@ -32,7 +32,7 @@ from doll.ps.engine.events import (
 )
 from doll.ps.engine.settings import EngineSettings
 from doll.ps.policies import make_policy
-from doll.records.control import Alive, Announce, Grant, Join, NewVersion, Push, PushedBatch, Run, Welcome
+from doll.records.control import Alive, Announce, BatchRange, Grant, Join, NewVersion, Push, PushedBatch, Welcome
 
 from benchmarks.results import DOCS, commit, update_section
 from benchmarks.tables import Table
@@ -111,7 +111,7 @@ class Driver:
         self._partitions[worker].rotate(-1)
         first = self._announced[partition]
         self._announced[partition] = first + 1
-        runs = (Run(partition, first, first + 1),)
+        runs = (BatchRange(partition, first, first + 1),)
         self.handle(Announce(worker=worker, session=self._sessions[worker], runs=runs))
 
     def round(self) -> None:

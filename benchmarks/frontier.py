@@ -20,13 +20,14 @@ from pathlib import Path
 
 import numpy as np
 from doll.process.figures import decorate
-from doll.provisioner.planning.baselines import MarketPolicy, baselines
 from doll.provisioner.traces.model import TraceSet
 from doll.provisioner.traces.recordings import load
-from doll.simulation.adaptive import LIVE, Adaptive
-from doll.simulation.backtest import BacktestSettings, Row, backtest, cells, windows_of
 from rich.console import Console
 from rich.progress import Progress
+
+from doll_lab.backtests.adaptive import LIVE, Adaptive
+from doll_lab.backtests.backtest import BacktestSettings, Row, backtest, cells, windows_of
+from doll_lab.backtests.baselines import MarketPolicy, baselines
 
 RESERVES = ((1.0, 1.0), (0.75, 0.75), (0.5, 0.7), (0.4, 0.7), (0.3, 0.6), (0.2, 0.5), (0.0, 0.2))
 _ALL = 100.0 - 1e-9

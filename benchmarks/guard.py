@@ -128,7 +128,9 @@ def watch(name: str, data: Path, updates: int | None = None) -> dict[str, Any]:
             values = list(enumerate(itertools.islice(streams[worker], config.data.batch_size)))
             if len(values) < config.data.batch_size:
                 break
-            decoded = decode_records(task, RawRecords.of(values), samples_per_record=1, max_record_bytes=1 << 20)
+            decoded = decode_records(
+                task, RawRecords.from_pairs(values), samples_per_record=1, max_record_bytes=1 << 20
+            )
             if version % 25 == 0 and not gradients:
                 lengths = guards[worker].lengths(decoded.samples)
                 longest = (max(longest[0], lengths[0]), max(longest[1], lengths[1]))

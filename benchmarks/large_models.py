@@ -31,13 +31,13 @@ from doll.errors import DollError
 from doll.records.control import (
     Announce,
     AnyRecord,
+    BatchRange,
     Durable,
     Grant,
     Join,
     Nack,
     Push,
     PushedBatch,
-    Run,
     Welcome,
     decode,
     encode,
@@ -235,7 +235,7 @@ def serve(
     for worker in range(WORKERS):
         server.feed(Join(worker=worker, process=f"p{worker}"))
     for worker, session in outbox.sessions.items():
-        runs = (Run(worker, 0, (updates + 4) * GROUP_SIZE),)
+        runs = (BatchRange(worker, 0, (updates + 4) * GROUP_SIZE),)
         server.feed(Announce(worker=worker, session=session, runs=runs))
     latencies_s: list[float] = []
     gradients = 0

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from doll.config import load
-from doll.producers.sources import ratings
 from doll.records.lines import read_file
 from doll.task.base import load_task
 from doll.task.batches import batch_of
+from examples.ratings import task as ratings
 from examples.ratings.task import Pmf
 
 from benchmarks.plain_models import PlainFactors
@@ -84,12 +84,13 @@ def main() -> None:
     asked = parser.parse_args()
     job = load(asked.job)
     task, source = load_task(job), job.source
-    if not isinstance(task, Pmf) or source.kind != "ratings" or source.path is None:
-        sys.exit(f"{asked.job}: expected a task of class Pmf and a source of kind ratings with a path")
-    path = job.path(source.path)
+    args = getattr(source, "args", {})
+    if not isinstance(task, Pmf) or "ratings_path" not in args:
+        sys.exit(f"{asked.job}: expected a task of class Pmf and a source of kind python with args.ratings_path")
+    path = job.path(Path(args["ratings_path"]))
     if not path.is_file():
         sys.exit(f"{path}: expected the ratings of MovieLens 1M; name another job file with --job")
-    records = ratings.records(read_file(path, header=source.header), task.holdout_one_in)
+    records = ratings.records(read_file(path, header=args.get("header", False)), task.holdout_one_in)
     x, y = task.decode_many(list(records))
     ids, truth = batch_of(task, task.holdout())[:2]
     alone = rmse(np.full(len(ids), y.mean()), truth)

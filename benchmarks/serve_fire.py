@@ -41,7 +41,7 @@ from doll.errors import DollError
 from doll.evaluation.stored_weights import StoredWeights, newest_weights, weights_of
 from doll.local.processes import free_port
 from doll.model.flat_model import build
-from doll.ps.tables.bounded_table import StoredRows
+from doll.ps.tables.bounded_table import CheckpointRows
 from doll.run.folder import RunFolder
 from doll.storage.blobs import decode_blob, row_changes_key, scope_of, weights_key
 from doll.storage.checkpoints import checkpoint_name, decode_checkpoint
@@ -310,9 +310,9 @@ class Observer:
         )  # fmt: skip
 
 
-def _stored_rows(rows: dict[int, npt.NDArray[np.float32]]) -> StoredRows:
+def _stored_rows(rows: dict[int, npt.NDArray[np.float32]]) -> CheckpointRows:
     ids = np.array(sorted(rows), np.int64)
-    return StoredRows(ids, np.arange(len(ids)), np.stack([rows[number] for number in ids.tolist()]))
+    return CheckpointRows(ids, np.arange(len(ids)), np.stack([rows[number] for number in ids.tolist()]))
 
 
 def until(condition: Callable[[], Any], what: str, timeout_s: float) -> None:

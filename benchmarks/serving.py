@@ -1,6 +1,6 @@
 """What a model server costs beside the model: `doll serve` against the same torch model in bare uvicorn, in one run.
 
-    python -m benchmarks.serving [--seconds 0.3] [--rounds 60] [--connections 32] [--mlserver PYTHON]
+    python -m benchmarks.serving [--seconds 0.3] [--rounds 60] [--connections 64] [--mlserver PYTHON]
         [--litserve PYTHON]
 
 Each server is a process of its own, and so is what asks: connections that are kept open, each of which asks again as
@@ -236,6 +236,8 @@ def ask(port: int, request: bytes, connections: int, seconds: float) -> Load:
             for _ in range(connections)
         ]
         await asyncio.sleep(seconds)
+        while not times:  # of a machine that others have for so long
+            await asyncio.sleep(seconds)
         for transport, _ in askers:
             transport.abort()
         return sum(asker.errors for _, asker in askers)
@@ -377,7 +379,7 @@ def row(name: str, loads: list[Load]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=0.3, help="of a turn")
-    parser.add_argument("--connections", type=int, default=32)
+    parser.add_argument("--connections", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--mlserver")
     parser.add_argument("--litserve")
@@ -438,7 +440,9 @@ def main() -> None:
         return statistics.median(a / b for a, b in zip(*values, strict=True))
 
     many, one = f"{options.connections} connections", "1 connections"
-    print(f"\nrequests/s against bare, {many}: {ratio('per_s', f'doll, {many}', f'bare, {many}'):.2f} (goal: 0.85)")
+    print(f"\nrequests/s against bare, {one}: {ratio('per_s', f'doll, {one}', f'bare, {one}'):.2f} (goal: 0.6)")
+    print(f"requests/s against bare, {many}: {ratio('per_s', f'doll, {many}', f'bare, {many}'):.2f} (goal: 0.85)")
+    print(f"processor time against bare, {one}: {ratio('cpu_us', f'doll, {one}', f'bare, {one}'):.2f}")
     print(f"processor time against bare, {many}: {ratio('cpu_us', f'doll, {many}', f'bare, {many}'):.2f}")
     print(f"p50 against bare, {many}: {ratio('p50_ms', f'doll, {many}', f'bare, {many}'):.2f} (goal: below 1.2)")
     print(f"p50 against bare, {one}: {ratio('p50_ms', f'doll, {one}', f'bare, {one}'):.2f}")

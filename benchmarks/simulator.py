@@ -100,10 +100,11 @@ def plan() -> list[dict[str, object]]:
 def backtest() -> list[dict[str, object]]:
     """On two cores: half of the CPU time of both, which is the elapsed time on an idle machine."""
     from doll.provisioner.traces.recordings import load
-    from doll.simulation.adaptive import backtest_policies
-    from doll.simulation.backtest import BacktestSettings
-    from doll.simulation.backtest import backtest as replay_all
-    from doll.simulation.backtest_report import verdict
+
+    from doll_lab.backtests.adaptive import backtest_policies
+    from doll_lab.backtests.backtest import BacktestSettings
+    from doll_lab.backtests.backtest import backtest as replay_all
+    from doll_lab.backtests.backtest_report import verdict
 
     before, wall = _all_cpu_s(), time.perf_counter()
     begin = time.process_time()

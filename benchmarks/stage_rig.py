@@ -18,7 +18,7 @@ from doll.config import JobConfig, parse
 from doll.consumers.compute.gradient import GradientComputer
 from doll.consumers.compute.guard import Guard
 from doll.consumers.intake.dead_letters import DeadLetters
-from doll.consumers.intake.decoding import Decoded
+from doll.consumers.intake.decoding import DecodedBatch
 from doll.consumers.lifecycle.departure import Departure
 from doll.consumers.pipeline.pipeline_engine import PipelineGradientEngine
 from doll.consumers.pipeline.stage_processes import StageProcesses, is_limited, start_stages
@@ -102,7 +102,7 @@ def run_batches(
         futures: deque[Future[GradientDone | None]] = deque()
         answered = 0
         for number, (x, y) in enumerate(samples):
-            batch = Batch(number, Decoded(x, y, np.arange(len(x))), len(x), 0.0)
+            batch = Batch(number, DecodedBatch(x, y, np.arange(len(x))), len(x), 0.0)
             grant = Grant(
                 term=1, worker=0, session=1, first=number, grant_ids=(number,), batches=((0, number),),
                 version=newest.version, min_version=0, key=newest.key, included=newest.included,

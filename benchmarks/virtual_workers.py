@@ -26,18 +26,18 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from doll.config import JobConfig
-from doll.pipeline.planner import plots
 from doll.pipeline.planner.cut import cut
-from doll.pipeline.planner.measured import timeline_of
 from doll.pipeline.planner.profiled import live_rule, paper_rule
-from doll.pipeline.planner.schedule import StageTimes, simulate
-from doll.pipeline.planner.timeline import Timeline
 from doll.pipeline.profiling.layers import layers_of
 from doll.pipeline.profiling.profiler import profile_layers, sample_batch
 from doll.task.base import load_task
 
 from benchmarks.process_memory import read_memory
 from benchmarks.stage_rig import job, run_batches
+from doll_lab.pipelines import plots
+from doll_lab.pipelines.measured import timeline_of
+from doll_lab.pipelines.schedule import StageTimes, simulate
+from doll_lab.pipelines.timeline import Timeline
 
 T = TypeVar("T")
 

@@ -2,10 +2,10 @@
 
     .venv/bin/python deploy/release.py [VERSION]
 
-What is made comes from the last commit, not from the working tree: the wheel and the source archive, the same bytes
-from the same commit (`SOURCE_DATE_EPOCH` is its time); SHA256SUMS; an image, if a docker engine answers; RELEASE.txt,
-which says what was made, what was not, and which commands publish it. The wheel is installed into a new environment and
-tried in an empty folder.
+What is made comes from the last commit, not from the working tree: the wheel and the source archive, the wheel of
+doll-lab, the same bytes from the same commit (`SOURCE_DATE_EPOCH` is its time); SHA256SUMS; an image, if a docker
+engine answers, else the exit code is 1; RELEASE.txt, which says what was made, what was not, and which commands publish
+it. The wheels are installed into a new environment and tried in an empty folder.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[1]
-# Each line runs in an empty folder, in an environment with nothing but the wheel and its dependencies.
+# Each line runs in an empty folder, in an environment with nothing but the wheels and their dependencies.
 SMOKE: Final = (
     "doll --version", "doll --help", "doll example list", "doll example copy digits", "doll config check digits",
+    "doll spot market --dry-run",
 )  # fmt: skip
 _OF_COMPOSE: Final = re.compile(r"\$\{\w+_IMAGE:-([^}]+)\}")
 _OF_TERRAFORM: Final = re.compile(r'^variable "\w+_image" \{.*?default += "([^"]+)"', re.MULTILINE | re.DOTALL)
@@ -71,18 +72,19 @@ def export(root: Path, folder: Path) -> int:
 
 
 def build(folder: Path, dist: Path, time_s: int) -> list[Path]:
-    """Build the source archive, and the wheel from it, with the packages of this environment."""
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(dist), str(folder)]
-    run(command, folder, {"SOURCE_DATE_EPOCH": str(time_s)})
-    return sorted(dist.glob("doll_online-*"))
+    """Build the source archive, the wheel from it, and doll-lab's wheel, with the packages of this environment."""
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(dist)]
+    run([*command, str(folder)], folder, {"SOURCE_DATE_EPOCH": str(time_s)})
+    run([*command, "--wheel", str(folder / "lab")], folder, {"SOURCE_DATE_EPOCH": str(time_s)})
+    return sorted(dist.glob("doll_*"))
 
 
 def check_metadata(files: Sequence[Path]) -> None:
     run([sys.executable, "-m", "twine", "check", "--strict", *map(str, files)], ROOT)
 
 
-def smoke_test(wheel: Path, constraints: Path, torch_backend: str) -> None:
-    """Install the wheel into a new environment, with the versions of the lock, and try it in an empty folder."""
+def smoke_test(wheels: Sequence[Path], constraints: Path, torch_backend: str) -> None:
+    """Install the wheels into a new environment, with the versions of the lock, and try them in an empty folder."""
     uv = str(Path(sys.executable).with_name("uv"))
     with tempfile.TemporaryDirectory(prefix="doll-release-") as temporary:
         environment, empty = Path(temporary) / "environment", Path(temporary) / "empty"
@@ -90,7 +92,7 @@ def smoke_test(wheel: Path, constraints: Path, torch_backend: str) -> None:
         run([uv, "venv", "--quiet", "--python", sys.executable, str(environment)], empty)
         command = [uv, "pip", "install", "--quiet", "--python", str(environment), "--constraint", str(constraints)]
         command += ["--torch-backend", torch_backend] if torch_backend else []
-        run([*command, str(wheel)], empty)
+        run([*command, *map(str, wheels)], empty)
         for line in SMOKE:
             program, *arguments = line.split()
             run([str(environment / "bin" / program), *arguments], empty, quiet=True)
@@ -142,8 +144,8 @@ def report(
     return "\n".join(lines) + "\n"
 
 
-def release(root: Path, wanted: str, torch_backend: str = "") -> str:
-    """Make it in `root`/dist; returns the text of RELEASE.txt.
+def release(root: Path, wanted: str, torch_backend: str = "") -> tuple[str, bool]:
+    """Make it in `root`/dist; returns the text of RELEASE.txt, and whether all was made, the image too.
 
     Raises:
         ReleaseError: it must not be made from this checkout.
@@ -156,15 +158,15 @@ def release(root: Path, wanted: str, torch_backend: str = "") -> str:
         folder = Path(temporary) / "doll"
         files = build(folder, dist, export(root, folder))
         check_metadata(files)
-        (wheel,) = (path for path in files if path.suffix == ".whl")
-        smoke_test(wheel, _constraints(folder, torch_backend), torch_backend)
+        wheels = [path for path in files if path.suffix == ".whl"]
+        smoke_test(wheels, _constraints(folder, torch_backend), torch_backend)
         image, built = image_command(f"doll:{wanted}", commit), has_docker()
         if built:
             run(image, folder)
         text = report(wanted, commit, files, other_images(folder), image, built=built)
     (dist / "SHA256SUMS").write_text(checksums(files))
     (dist / "RELEASE.txt").write_text(text)
-    return text
+    return text, built
 
 
 def _constraints(folder: Path, torch_backend: str) -> Path:
@@ -203,11 +205,16 @@ def run(
 def main() -> int:
     wanted = sys.argv[1] if len(sys.argv) > 1 else version(ROOT)
     try:
-        print(release(ROOT, wanted, os.environ.get("TORCH", "")))
+        text, complete = release(ROOT, wanted, os.environ.get("TORCH", ""))
     except ReleaseError as error:
         print(f"no release:\n{error}", file=sys.stderr)
         return 1
-    return 0
+    print(text)
+    if not complete:
+        print(
+            "incomplete: the image is not built, see above; start a docker engine and run this again", file=sys.stderr
+        )
+    return 0 if complete else 1
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BadRecordsError", "BoundedEmbedding", "BoundedEmbeddingBag", "ConfigError", "DollError", "Field", "FieldsTask",
     "GreyImageTask", "JsonTask", "Record", "Records", "RetryLater", "Run", "RunFailedError", "Sample", "Samples",
-    "SkipRecord", "Task", "TextTask", "__version__", "compare", "open", "pad", "plan", "simulate", "train",
+    "SkipRecord", "Task", "TextTask", "UInt64", "__version__", "compare", "open", "pad", "plan", "simulate", "train",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from doll.api.train import open_run as open
     from doll.api.train import train
     from doll.errors import BadRecordsError, ConfigError, DollError, RetryLater, SkipRecord
+    from doll.formats.reader import UInt64
     from doll.tables.bounded_embedding import BoundedEmbedding, BoundedEmbeddingBag
     from doll.task.base import Sample, Samples, Task
     from doll.task.fields_task import FieldsTask, JsonTask
@@ -48,6 +49,7 @@ _MODULES = {
     "SkipRecord": "errors",
     "Task": "task.base",
     "TextTask": "task.text",
+    "UInt64": "formats.reader",
     "compare": "api.planning",
     "open": "api.train",
     "pad": "task.padding",

@@ -47,22 +47,25 @@ def duration(seconds: float) -> str:
         return "never" if seconds > 0 else "?"
     if seconds < 600:
         return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d} h"
+    return f"{_hours(seconds)} h"
 
 
 def duration_range(seconds: float, sd_s: float) -> str:
-    """A time and its standard deviation.
+    """A time and its standard deviation, both in the same unit.
 
     >>> duration_range(182.83, 3.94), duration_range(6715, 135.1)
-    ('182.8 +- 3.9 s', '1:51:55 h +- 140 s')
+    ('182.8 +- 3.9 s', '1:51:55 +- 0:02:15 h')
     """
     if not (math.isfinite(seconds) and math.isfinite(sd_s)) or sd_s <= 0:
         return duration(seconds)
     if seconds < 600:
         return f"{_range(seconds, sd_s)} s"
-    deviation = round(sd_s, _decimals_of(sd_s, 2))
-    return f"{duration(seconds)} +- {duration(deviation) if deviation >= 600 else f'{deviation:g} s'}"
+    return f"{_hours(seconds)} +- {_hours(sd_s)} h"
+
+
+def _hours(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 def _range(value: float, sd: float, most_decimals: int = _MOST_DECIMALS) -> str:

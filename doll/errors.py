@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
+from doll.redaction import redacted
+
 
 class DollError(Exception):
-    """The base of all errors that DOLL raises. The command line prints it and exits with `exit_code`."""
+    """The base of all errors that DOLL raises. The command line prints it and exits with `exit_code`.
+
+    URLs in its text show no credentials.
+    """
 
     exit_code: ClassVar[int] = 1
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(redacted(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(DollError):

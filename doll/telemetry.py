@@ -13,6 +13,8 @@ from typing import Any, Final, Literal, TextIO, cast
 import msgspec
 import structlog
 
+from doll.redaction import redacted
+
 LogFormat = Literal["console", "json"]
 
 _REPEAT_AFTER_S: Final = 30.0
@@ -45,7 +47,7 @@ def configure(log_format: LogFormat = "console", *, process: str = "", stream: T
         add_process,
         structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
     ]
-    finish: list[Any] = [structlog.processors.format_exc_info, _escape_controls, _renderer(log_format, out)]
+    finish: list[Any] = [structlog.processors.format_exc_info, _escape, _renderer(log_format, out)]
     structlog.configure(
         processors=[*shared, *finish],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
@@ -105,11 +107,15 @@ def _render_json(_logger: Any, _method: str, event: _Event) -> str:
         return json.dumps({str(key): repr(value) for key, value in ordered.items()})
 
 
-def _escape_controls(_logger: Any, _method: str, event: _Event) -> _Event:
-    """Values come from records and libraries: they could steer a terminal, or begin a line that looks like another."""
+def _escape(_logger: Any, _method: str, event: _Event) -> _Event:
+    """Values come from records and libraries: they could steer a terminal, or begin a line that looks like another;
+    and their URLs may hold credentials."""
     for key, value in event.items():
-        if isinstance(value, str) and not value.isprintable():
-            event[key] = _printable(value, keep="\n" if key == "exception" else "")
+        if isinstance(value, Exception):
+            value = str(value)
+        if isinstance(value, str):
+            value = redacted(value)
+            event[key] = value if value.isprintable() else _printable(value, keep="\n" if key == "exception" else "")
     return event
 
 

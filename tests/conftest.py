@@ -17,16 +17,21 @@ import fast_botocore
 import numpy as np
 import pytest
 from doll.local import kafka_jars
+from doll.local.forks import ForkServer
 from doll.local.kafka_broker import LocalKafka
 from doll.local.redis_server import LocalRedis
 from doll.services import Services
 from doll.storage.redis_client import connect_redis
+from forked_commands import LOADED, Program
+from fuzzing import examples
 from hypothesis import settings
+from paths import SUPPORT
 
+pytest_plugins = ["costs", "worlds"]
 UNDER_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
 
 # No deadline: the machines are slow and shared. In CI the examples are the same each time.
-settings.register_profile("doll", deadline=None, derandomize=UNDER_CI)
+settings.register_profile("doll", deadline=None, derandomize=UNDER_CI, max_examples=examples(100))
 settings.load_profile("doll")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -36,7 +41,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 SLOW_FOLDERS = {"integration", "e2e"}
 SLOW_MARKERS = {"integration", "e2e", "fuzz"}
-SERVER_FIXTURES = {"broker", "redis_server", "own_redis", "fork_server"}
+SERVER_FIXTURES = {"broker", "redis_server", "own_redis", "fork_server", "doll"}
 SLOW_MODULE = re.compile(r"^pytestmark = .*pytest\.mark\.(slow|integration|e2e|fuzz)", re.MULTILINE)
 
 
@@ -114,13 +119,18 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalKafka]:
-    """A real Kafka broker on loopback. A test that stops or kills it must start it again."""
+def startable_broker() -> None:
+    """Skip where no Kafka broker can be started."""
     unavailable_reason = kafka_jars.unavailable_reason()
     if unavailable_reason is not None:
         if UNDER_CI:
             pytest.fail(f"CI needs a real Kafka broker: {unavailable_reason}")
         pytest.skip(f"no Kafka broker can be started: {unavailable_reason}")
+
+
+@pytest.fixture(scope="session")
+def broker(startable_broker: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalKafka]:
+    """A real Kafka broker on loopback. A test that stops or kills it must start it again."""
     with LocalKafka(tmp_path_factory.mktemp("kafka")) as kafka:
         yield kafka
 
@@ -130,6 +140,25 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRedi
     """A real Redis server on loopback. A test that stops or kills it must start it again."""
     with LocalRedis(tmp_path_factory.mktemp("redis")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """One process with torch loaded, from which all roles and commands of all tests are forked."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH", "")])))
+        server = ForkServer(tmp_path_factory.mktemp("forks") / "forkserver.log", LOADED)
+        server.start()
+    with server:
+        yield server
+
+
+@pytest.fixture
+def doll(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    """The command line as a program."""
+    program = Program(fork_server, tmp_path_factory.mktemp("doll"))
+    yield program
+    program.close()
 
 
 @pytest.fixture

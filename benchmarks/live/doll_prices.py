@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from doll.provisioner.planning.baselines import AllSpot, MarketPolicy
 from doll.provisioner.traces.model import Pool
 from doll.provisioner.traces.recordings import load
 
@@ -25,6 +24,7 @@ from benchmarks.live.price_replay import POLICIES, Floats, Runs, saving
 from benchmarks.paper.setting import SETTINGS as CURVES
 from benchmarks.paper.setting import Setting
 from benchmarks.tables import Table
+from doll_lab.backtests.baselines import AllSpot, MarketPolicy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -105,7 +105,7 @@ def changes_of(task: str, options: Options, folder: Path) -> list[str]:
         path = options.file("movielens_1m/ratings.csv.gz", "the ratings of MovieLens 1M (user,item,rating)")
         return [
             *shared, "task.class=benchmarks.live.slow_tasks:SlowRatings", "task.args.sparse=true",
-            f"task.args.ratings_path={path}", f"source.path={path}", "data.batch_size=2048",
+            f"task.args.ratings_path={path}", f"source.args.ratings_path={path}", "data.batch_size=2048",
         ]  # fmt: skip
     path = options.file("reuters21578/docs.jsonl.gz", "the texts of Reuters-21578 as JSON lines")
     return [

@@ -28,7 +28,8 @@ def _changes(options: Options) -> list[str]:
     held_out = options.file("criteo_sample/dev.tsv.gz", "held-out clicks in the same format")
     samples = options.settings["samples"] or "1000000"
     return [
-        f"source={{kind: criteo, path: {train}, repeat: true}}", f"task.args.holdout_path={held_out}",
+        "source.of=task.py:from_file", "source.in_order=true", f"source.args={{clicks_path: {train}, repeat: true}}",
+        f"task.args.holdout_path={held_out}",
         "training.reduction=mean", "data.workers=4", f"stop={{loss: {options.settings['loss']}, samples: {samples}}}",
     ]  # fmt: skip
 

@@ -21,7 +21,7 @@ JOB: Final = JOBS / "ratings" / "job.yaml"
 
 def _changes(options: Options) -> list[str]:
     path = options.file("movielens_1m/ratings.csv.gz", "the ratings of MovieLens 1M (user,item,rating,timestamp)")
-    return [f"source.path={path}", f"task.args.ratings_path={path}"]
+    return [f"source.args.ratings_path={path}", f"task.args.ratings_path={path}"]
 
 
 LEARNED: Final = Learned("PMF", "MovieLens 1M", JOB, "ratings", _changes)

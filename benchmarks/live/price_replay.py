@@ -9,12 +9,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 from doll.errors import InfeasiblePlanError
-from doll.provisioner.planning.baselines import ON_DEMAND, SPOT, BacktestJob, Choices, MarketPolicy, Observation
 from doll.provisioner.planning.state import PlannerSettings
 from doll.provisioner.traces.model import Pool
-from doll.provisioner.traces.windows import Windows, clairvoyant_usd
-from doll.simulation.adaptive import Adaptive
-from doll.simulation.backtest import replay
 from doll.theory.cost import Prices
 from doll.theory.planning import best_assignment
 
@@ -33,6 +29,10 @@ from benchmarks.paper.setting import (
     ticks_for,
     unequal,
 )  # fmt: skip
+from doll_lab.backtests.adaptive import Adaptive
+from doll_lab.backtests.backtest import replay
+from doll_lab.backtests.baselines import ON_DEMAND, SPOT, BacktestJob, Choices, MarketPolicy, Observation
+from doll_lab.backtests.windows import Windows, clairvoyant_usd
 
 Floats = npt.NDArray[np.float64]
 SPEED_UP: Final = 2000.0

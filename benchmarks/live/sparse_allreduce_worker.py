@@ -14,9 +14,10 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from doll.config import JobConfig, load
-from doll.producers.sources import criteo, ratings
 from doll.records import lines
 from doll.task.base import Task, load_task
+from examples.clicks import task as clicks
+from examples.ratings import task as ratings
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.live.sparse_allreduce import LINK, SUBNET, Round
@@ -34,12 +35,12 @@ def _link_bytes() -> int:
 
 def samples_of(job: JobConfig, task: Task) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """x and y of all samples of the job's file, but those held out of it."""
-    source: Any = job.source  # the section of the source `ratings` or `criteo`
-    path = job.path(source.path)
-    if source.kind == "ratings":
-        records = list(ratings.records(lines.read_file(path, header=source.header), source.holdout_one_in))
+    args: dict[str, Any] = job.source.args  # of a source of kind python, of the example `ratings` or `clicks`
+    if "ratings_path" in args:
+        read = lines.read_file(job.path(Path(args["ratings_path"])), header=args["header"])
+        records = list(ratings.records(read, args["holdout_one_in"]))
     else:
-        records = list(criteo.records(lines.read_file(path)))
+        records = list(clicks.records(lines.read_file(job.path(Path(args["clicks_path"])))))
     decoded = task.decode_block(memoryview(b"".join(records)), len(records[0]))
     assert decoded is not None, "the file has packed records only"
     return decoded

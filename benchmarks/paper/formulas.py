@@ -15,7 +15,7 @@ from doll.theory import checks
 from doll.theory.checks import Floats
 from doll.theory.cost import SECONDS_PER_HOUR, TOLERANCE, Prices, effective_of_sorted
 from doll.theory.fitting import Decay
-from doll.theory.planning import quantile_of_risk, tail, too_slow
+from doll.theory.planning import check_risk, quantile, tail, too_slow
 from doll.theory.preemption import uptime_variance_s2
 from doll.theory.queueing import batch_rate_per_s, update_rate_per_s
 from doll.theory.scale_in import Pace, relative_excess
@@ -620,7 +620,8 @@ def _quantile(risk: float | None, z: float | None) -> float:
         checks.non_negative(z=z)
         return z
     assert risk is not None
-    return quantile_of_risk(risk)
+    check_risk(risk)
+    return quantile(1 - risk)
 
 
 # --- scale-in

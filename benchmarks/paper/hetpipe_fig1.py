@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from doll.pipeline.planner.plots import draw_timelines
-from doll.pipeline.planner.schedule import StageTimes, simulate
-from doll.pipeline.planner.timeline import Steps, Timeline
-
 from benchmarks.paper.harness import Check, Result, Value, main
+from doll_lab.pipelines.plots import draw_timelines
+from doll_lab.pipelines.schedule import StageTimes, simulate
+from doll_lab.pipelines.timeline import Steps, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from doll.pipeline.planner.partition import DoesNotFitError, MemoryRule, best_partition
-from doll.pipeline.planner.schedule import StageTimes, simulate
-from doll.pipeline.planner.timeline import Timeline
 from doll.pipeline.profiling.profile import Profile
 from doll.process.figures import decorate
 
 from benchmarks.paper.harness import Check, Result, Value, claim, main
 from benchmarks.paper.hetpipe_models import KINDS, MODELS, NETWORK, OPTIMIZER_MULTIPLIER, virtual_worker
+from doll_lab.pipelines.schedule import StageTimes, simulate
+from doll_lab.pipelines.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from doll.pipeline.planner.fleet_plan import plan_fleet
 from doll.pipeline.planner.partition import MemoryRule
 from doll.process.figures import decorate
 
@@ -22,6 +21,7 @@ from benchmarks.paper.hetpipe_fig4 import LOCAL, MAX_IN_FLIGHT, TABLE_4, best_by
 from benchmarks.paper.hetpipe_fig6 import RATE, TARGET, Perceptron, mean, simulate
 from benchmarks.paper.hetpipe_links import STEPS, horovod
 from benchmarks.paper.hetpipe_models import MODELS, NETWORK, OPTIMIZER_MULTIPLIER
+from doll_lab.pipelines.fleet_plan import plan_fleet
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

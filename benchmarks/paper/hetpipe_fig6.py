@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from doll.pipeline.planner.schedule import Jitter, StageTimes
-from doll.pipeline.planner.timeline import Kind
 from doll.process.figures import decorate
 from doll.ps.engine.events import ApplyUpdate
 from doll.ps.policies.wsp import WspPolicyConfig
@@ -29,6 +27,8 @@ from doll.theory.checks import Floats
 
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, claim, main, near
 from benchmarks.paper.virtual_workers import VirtualWorkers
+from doll_lab.pipelines.schedule import Jitter, StageTimes
+from doll_lab.pipelines.timeline import Kind
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

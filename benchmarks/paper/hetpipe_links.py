@@ -11,13 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from doll.errors import ConfigError
-from doll.pipeline.planner.allocation import RULES, Grouping, GroupRates
 from doll.pipeline.planner.partition import DoesNotFitError, MemoryRule
-from doll.pipeline.planner.placement import default_placement, local_placement, traffic
-from doll.pipeline.planner.prediction import rates_in_waves
 from doll.pipeline.profiling.profile import Network, Profile
 
 from benchmarks.paper.hetpipe_models import GPUS, MODELS, NETWORK, OPTIMIZER_MULTIPLIER, virtual_worker
+from doll_lab.pipelines.allocation import RULES, Grouping, GroupRates
+from doll_lab.pipelines.placement import default_placement, local_placement, traffic
+from doll_lab.pipelines.prediction import rates_in_waves
 
 MAX_IN_FLIGHT, PER_NODE = 8, 4
 HOROVOD, LOCAL = "Horovod", "ED-local"

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from doll.pipeline.planner.schedule import Jitter, StageTimes
-from doll.pipeline.planner.timeline import Kind
 from doll.process.figures import decorate
 from doll.ps.policies.base import Policy
 from doll.ps.policies.wsp import WspPolicyConfig
@@ -27,6 +25,8 @@ from doll.simulation.randomness import blocks
 from benchmarks.paper.harness import OURS, PAPER, Check, Result, Value, claim, main, near
 from benchmarks.paper.hetpipe_fig6 import drifting_jitter
 from benchmarks.paper.virtual_workers import VirtualWorkers
+from doll_lab.pipelines.schedule import Jitter, StageTimes
+from doll_lab.pipelines.timeline import Kind
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-from doll.provisioner.planning.baselines import ON_DEMAND, SPOT, BacktestJob, Choices, Observation
 from doll.provisioner.planning.state import PlannerSettings
-from doll.provisioner.traces.windows import Windows
-from doll.simulation.adaptive import Adaptive
-from doll.simulation.backtest import Outcome, replay
 from doll.theory.cost import Prices, cost_ratio, work_samples
 from doll.theory.planning import best_assignment
 
 from benchmarks.paper.formulas import on_demand_runtime_s, step_probabilities
 from benchmarks.paper.harness import Check, claim
+from doll_lab.backtests.adaptive import Adaptive
+from doll_lab.backtests.backtest import Outcome, replay
+from doll_lab.backtests.baselines import ON_DEMAND, SPOT, BacktestJob, Choices, Observation
+from doll_lab.backtests.windows import Windows
 
 J, K, B, RATE, N = 10_000, 20, 256, 125.0, 64
 SAMPLES = work_samples(J, K, B)

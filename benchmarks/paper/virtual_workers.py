@@ -1,6 +1,6 @@
 """Virtual workers, synchronised in waves: pipelines that the production engine and policy `wsp` admit minibatches to.
 
-Each virtual worker is a pipeline of stages (`doll.pipeline.planner.schedule`). Its next minibatch starts when the
+Each virtual worker is a pipeline of stages (`doll_lab.pipelines.schedule`). Its next minibatch starts when the
 pipeline has room for it, the policy has granted it, and the weights that it must have are there. Minibatches that are
 complete are pushed by waves. Weights are pulled when a grant asks for newer ones, not before: so they are as old as the
 policy lets them be. The HetPipe paper, section 5.
@@ -14,14 +14,15 @@ from heapq import heappush
 
 import numpy as np
 from doll.consumers.protocol.worker_core import Compute, ComputedBatch, GradientDone
-from doll.pipeline.planner.schedule import Jitter, Pipeline, StageTimes
-from doll.pipeline.planner.timeline import Timeline
 from doll.ps.engine.events import ApplyUpdate, EngineAction, Event, StopRequested
 from doll.ps.policies import Policy
 from doll.ps.policies.wsp import WspPolicyConfig
 from doll.records.control import AnyRecord, Push
 from doll.simulation.randomness import blocks
 from doll.simulation.timed_world import MESSAGE, TimedProcess, TimedWorld
+
+from doll_lab.pipelines.schedule import Jitter, Pipeline, StageTimes
+from doll_lab.pipelines.timeline import Timeline
 
 # Numbers of messages: that of a stage whose task ends, or one of these.
 _PUSHED, _PULLED = 1 << 20, (1 << 20) + 1

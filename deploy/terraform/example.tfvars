@@ -18,5 +18,6 @@ cache_mode = "self_managed"
 # Six or more types of similar size, so that some pool has spot capacity.
 worker_instance_types = ["c5.xlarge", "c5a.xlarge", "c6i.xlarge", "c6a.xlarge", "m5.xlarge", "m6i.xlarge"]
 
+# Without a receiver every plan warns that nobody hears the alarms. Or: alarm_topic_arn, an SNS topic of yours.
 # alarm_email          = "oncall@example.com"
 # budget_usd_per_month = 500

@@ -43,13 +43,12 @@ data "aws_iam_policy_document" "control" {
     )
   }
 
-  # Resources that a launch creates: only with the cluster's tag on all four.
+  # Resources that a launch creates: only with the cluster's tag on all four, and instances of the workers' types only.
   statement {
     sid     = "LaunchTagged"
     actions = ["ec2:CreateFleet", "ec2:RunInstances"]
     resources = [
       "${local.ec2}:fleet/*",
-      "${local.ec2}:instance/*",
       "${local.ec2}:volume/*",
       "${local.ec2}:network-interface/*",
     ]
@@ -58,6 +57,29 @@ data "aws_iam_policy_document" "control" {
       test     = "StringEquals"
       variable = "aws:RequestTag/${local.cluster_tag}"
       values   = [var.name]
+    }
+  }
+
+  # A fleet asks for several types, and its instances are run one by one: IfExists, because only RunInstances always has a type.
+  dynamic "statement" {
+    for_each = { "ec2:RunInstances" = "StringEquals", "ec2:CreateFleet" = "StringEqualsIfExists" }
+
+    content {
+      sid       = "LaunchWorkerTypesBy${split(":", statement.key)[1]}"
+      actions   = [statement.key]
+      resources = ["${local.ec2}:instance/*"]
+
+      condition {
+        test     = "StringEquals"
+        variable = "aws:RequestTag/${local.cluster_tag}"
+        values   = [var.name]
+      }
+
+      condition {
+        test     = statement.value
+        variable = "ec2:InstanceType"
+        values   = var.worker_instance_types
+      }
     }
   }
 
@@ -137,6 +159,12 @@ data "aws_iam_policy_document" "control" {
   # --- at boot ---
 
   statement {
+    sid       = "Passwords"
+    actions   = ["secretsmanager:GetSecretValue"]
+    resources = [module.secrets.clients_arn, module.secrets.cache_arn]
+  }
+
+  statement {
     sid       = "Job"
     actions   = ["s3:GetObject"]
     resources = ["${module.storage.bucket_arn}/job/*", "${module.storage.bucket_arn}/ca/*"]
@@ -181,8 +209,15 @@ data "aws_iam_policy_document" "control" {
   source_policy_documents = [data.aws_iam_policy_document.boot.json, data.aws_iam_policy_document.iam_client.json]
 }
 
-# No ec2:* actions: a worker reads its slot from its instance's tags in the metadata service.
+# No ec2:* actions: a worker reads its slot from its instance's tags in the metadata service. Of the passwords only its own:
+# it runs the task's code, and those of the control host are Kafka's super user's.
 data "aws_iam_policy_document" "worker" {
+  statement {
+    sid       = "Passwords"
+    actions   = ["secretsmanager:GetSecretValue"]
+    resources = [module.secrets.worker_arn, module.secrets.cache_arn]
+  }
+
   statement {
     sid       = "Job"
     actions   = ["s3:GetObject"]
@@ -214,12 +249,12 @@ data "aws_iam_policy_document" "kafka" {
   }
 
   dynamic "statement" {
-    for_each = var.kafka_mode == "self_managed" ? [module.secrets.producer_arn] : []
+    for_each = var.kafka_mode == "self_managed" ? [[module.secrets.clients_arn, module.secrets.worker_arn, module.secrets.producer_arn]] : []
 
     content {
-      sid       = "ProducerPassword"
+      sid       = "Passwords"
       actions   = ["secretsmanager:GetSecretValue"]
-      resources = [statement.value]
+      resources = statement.value
     }
   }
 
@@ -251,12 +286,6 @@ data "aws_iam_policy_document" "boot" {
     sid       = "Parameters"
     actions   = ["ssm:GetParameter"]
     resources = ["${local.arn}:ssm:${var.region}:${data.aws_caller_identity.this.account_id}:parameter/doll/${var.name}/*"]
-  }
-
-  statement {
-    sid       = "Secrets"
-    actions   = ["secretsmanager:GetSecretValue"]
-    resources = [module.secrets.clients_arn]
   }
 
   statement {

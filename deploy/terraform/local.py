@@ -1,10 +1,11 @@
 """Checks of the stack without an AWS account and without network access.
 
-    make tf-check        (local.py check) fmt, validate, terraform test
+    make tf-check        (local.py check) fmt, validate, terraform test, checkov
     make tf-apply-local  (local.py apply) apply and destroy it against a moto server on loopback
 
-Terraform and its AWS provider must be installed on this machine. If either is missing, the checks are skipped with a
-message and exit code 0.
+Terraform and its AWS provider must be installed on this machine: without them both fail, since what is not checked has
+not passed. checkov comes from the package index at the first check, by the hashes of checkov.lock, into an environment
+of its own (.venv/checkov): DOLL's own environment and lock do not have it.
 """
 
 from __future__ import annotations
@@ -31,9 +32,14 @@ PROVIDER: Final = Path("registry.terraform.io/hashicorp/aws")
 _SUPPORTED: Final = ((5, 100), (6,))  # versions.tf
 _MIRROR: Final = re.compile(r'^\s*path\s*=\s*"([^"]+)"', re.MULTILINE)
 _STEP_S: Final = 1800.0
+CHECKOV: Final = HERE.parents[1] / ".venv" / "checkov"
 
 NAME: Final = "local"
-VARIABLES: Final = {"name": NAME, "image_tag": "v1", "kafka_mode": "self_managed", "region": "us-east-1"}
+REGION: Final = "us-east-1"
+VARIABLES: Final = {
+    "name": NAME, "image_tag": "v1", "kafka_mode": "self_managed", "region": REGION, "force_destroy": True,
+    "alarm_email": "oncall@example.com",
+}  # fmt: skip
 # moto 5.2.5 returns other values for these than were set. By resource, not by attribute: Terraform shows no reasons.
 KNOWN_DRIFT: Final = {
     "module.workers.aws_launch_template.this": "moto returns the template's own tags as those of its instances",
@@ -67,7 +73,7 @@ def say(text: str) -> None:
 def unavailable_reason() -> str | None:
     """None if the stack can be checked on this machine; else what is missing."""
     if shutil.which("terraform") is None:
-        return "there is no terraform on PATH"
+        return "there is no terraform on PATH: install Terraform 1.11 or later (developer.hashicorp.com/terraform)"
     if find_plugins() is None:
         return (
             "terraform's AWS provider (5.100 or later, before 6) is not on this machine; run `terraform init` in "
@@ -197,7 +203,7 @@ def step(what: str) -> Iterator[None]:
 
 
 def check() -> None:
-    """fmt, validate, and terraform test in its two offline modes.
+    """fmt, validate, terraform test in its two offline modes, and checkov.
 
     Raises:
         StepFailed: one of them failed.
@@ -212,6 +218,51 @@ def check() -> None:
         with step("test"):
             output = stack.run("test", on_line=lambda line: say(f"    {line.strip()}") if "... " in line else None)
         say(f"  {output.strip().splitlines()[-1]}")
+        with step("checkov"):
+            summary = scan(stack.folder)
+        say(f"  checkov: {summary}")
+
+
+def scan(folder: Path) -> str:
+    """Run checkov over a copy of the stack, without a call to anything but the package index; what it has counted.
+
+    An exception is a comment at its resource, `checkov:skip=ID: reason`.
+
+    Raises:
+        StepFailed: it cannot be installed, or cannot read a file, or has a finding.
+    """
+    uv, python = str(Path(sys.executable).with_name("uv")), str(CHECKOV / "bin" / "python")
+    lock = str(HERE / "checkov.lock")
+    for command in (
+        [uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, str(CHECKOV)],
+        [uv, "pip", "sync", "--quiet", "--require-hashes", "--python", python, lock],
+    ):
+        done = _run(command)
+        if done.returncode:
+            raise StepFailed(f"checkov cannot be installed into {CHECKOV}; it needs the package index\n{done.stderr}")
+    done = _run(
+        [str(CHECKOV / "bin" / "checkov"), "--directory", str(folder), "--framework", "terraform", "--output", "json",
+         "--compact", "--skip-download", "--download-external-modules", "false"]
+    )  # fmt: skip
+    try:
+        report = json.loads(done.stdout)
+        counted, findings = report["summary"], report["results"]["failed_checks"]
+    except (ValueError, KeyError, TypeError):
+        raise StepFailed(f"checkov: exit code {done.returncode}\n{done.stdout[-4000:]}{done.stderr[-4000:]}") from None
+    lines = [f"{finding['check_id']} {finding['resource']}: {finding['check_name']}" for finding in findings]
+    if done.returncode or lines or counted["parsing_errors"] or not counted["passed"]:
+        raise StepFailed("\n".join([f"checkov: exit code {done.returncode}, {counted}", *lines]))
+    return f"{counted['passed']} passed, {counted['skipped']} skipped with a reason in the files"
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run it without the keys of checkov's platform, to which it would send what it finds."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("BC_", "CKV_", "PRISMA_", "TF_"))}
+    quiet = {"CKV_SKIP_PACKAGE_UPDATE_CHECK": "true", "LOG_LEVEL": "ERROR"}
+    return subprocess.run(
+        command, env={**kept, **quiet}, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_STEP_S,
+        check=False, preexec_fn=_die_with_parent,
+    )  # fmt: skip
 
 
 # --- against moto -----------------------------------------------------------------------------------------------------
@@ -244,7 +295,7 @@ def _apply(folder: Path, endpoint: str) -> None:
         "AWS_ENDPOINT_URL": endpoint,
         "AWS_ACCESS_KEY_ID": "none",
         "AWS_SECRET_ACCESS_KEY": "none",
-        "AWS_DEFAULT_REGION": VARIABLES["region"],
+        "AWS_DEFAULT_REGION": REGION,
     }
     os.environ.update(account)  # for the clients of this process
     os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
@@ -326,24 +377,30 @@ def inspect(outputs: dict[str, Any], state: Path, folder: Path) -> None:
 
     names, secrets = outputs["names"], boto3.client("secretsmanager")
 
-    # 1. The state contains no password; the secret is an env file with four values.
+    # 1. The state contains no password; the secrets are env files of one user each.
     def values_of(secret: str) -> dict[str, str]:
         text = secrets.get_secret_value(SecretId=secret)["SecretString"]
         return dict(line.split("=", 1) for line in text.splitlines())
 
-    clients, producer = values_of(names["clients_secret"]), values_of(names["producer_secret"])
+    settings = outputs["settings"]
+    users = {
+        "doll": values_of(names["clients_secret"]),
+        settings["kafka.worker_user"]: values_of(names["worker_secret"]),
+        settings["kafka.producer_user"]: values_of(names["producer_secret"]),
+    }
     _require(
-        len(clients) == 4 and len(clients["DOLL_KAFKA_PASSWORD"]) == 32,
-        f"expected 4 values in the clients' secret, with a password of 32 characters, got {sorted(clients)}",
+        len(users) == 3
+        and all(
+            values.keys() == {"DOLL_KAFKA_USERNAME", "DOLL_KAFKA_PASSWORD"} and values["DOLL_KAFKA_USERNAME"] == user
+            for user, values in users.items()
+        ),
+        f"expected a secret with name and password for each of Kafka's users {', '.join(users)}",
     )
-    _require(
-        producer.keys() == {"DOLL_KAFKA_USERNAME", "DOLL_KAFKA_PASSWORD"}
-        and producer["DOLL_KAFKA_USERNAME"] == outputs["settings"]["kafka.producer_user"]
-        and producer["DOLL_KAFKA_PASSWORD"] not in clients.values(),
-        "external producers have no separate user, or more than its name and password",
-    )
+    cache = values_of(f"doll/{NAME}/cache")
+    _require(cache.keys() == {"DOLL_REDIS_USERNAME", "DOLL_REDIS_PASSWORD"}, "the cache's secret is not its user")
+    passwords = {values["DOLL_KAFKA_PASSWORD"] for values in users.values()} | {cache["DOLL_REDIS_PASSWORD"]}
+    _require({len(password) for password in passwords} == {32} and len(passwords) == 4, "passwords are shared or short")
     written = state.read_text(encoding="utf-8")
-    passwords = {value for secret in (clients, producer) for key, value in secret.items() if "PASSWORD" in key}
     _require(not any(password in written for password in passwords), "the state contains a password")
 
     # 2. The parameters that hosts read at boot equal the outputs.
@@ -400,6 +457,33 @@ def inspect(outputs: dict[str, Any], state: Path, folder: Path) -> None:
         )
         kinds |= set(json.loads(rule["EventPattern"])["detail-type"])
     _require("EC2 Spot Instance Interruption Warning" in kinds and len(kinds) == 3, f"notices are {sorted(kinds)}")
+
+    # 6. Workers cannot read the password of Kafka's super user, and instances have the workers' types only.
+    def statements(role: str) -> list[dict[str, Any]]:
+        policy = boto3.client("iam").get_role_policy(RoleName=f"{NAME}-{role}", PolicyName=role)["PolicyDocument"]
+        return [
+            {**statement, **{key: _listed(statement[key]) for key in ("Action", "Resource")}}
+            for statement in policy["Statement"]
+        ]
+
+    readable = {
+        resource.split(":secret:")[1].rpartition("-")[0]
+        for statement in statements("worker")
+        if "secretsmanager:GetSecretValue" in statement["Action"]
+        for resource in statement["Resource"]
+    }
+    _require(readable == {f"doll/{NAME}/worker", f"doll/{NAME}/cache"}, f"workers read the secrets {sorted(readable)}")
+    for statement in statements("control"):
+        if "ec2:RunInstances" in statement["Action"] and any("instance/*" in item for item in statement["Resource"]):
+            types = statement["Condition"]["StringEquals"].get("ec2:InstanceType", ())
+            _require(
+                sorted(_listed(types)) == sorted(json.loads(settings["fleet.instance_types"])),
+                f"expected launches of the workers' types only, got {types or 'all'}",
+            )
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _require(holds: bool, otherwise: str) -> None:
@@ -466,8 +550,8 @@ def main(words: Sequence[str]) -> int:
         say(f"expected one of {', '.join(commands)}, got {' '.join(words) or 'nothing'}")
         return 2
     if (problem := unavailable_reason()) is not None:
-        say(f"terraform {words[0]} skipped: {problem}")
-        return 0
+        say(f"terraform {words[0]}: NOT checked, {problem}")
+        return 1
     started_s = time.monotonic()
     try:
         commands[words[0]]()

@@ -49,6 +49,9 @@ locals {
   producer_port = { self_managed = 9092, msk = 9098, msk_serverless = 9098 }[var.kafka_mode]
   producer_user = "doll-producer"
 
+  # Workers run the task's code: not Kafka's super user, and not the user of the control host.
+  worker_user = "doll-worker"
+
   # Fixed addresses from the reserved ranges, so that no worker gets one while its owner is being replaced. Node i of
   # Kafka is in subnet i modulo their number.
   control_ip = cidrhost(module.network.reserved_cidrs[0], 2)
@@ -75,6 +78,7 @@ module "secrets" {
   name                  = var.name
   kms_key_arn           = module.storage.kms_key_arn
   kafka_mode            = var.kafka_mode
+  worker_user           = local.worker_user
   producer_user         = local.producer_user
   cache_mode            = var.cache_mode
   schema_registry_login = var.schema_registry_login
@@ -120,7 +124,7 @@ module "kafka" {
   network_ready     = module.network.ready
   msk_instance_type = var.msk_instance_type
   msk_kafka_version = var.msk_kafka_version
-  msk_secret_arn    = module.secrets.msk_arn
+  msk_secret_arns   = module.secrets.msk_arns
 }
 
 module "cache" {
@@ -208,6 +212,7 @@ locals {
 
   settings = {
     "kafka.security"                = "sasl_ssl"
+    "kafka.worker_user"             = var.kafka_mode == "msk_serverless" ? "" : local.worker_user
     "kafka.producer_user"           = var.kafka_mode == "self_managed" ? local.producer_user : ""
     "kafka.replication_factor"      = tostring(min(3, var.kafka_mode == "msk_serverless" ? 3 : var.kafka_broker_count))
     "fleet.kind"                    = "ec2"
@@ -230,6 +235,7 @@ module "observability" {
   control_instance_id  = module.control.instance_id
   roles_log_group      = module.storage.roles_log_group.name
   alarm_email          = var.alarm_email
+  alarm_topic_arn      = var.alarm_topic_arn
   budget_usd_per_month = var.budget_usd_per_month
 }
 
@@ -237,6 +243,20 @@ resource "aws_iam_service_linked_role" "spot" {
   count = var.create_spot_service_linked_role ? 1 : 0
 
   aws_service_name = "spot.amazonaws.com"
+}
+
+check "alarms_have_a_receiver" {
+  assert {
+    condition     = var.alarm_email != null || var.alarm_topic_arn != null
+    error_message = "Nobody hears the alarms, neither of a stopped provisioner, which ends the budget's enforcement, nor of the monthly budget: set alarm_email, or alarm_topic_arn to an SNS topic of yours (README.md, alarms)."
+  }
+}
+
+check "alarm_email_is_confirmed" {
+  assert {
+    condition     = coalesce(module.observability.alarm_email_is_confirmed, true)
+    error_message = "Nobody hears the alarms yet: confirm the subscription in the e-mail that AWS has sent to alarm_email."
+  }
 }
 
 # doll authenticates with SCRAM-SHA-512, which MSK Serverless does not support.

@@ -14,6 +14,7 @@ output "names" {
     bucket                 = module.storage.bucket
     repository             = module.storage.repository_url
     clients_secret         = module.secrets.clients_name
+    worker_secret          = module.secrets.worker_name
     producer_secret        = module.secrets.producer_name
     schema_registry_secret = module.secrets.schema_registry_name
     producer_policy        = one(aws_iam_policy.producer[*].arn)

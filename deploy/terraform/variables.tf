@@ -360,6 +360,17 @@ variable "alarm_email" {
   }
 }
 
+variable "alarm_topic_arn" {
+  description = "An SNS topic of yours that alarms and the budget are sent to, in place of one of the stack's own; its policy must let cloudwatch.amazonaws.com and budgets.amazonaws.com publish; null: none."
+  type        = string
+  default     = null
+
+  validation {
+    condition     = var.alarm_topic_arn == null || can(regex("^arn:aws[a-z-]*:sns:[a-z0-9-]+:[0-9]{12}:[A-Za-z0-9_.-]+$", var.alarm_topic_arn))
+    error_message = "Expected the ARN of an SNS topic such as arn:aws:sns:us-east-1:123456789012:oncall."
+  }
+}
+
 variable "budget_usd_per_month" {
   description = "AWS notifies when 80 % and 100 % of it are spent, and when the month's forecast exceeds it, USD; 0: no budget. The job's own limit is plan.budget_usd in the job file."
   type        = number

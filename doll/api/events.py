@@ -1,4 +1,4 @@
-"""What a run's process tells the program that started it: lines of JSON on a pipe."""
+"""The messages of a run's process to the program that started it: lines of JSON on a pipe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EVERY_S = 0.5
 
 
 class Event(msgspec.Struct, omit_defaults=True):
-    """One line. What is not said is as before."""
+    """One line; a field that it lacks is as before."""
 
     say: str = ""  # a message, with its time
     panel: str = ""  # the panel, with ANSI codes of colours

@@ -100,7 +100,7 @@ class Feeder:
             positions: samples that each stream had when its producer connected.
 
         Returns:
-            The number of the sample behind them; the frames of those that the streams do not have; whether the source
+            The number of the sample after them; the frames of those that the streams do not have; whether the source
             ends there.
         """
         with self._changed:

@@ -1,4 +1,4 @@
-"""What a program gives as samples, as Kafka records."""
+"""The samples that a program gives, as Kafka records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from doll.task.base import Sample
 _CHUNK: Final = 4096  # rows of a frame of pandas that become dicts at once
 _EXPECTED: Final = (
     "a pair (x, y) of numbers or arrays, or of dicts, tuples and lists of these, a doll.Sample, bytes, a str, a dict, "
-    "a dataclass or a msgspec.Struct for each sample"
+    "a dataclass or a msgspec.Struct for each sample; of arrays X and y (X, y)"
 )
 
 
@@ -32,49 +32,67 @@ class Items(NamedTuple):
     are_pairs: bool
 
 
-def items_of(source: Any) -> Items:
-    """The records of a source: any iterable, a DataFrame of pandas or polars, a dataset of torch.
+def items_of(source: Any, argument: str = "source") -> Items:
+    """The records of a source: any iterable, arrays (X, y), a DataFrame of pandas or polars, a dataset of torch.
 
     The first item is taken at once, and says of which kind all are.
+
+    Args:
+        argument: what messages call it.
 
     Raises:
         ConfigError: it is not iterable, empty, or its first item is nothing that can be sent.
     """
-    values = _values(source)
+    values = _values(source, argument)
     try:
         first = next(values)
     except StopIteration:
-        raise ConfigError("source: expected at least one sample, got none") from None
+        raise ConfigError(f"{argument}: expected at least one sample, got none") from None
     try:
         encode = _encoder(first)
         encode(first)
     except (TypeError, SampleError) as exc:
-        raise ConfigError(f"source: expected {_EXPECTED}; sample 0: {exc}") from exc
-    return Items(_records(itertools.chain([first], values), encode), encode is _pair)
+        raise ConfigError(f"{argument}: expected {_EXPECTED}; sample 0: {exc}") from exc
+    return Items(_records(itertools.chain([first], values), encode, argument), encode is _pair)
 
 
-def _records(values: Iterator[Any], encode: Callable[[Any], bytes]) -> Iterator[bytes]:
+def _records(values: Iterator[Any], encode: Callable[[Any], bytes], argument: str) -> Iterator[bytes]:
     for number, value in enumerate(values):
         try:
             record = encode(value)
         except (TypeError, ValueError, SampleError) as exc:
             raise ConfigError(
-                f"source: expected {_EXPECTED}, each of the kind of the first; sample {number}: {exc}"
+                f"{argument}: expected {_EXPECTED}, each of the kind of the first; sample {number}: {exc}"
             ) from exc
         yield record
 
 
-def _values(source: Any) -> Iterator[Any]:
+def _values(source: Any, argument: str) -> Iterator[Any]:
     if hasattr(source, "iter_rows") and hasattr(source, "columns"):  # polars
         return iter(source.iter_rows(named=True))
     if hasattr(source, "iloc") and hasattr(source, "columns"):  # pandas
         return _rows_of_pandas(source)
-    if hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, Mapping | str | bytes):
-        return (source[at] for at in range(len(source)))  # a list, an array, or a dataset of torch with indices
+    if getattr(source, "batch_sampler", None) is not None:  # a DataLoader, whose batches would be taken for samples
+        raise ConfigError(
+            f"{argument}: expected one sample at a time, got a {type(source).__name__} of batches: give its dataset, "
+            "or DataLoader(dataset, batch_size=None)"
+        )
+    if isinstance(source, tuple | list) and len(source) == 2 and all(getattr(part, "ndim", 0) for part in source):
+        x, y = (part.to_numpy() if hasattr(part, "to_numpy") else part for part in source)
+        if len(x) != len(y):
+            raise ConfigError(f"{argument}: expected as many X as y, got {len(x)} and {len(y)}")
+        return zip(x, y, strict=True)
     if isinstance(source, Iterable) and not isinstance(source, Mapping | str | bytes):
         return iter(source)
+    if hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, Mapping | str | bytes):
+        return (source[at] for at in range(len(source)))  # a dataset of torch with indices
+    if isinstance(source, Mapping):
+        raise ConfigError(
+            f"{argument}: expected samples, or a dict as in a job file ({{'kind': 'csv', 'path': ...}}), got one of "
+            f"{', '.join(map(repr, source))}: give arrays as (X, y), and columns as a DataFrame"
+        )
     raise ConfigError(
-        f"source: expected an iterable of samples, a DataFrame, a dataset, or a dict as in a job file "
+        f"{argument}: expected an iterable of samples, a DataFrame, a dataset, or a dict as in a job file "
         f"({{'kind': 'csv', 'path': ...}}), got {type(source).__name__}"
     )
 

@@ -65,7 +65,7 @@ def simulate(
         alpha: share of the time for which spot is available.
         cycle_s: mean time from one loss of a spot machine to the next.
         service_s: mean time of a batch's gradient.
-        instance, region: take their prices from the table that ships with DOLL, where the job file has none.
+        instance, region: take their prices from the table that ships with DOLL, if the job file has none.
 
     Raises:
         ConfigError: the job or a number is not what was expected.

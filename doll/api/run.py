@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _LOG: Final = "run.log"
 _POLL_S: Final = 0.2
+_LAST_BYTES: Final = 1 << 20  # of updates.csv, in which one that counts is looked for
 _LAST_S: Final = 120.0  # for the last checkpoint, evaluation and audit, when the program ends before the run
 
 
@@ -37,7 +39,7 @@ class RunFailedError(DollError):
     """A run has ended with an error, or its audit has failed.
 
     Attributes:
-        report: as in `report.json`; empty where there is none.
+        report: as in `report.json`; empty if there is none.
     """
 
     def __init__(self, message: str, report: dict[str, Any]) -> None:
@@ -64,20 +66,25 @@ class Run:
     @property
     def samples(self) -> int:
         """Samples in the model, by the newest that is known."""
-        if self.is_running and self._process is not None:
-            return self._process.last.samples
-        return int(self.report["samples"]) if self._has_report else 0
+        return self._newest()[1]
 
     @property
     def version(self) -> int:
         """Number of the newest version of the model that is known."""
+        return self._newest()[0]
+
+    def _newest(self) -> tuple[int, int]:
+        """Version and samples: of a run that this program runs as it says, of one that has ended by its report, else by
+        the updates that are written."""
         if self.is_running and self._process is not None:
-            return self._process.last.version
-        return int(self.report["updates"]) if self._has_report else 0
+            return self._process.last.version, self._process.last.samples
+        if self._has_report:
+            return int(self.report["updates"]), int(self.report["samples"])
+        return _last_update(self.folder / "updates.csv")
 
     @property
     def report(self) -> dict[str, Any]:
-        """What `report.json` says.
+        """The content of `report.json`.
 
         Raises:
             ConfigError: the run has not ended, or left no report.
@@ -117,7 +124,8 @@ class Run:
         return self.wait(progress=progress)
 
     def kill(self) -> None:
-        """End the run at once. Its newest checkpoint is kept: `doll resume` goes on from it."""
+        """End the run at once. Its newest checkpoint is kept: `doll resume RUN --set source=null` goes on from it, with
+        the samples that Kafka has; without `source=null` if the source is not of this program."""
         if self._process is not None:
             self._process.kill()
 
@@ -144,10 +152,12 @@ class Run:
         return _read_csv(self.folder / f"{kind}.csv", frame)
 
     def model(self, version: int | None = None, *, average: bool | None = None) -> torch.nn.Module:
-        """The task's model with the weights of a checkpoint: the newest one, or that of a version that is kept.
+        """The task's model with the weights of a checkpoint: the newest one, or that of a version that is kept. It is
+        what `build_model` makes, with all rows of its tables; a bounded table has the rows that there are, which a
+        `state_dict()` of it holds.
 
         Args:
-            average: the moving average of the weights, or the weights; default: the average where `training.ema` is
+            average: the moving average of the weights, or the weights; default: the average if `training.ema` is
                 set.
 
         Raises:
@@ -155,17 +165,22 @@ class Run:
         """
         from doll.evaluation.stored_weights import newest_weights
         from doll.model.flat_model import build
+        from doll.run.export import tensors_of
+        from doll.run.portable import whole_module
         from doll.storage.stores import checkpoint_location
         from doll.task.base import load_task
 
         config = self._target().config
-        model = build(config, load_task(config), with_rows=False)
+        task = load_task(config)
+        model = build(config, task, with_rows=False)
         stored = newest_weights(config, self.folder, model, version=version, average=average)
         if stored is None:
             raise errors.CheckpointError(f"no checkpoint in {checkpoint_location(config, self.folder)} yet")
         stored.load_into(model)
-        module: torch.nn.Module = model.module
-        return module.eval()
+        module = whole_module(config, task, tensors_of(model, stored))
+        for name, buffer in model.module.named_buffers():  # also those that are in no `state_dict()`
+            module.get_buffer(name).copy_(buffer)
+        return module
 
     def audit(self) -> dict[str, Any]:
         """Every sample of the stream, by what became of it, as in `audit.json`: of a running run by its topics, else as
@@ -189,17 +204,18 @@ class Run:
         return ledger.to_dict()
 
     def plot(self) -> Any:
-        """The picture of a run that has ended: in a notebook an image, else its path."""
-        path = RunFolder(self.folder).plot
+        """The page of a run that has ended: in a notebook the page itself, else its path."""
+        path = RunFolder(self.folder).page
         if not path.exists():
             raise ConfigError(
                 f"{display_path(self.folder)}: expected a run that has ended, got one without {path.name}"
             )
         if not in_notebook():
             return path
-        from IPython.display import Image
+        from IPython.display import HTML
 
-        return Image(filename=str(path))
+        content = escape(path.read_text(encoding="utf-8"))
+        return HTML(f'<iframe sandbox="allow-scripts" srcdoc="{content}" width="100%" height="720"></iframe>')
 
     def __repr__(self) -> str:
         state = "running" if self.is_running else ("ended" if self._has_report else "without a report")
@@ -352,6 +368,21 @@ class _Process:
             if not self._ended.wait(_LAST_S):
                 self.kill()
         self._close()
+
+
+def _last_update(path: Path) -> tuple[int, int]:
+    """Version and samples of the last whole line that counts; (0, 0): there is none yet."""
+    if not path.exists():
+        return 0, 0
+    with path.open("rb") as file:
+        names = file.readline().decode().strip().split(",")
+        file.seek(max(file.tell(), path.stat().st_size - _LAST_BYTES))
+        lines = file.read().decode(errors="replace").split("\n")[:-1]
+    for line in reversed(lines):
+        row = dict(zip(names, line.split(","), strict=False))
+        if len(row) == len(names) and row["void"] == "0":
+            return int(row["version"]), int(row["samples_total"])
+    return 0, 0
 
 
 def _read_csv(path: Path, frame: str) -> Any:

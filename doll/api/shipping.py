@@ -7,22 +7,27 @@ read from there alone: nothing that comes over a wire is ever unpickled (docs/se
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import io
 import os
 import pickle
 import sys
+import types
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_type_hints
 
 import cloudpickle
+import msgspec
 
+from doll.api.items import Items
 from doll.errors import ConfigError
 from doll.task.base import Task
-from doll.task.pairs import PairTask, write_pairs
+from doll.task.pairs import PairTask, write_records
 
 PICKLE: Final = "task.cloudpickle"
-HOLDOUT: Final = "held_out.pairs"
+HOLDOUT: Final = "held_out.records"
 _FILE: Final = "task.py"
 _TEXT: Final = '''"""The task of this run, as doll.train got it. {about}"""
 
@@ -44,33 +49,35 @@ def task_class(task: Any) -> type[Task]:
     return cls
 
 
-def write_task(folder: Path, task: Any, *, are_pairs: bool, held_out: Iterable[tuple[Any, Any]] | None) -> str:
+def write_task(folder: Path, task: Any, *, are_pairs: bool, held_out: Items | None) -> str:
     """Write a task into a run's folder; returns what `task.class` of the job file says.
 
     Args:
         task: a class, or an instance.
         are_pairs: the source gives pairs (x, y), which the class need not decode itself.
-        held_out: pairs that are never learned; they take the place of the class's `holdout`.
+        held_out: samples that are never learned; they take the place of the class's `holdout`.
 
     Raises:
-        ConfigError: it is no task, or its class has something that cannot be written.
+        ConfigError: it is no task, or its class has something that cannot be written, or a held-out sample is none.
     """
     cls = task_class(task)
-    if held_out is not None:
-        try:
-            write_pairs(folder / HOLDOUT, held_out)
-        except (TypeError, ValueError) as exc:
-            raise ConfigError(f"held_out: expected pairs (x, y): {exc}") from exc
     decodes = cls.decode is not Task.decode or cls.decode_record is not Task.decode_record
     if not decodes and not are_pairs:
         raise ConfigError(
             f"task: expected {cls.__name__} to define decode(record), or a source of pairs (x, y), which need none"
         )
+    if held_out is not None:
+        if not decodes and not held_out.are_pairs:
+            raise ConfigError(
+                f"held_out: expected pairs (x, y), as the source has, since {cls.__name__} does not define decode"
+            )
+        write_records(folder / HOLDOUT, held_out.records)
     as_pairs = not decodes or held_out is not None
     if task is cls and not as_pairs and cls.__module__ != "__main__" and "<locals>" not in cls.__qualname__:
         return f"{cls.__module__}:{cls.__qualname__}"
     try:
-        content = cloudpickle.dumps({"task": task, "as_pairs": as_pairs, "decodes": decodes})
+        holds_pairs = held_out is not None and held_out.are_pairs
+        content = _pickled({"task": task, "as_pairs": as_pairs, "decodes": decodes, "holds_pairs": holds_pairs})
     except Exception as exc:  # pickling runs code of any object that the class refers to
         raise ConfigError(
             f"task: {cls.__name__} cannot be given to other processes: {type(exc).__name__}: {exc}; make open files, "
@@ -86,6 +93,86 @@ def write_task(folder: Path, task: Any, *, are_pairs: bool, held_out: Iterable[t
         about = "Its source is not known."
     (folder / _FILE).write_text(_TEXT.format(about=about, name=cls.__name__), encoding="utf-8")
     return f"{folder / _FILE}:{cls.__name__}"
+
+
+def _pickled(value: Any) -> bytes:
+    with io.BytesIO() as file:
+        _Pickler(file).dump(value)
+        return file.getvalue()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+    """Writes classes of a notebook with the types of their fields, which cloudpickle leaves behind.
+
+    It makes a class without annotations first, and sets its attributes afterwards. A `msgspec.Struct` reads its fields
+    while it is made, and has none then. Annotations that are text (`from __future__ import annotations`) name what is
+    in the notebook, and not in the process that reads them.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if obj is dataclasses.MISSING:
+            return "MISSING"  # the one of the reading process: it is compared by identity
+        if isinstance(obj, msgspec.Meta):
+            given = {name: getattr(obj, name) for name in dir(obj) if not name.startswith("_")}
+            return _make, (msgspec.Meta, {name: value for name, value in given.items() if value is not None})
+        reduced = super().reducer_override(obj)
+        if not isinstance(obj, type) or not isinstance(reduced, tuple) or len(reduced) < 3:
+            return reduced  # no class, or one of a module
+        make, args, (members, slots), *rest = reduced
+        members.pop("__msgspec_cache__", None)  # of this process; it cannot be written
+        if annotations := inspect.get_annotations(obj):
+            try:
+                hints = get_type_hints(obj, include_extras=True)
+            except (NameError, TypeError, AttributeError, SyntaxError):  # nobody can use these
+                hints = {}
+            members["__annotations__"] = annotations | {name: hints[name] for name in annotations if name in hints}
+        if issubclass(obj, msgspec.Struct):
+            metaclass, name, bases, namespace, *_ = args
+            make, args = _make_struct, (metaclass, name, bases, namespace, *_fields_of(obj, annotations))
+        return make, args, (members, slots), *rest
+
+
+def _fields_of(
+    cls: type[msgspec.Struct], names: Iterable[str]
+) -> tuple[dict[str, dict[str, Any]], bool, dict[str, Any]]:
+    """The defaults of a struct's own fields, as arguments of `msgspec.field`; whether it has a `__post_init__`; and the
+    options of its class."""
+    fields = {field.name: field for field in msgspec.structs.fields(cls) if field.name in names}
+    defaults = {
+        name: {
+            key: value
+            for key in ("default", "default_factory")
+            if (value := getattr(field, key)) is not msgspec.NODEFAULT
+        }
+        for name, field in fields.items()
+    }
+    config, parameters = cls.__struct_config__, inspect.signature(cls).parameters
+    options = {name: getattr(config, name) for name in dir(config) if not name.startswith("_")}
+    if config.tag is None:
+        del options["tag"], options["tag_field"]
+    options["kw_only"] = any(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in fields)
+    options["rename"] = {name: field.encode_name for name, field in fields.items()}
+    return defaults, hasattr(cls, "__post_init__"), options
+
+
+def _make(cls: type, arguments: dict[str, Any]) -> Any:
+    return cls(**arguments)
+
+
+def _make_struct(
+    metaclass: type, name: str, bases: tuple[type, ...], namespace: dict[str, Any],
+    defaults: dict[str, dict[str, Any]], has_post_init: bool, options: dict[str, Any],
+) -> type:  # fmt: skip
+    namespace = namespace | {field: msgspec.field(**given) for field, given in defaults.items() if given}
+    namespace["__annotations__"] = dict.fromkeys(defaults, Any)
+    if has_post_init:
+        namespace["__post_init__"] = _post_init
+    return types.new_class(name, bases, {"metaclass": metaclass, **options}, lambda body: body.update(namespace))
+
+
+def _post_init(self: Any) -> None:
+    """Call the class's own `__post_init__`, which it gets after it is made; msgspec looks for one while it is made."""
+    type(self).__post_init__(self)
 
 
 def shipped(file: str) -> type[Task]:
@@ -114,7 +201,7 @@ def shipped(file: str) -> type[Task]:
     if content["as_pairs"]:
         names = [] if content["decodes"] else ["decode", "decode_many"]
         if (folder / HOLDOUT).exists():
-            members["holdout_file"] = folder / HOLDOUT
+            members |= {"holdout_file": folder / HOLDOUT, "holdout_are_pairs": content["holds_pairs"]}
             names.append("holdout")
         members |= {name: getattr(PairTask, name) for name in names}
     if task is not cls:

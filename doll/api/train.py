@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from doll.api.feeder import Feeder
 from doll.api.items import Items, items_of
 from doll.api.run import Run
 from doll.api.shipping import task_class, write_task
-from doll.config import JobConfig, parse
+from doll.config import JobConfig, located, parse
 from doll.errors import ConfigError
 from doll.records.bounded import read_text
 from doll.run.folder import RunFolder, create
@@ -33,7 +34,7 @@ def train(
     job: str | Path | None = None,
     name: str | None = None,
     args: Mapping[str, Any] | None = None,
-    held_out: Iterable[tuple[Any, Any]] | None = None,
+    held_out: Any = None,
     workers: int | None = None,
     policy: str | Mapping[str, Any] | None = None,
     stop: Mapping[str, Any] | None = None,
@@ -47,12 +48,13 @@ def train(
 
     Args:
         task: a subclass of `doll.Task`, or an instance. It may be of a notebook. Without `decode`, samples are pairs.
-        source: the samples: any iterable of pairs (x, y), dicts, str or bytes, a DataFrame, a dataset of torch; or a
-            dict, as `source` of a job file: `{"kind": "csv", "path": "rows.csv"}`.
+        source: the samples: any iterable of pairs (x, y), dicts, str or bytes, arrays (X, y), a DataFrame, a dataset of
+            torch; or a dict, as `source` of a job file: `{"kind": "csv", "path": "rows.csv"}`.
         job: a job file, or the name of a shipped example, for whatever is not given here.
         name: of the job; default: that of the task's class.
         args: keyword arguments of the task's class.
-        held_out: pairs (x, y) that are never learned, for the held-out error.
+        held_out: samples that are never learned, for the held-out error; as `source`, but no dict. Of these,
+            `evaluation.max_samples` at most.
         workers: default 4, or as the job file says.
         policy: a consistency policy, by its name or as in a job file; default `doll`.
         stop: `{"samples": 10000}`, or updates, seconds, loss, accuracy: what comes first. Default: the source's end.
@@ -65,11 +67,13 @@ def train(
         progress: show a live panel meanwhile.
 
     Returns:
-        The run. It has ended without an error, where `wait` is set.
+        The run. It has ended without an error, if `wait` is set.
 
     Raises:
         ConfigError: what is given fits neither a task, a source nor a job file; nothing has been started.
         RunFailedError: the run has ended with an error, or its audit has found one.
+
+    Whatever ends the run, or the wait for it, has the run as its `run`: `error.run.folder`.
     """
     content = _job_content(job)
     if task is None and "task" not in content:
@@ -78,9 +82,9 @@ def train(
     if name is not None:
         content["job"] = name
     items, given = None, source
-    if source is not None and not isinstance(source, Mapping):
+    if source is not None and not (isinstance(source, Mapping) and "kind" in source):
         items, given = items_of(source), None
-        # Where nobody says how fast samples arrive, they come as fast as they are learned.
+        # If nobody says how fast samples arrive, they come as fast as they are learned.
         content.setdefault("arrivals", {"process": "asap"})
     for key, value in _settings(given, workers, policy, stop, init_from, settings).items():
         _set(content, key, value)
@@ -97,14 +101,21 @@ def train(
     if items is not None:
         content["source"] = {"kind": "feed", "socket": "/"}
     config = _parsed(content)
+    held = None if held_out is None else items_of(held_out, "held_out")
+    if held is not None and task is None:
+        raise ConfigError("held_out: expected with a task that is given here, not by a job file")
     if task is None and items is None:
         check_runnable(config)  # else its task, or its source, is in the folder of the run only
     elif config.training.init_from is not None:
         find_source(config, config.training.init_from.source)
     folder = create(Path(runs_folder), config.job, datetime.now())
-    run = _start(folder, content, task, items, held_out, config)
+    run = _start(folder, content, task, items, held, config)
     if wait:
-        run.wait(progress=progress)
+        try:
+            run.wait(progress=progress)
+        except BaseException as error:
+            vars(error)["run"] = run
+            raise
     return run
 
 
@@ -113,15 +124,15 @@ def _start(
     content: dict[str, Any],
     task: Any,
     items: Items | None,
-    held_out: Iterable[tuple[Any, Any]] | None,
+    held: Items | None,
     config: JobConfig,
 ) -> Run:
     """Put the job into its folder, and start it."""
     if task is not None:
         are_pairs = items is not None and items.are_pairs
-        content["task"]["class"] = write_task(folder.path, task, are_pairs=are_pairs, held_out=held_out)
-    elif held_out is not None:
-        raise ConfigError("held_out: expected with a task that is given here, not by a job file")
+        if held is not None:
+            held = held._replace(records=itertools.islice(held.records, config.evaluation.max_samples))
+        content["task"]["class"] = write_task(folder.path, task, are_pairs=are_pairs, held_out=held)
     feeder = None
     if items is not None:
         feeder = Feeder(items.records, config.data.num_partitions, config.data.max_record_bytes)
@@ -152,7 +163,7 @@ def _job_content(job: str | Path | None) -> dict[str, Any]:
     if job is None:
         return {}
     target = open_target(Path(job), [])
-    content = yaml.safe_load(read_text(target.path, max_bytes=4_000_000))
+    content = located(yaml.safe_load(read_text(target.path, max_bytes=4_000_000)), target.path.resolve().parent)
     content["base_folder"] = str(target.config.base_folder.resolve())
     return dict(content)
 
@@ -170,16 +181,20 @@ def _settings(
         "data.workers": workers,
         "training.policy": {"name": policy} if isinstance(policy, str) else policy and dict(policy),
         "stop": None if stop is None else dict(stop),
-        "training.init_from": _without_paths(init_from),
+        "training.init_from": init_from,
     }
     return {**{key: value for key, value in named.items() if value is not None}, **(settings or {})}
 
 
-def _without_paths(init_from: str | Path | Mapping[str, Any] | None) -> Any:
-    """As a job file has it, also where it is read elsewhere."""
-    if isinstance(init_from, Mapping):
-        return {key: _without_paths(value) if isinstance(value, Path) else value for key, value in init_from.items()}
-    return str(init_from.resolve()) if isinstance(init_from, Path) else init_from
+def _plain(value: Any) -> Any:
+    """The value as a job file has it, also if it is read elsewhere: without paths from here, and numbers of numpy."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value.resolve())
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _set(content: dict[str, Any], key: str, value: Any) -> None:
@@ -194,7 +209,7 @@ def _set(content: dict[str, Any], key: str, value: Any) -> None:
 
 def _parsed(content: dict[str, Any]) -> JobConfig:
     try:
-        text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(_plain(content), sort_keys=False, allow_unicode=True)
     except yaml.YAMLError as exc:
         raise ConfigError(f"settings: expected text, numbers, lists and dicts: {exc}") from exc
     return parse(text, origin=_TRAINED_BY, base_folder=Path.cwd())

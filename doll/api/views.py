@@ -27,7 +27,7 @@ class View(Protocol):
 
 
 def make_view(progress: bool) -> View:
-    """A live panel in a notebook or a terminal, else lines; nothing where no progress is wanted."""
+    """A live panel in a notebook or a terminal, else lines; nothing if no progress is wanted."""
     if not progress:
         return _Silent()
     if in_notebook():

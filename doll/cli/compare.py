@@ -44,7 +44,7 @@ def compare(
 
     Each policy is a whole doll up: the same samples, at the same times, from the same seed. A table shows for each
     how long and how many samples it took to the loss, the bytes that it sent, how stale its weights were, how long
-    workers were blocked, and what it cost (plan.on_demand_usd_per_h). comparison.png and comparison.json are in the
+    workers were blocked, and what it cost (plan.on_demand_usd_per_h). comparison.html and comparison.json are in the
     folder that it prints, with the run folder of each policy. It also prints the address of a page that shows the
     runs side by side; later doll dashboard FOLDER does.
 

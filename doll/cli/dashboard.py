@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from doll.cli.options import RunFolderOption, RunOptions
+from doll.extras import require
 
 
 def dashboard(
@@ -39,12 +40,13 @@ def dashboard(
 
     Example: doll dashboard runs/digits-20260101-120000
     """
+    require("doll dashboard", "serve")
     from doll.credentials import secret
     from doll.dashboard.model_server import metrics_of
     from doll.dashboard.runs_folder import is_runs_folder
+    from doll.process.connections import TOKEN_ENV
     from doll.process.http_access import address_of, listen, read_token
     from doll.run.page import serve_runs, serve_target
-    from doll.serving.connections import TOKEN_ENV
 
     token = "" if token_file is None else read_token(token_file)
     metrics = None if model_server is None else metrics_of(model_server, secret(TOKEN_ENV) or "")

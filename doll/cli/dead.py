@@ -14,6 +14,7 @@ from doll.amounts import aligned
 from doll.cli.groups import Commands
 from doll.cli.options import JsonOption, RunFolderOption, RunOptions
 from doll.cli.output import emit
+from doll.records.bounded import printable
 
 if TYPE_CHECKING:
     from doll.ledger.dead_letters import DeadRecord, Replay
@@ -192,11 +193,6 @@ def _details(dead: DeadRecord) -> str:
     for at in range(0, len(shown), 32):
         lines.append(f"  {at:08x}  {shown[at : at + 32].hex(' ', -4)}")
     return "\n".join(lines)
-
-
-def printable(text: str) -> str:
-    """`text` with control characters escaped: it comes from the topic, and could steer the terminal."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def _time(time_s: float) -> str:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import errno
 import functools
+import importlib
 import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, Final, get_type_hints
+from typing import Any, ClassVar, Final, NamedTuple, get_type_hints
 
 import typer
 import typer.core
 
+from doll import extensions
 from doll.errors import DollError
+from doll.redaction import redacted
 
 DEBUG_ENV = "DOLL_DEBUG"
 _RENAMED_OPTIONS: Final = {"--runs-folder": "--parent-folder"}
@@ -24,23 +27,24 @@ _RENAMED_OPTIONS: Final = {"--runs-folder": "--parent-folder"}
 class DollGroup(typer.core.TyperGroup):
     """A group that turns a `DollError` into one message on standard error and the exit code of its class.
 
-    `DOLL_DEBUG=1` shows the traceback. Its help shows commands under the title that each has as `rich_help_panel`, in
-    the order of their registration, as plain text.
+    `DOLL_DEBUG=1` shows the traceback. Its help is plain text, with commands in the order of their registration.
     """
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
+        shown = self.lines(formatter.width)
+        width = max(map(len, shown), default=0)
         sections: dict[str, list[tuple[str, str]]] = {}
-        commands = {name: self.commands[name] for name in self.list_commands(ctx) if not self.commands[name].hidden}
-        width = max(map(len, commands), default=0)
-        for name, command in commands.items():
-            title = getattr(command, "rich_help_panel", None)
-            short_help = command.get_short_help_str(formatter.width - 6 - width)
-            sections.setdefault(title if isinstance(title, str) else "Commands", []).append(
-                (f"{name:<{width}}", short_help)
-            )
+        for name, (title, short_help) in shown.items():
+            sections.setdefault(title, []).append((f"{name:<{width}}", short_help))
         for title, rows in sections.items():
             with formatter.section(title):
                 formatter.write_dl(rows)
+
+    def lines(self, width: int) -> dict[str, tuple[str, str]]:
+        """By the name of each command that help shows: its title, and what it does in less than `width` characters."""
+        shown = {name: command for name, command in self.commands.items() if not command.hidden}
+        limit = width - 6 - max(map(len, shown), default=0)
+        return {name: ("Commands", command.get_short_help_str(limit)) for name, command in shown.items()}
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -49,7 +53,7 @@ class DollGroup(typer.core.TyperGroup):
             if isinstance(error, OSError) and error.errno == errno.EPIPE:
                 raise  # a reader such as head has ended; click says nothing then
             if os.environ.get(DEBUG_ENV):
-                traceback.print_exc()
+                sys.stderr.write(redacted(traceback.format_exc()))
             if isinstance(error, DollError):
                 sys.stderr.write(f"doll: {error}\n")
                 raise typer.Exit(error.exit_code) from error
@@ -66,11 +70,77 @@ class DollGroup(typer.core.TyperGroup):
             raise
 
 
+class Listed(NamedTuple):
+    """A command that is imported when it is called.
+
+    Attributes:
+        title: under which help shows it.
+        short_help: what help says of it.
+        where: `module:name` in this package: a function, or a group of commands. Empty: a function of doll-lab.
+    """
+
+    title: str
+    short_help: str
+    where: str = ""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether what it runs is installed."""
+        return bool(self.where) or extensions.has_lab()
+
+    def load(self, name: str) -> Any:
+        """The command, as typer has it; without doll-lab one that takes any arguments and says so."""
+        module, _, attribute = self.where.partition(":")
+        if module:
+            command = getattr(importlib.import_module(f"doll.cli.{module}"), attribute)
+        else:
+            command = extensions.find(extensions.COMMANDS, name)
+        settings: dict[str, Any] = {}
+        if command is None:
+            command = _missing_command(name)
+            settings = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+        if not isinstance(command, Commands):
+            alone = Commands(help="")
+            alone.command(name, short_help=self.short_help, context_settings=settings)(command)
+            return typer.main.get_group(alone).commands[name]
+        group = typer.main.get_group(command)
+        group.name = name
+        return group
+
+
+def _missing_command(name: str) -> Callable[[], None]:
+    def missing() -> None:
+        raise extensions.lab_is_missing(f"doll {name}")
+
+    return missing
+
+
+class LazyGroup(DollGroup):
+    """A group of commands whose modules are imported when they are called: its help imports none.
+
+    Attributes:
+        listed: its commands by name, in the order of help.
+    """
+
+    listed: ClassVar[Mapping[str, Listed]] = {}
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**more)
+        names: dict[str, Any] = dict.fromkeys(self.listed)
+        self.commands = names  # among which a misspelt one is looked for
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return self.listed[cmd_name].load(cmd_name) if cmd_name in self.listed else None
+
+    def lines(self, width: int) -> dict[str, tuple[str, str]]:
+        return {name: (item.title, item.short_help) for name, item in self.listed.items() if item.is_here}
+
+
 class Commands(typer.Typer):
     """Commands, whose parameters may be dataclasses: each field is then an option or an argument of the command."""
 
-    def __init__(self, *, help: str, **more: Any) -> None:
-        super().__init__(cls=DollGroup, help=help, rich_markup_mode=None, **{"no_args_is_help": True, **more})
+    def __init__(self, *, help: str, cls: type[DollGroup] = DollGroup, **more: Any) -> None:
+        super().__init__(cls=cls, help=help, rich_markup_mode=None, **{"no_args_is_help": True, **more})
 
     def command(self, *args: Any, **more: Any) -> Callable[[Any], Any]:
         """Register a function as a command; the function itself stays as it is."""

@@ -1,8 +1,9 @@
-"""Commands that show the state of a job: audit, topics, status."""
+"""Commands that show the state of a job and of its services: audit, topics, status, doctor."""
 
 from __future__ import annotations
 
 import dataclasses
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -27,7 +28,8 @@ def audit(
 
     job_target = job.target(run_folder)
     report = audit_target(job_target)
-    details = [*report.violations(), *(report.losses() if report.loss_allowed else ()), *report.rolled_back()]
+    losses = report.losses() if report.loss_allowed else ()
+    details = [*report.violations(), *losses, *report.unread_records(), *report.rolled_back()]
     emit(as_json, report.to_dict(), "\n  ".join([report.summary(), *details]))
     if not report.ok:
         raise typer.Exit(4)
@@ -59,3 +61,35 @@ def status(job: RunOptions, as_json: JsonOption = False) -> None:
 
     job_status = status_of(job.target())
     emit(as_json, job_status.to_dict(), job_status.text())
+
+
+class RoleName(StrEnum):
+    """As `doll.kafka.permissions.Role`."""
+
+    producer = "producer"
+    worker = "worker"
+    server = "server"
+    evaluator = "evaluator"
+    provisioner = "provisioner"
+
+
+def doctor(
+    job: RunOptions,
+    roles: Annotated[
+        list[RoleName] | None, typer.Option("--role", help="Check for this role only; may be repeated [default: all].")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check what each role of a job must be able to do, from this machine and with its credentials.
+
+    It changes nothing: only a probe key is written to Redis, and deleted. Exit code 1 if a check has failed.
+
+    Example: doll doctor my.yaml --role worker
+    """
+    from doll.kafka.permissions import ROLES
+    from doll.run.doctor.gather import examine
+
+    report = examine(job.target(), [role for role in ROLES if not roles or RoleName(role) in roles])
+    emit(as_json, report.to_dict(), report.text())
+    if not report.ok:
+        raise typer.Exit(1)

@@ -9,12 +9,16 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from doll.process.files import json_safe
+from doll.redaction import redacted
 
 
 def emit(as_json: bool, content: Any, text: str) -> None:
     """Print `content` as JSON, or `text`, to standard output."""
     if as_json:
-        text = json.dumps(json_safe(content), indent=2, ensure_ascii=False)
+        is_utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+        text = json.dumps(json_safe(content), indent=2, ensure_ascii=not is_utf8)
+    else:
+        text = redacted(text)
     sys.stdout.write(text.rstrip("\n") + "\n")
     sys.stdout.flush()
 

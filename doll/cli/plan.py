@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from doll import extensions
 from doll.cli import options
 from doll.cli.output import emit
-from doll.cli.plan_pipeline import PipelineOptions, plan_pipeline
+
+if TYPE_CHECKING:
+    from doll.provisioner.planning.assessment import Assessment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,39 @@ class GoalOptions:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """What `--pipeline` plans."""
+
+    pipeline: Annotated[
+        Path | None,
+        typer.Option(metavar="FLEET", help="Plan pipelines of stages on the devices of this table (YAML or CSV)."),
+    ] = None
+    profile: Annotated[
+        Path | None, typer.Option(help="With --pipeline: file of doll profile [default: worker.pipeline.profile].")
+    ] = None
+    stages: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --pipeline: devices of each worker [default: worker.pipeline.stages]."),
+    ] = None
+    clock_distance: Annotated[
+        int | None, typer.Option(min=0, help="With --pipeline: D, in waves [default: the job file's, or 0].")
+    ] = None
+    in_flight: Annotated[
+        int | None, typer.Option(min=1, help="With --pipeline: N_m, minibatches in flight [default: the best one].")
+    ] = None
+    optimizer_copies: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="With --pipeline: arrays of the weights' size besides them [default: as DOLL runs it]."
+        ),
+    ] = None
+    within_node: Annotated[
+        float | None, typer.Option(min=1e-6, help="With --pipeline: GB/s between devices of one node.")
+    ] = None
+    between_nodes: Annotated[float | None, typer.Option(min=1e-6, help="With --pipeline: GB/s between nodes.")] = None
+
+
 def plan(
     job: options.JobOptions,
     stream: options.StreamOptions,
@@ -43,7 +79,7 @@ def plan(
         typer.Option(help="What runs beside the workers: Kafka on machines of your own, MSK, or nothing."),
     ] = "self_managed",
     plot: Annotated[
-        Path | None, typer.Option(metavar="PNG", help="Plot cost and risk over the number of spot workers.")
+        Path | None, typer.Option(metavar="HTML", help="Write charts of cost and risk over the number of spot workers.")
     ] = None,
     pipeline: PipelineOptions,
     as_json: options.JsonOption = False,
@@ -68,6 +104,7 @@ def plan(
 
     config = job.config_if_named()
     if pipeline.pipeline is not None:
+        plan_pipeline = extensions.need(extensions.PLANNERS, "pipeline", "doll plan --pipeline")
         plan_pipeline(pipeline.pipeline, config, pipeline, plot=plot, as_json=as_json)
         return
     if alone := [name for name, value in vars(pipeline).items() if value is not None]:
@@ -87,11 +124,38 @@ def plan(
     kind: StackKind | None = None if stack == "none" or simulated else stack
     assessment = assess(request)
     if plot is not None:
-        from doll.monitor.views.plan_plot import draw
-
-        draw(assessment, plot)
+        _save_charts(assessment, plot)
         notes.append(f"plot: {plot}")
     beside = None if kind is None else {"kind": kind, "usd_per_h": {part.name: part.usd_per_h for part in PARTS[kind]}}
     emit(as_json, {**assessment.to_dict(), "notes": notes, "stack": beside}, report_text(assessment, notes, kind))
     if assessment.problem is not None:
         raise typer.Exit(assessment.problem.exit_code)
+
+
+def _save_charts(assessment: Assessment, path: Path) -> None:
+    """Write expected cost and risk over the number of workers on spot, as a page.
+
+    Raises:
+        BadParameter: it has not the name of a page.
+        ConfigError: it cannot be written.
+    """
+    from doll.dashboard.saved_page import save_panels
+    from doll.monitor.views.panels import line, panel
+    from doll.process.files import refuse_unwritable
+    from doll.provisioner.planning.assessment import risk_curve
+
+    if path.suffix != ".html":
+        raise typer.BadParameter(f"--plot: expected a name that ends with .html, got {path.name}")
+    request, chosen = assessment.request, assessment.num_spot
+    costs, misses = risk_curve(request)
+    spot, percent = range(len(costs)), costs / assessment.all_on_demand_usd * 100
+    plan, x_label = f"plan: {chosen}", "workers on spot, slowest streams first"
+    cost = line("cost", spot, percent), line(plan, [chosen], [percent[chosen]], "mark")
+    panels = [panel("Expected cost", x_label, "% of all on-demand", *cost)]
+    if request.deadline_s is not None:
+        late = line("P(late)", spot, misses), line(plan, [chosen], [misses[chosen]], "mark")
+        panels.append(panel("Risk of missing the deadline, if the mix is kept", x_label, "P(late)", *late))
+    limit = f", deadline {request.deadline_s:g} s" if request.deadline_s else ""
+    headline = f"{request.num_workers} workers, J = {request.updates:g}, availability {request.alpha:g}{limit}"
+    with refuse_unwritable(path):
+        save_panels("Plan", headline, panels, path)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from doll import extensions
 from doll.amounts import aligned
 from doll.cli import options
 from doll.cli.output import emit, progress_bar
@@ -37,13 +38,15 @@ def profile(
     import torch
 
     from doll.model.flat_model import build
-    from doll.pipeline.planner.plots import save_profile
     from doll.pipeline.profiling.layers import check_cut, layers_of
     from doll.pipeline.profiling.profiler import profile_layers, sample_batch
     from doll.task.base import load_task
     from doll.task.passes import inputs_of
 
     config = job.target().config
+    save_profile = None
+    if plot is not None:
+        save_profile = extensions.need(extensions.PICTURES, "profile", "doll profile --plot")
     torch.set_num_threads(config.worker.torch_threads)
     task = load_task(config)
     module = build(config, task, with_rows=False).module
@@ -60,7 +63,7 @@ def profile(
         with refuse_unwritable(out):
             write_atomically(out, measured.to_json())
         notes.append(f"profile: {out}")
-    if plot is not None:
+    if save_profile is not None:
         save_profile(measured, plot)
         notes.append(f"plot: {plot}")
     emit(as_json, _content(measured, notes), "\n".join([_table(measured), *notes]))

@@ -119,7 +119,7 @@ def drain(job: JobOptions, run_folder: RunFolderOption = None, as_json: JsonOpti
     from doll.provisioner.lease import Lease, claims_of
     from doll.provisioner.main import publish_last
     from doll.provisioner.state_store import state_of
-    from doll.run.spot.provisioning import machines_of
+    from doll.run.provisioning import machines_of
     from doll.services import Services
 
     at = job.target(run_folder)
@@ -134,6 +134,25 @@ def drain(job: JobOptions, run_folder: RunFolderOption = None, as_json: JsonOpti
             _print(decision, as_json=as_json)
             publish_last(at.config, at.services, decision)
     raise typer.Exit(0 if decision is not None else 1)
+
+
+@provision_app.command(short_help="Let a job go on that could not advance and was stopped.")
+def clear(job: JobOptions, run_folder: RunFolderOption = None) -> None:
+    """Let a job go on that could not advance, so that all machines or those of some slots were ended for good.
+
+    Correct the cause first, which doll provision status shows. Each slot that was given up gets one more machine. A
+    restart alone changes nothing: supervisors restart what has ended. Neither Kafka nor Redis is needed.
+
+    Example: doll provision clear my.yaml
+    """
+    from doll.provisioner.stops import clear_stops
+
+    at = job.target(run_folder)
+    stops = clear_stops(at.config, at.run.path)
+    lines = [f"cleared: {stop}" for stop in stops] or ["nothing is stopped"]
+    if stops:
+        lines.append(f"to go on, where no supervisor starts it: doll provision run {at.path}")
+    emit(False, {}, "\n".join(lines))
 
 
 @provision_app.command(short_help="Show slots, markets, machines, cost and reasons.")
@@ -160,7 +179,7 @@ def _provisioner(
     from doll.process.signals import Interrupts
     from doll.provisioner.main import ProvisionerProcess, ProvisionerSetup
     from doll.run.local.provisioning import settings_of
-    from doll.run.spot.provisioning import machines_of, pass_on
+    from doll.run.provisioning import machines_of, pass_on
 
     with Interrupts() as interrupts:
         setup = ProvisionerSetup(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from doll.cli.options import RunFolderOption, RunOptions, duration
+from doll.extras import require
 from doll.storage.version_marks import LATEST, checked_alias
 
 if TYPE_CHECKING:
@@ -51,6 +52,13 @@ def serve(
     timeout_s: Annotated[
         float | None, duration("Time for a request to come, and then to be computed [default: 10].", "--timeout")
     ] = None,
+    keep_alive_s: Annotated[
+        float | None,
+        duration(
+            "How long a connection stays open without a request; longer than a load balancer keeps it [default: 75].",
+            "--keep-alive",
+        ),
+    ] = None,
     log_answers: Annotated[
         str,
         typer.Option(metavar="TOPIC", help="Send answers to this topic, with version and id.", show_default=False),
@@ -81,6 +89,7 @@ def serve(
     """
     if page_port is not None and processes > 1:
         raise typer.BadParameter("--page-port: expected --processes 1; doll dashboard --model-server shows several")
+    require("doll serve", "serve")
     from doll.serving.main import ServedJob, ServeOptions, run_serve
 
     target = job.target(run_folder)
@@ -88,7 +97,8 @@ def serve(
         wanted=_wanted(version, split), host=host, port=port, processes=processes, name=name or target.config.job,
         max_batch=max_batch, max_queue=max_queue, max_body_bytes=round(max_body_mb * _MB),
         row_bytes=round(row_memory_mb * _MB),
-        time_limit_s=10.0 if timeout_s is None else timeout_s, log_topic=log_answers, token_file=token_file,
+        time_limit_s=10.0 if timeout_s is None else timeout_s,
+        keep_alive_s=75.0 if keep_alive_s is None else keep_alive_s, log_topic=log_answers, token_file=token_file,
     )  # fmt: skip
     served = ServedJob(target.config, target.run.path, lambda: _services(target), lambda: _has_ended(target))
     path = f"/v2/models/{options.name}"
@@ -136,11 +146,11 @@ def _plain(version: str) -> str:
 
 def _services(target: Target) -> Services | None:
     """The job's services now; None where none are known: a server goes on with checkpoints."""
-    from doll.errors import ConfigError
+    from doll.errors import ConfigError, ServiceUnavailableError
 
     try:
         return target.services(needs_redis=False)
-    except ConfigError:
+    except (ConfigError, ServiceUnavailableError):
         return None
 
 

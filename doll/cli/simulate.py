@@ -52,7 +52,7 @@ def simulate(
     replan: Annotated[float, options.duration("Interval between plans [default: 1m].")] = 60.0,
     instance: options.InstanceOption = None,
     region: options.RegionOption = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for summary.json, updates.csv and simulation.png.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for summary.json, updates.csv and simulation.html.")] = None,
     as_json: options.JsonOption = False,
 ) -> None:
     """Simulate a job in virtual time: arrivals, batches, groups, gradients, preemptions, the planner.
@@ -112,5 +112,5 @@ def simulate(
     text = "\n".join([summary.text(deadline, simulated.updates), *(f"- {note}" for note in notes)])
     if out is not None:
         write_report(system, summary, out)
-        text += f"\nwritten: {out / 'summary.json'}, updates.csv, simulation.png"
+        text += f"\nwritten: {out / 'summary.json'}, updates.csv, simulation.html"
     emit(as_json, summary.to_dict(), text)

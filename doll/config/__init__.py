@@ -17,7 +17,9 @@ from doll.config.fleets import ProcessesFleetConfig as ProcessesFleetConfig
 from doll.config.fleets import RayFleetConfig as RayFleetConfig
 from doll.config.job import JobConfig as JobConfig
 from doll.config.loader import dump as dump
+from doll.config.loader import dump_run as dump_run
 from doll.config.loader import load as load
+from doll.config.loader import located as located
 from doll.config.loader import parse as parse
 from doll.config.provision import PlanConfig as PlanConfig
 from doll.config.source import ArrivalsConfig as ArrivalsConfig

@@ -6,15 +6,16 @@ What is secret comes from the environment only (docs/security.md).
 from __future__ import annotations
 
 import re
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, PositiveInt, StringConstraints, model_validator
+from pydantic import Field, PositiveInt, StringConstraints, field_validator, model_validator
 
 from doll.config.section import Section
 
 SaslMechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER", "AWS_MSK_IAM"]
 WITH_PASSWORD: Final = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
 """The mechanisms with a user's name and password."""
+KafkaUser = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._=,@/ -]+$")]
 _LOOPBACK_URL: Final = re.compile(r"http://(127\.0\.0\.1|localhost|\[::1\])(:\d+)?(/.*)?")
 
 
@@ -56,7 +57,10 @@ class KafkaConfig(Section):
     default: SCRAM-SHA-512"""
     oauth: OAuthConfig | None = None
     """where tokens come from, with sasl_mechanism: OAUTHBEARER"""
-    producer_user: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._=,@/ -]+$")] | None = None
+    worker_user: KafkaUser | None = None
+    """Kafka user of the workers, who may only do what a worker needs with the job's topics (docs/security.md); its ACLs
+    are set when the topics are created or checked"""
+    producer_user: KafkaUser | None = None
     """Kafka user that may only write to `samples`; its ACLs are set when the topics are created or checked"""
 
     @property
@@ -64,11 +68,12 @@ class KafkaConfig(Section):
         """The SASL mechanism of all clients; None without SASL."""
         return (self.sasl_mechanism or "SCRAM-SHA-512") if self.security.startswith("sasl") else None
 
-    @model_validator(mode="after")
-    def _no_secret(self) -> Self:
-        if self.address and "@" in self.address:
+    @field_validator("address", mode="before")
+    @classmethod
+    def _no_secret(cls, value: Any) -> Any:
+        if isinstance(value, str) and "@" in value:
             raise ValueError("no credentials in the job file: set DOLL_KAFKA_USERNAME and DOLL_KAFKA_PASSWORD instead")
-        return self
+        return value
 
     @model_validator(mode="after")
     def _one_log_in(self) -> Self:
@@ -83,11 +88,12 @@ class KafkaConfig(Section):
                 "oauth: expected oauth.token_url with sasl_mechanism: OAUTHBEARER, and no oauth with any other, got "
                 f"{'oauth' if self.oauth else 'no oauth'} with {self.mechanism or 'security: ' + self.security}"
             )
-        if self.producer_user is not None and self.mechanism in ("OAUTHBEARER", "AWS_MSK_IAM"):
-            raise ValueError(
-                f"producer_user: with {self.mechanism} DOLL does not know its own principal, whom the first ACL would "
-                "exclude: remove producer_user, and give the permissions yourself (docs/security.md)"
-            )
+        for name in ("worker_user", "producer_user"):
+            if getattr(self, name) is not None and self.mechanism in ("OAUTHBEARER", "AWS_MSK_IAM"):
+                raise ValueError(
+                    f"{name}: with {self.mechanism} DOLL does not know its own principal, whom the first ACL would "
+                    f"exclude: remove {name}, and give the permissions yourself (docs/security.md)"
+                )
         return self
 
 
@@ -98,10 +104,11 @@ class RedisConfig(Section):
     """redis://host:port/db, redis+sentinel://host:port[,host:port]/PRIMARY[/db] or redis+cluster://host:port[,host:port];
     rediss in place of redis: with TLS; default: $DOLL_REDIS, else a local server is started"""
 
-    @model_validator(mode="after")
-    def _no_secret(self) -> Self:
-        if self.address and ("@" in self.address or "?" in self.address):
+    @field_validator("address", mode="before")
+    @classmethod
+    def _no_secret(cls, value: Any) -> Any:
+        if isinstance(value, str) and ("@" in value or "?" in value):
             raise ValueError(
                 "no credentials in the job file: set DOLL_REDIS_PASSWORD (and DOLL_REDIS_USERNAME) instead"
             )
-        return self
+        return value

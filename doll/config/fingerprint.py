@@ -64,7 +64,7 @@ _HINTS: Final = {
     "them with torch's own random numbers",
     _PUSHES: "training.policy decides whether workers push gradients, steps, or waves of several steps",
 }
-_PATHS: Final = ("_path", "_folder", "_file")  # endings of arguments that `doll.task.base` takes for paths
+PATH_ENDINGS: Final = ("_path", "_folder", "_file")  # endings of arguments that `doll.task.base` takes for paths
 _MAX_VALUE_CHARS: Final = 200
 
 
@@ -94,7 +94,7 @@ def job_fields(config: JobConfig) -> dict[str, str]:
     data, training = config.data, config.training
     return {
         "job": config.job,
-        "task.class": _text(config.task.cls),
+        "task.class": _class(_text(config.task.cls)),
         "data.workers": str(data.workers),
         **_stream_fields(data),
         "data.batch_size": str(data.batch_size),
@@ -128,6 +128,8 @@ def parse(fingerprint: str) -> dict[str, str]:
     fields = dict(word.partition("=")[::2] for word in fingerprint.split())
     if _is_earlier(fields):
         fields = {_EARLIER_NAMES.get(key, key): value for key, value in fields.items()}
+    if "task.class" in fields:
+        fields["task.class"] = _class(fields["task.class"])
     if "data.workers" in fields and "data.topic" not in fields:  # an earlier release had as many partitions
         fields.setdefault("data.partitions", fields["data.workers"])
     return fields
@@ -208,9 +210,14 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 def _argument(key: str, value: Any) -> str:
     """Of a path, its last part: each machine may keep the file in another folder."""
-    if isinstance(value, str) and str(key).endswith(_PATHS):
+    if isinstance(value, str) and str(key).endswith(PATH_ENDINGS):
         value = PurePath(value).name
     return _value(value)
+
+
+def _class(name: str) -> str:
+    """A `file.py:Class` without its folder, as `_argument` does it: a notebook's task is in its run's folder."""
+    return name if not name.rpartition(":")[0].endswith(".py") else PurePath(name).name
 
 
 def _value(value: Any) -> str:

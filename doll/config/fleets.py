@@ -115,8 +115,9 @@ class KubernetesFleetConfig(FleetSection):
 
     kind: Literal["kubernetes"]
     pod_template: Path
-    """YAML file of a v1 Pod: image, command, resources and secrets of a worker; names, labels, restart policy and the
-    variables DOLL_WORKER, DOLL_INCARNATION, DOLL_INSTANCE and DOLL_MARKET are added"""
+    """YAML file of a v1 Pod: image, command, resources and secrets of a worker; names, labels, restart policy, an
+    `activeDeadlineSeconds` of a day and the variables DOLL_WORKER, DOLL_INCARNATION, DOLL_INSTANCE and DOLL_MARKET are
+    added"""
     container: str = "worker"
     """name of the template's container that runs the worker"""
     namespace: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] | None = None
@@ -133,7 +134,7 @@ class KubernetesFleetConfig(FleetSection):
     """name of a ConfigMap of the namespace: the pods end when it is deleted, also where no provisioner runs any more"""
     node_timeout_s: PositiveFloat = 180.0
     """a pod that no node takes for so long is deleted, and its market counts as without capacity for a while; an
-    autoscaler needs one to two minutes for a node"""
+    autoscaler needs one to two minutes for a node. A pod that cannot start on its node for so long is deleted, too"""
     timeout_s: PositiveFloat = 20.0
     """timeout of a call of the API server"""
 

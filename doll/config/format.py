@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
@@ -47,11 +47,11 @@ class AvroFormat(FormatSection):
     schema_file: Path | None = None
     """in place of a registry: a file with the schema (.avsc) of all records, whose values then have no header"""
 
-    @field_validator("registry")
+    @field_validator("registry", mode="before")
     @classmethod
-    def _is_url(cls, value: str | None) -> str | None:
-        if value is None:
-            return None
+    def _is_url(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
         if "@" in value or "?" in value:  # the URL itself is a secret then: it is not repeated here
             raise ValueError(
                 "the URL holds credentials: expected http://host:port/path; set DOLL_REGISTRY_USERNAME and "
@@ -74,7 +74,8 @@ class AvroFormat(FormatSection):
 
 class ProtobufFormat(FormatSection):
     """Each value is a Protobuf message. A field that is not in a message has the default of the task's `record` if it
-    is declared `optional`, else Protobuf's."""
+    is declared `optional` or is a message, else Protobuf's; so have the fields of messages in it. `uint64` and
+    `fixed64` need the type `doll.UInt64`."""
 
     kind: Literal["protobuf"]
     message: str

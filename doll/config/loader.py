@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -14,12 +15,15 @@ from pydantic import BaseModel, ValidationError
 from doll.config.job import JobConfig
 from doll.config.variants import sections_of
 from doll.errors import ConfigError
-from doll.records.bounded import MalformedError, check_size, read_text
+from doll.records.bounded import MalformedError, check_size, read_text, short
+from doll.redaction import redacted
 
 # Far above any real job file: a larger file is no job file, or an attempt to exhaust the memory.
 MAX_CHARS = 1_000_000
 MAX_VALUES = 100_000
 MAX_DEPTH = 40
+_RUN: Final = "{run}"  # begins a path inside of a run's folder, in the job file there
+_IF_MOVED: Final = "base_folder_if_moved"
 _TYPE_NAME = re.compile(r"constrained-\w+|list\[.*\]")  # in the places of pydantic's errors
 
 
@@ -48,10 +52,10 @@ def parse(
     data = plain_values(text, f"{origin}:")
     if not isinstance(data, dict):
         raise ConfigError(f"{origin}: expected keys and values (job:, task:, data:, ...), got {type(data).__name__}")
+    data = located(data, base_folder)
     for override in overrides:
         _override(data, override)
     try:
-        # The resolved job file of a run has the folder that its relative paths start from.
         own_folder = data.get("base_folder")
         folder = base_folder / own_folder if isinstance(own_folder, str) else base_folder
         return JobConfig.model_validate({**data, "base_folder": folder})
@@ -63,6 +67,59 @@ def dump(config: JobConfig) -> str:
     """The effective job file as YAML; `parse(dump(c))` equals `c` except for the base folder."""
     text: str = yaml.safe_dump(config.model_dump(mode="json", by_alias=True, exclude_none=True), sort_keys=False)
     return text
+
+
+def dump_run(config: JobConfig, folder: Path) -> str:
+    """The job file of a run: paths inside of `folder` are relative to it, so that a copy of the folder is a run of its
+    own; other relative paths keep their meaning. `located` reads it."""
+    base = config.base_folder.resolve()
+    data = config.model_dump(mode="json", by_alias=True, exclude_none=True) | {"base_folder": str(base)}
+    placed = {**_replaced(data, str(folder), _RUN), _IF_MOVED: _way(folder, base)}
+    text: str = yaml.safe_dump(placed, sort_keys=False, allow_unicode=True)
+    return text
+
+
+def located(data: dict[Any, Any], folder: Path) -> dict[Any, Any]:
+    """The keys of a job file in `folder`; of that of a run, with its paths as they are where the folder is now.
+
+    The folder of the user's own files is where it was; where that is gone, it is sought as near to the run as it was.
+    """
+    if not isinstance(data.get("base_folder"), str):
+        return data
+    data = _replaced(data, _RUN, str(folder))
+    section = data.get("checkpoint")
+    stored = section.get("folder") if isinstance(section, dict) else None
+    # An earlier release wrote all paths absolute; its folder may have been copied or moved since.
+    is_earlier = _IF_MOVED not in data and (folder / "stack.json").is_file() and (folder / "checkpoints").is_dir()
+    if is_earlier and isinstance(stored, str) and Path(stored).name == "checkpoints":
+        data = _replaced(data, str(Path(stored).parent), str(folder))
+    beside = folder / str(data.pop(_IF_MOVED, data["base_folder"]))
+    if not Path(data["base_folder"]).is_dir() and _has_task(beside, data.get("task")):
+        data["base_folder"] = str(beside.resolve())
+    return data
+
+
+def _replaced(value: Any, before: str, after: str) -> Any:
+    """`value` with `after` in place of `before`, where that is a path or begins one."""
+    if isinstance(value, dict):
+        return {key: _replaced(inner, before, after) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_replaced(inner, before, after) for inner in value]
+    is_inside = isinstance(value, str) and (value == before or value.startswith(f"{before}/"))
+    return f"{after}{value[len(before) :]}" if is_inside else value
+
+
+def _way(start: Path, to: Path) -> str:
+    """The relative path from one absolute folder to another."""
+    shared = sum(1 for _ in takewhile(lambda parts: parts[0] == parts[1], zip(start.parts, to.parts, strict=False)))
+    return str(Path(*[".."] * (len(start.parts) - shared), *to.parts[shared:]))
+
+
+def _has_task(folder: Path, task: Any) -> bool:
+    """Whether the file or the module of a job's task is in `folder`."""
+    module = str(task.get("class") if isinstance(task, dict) else "").rpartition(":")[0]
+    names = [module] if module.endswith(".py") else [module.split(".")[0], f"{module.split('.')[0]}.py"]
+    return bool(module) and any((folder / name).exists() for name in names)
 
 
 class _Loader(yaml.SafeLoader):
@@ -134,7 +191,7 @@ def _override(data: dict[Any, Any], override: str) -> None:
         if not isinstance(inner, dict):
             raise ConfigError(f"--set {override}: {part!r} is a value, not a section")
         section = inner
-    section[parts[-1]] = plain_values(value, f"--set {override:.80}: value is")
+    section[parts[-1]] = plain_values(value, f"--set {short(override, 80)}: value is")
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> Iterator[str]:
@@ -174,6 +231,7 @@ def _shown(value: Any) -> str:
 
 
 def shortened(text: str) -> str:
+    text = redacted(text)
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 

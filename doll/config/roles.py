@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, StringCo
 
 from doll.config.pipeline import PipelineConfig
 from doll.config.section import LONGEST_S, Section
+from doll.records.bounded import short
 
 CHECKPOINT_URLS: Final = {
     "s3": ("s3://bucket/prefix", re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^/\s]+)*/?"))
@@ -57,7 +58,7 @@ class CheckpointConfig(Section):
         if isinstance(value, str) and any(pattern.fullmatch(value) for _, pattern in CHECKPOINT_URLS.values()):
             return value
         forms = " or ".join(["a folder", *(form for form, _ in CHECKPOINT_URLS.values())])
-        raise ValueError(f"expected {forms}, got {str(value)!r}")
+        raise ValueError(f"expected {forms}, got {short(value)!r}")
 
 
 class EvaluationConfig(Section):

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, Final, NamedTuple, get_args
+from typing import Any, Final, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
+
+from doll.redaction import holds_credentials
 
 
 class Limits(NamedTuple):
@@ -45,8 +47,9 @@ class Section(BaseModel):
     """A section of the job file: immutable, and an unknown key is an error. What a key means is the string under it."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=False, allow_inf_nan=False, ser_json_inf_nan="constants"
-    )
+        frozen=True, extra="forbid", strict=False, allow_inf_nan=False, ser_json_inf_nan="constants",
+        hide_input_in_errors=True,
+    )  # fmt: skip
 
     @field_validator("*", mode="before")
     @classmethod
@@ -56,6 +59,17 @@ class Section(BaseModel):
             kinds = _kinds(cls.model_fields[info.field_name].annotation)
             if kinds & {int, float} and bool not in kinds:
                 raise ValueError(f"expected a number, got {str(value).lower()} (YAML reads yes, no, on and off so too)")
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_credentials(cls, value: Any, info: ValidationInfo) -> Any:
+        """A section within this one looks at its own fields, some of which say what to set instead."""
+        texts = value if isinstance(value, list) else [value]
+        if isinstance(value, dict) and get_origin(cls.model_fields[info.field_name or ""].annotation) is dict:
+            texts = list(value.values())
+        if any(isinstance(text, str) and holds_credentials(text) for text in texts):  # which is not repeated
+            raise ValueError("expected a URL without user and password: no credentials in the job file")
         return value
 
     @field_validator("*", mode="after")

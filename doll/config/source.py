@@ -65,7 +65,7 @@ def _require_different(names: list[str]) -> None:
 
 
 class DigitsSource(SourceSection):
-    """The handwritten digits of scikit-learn, each under a random affine and perspective transform."""
+    """The 1,797 handwritten digits that ship with DOLL, each under a random affine and perspective transform."""
 
     kind: Literal["digits"]
 
@@ -157,7 +157,8 @@ class ParquetSource(RowsSource):
 
     kind: Literal["parquet"]
     path: Path
-    """a file, or a folder whose files `*.parquet` follow each other in the order of their names"""
+    """a file, or a folder whose files `*.parquet` follow each other in the order of their names. Those
+    whose names begin with `.` or `_` are left out"""
 
     def position_identity(self) -> list[Any] | None:
         return ["parquet", str(self.path)]
@@ -217,65 +218,21 @@ class FeedSource(SourceSection):
         return ["feed", str(self.socket)]
 
 
-class CriteoSource(SourceSection):
-    """The lines of a file of clicks in Criteo's format, each packed into 157 bytes; line i goes to stream i mod N."""
+class PythonSource(SourceSection):
+    """Records that a function gives: it is called once for each stream, as `function(stream, **args)`, and returns an
+    iterator of bytes (or of texts, which are sent in UTF-8). `stream` is a `doll.producers.sources.Stream`."""
 
-    kind: Literal["criteo"]
-    path: Path
-    repeat: bool = False
-    """start again at the end of the file"""
-
-    def position_identity(self) -> list[Any] | None:
-        return ["criteo", str(self.path)]
-
-
-class SyntheticClicksSource(SourceSection):
-    """Clicks of known probability, in the format of Criteo's: 13 counts, and 26 categories by Zipf's law."""
-
-    kind: Literal["synthetic_clicks"]
-    categories: PositiveInt = Field(default=1000, le=10_000_000)
-    """values of each of the 26 categories"""
-    zipf: float = Field(default=1.1, le=100, ge=0)
-    """rank r has a probability proportional to r ** -zipf"""
-    density: float = Field(default=0.3, ge=0, le=1)
-    """share of the true weights that are not 0"""
+    kind: Literal["python"]
+    of: str = Field(pattern=r"[^:]:[A-Za-z_]\w*$")
+    """`module:function`, or `file.py:function` relative to the job file"""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """arguments of the function. Paths (`..._path`, `..._folder`, `..._file`) are relative to the job file"""
+    in_order: bool = False
+    """the function gives the same records at each start, and the producer passes over those that it has sent. Else it
+    gives others after each start, as one that draws at random (`stream.rng()`)"""
 
     def position_identity(self) -> list[Any] | None:
-        return None
-
-
-class RatingsSource(SourceSection):
-    """The ratings in a file of MovieLens (`ratings.csv`, `ratings.dat`, `u.data`), each packed into 13 bytes."""
-
-    kind: Literal["ratings"]
-    path: Path
-    header: bool = False
-    """the first line is a header and not a rating"""
-    shuffle: bool = True
-    """in a random order of the whole file, which is read into memory; false: in the file's order"""
-    repeat: bool = False
-    """start again at the end of the file, in another random order"""
-    holdout_one_in: int = Field(default=0, ge=0)
-    """leave out one rating of so many, for a held-out set; 0: none"""
-
-    def position_identity(self) -> list[Any] | None:
-        return ["ratings", str(self.path), self.header, self.shuffle, self.holdout_one_in]
-
-
-class SyntheticRatingsSource(SourceSection):
-    """Ratings that are products of known factors, plus noise: a fixed set of them, drawn with replacement."""
-
-    kind: Literal["synthetic_ratings"]
-    users: PositiveInt = Field(default=300, le=10_000_000)
-    items: PositiveInt = Field(default=200, le=10_000_000)
-    rank: PositiveInt = Field(default=5, le=10_000)
-    noise: float = Field(default=0.1, le=1e6, ge=0)
-    """standard deviation"""
-    observed: float = Field(default=0.2, gt=0, le=1)
-    """share of the pairs of user and item that are rated"""
-
-    def position_identity(self) -> list[Any] | None:
-        return None
+        return ["python", self.of, self.args] if self.in_order else None
 
 
 class SyntheticSource(SourceSection):
@@ -293,8 +250,17 @@ class SyntheticSource(SourceSection):
 
 sources = Variants(
     "kind", DigitsSource, IdxSource, CsvSource, JsonlSource, ParquetSource, DatasetSource, StdinSource, FeedSource,
-    CriteoSource,
-    SyntheticClicksSource, RatingsSource, SyntheticRatingsSource, SyntheticSource, TextSource,
+    PythonSource, SyntheticSource, TextSource,
+    gone={
+        kind: f"{kind} is a function of the example {example} now (doll example copy {example}): write "
+        f"{{kind: python, of: 'task.py:{function}', args: {{...}}{order}}}"
+        for kind, example, function, order in (
+            ("criteo", "clicks", "from_file", ", in_order: true"),
+            ("synthetic_clicks", "clicks", "made_up", ""),
+            ("ratings", "ratings", "from_file", ", in_order: true"),
+            ("synthetic_ratings", "ratings", "made_up", ""),
+        )
+    },
 )  # fmt: skip
 
 SourceConfig = Annotated[SourceSection, sources]

@@ -122,8 +122,8 @@ class InitFromConfig(Section):
 
     source: str = Field(alias="from")
     """a run folder, `RUN@VERSION` for another version than its newest, by its number or an alias, a folder or
-    `s3://bucket/prefix` of checkpoints, a `.safetensors` file, or a `.pt` file with a `state_dict`; relative to the job
-    file, or to the working directory"""
+    `s3://bucket/prefix` of checkpoints, a `.safetensors` file, or a `.pt` or `.ckpt` file with a `state_dict`; relative
+    to the job file, or to the working directory"""
     strict: bool = False
     """refuse whatever does not match, in place of a report of it"""
     rename: ByPattern[str] = Field(default_factory=dict)

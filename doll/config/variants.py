@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel, GetCoreSchemaHandler
@@ -24,17 +24,21 @@ class Variants:
     as `Section` does, and it would import the policies that a job does not use.
     """
 
-    def __init__(self, key: str, *classes: type[Section], default: str | None = None) -> None:
+    def __init__(
+        self, key: str, *classes: type[Section], default: str | None = None, gone: Mapping[str, str] | None = None
+    ) -> None:
         """
         Args:
             key: the key that names the class.
             default: the value of the key where the job file does not give it; None: the key is required.
+            gone: values of earlier releases, and what to write now.
 
         Raises:
             ValueError: two classes have the same value, or a class has an abstract method.
         """
         self.key = key
         self.default = default
+        self._gone = gone or {}
         self._classes: dict[str, type[Section]] = {}
         for cls in classes:
             (value,) = typing.get_args(cls.model_fields[key].annotation)
@@ -59,6 +63,8 @@ class Variants:
             return value
         name = value.get(self.key, self.default) if isinstance(value, dict) else None
         cls = self.classes.get(name) if isinstance(name, str) else None
+        if cls is None and isinstance(name, str) and name in self._gone:
+            raise PydanticCustomError("gone_variant", "{advice}", {"advice": self._gone[name]})
         if cls is None:
             raise self.unknown(self.classes)
         return cls.model_validate(value)

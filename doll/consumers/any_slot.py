@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from doll import telemetry
 from doll.consumers.lifecycle.redis_slots import lease_slot
-from doll.kafka.reader import on_finish
+from doll.kafka.reader import has_finished, on_finish
 from doll.kafka.topics import cluster_id
+from doll.process.signals import on_signal
 from doll.storage.redis_client import connect_redis
 
 if TYPE_CHECKING:
@@ -23,18 +24,21 @@ def run_any_worker(config: JobConfig, services: Services, run_folder: Path) -> i
     """Wait for a free slot, then work in it as `run_worker` does. Needs the main thread.
 
     Returns:
-        0 at the end of the job, which a spare waits for too, or after SIGTERM; 1: start it again, for instance because
-        another process has taken its slot.
+        0 at the end of the job, which a spare waits for too, or has found, or after SIGTERM; 1: start it again, for
+        instance because another process has taken its slot.
 
     Raises:
         DollError: as `run_worker`.
     """
     stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())  # until the worker installs its own handler
+    on_signal(signal.SIGTERM, stop.set)  # until the worker installs its own handler
 
     def leave() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
+    if has_finished(config, services, stop.is_set):
+        telemetry.get_logger(__name__).info("job_finished", action="no slot is taken")
+        return 0
     client, cluster = connect_redis(services), cluster_id(config, services)
     with on_finish(config, services, leave), lease_slot(config, client, stop, leave, cluster=cluster) as held:
         if held is None:

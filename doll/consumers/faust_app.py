@@ -10,7 +10,7 @@ only after Kafka's session timeout; with `assign` a restart takes a second (ADR 
 processes on one partition apart by the sessions that it gives them.
 
 Records come from `doll.kafka.chunk_reader`. One Faust event carries the `Chunk`s that are there, so what Faust does per
-event costs next to nothing per record, also where each of many partitions has a few (ADR 0027). Faust itself sends
+event costs next to nothing per record, also if each of many partitions has a few (ADR 0027). Faust itself sends
 nothing and commits nothing: the app tells the reader which offset is durable. A position that the log no longer holds
 is never reset silently: everything below it has been delivered by then, so the app knows exactly which offsets it will
 not get.
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -34,6 +35,7 @@ from doll.config import JobConfig
 from doll.consumers.intake.partition_intake import PartitionIntake
 from doll.consumers.runtime import WorkerRuntime
 from doll.kafka.chunk_reader import Chunk, Delivery, NoRecordBelow, OutOfRange, Truncated
+from doll.process.signals import note
 from doll.services import Services
 
 _ASK_AGAIN_S: Final = 1.0  # the broker is not sure whether it holds an offset
@@ -157,11 +159,11 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
     # --- what Faust asks for, and this transport does otherwise or not at all ---------------------------------------
 
     async def commit(self, topics: Any = None, start_new_transaction: bool = True) -> bool:
-        """Nothing: the reader commits what the app says is durable."""
+        """Do nothing: the reader commits what the app says is durable."""
         return False
 
     def on_buffer_full(self, tp: TP) -> None:
-        """Nothing: the reader is a few chunks ahead at most."""
+        """Do nothing: the reader is a few chunks ahead at most."""
 
     def on_buffer_drop(self, tp: TP) -> None:
         """See `on_buffer_full`."""
@@ -291,6 +293,7 @@ class _FaustWorker(faust.Worker):  # type: ignore[misc]
     _leaving: asyncio.Future[None] | None = None
 
     def _on_sigterm(self) -> None:
+        note(signal.SIGTERM)
         self.runtime.departure.leave_within(self.drain_s, "sigterm")
         self.leave()
 

@@ -43,7 +43,7 @@ from doll.consumers.pipeline.stage_processes import StageProcesses, is_limited, 
 from doll.consumers.protocol.worker_core import WorkerCore
 from doll.consumers.runtime import WorkerRuntime
 from doll.consumers.tables.row_client import RowClient
-from doll.consumers.tables.table_rows import TableRows
+from doll.consumers.tables.table_rows import WorkerTables
 from doll.errors import ConfigError, FencedError
 from doll.kafka import topics
 from doll.kafka.chunk_reader import ChunkReader
@@ -52,6 +52,7 @@ from doll.kafka.samples_topic import bounds_reaching, refuse_replaced_topic
 from doll.ledger.admission import AFTER_TERM_ENV
 from doll.model.devices import resolve
 from doll.model.flat_model import FlatModel, build, fingerprint
+from doll.model.random_numbers import draw_from
 from doll.optim.row_optimizer import row_optimizers
 from doll.pipeline.planner.cut import check_with_samples, cut
 from doll.pipeline.planner.measured import TaskLog
@@ -60,6 +61,7 @@ from doll.process.data_limit import DataLimit, out_of_memory
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.memory import keep_freed_memory, return_freed_memory
 from doll.process.metric_names import CONTROL_REFUSED_TOTAL
+from doll.process.signals import on_signal
 from doll.records.bounds import Bounds, Cuts
 from doll.records.control import Welcome
 from doll.service_checks import require_services
@@ -118,7 +120,7 @@ def _run(
         with heartbeat_of(f"worker-{worker}", config) as heartbeat, watch_spot_notices(config, departure):
             booted_s = time.monotonic() + _env_number(BOOT_ENV)
             # Until Faust takes the signals over.
-            signal.signal(signal.SIGTERM, lambda *_: departure.leave_within(config.worker.drain_s, "sigterm"))
+            on_signal(signal.SIGTERM, lambda: departure.leave_within(config.worker.drain_s, "sigterm"))
             with limit.lifted():
                 require_services(config, services)
                 topics.check(config, services)
@@ -168,6 +170,7 @@ class _WorkerProcess:
         self._departure = departure
         self._heartbeat = heartbeat
         self._task, self._model = task, model
+        draw_from(int.from_bytes(os.urandom(7)), model.device)  # what `decode` draws; `build` has set the job's seed
         self._stages, self._limit = stages, limit
         passes = ForwardPasses(
             model.module, model.device, config.training.precision, compiles=config.worker.compile
@@ -220,7 +223,7 @@ class _WorkerProcess:
         }
         bounds_of = PrefetchedBounds(channel.watermarks, channel.bounds_of_partitions, list(starts))
         for partition, start in starts.items():
-            # Where the log begins behind it, the first fetch finds it.
+            # If the log begins after it, the first fetch finds it.
             bounds_reaching(samples, partition, start, bounds_of)
         log.info("joined", worker=self._worker, session=welcome.session, from_offsets=starts)
         if not starts:
@@ -297,7 +300,7 @@ class _WorkerProcess:
         rows = None
         if model.tables is not None and row_client is not None:
             steps_rows = sends_steps and not task.defines_step
-            rows = TableRows(
+            rows = WorkerTables(
                 row_client, config.worker.row_cache_bytes,
                 max_rows={name: bounds.max_rows for name, bounds in model.tables.bounds.items()},
                 optimizers=row_optimizers(config.training, row_client.tables) if steps_rows else None,
@@ -325,7 +328,7 @@ class _WorkerProcess:
             local_model, contribution = CachedVersion(scope, blobs, computer, background, deltas), computer.new_sum()
         guard: BatchComputer = Guard(config, task, computer, usual)
         if task.defines_step:
-            guard = OwnSteps(config, task, model, self._worker)
+            guard = OwnSteps(config, task, model)
         handler = GrantHandler(
             config,
             local_model=local_model,
@@ -341,7 +344,7 @@ class _WorkerProcess:
 
 
 def process_name() -> str:
-    """A name that no other process has; it begins with the name of its machine where that is given ($DOLL_INSTANCE)."""
+    """A name that no other process has; it begins with the name of its machine if that is given ($DOLL_INSTANCE)."""
     machine = os.environ.get(INSTANCE_ENV, "")
     return f"{machine}:{uuid.uuid4().hex}" if machine else uuid.uuid4().hex
 
@@ -356,7 +359,7 @@ def incarnation() -> int:
 
 
 def _env_number(name: str) -> float:
-    """A number from the environment; 0 where it is not set."""
+    """A number from the environment; 0 if it is not set."""
     given = os.environ.get(name, "") or "0"
     try:
         number = float(given)

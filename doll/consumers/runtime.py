@@ -21,15 +21,15 @@ from doll.config import JobConfig
 from doll.consumers.channels.control_link import ControlLink
 from doll.consumers.channels.kafka_channel import Commands, WorkerChannel
 from doll.consumers.compute.gradient_engine import GradientEngine
-from doll.consumers.intake.batching import BatchBuffer, Batcher, RawBatch, Value, buffer_capacity
+from doll.consumers.intake.batching import BatchBuffer, PartitionBatcher, RawBatch, Value, buffer_capacity
 from doll.consumers.intake.dead_letters import Decoder
-from doll.consumers.intake.decoding import Decoded, RawRecords
+from doll.consumers.intake.decoding import DecodedBatch, RawRecords
 from doll.consumers.intake.deleted_records import DeletedRecords
 from doll.consumers.intake.partition_intake import PartitionIntake
 from doll.consumers.lifecycle.departure import Departure, ProcessExit
 from doll.consumers.lifecycle.stall_watch import StallWatch
 from doll.consumers.protocol.grants import part_of
-from doll.consumers.protocol.skipped_batches import Skipped
+from doll.consumers.protocol.skipped_batches import SkippedRange
 from doll.consumers.protocol.worker_core import (
     Acknowledge,
     Batch,
@@ -135,7 +135,7 @@ class WorkerRuntime:
         reader.change((), [self._read_of(number) for number in self.intakes])
         self._sum_next_offsets()
         self._commands: asyncio.Queue[Commands | list[AnyRecord]] = asyncio.Queue()
-        self._decoding: asyncio.Queue[tuple[PartitionIntake, RawBatch[bytes | None], asyncio.Future[Decoded]]] = (
+        self._decoding: asyncio.Queue[tuple[PartitionIntake, RawBatch[bytes | None], asyncio.Future[DecodedBatch]]] = (
             asyncio.Queue()
         )
         self._num_decoding = 0  # with the one that `announce` waits for
@@ -145,7 +145,7 @@ class WorkerRuntime:
 
     def _intake_of(self, served: ServedPartition) -> PartitionIntake:
         config = self._config
-        batcher: Batcher[Value] = Batcher(
+        batcher: PartitionBatcher[Value] = PartitionBatcher(
             origin=served.origin, records_per_batch=config.data.records_per_batch, next_batch=served.next_batch,
             align=config.training.policy.batches_per_push, partition=served.number, cuts=served.cuts,
         )  # fmt: skip
@@ -168,7 +168,7 @@ class WorkerRuntime:
         return intake if intake is not None and intake.reading == delivery.reading else None
 
     def _serve(self, gone: Sequence[int], new: Sequence[int]) -> None:
-        """Read no more what others serve now, and read what is new."""
+        """Stop reading partitions that others serve now, and read new ones."""
         self._num_changes += 1
         for number in gone:
             self._num_behind -= len(self.intakes.pop(number).decoded)
@@ -242,7 +242,7 @@ class WorkerRuntime:
         return held < core.max_pending and self._num_decoding < self._decoder.depth and not core.draining
 
     async def announce(self) -> None:
-        """Give the core what is decoded, in order."""
+        """Give the core the decoded batches, in order."""
         while True:
             intake, raw, future = await self._decoding.get()
             try:
@@ -263,7 +263,7 @@ class WorkerRuntime:
             intake.watch.samples_at_s = time.monotonic()
 
     def _give(self, intake: PartitionIntake) -> None:
-        """Give the core what is decoded of a partition; behind batches without a record, the others wait for these."""
+        """Give the core the decoded batches of a partition; after batches without a record the others wait."""
         if self.intakes.get(intake.number) is not intake:
             return
         core, served = self._core, self._core.served[intake.number]
@@ -274,7 +274,7 @@ class WorkerRuntime:
             core.next_offset += raw.hi - raw.lo
             if raw.count > 1:
                 intake.empty = decoded
-                skipped = Skipped(raw.number, raw.number + raw.count, tuple(raw.gaps), tuple(raw.lost))
+                skipped = SkippedRange(raw.number, raw.number + raw.count, tuple(raw.gaps), tuple(raw.lost))
                 self._do(core.skip(intake.number, skipped))
             else:
                 self._do(core.batch_ready(_batch(raw, decoded)))
@@ -474,7 +474,7 @@ class WorkerRuntime:
     def _has_read_all(self, intake: PartitionIntake, now: float, overdue_s: float) -> bool:
         """Whether no more records of a partition are there, as far as is known.
 
-        A full buffer stops the reader, whose log ends are old then: those that Kafka was asked for count. Behind
+        A full buffer stops the reader, whose log ends are old then: those that Kafka was asked for count. After
         records of a transaction that stays open nothing comes, though the log is longer.
         """
         is_reading = self.buffer.is_half_empty
@@ -484,7 +484,7 @@ class WorkerRuntime:
         return is_at_end and (is_reading or overdue_s > _ENDS_ASKED_S)
 
     async def watch(self) -> None:
-        """Measure the lag, and end where records are there and none comes."""
+        """Measure the lag, and end if records are there and none comes."""
         asked_at_s = float("-inf")
         loop = asyncio.get_running_loop()
         while True:
@@ -554,7 +554,7 @@ class WorkerRuntime:
         # The time that is left may become shorter meanwhile.
         while self._core.busy and departure.left_s() > _STREAM_STOP_S:
             await asyncio.sleep(_DRAIN_POLL_S)
-        # Behind a gradient that is not done in time it would come too late.
+        # After a gradient that is not done in time it would come too late.
         if (rest := self._core.rest) is not None and not self._core.busy:
             await self._store_rest(rest)
         self._do(self._core.leave(departure.cause))
@@ -578,7 +578,7 @@ def _one_by_one(order: Compute) -> list[Compute]:
     return [Compute(part_of(grant, at, at + 1), (batch,)) for at, batch in enumerate(order.batches)]
 
 
-def _batch(raw: RawBatch[Any], decoded: Decoded) -> Batch:
+def _batch(raw: RawBatch[Any], decoded: DecodedBatch) -> Batch:
     return Batch(
         number=raw.number, data=decoded, num_samples=decoded.num_samples, complete_at_s=time.monotonic(),
         dead=tuple(item.offset for item in decoded.refused if item.whole), gaps=tuple(raw.gaps), lost=tuple(raw.lost),

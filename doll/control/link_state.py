@@ -40,7 +40,7 @@ _WRAP: Final = 1 << 32
 
 
 class LinkError(DollError):
-    """The link has ended: what was sent on it and is not answered may be lost.
+    """The link has ended: records on it that are not answered may be lost.
 
     Attributes:
         is_refusal: the other end sent what does not belong on a link.
@@ -112,7 +112,7 @@ class LinkState:
         return None if isinstance(record, Ping) else record
 
     def ping_due(self, now: float) -> bool:
-        """Nothing was sent for `PING_EVERY_S`."""
+        """Whether nothing was sent for `PING_EVERY_S`."""
         return now - self._sent_s >= PING_EVERY_S
 
     def check(self, now: float) -> None:

@@ -248,7 +248,7 @@ def _digest(identity: str) -> str:
 
 
 def _private_folder() -> Path:
-    """`doll-<user>` in the temporary folder, or in /tmp where that has a long name."""
+    """`doll-<user>` in the temporary folder, or in /tmp if that has a long name."""
     name = f"doll-{os.geteuid()}"
     folder = Path(tempfile.gettempdir()) / name
     if len(os.fsencode(folder)) > _MAX_PATH_BYTES - 40:
@@ -268,7 +268,7 @@ def _require_private(folder: Path) -> None:
 
 
 def _folder_problem(folder: Path) -> str:
-    """Why the folder is not to be trusted; "": it is.
+    """The reason why the folder is not to be trusted; "": it is.
 
     Raises:
         OSError: there is none.
@@ -283,7 +283,7 @@ def _folder_problem(folder: Path) -> str:
 
 
 def _socket_problem(path: str) -> str:
-    """As `_folder_problem`, of the socket itself."""
+    """The problem of the socket itself, as `_folder_problem` states that of its folder."""
     status = os.lstat(path)
     if stat.S_ISSOCK(status.st_mode) and status.st_uid == os.geteuid():
         return ""

@@ -55,7 +55,7 @@ class RedisPipe:
             raise LinkError(f"Redis refuses {command[0]!r}: {exc}") from exc
 
     def begin(self) -> None:
-        """From now on nothing waits."""
+        """Begin to return at once: from now on nothing waits."""
         self._socket.setblocking(False)
 
     def fileno(self) -> int:

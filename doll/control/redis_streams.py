@@ -41,7 +41,7 @@ def streams_pattern(job: str) -> str:
     return f"{key_prefix(job)}:*control:*"
 
 
-class Streams:
+class ControlStreams:
     """One end's connections: it reads the stream `key`, which it makes, and adds to others. It never waits.
 
     The constructor waits for Redis.
@@ -160,7 +160,7 @@ class StreamLink:
         self._name = uuid.uuid4().hex.encode()
         self._state = LinkState(TO_WORKER, now)
         self._error: LinkError | None = None
-        self._streams = Streams(services, f"{stream}:{self._name.decode()}", now)
+        self._streams = ControlStreams(services, f"{stream}:{self._name.decode()}", now)
 
     def filenos(self) -> tuple[int, ...]:
         """Readable when something has come."""
@@ -221,7 +221,7 @@ class ServerStreamLink:
 
     kind = "redis"
 
-    def __init__(self, streams: Streams, key: bytes, state: LinkState) -> None:
+    def __init__(self, streams: ControlStreams, key: bytes, state: LinkState) -> None:
         self._streams = streams
         self.key = key
         self.state = state

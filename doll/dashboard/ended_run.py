@@ -14,7 +14,7 @@ from doll.config import JobConfig
 from doll.errors import ConfigError
 from doll.ledger.dead_letters import saved_dead_records
 from doll.monitor.state.csv_file import read_rows
-from doll.monitor.state.decision_log import DecisionLog
+from doll.monitor.state.folder_logs import DecisionLog
 from doll.monitor.state.history import History
 from doll.monitor.state.policy_summary import PolicySummary
 from doll.monitor.state.progress import DeadLetterCounts, JobSnapshot, WorkerLine

@@ -21,6 +21,7 @@ from doll.errors import ConfigError
 from doll.monitor.state.served_model import Reading, ServedModel
 from doll.monitor.state.watched_job import KeptVersions, PageState
 from doll.records.bounded import short
+from doll.redaction import holds_credentials
 
 T = TypeVar("T")
 
@@ -73,7 +74,7 @@ class WithModelServer:
         """Read the metrics once."""
         try:
             reading, problem = reading_of(self._metrics(), now_s), ""
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # whatever it is, what is shown is old
             reading, problem = None, f"the model server does not answer: {short(error)}"
         with self._lock:
             if reading is None:
@@ -92,8 +93,11 @@ def metrics_of(address: str, token: str) -> Callable[[], str]:
         ConfigError: that is no address.
     """
     parts = urlsplit(address)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"--model-server: expected an address such as http://127.0.0.1:8000, got {address[:100]!r}")
+    if parts.scheme not in ("http", "https") or not parts.hostname or holds_credentials(address):
+        raise ConfigError(
+            "--model-server: expected an address such as http://127.0.0.1:8000 (its token in DOLL_SERVE_TOKEN), got "
+            f"{short(address, 100)!r}"
+        )
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(f"{parts.scheme}://{parts.netloc}/metrics", headers=headers)
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from doll.config import load
-from doll.dashboard.ended_run import ended_run
 from doll.dashboard.sources import EndedRun
 from doll.errors import ConfigError, DollError
 from doll.monitor.views.comparison import Comparison, PolicyRun, read_run, workers_usd_per_h
@@ -81,7 +80,7 @@ class RunsFolder:
             folder = next((path.parent for path in self._folder.glob(f"*/{_JOB}") if path.parent.name == name), None)
             if folder is None or not (folder / _FILES[0]).exists():
                 return None
-            self._opened[name] = EndedRun(ended_run(load(folder / _JOB), folder), folder)
+            self._opened[name] = EndedRun(load(folder / _JOB), folder)
         return self._opened[name]
 
     def _plain(self) -> dict[str, Any]:

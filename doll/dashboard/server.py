@@ -1,7 +1,8 @@
 """The web server of a page: its files, the state as server-sent events, and what a click opens. It only answers.
 
-A browser gets the whole state first, then once a second a merge patch of what has changed. The state is computed once
-for all browsers, and not at all while there are none.
+A browser gets the whole state first, then once a second a merge patch of what has changed, or a word that nothing has:
+what a browser shows is old once neither comes. The state is computed once for all browsers, and not at all while there
+are none.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import importlib.resources
 import mimetypes
 import os
+import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -26,23 +28,31 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from doll import telemetry
 from doll.dashboard.access import COOKIE, LOGIN, Access, cookie_of
 from doll.dashboard.merge_patch import merge_patch
 from doll.dashboard.runs_folder import RunsFolder
 from doll.dashboard.sources import JobSource
 from doll.errors import DollError
+from doll.monitor.state.formats import visible
 from doll.monitor.views.page import page
 from doll.monitor.views.page_details import KINDS, Detail, detail
+from doll.process.connections import IDLE_S, BoundedProtocol, BoundedServer
 from doll.process.http_access import is_token
+from doll.records.bounded import short
+
+log = telemetry.get_logger(__name__)
 
 EVERY_S: Final = 1.0
 FOLDER_EVERY_S: Final = 5.0  # of runs side by side, whose files are read again
 MAX_STREAMS: Final = 64
 NICENESS: Final = 10  # watching must not slow learning down
 _QUEUED: Final = 8  # events for a browser that does not read them; then it gets the whole state again
-_COMMENT_S: Final = 15.0  # a stream without news says something, so that a proxy keeps it open
 _MAX_FORM_BYTES: Final = 4_096
 _GRACE_S: Final = 1
+_LAST_S: Final = 2.0  # that the last state may take, when the server ends
+_TIME_LIMIT_S: Final = 10.0  # for a request to come
+_BACKLOG: Final = 64  # connections that are taken at a time, before the surplus is closed
 
 
 class Streams:
@@ -75,13 +85,7 @@ class Streams:
             queue.put_nowait(_event("state", self._sent))
             self._queues.add(queue)
         try:
-            while True:
-                try:
-                    event = await asyncio.wait_for(queue.get(), _COMMENT_S)
-                except TimeoutError:
-                    event = b": \n\n"
-                if event is None:
-                    return
+            while (event := await queue.get()) is not None:
                 yield event
         finally:
             self._queues.discard(queue)
@@ -95,23 +99,33 @@ class Streams:
                     await self._send_changes()
 
     async def _send_changes(self) -> None:
-        state = await self._state()
-        if not (patch := merge_patch(self._sent, state)):
+        try:
+            state = await self._state()
+        except Exception as error:  # browsers see that nothing comes; the next turn may do better
+            log.warning("state_not_read", reason=short(error))
             return
-        self._sent, event = state, _event("patch", patch)
+        patch = merge_patch(self._sent, state)
+        self._sent, event = state, _event("patch", patch) if patch else _event("beat", {})
         for queue in self._queues:
             if queue.full():
                 _replace(queue, _event("state", state))
             else:
                 queue.put_nowait(event)
 
-    def close(self) -> None:
-        """The server ends: so do all streams."""
+    async def close(self) -> None:
+        """The server ends, and so do all streams, after the last state."""
+        if self._queues:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_S), self._turn:
+                    await self._send_changes()
         for queue in self._queues:
-            _replace(queue, None)
+            if queue.full():
+                queue.get_nowait()
+            queue.put_nowait(None)
 
     async def _state(self) -> dict[str, Any]:
-        return await asyncio.to_thread(self._read)
+        shown: dict[str, Any] = visible(await asyncio.to_thread(self._read))
+        return {**shown, "every_s": self._every_s}
 
 
 def _replace(queue: asyncio.Queue[bytes | None], item: bytes | None) -> None:
@@ -143,8 +157,8 @@ class JobPage:
 
         return _job_routes("/", own)
 
-    def close(self) -> None:
-        self.streams.close()
+    async def close(self) -> None:
+        await self.streams.close()
 
     async def opened(self, kind: str, key: str) -> Response:
         """What a click opens."""
@@ -154,7 +168,7 @@ class JobPage:
         opened = await asyncio.to_thread(self._open, kind, [*map(int, numbers)])
         if opened is None:
             return JSONResponse({"error": f"there is no such {kind}, or it is not kept any more"}, 404)
-        return Response(msgspec.json.encode(opened), media_type="application/json")
+        return Response(msgspec.json.encode(visible(opened)), media_type="application/json")
 
     def _open(self, kind: str, key: list[int]) -> Detail | None:
         kept = self._source.kept_versions() if kind == "version" else None
@@ -184,9 +198,9 @@ class RunsPage:
 
         return [Route("/events", events), *_job_routes("/runs/{run}/", self._page_of), Route("/", index), FILE_ROUTE]
 
-    def close(self) -> None:
+    async def close(self) -> None:
         for streams in (self.streams, *(opened.streams for opened in self._pages.values())):
-            streams.close()
+            await streams.close()
 
     async def _page_of(self, request: Request) -> JobPage | None:
         name = request.path_params["run"]
@@ -283,8 +297,32 @@ def _files() -> dict[str, Response]:
     return files
 
 
-class PageServer(uvicorn.Server):
-    """The server of a page; `run` serves it at a socket until SIGTERM or SIGINT where that is the main thread.
+class PageProtocol(BoundedProtocol):
+    """One connection, of far fewer than a model server has: the page may be in its process.
+
+    Beyond as many as may be, the one that has waited longest for a request makes room. So those who ask for nothing do
+    not keep others out, and no answer is cut off.
+    """
+
+    max_connections = 128
+
+    def connection_made(self, transport: Any) -> None:
+        if len(self.connections) >= self.max_connections:
+            waiting = [other for other in self.connections if isinstance(other, PageProtocol) and other.is_waiting]
+            if waiting:
+                oldest = min(waiting, key=lambda other: other.idle_since_s)
+                self.connections.discard(oldest)
+                oldest.transport.abort()
+        super().connection_made(transport)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it has no request that is being answered."""
+        return self.cycle is None or self.cycle.response_complete or self.message_since_s is not None
+
+
+class PageServer(BoundedServer):
+    """The server of a page, with the limits of connections that the model server has.
 
     Args:
         token: that a reader must know; "": whoever reaches the loopback interface may read.
@@ -294,13 +332,21 @@ class PageServer(uvicorn.Server):
         self._shown = shown
         super().__init__(
             uvicorn.Config(
-                _application(shown, token), log_config=None, access_log=False, server_header=False,
-                lifespan="on", ws="none", timeout_graceful_shutdown=_GRACE_S,
+                _application(shown, token), http=PageProtocol, log_config=None, access_log=False, server_header=False,
+                lifespan="on", ws="none", proxy_headers=False, backlog=_BACKLOG, timeout_graceful_shutdown=_GRACE_S,
+                timeout_keep_alive=int(IDLE_S),
             )
         )  # fmt: skip
 
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        closing = asyncio.create_task(self.close_idle(_TIME_LIMIT_S))
+        try:
+            await super().serve(sockets)
+        finally:
+            closing.cancel()
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._shown.close()
+        await self._shown.close()
         await super().shutdown(sockets)
 
 
@@ -308,5 +354,10 @@ def serve_page(shown: JobPage | RunsPage, listener: socket.socket, *, token: str
     """Serve a page at a socket until SIGTERM or SIGINT, at a low priority. Needs the main thread."""
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
-    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it has ended
-        PageServer(shown, token=token).run(sockets=[listener])
+    server = PageServer(shown, token=token)
+    before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        server.run(sockets=[listener])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
 from doll import telemetry
 from doll.config import JobConfig
-from doll.errors import DollError
+from doll.dashboard.ended_run import ended_run
+from doll.errors import ConfigError, DollError
 from doll.kafka.reader import Tail
-from doll.monitor.state.decision_log import DecisionLog
-from doll.monitor.state.event_log import EventLog
+from doll.monitor.state.folder_logs import DecisionLog, EventLog
 from doll.monitor.state.watched_job import KeptVersions, PageState, WatchedJob
 from doll.records.bounded import short
 from doll.services import Services
@@ -41,15 +43,24 @@ class JobSource(Protocol):
 
 
 class EndedRun:
-    """The state of a run that has ended."""
+    """The state of a run that has ended. Its report is read again where it has changed.
+
+    Raises:
+        ConfigError: its files are not as this release writes them.
+    """
 
     is_live = False
 
-    def __init__(self, state: PageState, folder: Path) -> None:
-        self._state = state
+    def __init__(self, config: JobConfig, folder: Path) -> None:
+        self._stamp = _report_stamp(folder)
+        self._state = ended_run(config, folder)
         self._folder = folder
 
     def read(self, view: Callable[[PageState], T]) -> T:
+        if (stamp := _report_stamp(self._folder)) != self._stamp:
+            if stamp is None:
+                return view(replace(self._state, problem="this run goes on: open its page again (doll dashboard)"))
+            self._stamp, self._state = stamp, ended_run(self._state.config, self._folder)
         return view(self._state)
 
     def kept_versions(self) -> KeptVersions | None:
@@ -57,7 +68,11 @@ class EndedRun:
 
 
 class RunningJob:
-    """The state of a job by its topics, which a thread follows, and by its provisioner's journal where that is here."""
+    """The state of a job by its topics, which a thread follows, and by its provisioner's journal where that is here.
+
+    Once the run has left its report in the folder, the state is that of the folder. That the state is the newest one
+    needs a proof, again and again: an answer of Kafka, and that the thread has gone on.
+    """
 
     is_live = True
 
@@ -68,11 +83,42 @@ class RunningJob:
         self._decisions = DecisionLog(folder, config.job)
         self._events = EventLog(folder)
         self._lock = threading.Lock()
-        self._problem = "reading the history of the job"
+        self._stopped = ""  # why the thread has ended
+        self._looked_s = self._answered_s = math.nan  # monotonic: before the history has been read
+        self._ended: EndedRun | None = None
 
     def read(self, view: Callable[[PageState], T]) -> T:
         with self._lock:
-            return view(self._job.state(time.monotonic(), time.time(), problem=self._problem))
+            now_s = time.monotonic()
+            live = self._job.state(now_s, time.time(), problem=self._problem(now_s))
+            if (ended := self._found_ended()) is None:
+                return view(live)
+            # A report has no events of workers.
+            return ended.read(
+                lambda state: view(replace(state, events=live.events or state.events, last_events=live.last_events))
+            )
+
+    def _found_ended(self) -> EndedRun | None:
+        if _report_stamp(self._folder) is None:
+            self._ended = None
+        elif self._ended is None:
+            try:
+                self._ended = EndedRun(self._config, self._folder)
+            except ConfigError as error:
+                log.warning("report_not_read", reason=str(error))
+        return self._ended
+
+    def _problem(self, now_s: float) -> str:
+        """Why the state may not be the newest one; "" where it is."""
+        if self._stopped:
+            return self._stopped
+        if math.isnan(self._looked_s):
+            return "reading the history of the job"
+        if now_s - self._looked_s > _AWAY_S:
+            return f"this page has not followed the job for {now_s - self._looked_s:.0f} s"
+        if now_s - self._answered_s > _AWAY_S:
+            return f"Kafka has not answered for {now_s - self._answered_s:.0f} s"
+        return ""
 
     def kept_versions(self) -> KeptVersions | None:
         return _kept_versions(self._config, self._folder)
@@ -98,9 +144,9 @@ class RunningJob:
     def _follow(self, tail: Tail, stopped: threading.Event) -> None:
         try:
             self._follow_until(tail, stopped)
-        except DollError as error:
-            log.error("page_stopped", reason=str(error))
-            self._problem = f"the page has stopped following the job: {short(error)}"
+        except Exception as error:  # whatever it is, the page says that what it shows is old
+            log.error("page_stopped", exc_info=error)
+            self._stopped = f"the page has stopped following the job: {short(error)}"
 
     def _follow_until(self, tail: Tail, stopped: threading.Event) -> None:
         samples, progress = self._config.topic("samples"), self._job.progress
@@ -122,10 +168,16 @@ class RunningJob:
                 if not progress.rate_is_stated:
                     with self._lock:
                         progress.observe_ends(now_s, ends)
-            if not all(map(tail.has_read_history, tail.ends)):
-                continue
-            away_s = now_s - answered_s
-            self._problem = f"Kafka has not answered for {away_s:.0f} s" if away_s > _AWAY_S else ""
+            if all(map(tail.has_read_history, tail.ends)):
+                self._answered_s, self._looked_s = answered_s, time.monotonic()
+
+
+def _report_stamp(folder: Path) -> tuple[int, int] | None:
+    try:
+        status = (folder / "report.json").stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size
 
 
 def _kept_versions(config: JobConfig, folder: Path) -> KeptVersions | None:

@@ -11,27 +11,17 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from doll.control.redis_streams import streams_pattern
-from doll.drill import second_run
-from doll.drill.late_copies import LateCopies
-from doll.drill.metadata_service import FakeMetadataService
 from doll.drill.plan import Fault, FaultAction
 from doll.drill.recovery import InjectedFault, PoisonTracker, RecoveryTracker
 from doll.drill.stream import SamplesTopic, poison_for
-from doll.errors import DollError, ServiceUnavailableError
-from doll.kafka import topics
-from doll.kafka.reader import Partition
-from doll.local.processes import end, tail
-from doll.process.children import children_of
-from doll.records.control import Grant, Settle
-from doll.run.folder import JOB
+from doll.errors import DollError
 from doll.storage.redis_client import delete_keys
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from doll.config import JobConfig
     from doll.drill.routes import RoleRelays
     from doll.local.processes import LocalServer
@@ -39,8 +29,7 @@ if TYPE_CHECKING:
     from doll.local.supervisor import Handle, RoleSpec, Supervisor
 
 _EXIT_TIMEOUT_S: Final = 90.0
-_KEPT_SHARE: Final = 0.7  # of a log's newest segment
-_DERIVED: Final = (".index", ".timeindex", ".snapshot")
+_PROC: Final = Path("/proc")
 
 
 class DrillError(DollError):
@@ -83,8 +72,6 @@ class Scene:
     """The running job as a fault finds it.
 
     Attributes:
-        metadata: serves interruption notices to the workers; None: no notices, and no faults of them.
-        copies: of the commands that the server has sent so far.
         say: called with what each fault does.
         now: wall clock in seconds, as in `Update.time_s`.
         leader_pid: of two parameter servers, the process that leads; None where there is one server.
@@ -95,10 +82,7 @@ class Scene:
     supervisor: Supervisor
     stack: Stack
     relays: RoleRelays
-    metadata: FakeMetadataService | None
-    run_folder: Path
     topic: SamplesTopic
-    copies: LateCopies
     recoveries: RecoveryTracker
     say: Callable[[Fault, str], None]
     now: float = 0.0
@@ -109,11 +93,10 @@ class Scene:
         """Go on with what earlier faults do.
 
         Raises:
-            DrillError: a process does not exit, or a second run has failed.
+            DrillError: a process does not exit.
         """
         self.now = now
         self.topic.poll()
-        self.copies.poll(now)
         for effect in list(self.effects):
             if effect.poll(now):
                 self.effects.remove(effect)
@@ -123,7 +106,6 @@ class Scene:
         for effect in self.effects:
             effect.close()
         self.effects.clear()
-        self.copies.close()
 
     def inject(self, fault: Fault) -> bool:
         """Inject the fault; False if its target is down, frozen, cut off or leaving now."""
@@ -149,31 +131,19 @@ class Scene:
 
         self.effects.append(Effect(victim.name, poll, release, is_control_cut=fault.kind.cut_from == "control"))
 
-    def expect_exit(
-        self,
-        process: tuple[RoleSpec, Handle],
-        what: str,
-        *,
-        after_s: float = 0.0,
-        hurry: Callable[[], None] = lambda: None,
-        on_exit: Callable[[], None] = lambda: None,
-    ) -> None:
+    def expect_exit(self, process: tuple[RoleSpec, Handle], what: str, *, after_s: float = 0.0) -> None:
         """A process is not supervised any more, and must exit by itself; then its successor starts, if none runs yet.
 
         Args:
             what: has happened to the process, for the error.
             after_s: from now, the time from which it can exit.
-            hurry: called until it exits.
-            on_exit: called when it has.
         """
         spec, handle = process
         by_s = self.now + after_s + _EXIT_TIMEOUT_S
         is_replaced = spec.name in self.supervisor.exit_codes()
 
         def poll(now: float) -> bool:
-            hurry()
             if handle.poll() is not None:
-                on_exit()
                 if not is_replaced:
                     self.supervisor.start(spec)
             elif is_replaced and self.supervisor.exit_codes().get(spec.name) == 0:
@@ -189,19 +159,6 @@ class Scene:
             return True
 
         self.effects.append(Effect("" if is_replaced else spec.name, poll, handle.kill))
-
-    def await_end(
-        self, injected: InjectedFault, is_over: Callable[[], bool], close: Callable[[], object] = lambda: None
-    ) -> None:
-        """The fault is not done before `is_over` is true."""
-        injected.is_done = False
-
-        def poll(now: float) -> bool:
-            if is_over():
-                injected.is_done, injected.done_s = True, now
-            return injected.is_done
-
-        self.effects.append(Effect("", poll, close))
 
     def victim(self, fault: Fault) -> Victim | None:
         """The process that a fault hits; None while it does not run, and for a stage whose worker is frozen."""
@@ -234,6 +191,21 @@ class Scene:
     def is_kafka_frozen(self) -> bool:
         """Whether a broker is frozen: a request to it would wait until it continues."""
         return any(effect.on == "kafka" or effect.on.startswith("broker-") for effect in self.effects)
+
+
+def children_of(pid: int, proc: Path = _PROC) -> list[int]:
+    """Processes that `pid` has started and that run, oldest first; none where there is no /proc."""
+    children: list[tuple[int, int]] = []
+    for path in proc.glob("[0-9]*/stat"):
+        try:
+            # The name, in parentheses, may hold anything.
+            fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended meanwhile
+        state, parent, started = fields[0], int(fields[1]), int(fields[19])
+        if parent == pid and state != "Z":
+            children.append((started, int(path.parent.name)))
+    return [child for _, child in sorted(children)]
 
 
 def _service(name: str, server: LocalServer | None) -> Victim | None:
@@ -292,25 +264,6 @@ def _preempt(scene: Scene, victim: Victim, injected: InjectedFault) -> None:
 
 
 @_on_process
-def _warn(scene: Scene, victim: Victim, injected: InjectedFault) -> None:
-    metadata, role = scene.metadata, victim.role
-    assert metadata is not None, "the plan excludes this kind"
-    metadata.serve_bad_notice(role, injected.fault.number)
-    injected.is_done = False
-
-    def warn_again() -> None:
-        if metadata.num_bad_notices_served(role):
-            metadata.serve_notice(role)  # a worker that still polls after a malformed notice leaves
-
-    def clear() -> None:
-        metadata.clear_notice(role)
-        injected.is_done = True
-
-    what = "was asked to leave by a notice that followed a malformed one"
-    scene.expect_exit(scene.supervisor.release(role), what, hurry=warn_again, on_exit=clear)
-
-
-@_on_process
 def _cut(scene: Scene, victim: Victim, injected: InjectedFault) -> None:
     fault = injected.fault
     assert fault.kind.cut_from is not None
@@ -334,46 +287,6 @@ def _truncate(scene: Scene, fault: Fault) -> bool:
     return True
 
 
-def _lose_tail(scene: Scene, fault: Fault) -> bool:
-    """Kill a broker, and cut off the end of its copy of a partition that another broker leads."""
-    assert scene.stack.kafka is not None
-    nodes = scene.stack.kafka.nodes
-    partition = Partition(scene.config.topic("samples"), fault.worker)
-    if scene.is_kafka_frozen:
-        return False
-    try:
-        followers = topics.followers(scene.config, scene.stack.services, partition.topic, partition.number)
-    except ServiceUnavailableError:
-        return False
-    if not followers or any(node.pid is None for node in nodes):
-        return False  # a copy is behind
-    broker = fault.broker + 1 if fault.broker + 1 in followers else followers[0]
-    nodes[broker - 1].kill()  # `doll up` restarts it
-    truncate_log(nodes[broker - 1].log_path.parent, partition, _KEPT_SHARE)
-    scene.record(fault, f"broker-{broker} of {partition}")
-    return True
-
-
-def truncate_log(broker_folder: Path, partition: Partition, share: float) -> None:
-    """Keep the first `share` of the bytes of a partition's newest segment, as a power loss without fsync may.
-
-    The broker must have been killed (`LocalKafka.kill`); it rebuilds its indexes when it is started again.
-
-    Args:
-        broker_folder: the folder of a `LocalKafka`.
-
-    Raises:
-        FileNotFoundError: the broker has no log of `partition`.
-    """
-    logs = sorted(broker_folder.rglob(f"{partition.topic}-{partition.number}/*.log"))
-    if not logs:
-        raise FileNotFoundError(f"{broker_folder}: expected a log of {partition}")
-    os.truncate(logs[-1], int(logs[-1].stat().st_size * share))
-    for file in logs[-1].parent.iterdir():
-        if file.suffix in _DERIVED:
-            file.unlink()
-
-
 def _poison(scene: Scene, fault: Fault) -> bool:
     """Send records to a stream that cannot be decoded, or that would break the model."""
     poison = poison_for(scene.config, fault.number)
@@ -385,22 +298,6 @@ def _poison(scene: Scene, fault: Fault) -> bool:
     return True
 
 
-def _bomb(scene: Scene, fault: Fault) -> bool:
-    """Send a record to a stream that is too long when it is unpacked."""
-    injected = scene.record(fault, fault.role, PoisonTracker(fault.worker, records=1))
-    scene.topic.put_bomb(fault.worker, fault.number, partial(scene.recoveries.add_poison_offset, injected))
-    return True
-
-
-def _send_copies(command: type[Grant | Settle], scene: Scene, fault: Fault) -> bool:
-    until_s = scene.now + fault.hold_s
-    is_delivered = scene.copies.send_later(fault.worker, command, until_s, scene.now, fault.number)
-    if is_delivered is None:
-        return False  # no such command has come yet
-    scene.await_end(scene.record(fault, fault.role), is_delivered)
-    return True
-
-
 def _delete_streams(scene: Scene, fault: Fault) -> bool:
     """Delete the control streams of this job, and nothing else, from Redis."""
     if not delete_keys(scene.stack.services, streams_pattern(scene.config.job)):
@@ -409,40 +306,15 @@ def _delete_streams(scene: Scene, fault: Fault) -> bool:
     return True
 
 
-def _start_second_run(scene: Scene, fault: Fault) -> bool:
-    """Start another run of the job name on this run's Redis; the fault ends when that run has succeeded."""
-    folder = scene.run_folder / f"second-run-{fault.number}"
-    folder.mkdir()
-    run = second_run.start(scene.run_folder / JOB, folder, scene.stack.services.redis)
-
-    def has_ended() -> bool:
-        code = run.poll()
-        if code:
-            raise DrillError(
-                f"a second run of the job on the same Redis: expected exit code 0, got {code}; the end of "
-                f"its log:\n{tail(folder / 'second-run.log')}"
-            )
-        return code == 0
-
-    scene.await_end(scene.record(fault, fault.role), has_ended, lambda: end(run, _EXIT_TIMEOUT_S))
-    return True
-
-
 ACTIONS: Final[Mapping[FaultAction, Action]] = {
     "kill": _kill,
     "freeze": _on_process(_freeze),
     "zombie": _zombie,
     "preempt": _preempt,
-    "malformed_notice": _warn,
     "cut_kafka": _cut,
     "cut_redis": _cut,
     "cut_control": _cut,
     "truncate": _truncate,
-    "lose_tail": _lose_tail,
     "poison": _poison,
-    "bomb": _bomb,
-    "late_grants": partial(_send_copies, Grant),
-    "late_settles": partial(_send_copies, Settle),
     "delete_streams": _delete_streams,
-    "second_run": _start_second_run,
 }

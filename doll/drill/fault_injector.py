@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from doll.config import StdinSource
 from doll.drill.actions import DrillError, Scene
-from doll.drill.late_copies import LateCopies
-from doll.drill.metadata_service import FakeMetadataService
 from doll.drill.plan import Fault, FaultTarget, make_plan
 from doll.drill.recovery import RecoveryTracker
 from doll.drill.status_trackers import ControlTracker, SetTracker
@@ -44,7 +41,6 @@ class FaultInjector(RunHook):
         faults: number of faults.
         say: called with one line for each fault.
         relays: the relays that the roles' connections pass through.
-        metadata: serves interruption notices to the workers; None: no notices.
         run_folder: folder of the job's checkpoints, unless the job file names another one.
         every_s: seconds from one fault to the next, whether the job has recovered or not; None: as the plan says.
         standby: there are two parameter servers, a leader and a standby; faults are injected into the leader.
@@ -60,7 +56,6 @@ class FaultInjector(RunHook):
         say: Callable[[str], None],
         relays: RoleRelays,
         run_folder: Path,
-        metadata: FakeMetadataService | None = None,
         every_s: float | None = None,
         standby: bool = False,
         only: FaultTarget | None = None,
@@ -68,7 +63,6 @@ class FaultInjector(RunHook):
     ) -> None:
         self.standby = standby
         self._relays = relays
-        self._metadata = metadata
         self._run_folder = run_folder
         self._leader_pid = 0
         self._leader_term = 0
@@ -79,10 +73,6 @@ class FaultInjector(RunHook):
         self._clock = clock
         self._every_s = every_s
         self._only = only
-        self._copies = LateCopies(config)
-        for worker in range(config.data.workers):
-            for relay in relays.to(f"worker-{worker}", "control"):
-                relay.watch = partial(self._copies.watch, worker)
         self._plan: tuple[Fault, ...] = ()
         self._next = 0
         self._recoveries = RecoveryTracker()
@@ -106,12 +96,6 @@ class FaultInjector(RunHook):
     def advertised_ports(self) -> Sequence[Mapping[str, int]]:
         """As of `RoleRelays`."""
         return self._relays.advertised_ports
-
-    def environment(self, role: str) -> Mapping[str, str]:
-        """Environment variables that make a worker poll for its notices here."""
-        if self._metadata is None or not role.startswith("worker-"):
-            return {}
-        return self._metadata.environment(role)
 
     def services(self, role: str, stack: Stack) -> Services:
         """As of `RoleRelays`."""
@@ -153,16 +137,12 @@ class FaultInjector(RunHook):
         return f"drill: {self._number} faults" if self._control_is_back(now) else None
 
     def _open_scene(self, supervisor: Supervisor, stack: Stack) -> Scene:
-        self._copies.open(stack.services)
         return Scene(
             config=self._config,
             supervisor=supervisor,
             stack=stack,
             relays=self._relays,
-            metadata=self._metadata,
-            run_folder=self._run_folder,
             topic=SamplesTopic(self._config, stack.services, self._run_folder),
-            copies=self._copies,
             recoveries=self._recoveries,
             say=self._announce,
         )
@@ -177,13 +157,8 @@ class FaultInjector(RunHook):
             raise DrillError(f"expected faults of what this job runs, {sorted(targets)}, got {self._only!r}")
         pipeline, links = self._config.worker.pipeline, self._control.links
         is_behind = self._config.arrivals.process == "asap"  # what is written now is not read before the job ends
-        sends_no_grants = bool(links) and "local" not in links  # neither through Kafka nor on a socket
         impossible = {
             "stream_poison": is_behind or poison_for(self._config, 0) is None,
-            "stream_bomb": is_behind,
-            "worker_malformed_notice": self._metadata is None,
-            "worker_late_grants": sends_no_grants,
-            "worker_late_settles": not self._config.training.policy.filter_threshold > 0,
         }
         return make_plan(
             self._number,

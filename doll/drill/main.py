@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from doll.config import StopConfig
 from doll.drill.fault_injector import FaultInjector
-from doll.drill.metadata_service import FakeMetadataService
 from doll.drill.replay_check import check_replay
 from doll.drill.routes import RoleRelays
 from doll.errors import ConfigError
@@ -75,12 +74,12 @@ def run_drill(
     endless = config.model_copy(update={"stop": StopConfig(), "blobs": blobs, "kafka": kafka, "checkpoint": checkpoint})
     roles = [*PARAMETER_SERVERS, *(f"worker-{worker}" for worker in range(config.data.workers)), "producer"]
     drills: list[tuple[RunFolder, FaultInjector]] = []
-    with RoleRelays(roles, brokers) as relays, FakeMetadataService() as metadata:
+    with RoleRelays(roles, brokers) as relays:
 
         def hook(run: RunFolder, display: Display) -> FaultInjector:
             drill = FaultInjector(
                 endless, say=display.say, run_folder=run.path, faults=faults, seed=seed, relays=relays,
-                metadata=metadata, standby=standby, every_s=every_s, only=only,
+                standby=standby, every_s=every_s, only=only,
             )  # fmt: skip
             drills.append((run, drill))
             return drill

@@ -10,7 +10,7 @@ from typing import Final, Literal
 FaultTarget = Literal["worker", "stage", "ps", "producer", "evaluator", "redis", "kafka", "broker", "stream"]
 FaultAction = Literal[
     "kill", "freeze", "zombie", "preempt", "cut_kafka", "cut_redis", "cut_control", "delete_streams", "poison",
-    "truncate", "malformed_notice", "late_grants", "late_settles", "bomb", "lose_tail", "second_run",
+    "truncate",
 ]  # fmt: skip
 Cut = Literal["silent", "reset", "removed"]
 Service = Literal["kafka", "redis", "control"]
@@ -39,13 +39,9 @@ class FaultKind:
             process's connections to that service only; cut_control breaks a worker's link to the server's socket, or
             the server's links to all workers; delete_streams deletes the job's control streams in Redis; poison sends
             a record that cannot be decoded or that breaks the model; truncate deletes records of a stream that are
-            durable in the model; malformed_notice is an interruption notice that cannot be parsed, followed by a valid
-            one; late_grants and late_settles send copies of commands that were sent before, late and through Kafka;
-            bomb sends a compressed record of a few kilobytes that is far above the limit when it is unpacked; lose_tail
-            kills a broker and cuts off the end of one of its logs, whose records the other brokers have;
-            second_run is another run of the same job name on the same Redis, with a Kafka of its own.
+            durable in the model.
         weight: how often it is drawn, relative to the others.
-        hold_s: minimum and maximum duration of a freeze or cut, or of the time in which copies are sent, in seconds.
+        hold_s: minimum and maximum duration of a freeze or cut, in seconds.
     """
 
     target: FaultTarget
@@ -93,15 +89,9 @@ FAULT_KINDS: Final = (
     FaultKind("broker", "freeze", 3, (0.5, 4.0)),
     FaultKind("stream", "poison", 4),
     FaultKind("stream", "truncate", 3),
-    FaultKind("worker", "malformed_notice", 3),
     FaultKind("worker", "cut_control", 17, (1.0, 8.0)),
     FaultKind("ps", "cut_control", 14, (1.0, 8.0)),
     FaultKind("redis", "delete_streams", 7),
-    FaultKind("worker", "late_grants", 12, (0.2, 6.0)),
-    FaultKind("worker", "late_settles", 8, (0.2, 6.0)),
-    FaultKind("stream", "bomb", 3),
-    FaultKind("broker", "lose_tail", 4),
-    FaultKind("redis", "second_run", 1),
     # Of a worker that is a pipeline. One that is frozen for longer than its worker waits for it takes the worker along.
     FaultKind("stage", "kill", 25),
     FaultKind("stage", "freeze", 10, (1.0, 12.0)),

@@ -63,9 +63,6 @@ class InjectedFault:
         term: the newest term when the fault was injected.
         restored_s: until then a disconnected server may still apply what it has, without publishing it.
         poison: the records that updates must count before the fault has ended.
-        is_done: all that the fault does has been done: the process that was asked to leave has exited, all copies of
-            commands were sent, the second run has ended.
-        done_s: since when it is, where the fault lasts: the recovery is counted from then.
         recovery_s: seconds from the fault to the first update after it; None before that update.
     """
 
@@ -75,14 +72,7 @@ class InjectedFault:
     term: int
     restored_s: float
     poison: PoisonTracker | None = None
-    is_done: bool = True
-    done_s: float | None = None
     recovery_s: float | None = None
-
-    @property
-    def begun_s(self) -> float:
-        """Time from which the recovery counts."""
-        return self.time_s if self.done_s is None else self.done_s
 
     @property
     def waiting_since_s(self) -> float:
@@ -91,11 +81,11 @@ class InjectedFault:
 
     def is_ended_by(self, update: Update) -> bool:
         """Whether this update shows that the job has recovered."""
-        if not self.is_done or (self.poison is not None and not self.poison.is_counted):
+        if self.poison is not None and not self.poison.is_counted:
             return False
         if update.term > self.term:
-            return update.time_s > self.begun_s
-        return update.term > self.after_term and update.time_s > max(self.begun_s, self.restored_s)
+            return update.time_s > self.time_s
+        return update.term > self.after_term and update.time_s > max(self.time_s, self.restored_s)
 
 
 class RecoveryTracker:
@@ -141,7 +131,7 @@ class RecoveryTracker:
                 injected.poison.on_update(update)  # also after the recovery: a later update may count the batch again
         for injected in self._open:
             if injected.is_ended_by(update):
-                injected.recovery_s = update.time_s - injected.begun_s
+                injected.recovery_s = update.time_s - injected.time_s
         self._open = [injected for injected in self._open if injected.recovery_s is None]
 
     @property

@@ -18,18 +18,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self, TypeAlias, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from doll.drill.plan import Cut
 from doll.local.processes import LOOPBACK
 
 T = TypeVar("T")
-Late: TypeAlias = asyncio.Queue[tuple[float, bytes]]  # (when it is due, on the loop's clock, what), b"" at the end
 R = TypeVar("R", bound="Relay")
 
-_CHUNK: Final = 1 << 18
+CHUNK: Final = 1 << 18
 _BACKLOG: Final = 128
-_LATE_PIECES: Final = 256  # of one direction, on their way at once
 _ANSWER_S: Final = 60.0  # the relays' thread answers within milliseconds, later on an overloaded machine
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)  # SO_LINGER of 0 s: close() sends RST
 
@@ -39,10 +37,6 @@ class Relay(ABC):
 
     Attributes:
         cut: the kind of the current cut, if any.
-        watch: called for each new connection, on the relays' thread; what it returns is called with the bytes that the
-            service sends on it, in order.
-        bytes_per_s: how much passes in each direction, all connections together; None: as much as comes.
-        delay_s: how long each byte takes in each direction, behind that; of connections that open from now on.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, listening: socket.socket) -> None:
@@ -54,10 +48,6 @@ class Relay(ABC):
         self._tasks: set[asyncio.Task[None]] = set()
         self._listening = loop.create_task(self._accept())
         self.cut: Cut | None = None
-        self.watch: Callable[[], Callable[[bytes], None]] | None = None
-        self.bytes_per_s: float | None = None
-        self.delay_s = 0.0
-        self._free_at_s = [0.0, 0.0]  # when what was accepted before has passed, to the service and from it
 
     @abstractmethod
     def _target(self) -> tuple[socket.AddressFamily, Any] | None:
@@ -131,13 +121,8 @@ class Relay(ABC):
                     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await self._loop.sock_connect(far, address)
             async with asyncio.TaskGroup() as directions:
-                late: list[Late | None] = [asyncio.Queue(_LATE_PIECES) if self.delay_s else None for _ in range(2)]
-                for queue, sink in zip(late, (far, near), strict=True):
-                    if queue is not None:
-                        directions.create_task(self._forward_late(queue, sink))
-                watch = self.watch() if self.watch is not None else None
-                directions.create_task(self._forward(near, far, 0, late[0]))
-                directions.create_task(self._forward(far, near, 1, late[1], watch))
+                directions.create_task(self._forward(near, far))
+                directions.create_task(self._forward(far, near))
             near.close()
             far.close()
         except* OSError:
@@ -146,42 +131,18 @@ class Relay(ABC):
             _reset(near)  # no effect on a closed socket
             _reset(far)
 
-    async def _forward(
-        self, source: socket.socket, sink: socket.socket, direction: int, late: Late | None,
-        watch: Callable[[bytes], None] | None = None,
-    ) -> None:  # fmt: skip
-        while data := await self._loop.sock_recv(source, _CHUNK):
-            if watch is not None:
-                watch(data)
-            if self.bytes_per_s is not None:
-                await self._pass(len(data) / self.bytes_per_s, direction)
-            if late is not None:
-                await late.put((self._loop.time() + self.delay_s, data))
-                continue
-            await self._open.wait()
-            await self._loop.sock_sendall(sink, data)
-        if late is not None:
-            await late.put((self._loop.time() + self.delay_s, b""))
-            return
+    async def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+        while data := await self._loop.sock_recv(source, CHUNK):
+            await self._send(sink, data)
+        await self._send(sink, b"")
+
+    async def _send(self, sink: socket.socket, data: bytes) -> None:
+        """Send it when the connection is not cut; nothing: the end."""
         await self._open.wait()
-        sink.shutdown(socket.SHUT_WR)
-
-    async def _forward_late(self, late: Late, sink: socket.socket) -> None:
-        """Send what is in `late` when its time has come, while more comes."""
-        while True:
-            due_s, data = await late.get()
-            await asyncio.sleep(due_s - self._loop.time())
-            await self._open.wait()
-            if not data:
-                sink.shutdown(socket.SHUT_WR)
-                return
+        if data:
             await self._loop.sock_sendall(sink, data)
-
-    async def _pass(self, seconds: float, direction: int) -> None:
-        """Wait until what takes so long has passed, behind what came before it."""
-        now_s = self._loop.time()
-        until_s = self._free_at_s[direction] = max(now_s, self._free_at_s[direction]) + seconds
-        await asyncio.sleep(until_s - now_s)
+        else:
+            sink.shutdown(socket.SHUT_WR)
 
 
 class TcpRelay(Relay):
@@ -239,13 +200,15 @@ class Relays:
 
     def open(self) -> TcpRelay:
         """A new relay; it resets connections until its `target_port` is set."""
-        return self._make(TcpRelay)
+        return self.make(TcpRelay)
 
     def open_unix(self, path: Path, target_path: Path) -> UnixRelay:
         """A new relay from `path`, which must not exist, to `target_path`."""
-        return self._make(partial(UnixRelay, path=path, target_path=target_path))
+        return self.make(partial(UnixRelay, path=path, target_path=target_path))
 
-    def _make(self, relay_of: Callable[[asyncio.AbstractEventLoop], R]) -> R:
+    def make(self, relay_of: Callable[[asyncio.AbstractEventLoop], R]) -> R:
+        """A new relay of any kind."""
+
         async def make() -> R:
             return relay_of(self._loop)
 

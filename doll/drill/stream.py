@@ -1,11 +1,11 @@
-"""Faults in the samples topic: poison records, compressed bombs, deletion of records that are durable in the model."""
+"""Faults in the samples topic: poison records, deletion of records that are durable in the model."""
 
 from __future__ import annotations
 
 import math
 import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from doll.config.source import DigitsSource, IdxSource, SyntheticSource
 from doll.errors import CheckpointError, DollError
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 _NO_CLASS: Final = 255
 _DIGIT_PIXELS: Final = 8 * 8
-# Kilobytes in the log. librdkafka does not unpack the first at all; the second is above DOLL's limit for a record.
-_BOMBS: Final = (("zstd", 90 << 20), ("gzip", 90 << 20))
 _HUGE: Final = 3e38  # fits into a float32; the sum of two does not
 
 
@@ -71,35 +69,23 @@ class SamplesTopic:
         self._services = services
         self._run_folder = run_folder
         self._publisher: Publisher | None = None
-        self._bombers: dict[str, Publisher] = {}
-
-    def put_bomb(self, partition: int, number: int, on_offset: Callable[[int], None]) -> None:
-        """As `put`, with a record of zeros that is small in the log only; `number` selects the kind."""
-        codec, size_bytes = _BOMBS[number % len(_BOMBS)]
-        if codec not in self._bombers:
-            settings: dict[str, Any] = {"compression_type": codec, "message_max_bytes": 1_000_000_000}
-            self._bombers[codec] = Publisher(self._config, self._services, **settings)
-        self._send(self._bombers[codec], partition, bytes(size_bytes), on_offset)
 
     def put(self, partition: int, value: bytes, on_offset: Callable[[int], None]) -> None:
         """Send one record, until Kafka has it; a later `poll` calls `on_offset` with its offset."""
         if self._publisher is None:
             self._publisher = Publisher(self._config, self._services, compression_type="none")
-        self._send(self._publisher, partition, value, on_offset)
 
-    def _send(self, publisher: Publisher, partition: int, value: bytes, on_offset: Callable[[int], None]) -> None:
         def on_delivery(delivery: Delivery) -> None:
             if delivery.refusal:
                 raise DollError(f"Kafka refused a record of the drill: {delivery.refusal}")
             on_offset(delivery.offset)
 
-        publisher.send(self._config.topic("samples"), value, partition=partition, on_delivery=on_delivery)
+        self._publisher.send(self._config.topic("samples"), value, partition=partition, on_delivery=on_delivery)
 
     def poll(self) -> None:
         """Take in what Kafka has acknowledged."""
-        for publisher in (self._publisher, *self._bombers.values()):
-            if publisher is not None:
-                publisher.poll()
+        if self._publisher is not None:
+            self._publisher.poll()
 
     def truncate(self, partition: int) -> int | None:
         """Delete what is durable of a stream; the first offset that is left, None where that was not possible now."""

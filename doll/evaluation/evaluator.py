@@ -165,8 +165,14 @@ class Evaluator:
         return self._evaluate(stored.term, stored.version)
 
     def _evaluate(self, term: int, version: int) -> Evaluation:
+        """
+        Raises:
+            ConfigError: as `HeldOut.evaluate`.
+            TaskError: as `FlatModel.restore_buffers`.
+        """
         started_s = time.monotonic()
         error = self._held_out.evaluate(self._model.module)
+        self._model.restore_buffers()  # else the next version would not reach one that was replaced
         self._last = Place(term, version)
         evaluation = Evaluation(term, version, error, time.monotonic() - started_s, time.time())
         grown = self.history.evaluated(

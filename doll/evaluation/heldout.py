@@ -72,7 +72,7 @@ class HeldOut:
         try:
             with torch.inference_mode():
                 for chunk in self._chunks():
-                    inputs = passes.inputs_of(self._task, self._samples.of(chunk))
+                    inputs = passes.inputs_of(self._task, self._samples.take(chunk))
                     output = passes.forward(self._task, module, inputs)
                     loss_sum += passes.loss(self._task, output, inputs).value
                     total_weight += inputs.total_weight

@@ -15,7 +15,7 @@ from doll import telemetry
 from doll.config import JobConfig
 from doll.evaluation.evaluator import Evaluation, Evaluator
 from doll.kafka.publisher import Publisher
-from doll.kafka.reader import Partition, Tail
+from doll.kafka.reader import RESUME_GRACE_S, Partition, Tail
 from doll.process import metric_names as names
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.metric_names import HEARTBEAT_EVERY_S
@@ -31,9 +31,6 @@ POLL_S = 0.2
 FLUSH_S = 10.0
 CHECK_KAFKA_EVERY_S = 5.0
 MAX_EVALUATION_S = 300.0  # one round over a large held-out set, at a low priority
-# A job that finished before this process started may be resumed: a new parameter server writes to the topic within
-# seconds, a standby after its lease.
-RESUME_GRACE_S = 30.0
 
 
 def run_evaluator(config: JobConfig, services: Services, run_folder: Path, *, after_term: int = 0) -> int:

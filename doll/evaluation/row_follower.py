@@ -28,12 +28,12 @@ class RowFollower:
 
     @property
     def base(self) -> Place | None:
-        """Of the checkpoint; None: there is none yet."""
+        """The place of the checkpoint; None: there is none yet."""
         return None if self._base is None else place_of(self._base)
 
     @property
     def num_bytes(self) -> int:
-        """Of memory for changed rows."""
+        """The memory for changed rows, in bytes."""
         return sum(layers.num_bytes for layers in self._layers.values())
 
     @property
@@ -53,7 +53,7 @@ class RowFollower:
     def advance(
         self, to: Place, read: Callable[[int], RowChanges | None], is_newest: Callable[[Place], bool]
     ) -> str:  # fmt: skip
-        """Have the rows of a published version; why not, "" where they are here now.
+        """Have the rows of a published version; why not, "" if they are here now.
 
         Args:
             read: what a version of this term has published as changed; None: it is not there (any more).
@@ -83,7 +83,7 @@ class RowFollower:
                     f"the rows that have changed since the checkpoint of version {base.version} take more than "
                     f"{self._limit_bytes / 1e6:g} MB of memory: raise --row-memory-mb, or save checkpoints more often"
                 )
-        # Another checkpoint may have this number, too, where a server has gone back behind a damaged one.
+        # Another checkpoint may have this number, too, if a server has gone back to before a damaged one.
         if at.term != to.term and not (version == chain[-1].began == base.version and is_newest(base)):
             return f"term {to.term} went on from version {chain[-1].began}, whose checkpoint has not been read yet"
         for changes in reversed(chain):

@@ -16,7 +16,7 @@ from doll.config.fingerprint import REGRIDDABLE, parse, refused_changes
 from doll.errors import CheckpointError
 from doll.model.flat_model import FlatModel, fingerprint
 from doll.optim.optimizer import AVERAGE, WEIGHTS
-from doll.ps.tables.bounded_table import StoredRows, stored_bounded_rows
+from doll.ps.tables.bounded_table import CheckpointRows, stored_bounded_rows
 from doll.ps.tables.store import stored_rows
 from doll.records.rollbacks import Rollback
 from doll.storage.checkpoints import Checkpoint
@@ -29,14 +29,14 @@ _NO_LAYERS: Final[Mapping[str, RowLayers]] = {}
 
 
 class Place(NamedTuple):
-    """Where a version stands: a later term's versions are newer, also where their number is lower."""
+    """The place of a version: a later term's versions are newer, also if their number is lower."""
 
     term: int
     version: int
 
 
 class StoredWeights(NamedTuple):
-    """Of a checkpoint, or of published weights: version and weights, float32 of shape (numel,).
+    """The weights of a checkpoint, or published ones: version and weights, float32 of shape (numel,).
 
     Attributes:
         tables: all rows of each table, by name, float32, shape (num_rows, width).
@@ -52,7 +52,7 @@ class StoredWeights(NamedTuple):
     term: int
     fingerprint: str
     tables: Mapping[str, Floats]
-    bounded: Mapping[str, StoredRows]
+    bounded: Mapping[str, CheckpointRows]
     is_average: bool = False
     run_id: str = ""
     samples: int = -1
@@ -69,7 +69,7 @@ class StoredWeights(NamedTuple):
         if name in self.tables:
             values = self.tables[name][ids]
         else:
-            values = initial[name].of(ids)
+            values = initial[name].rows(ids)
             self.bounded[name].write_to(ids, values)
         if name in self.layers:
             self.layers[name].write_to(ids, values)
@@ -77,7 +77,7 @@ class StoredWeights(NamedTuple):
 
 
 def place_of(stored: StoredWeights) -> Place:
-    """That of these weights."""
+    """The place of these weights."""
     return Place(stored.term, stored.version)
 
 
@@ -95,7 +95,7 @@ def newest_weights(
 
     Args:
         version: in place of the newest, the checkpoint of this version.
-        average: the moving average in place of the weights; None: where the checkpoint has one.
+        average: the moving average in place of the weights; None: if the checkpoint has one.
         in_place: weights and rows stay in the checkpoint's file; see `CheckpointStore.load_newest`.
 
     Raises:
@@ -151,7 +151,7 @@ def weights_of(
 
 
 class _EngineState(msgspec.Struct):
-    """What readers of weights need of it; see `doll.ps.engine.events.EngineSnapshot`."""
+    """The part of the engine's state that readers of weights need; see `doll.ps.engine.events.EngineSnapshot`."""
 
     run_id: str = ""
     samples_total: int = -1
@@ -159,7 +159,7 @@ class _EngineState(msgspec.Struct):
 
 
 def rollbacks_in(state: bytes) -> tuple[Rollback, ...]:
-    """What a checkpoint with this engine state says of `doll rollback`, the oldest first."""
+    """The rollbacks in a checkpoint with this engine state, the oldest first."""
     return _decoded(state).rollbacks
 
 

@@ -1,8 +1,8 @@
 """Gives the versions of a job's model as they come: from blobs while the job runs, else from checkpoints.
 
 Evaluator and model server read versions here. The moving average of the weights (`training.ema`) is in checkpoints
-only, so where there is one, checkpoints are read. So are they for tables, except where a reader follows changed rows:
-then the server publishes these, and checkpoints are read for the rows that have not changed, and where it fell behind.
+only, so if there is one, checkpoints are read. So are they for tables, unless a reader follows changed rows:
+then the server publishes these, and checkpoints are read for the rows that have not changed, and if it fell behind.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from doll.config import JobConfig
 from doll.errors import BlobError, CheckpointError, ServiceUnavailableError
 from doll.evaluation.row_follower import RowFollower
 from doll.evaluation.stored_weights import Place, StoredWeights, newest_weights, place_of
-from doll.ledger.lineage import Change, Lineage, UpdatesRecord
+from doll.ledger.lineage import Lineage, LineageChange, UpdatesRecord
 from doll.model.flat_model import FlatModel
 from doll.records.control import AnyRecord, TermStarted
 from doll.storage.blobs import (
@@ -49,7 +49,7 @@ class WeightFollower:
         blobs: where weights are published; None: nowhere that this process reaches.
         run_folder: of the checkpoints, unless `checkpoint.folder` is set.
         model: of the job; it says what weights must be like, and is not changed.
-        average: the moving average in place of the weights; None: where checkpoints have one.
+        average: the moving average in place of the weights; None: if checkpoints have one.
         after_term: terms up to this one belong to earlier runs.
         row_bytes: of memory for changed rows of tables, which are followed; None: tables are read from checkpoints.
 
@@ -96,11 +96,11 @@ class WeightFollower:
         if not isinstance(record, UpdatesRecord) or record.term <= self._after_term:
             return
         change = self._lineage.feed(record)
-        if isinstance(record, TermStarted) and change is not Change.FENCED:
+        if isinstance(record, TermStarted) and change is not LineageChange.FENCED:
             self.run_id = record.run_id
 
     def newest(self, beside: Place | None = None) -> StoredWeights | None:
-        """The newest version, where it is newer than `beside`; None also where nothing answers (see `unavailable`)."""
+        """The newest version, if it is newer than `beside`; None also if nothing answers (see `unavailable`)."""
         if self._rows is not None:
             return self._newest_with_rows(self._rows, beside)
         is_published = False
@@ -119,7 +119,7 @@ class WeightFollower:
         return None if is_published else self._look_at_checkpoints(beside)
 
     def _look_at_checkpoints(self, beside: Place | None) -> StoredWeights | None:
-        """The newest one, where it is newer than `beside`; now and then."""
+        """The newest one, if it is newer than `beside`; now and then."""
         if self._clock() < self._look_at_s:
             return None
         self._look_at_s = self._clock() + _CHECKPOINTS_EVERY_S
@@ -132,7 +132,7 @@ class WeightFollower:
         return stored
 
     def _newest_with_rows(self, rows: RowFollower, beside: Place | None) -> StoredWeights | None:
-        """As `newest`: dense weights and changed rows as they are published, and the other rows of a checkpoint."""
+        """The newest weights: dense weights and changed rows as published, and the other rows of a checkpoint."""
         stored, is_there = self._published_with_rows(rows, beside)
         if is_there and not rows.needs_checkpoint:
             return stored
@@ -191,7 +191,7 @@ class WeightFollower:
         return decode_row_changes(data, self._table_shapes, job=self._scope, version=version)
 
     def rolled_back(self, beside: Place) -> StoredWeights | None:
-        """The newest checkpoint, where its term is later than that of `beside`, the newest version that was read.
+        """The newest checkpoint, if its term is later than that of `beside`, the newest version that was read.
 
         While nobody leads, the store has what was published last, and `doll rollback` saves another version.
         """
@@ -211,8 +211,8 @@ class WeightFollower:
             self._rows.rebase(stored)
         return stored
 
-    def of_version(self, version: int) -> StoredWeights:
-        """This version.
+    def load(self, version: int) -> StoredWeights:
+        """Load the weights of this version.
 
         Raises:
             CheckpointError: it is neither published nor kept.
@@ -230,7 +230,7 @@ class WeightFollower:
         return stored
 
     def published_place(self) -> Place | None:
-        """The newest version of this run in the blob store; None where there is none.
+        """The newest version of this run in the blob store; None if there is none.
 
         Raises:
             ServiceUnavailableError: the blob store does not answer.
@@ -245,7 +245,7 @@ class WeightFollower:
         return Place(latest.term, latest.version)
 
     def published(self, beside: Place | None = None) -> StoredWeights | None:
-        """The newest published weights; None where there are none, or they are those of `beside`.
+        """The newest published weights; None if there are none, or they are those of `beside`.
 
         Raises:
             ServiceUnavailableError, BlobError: as `published_place`.
@@ -254,7 +254,7 @@ class WeightFollower:
         return None if place is None or place == beside else self.published_version(*place)
 
     def published_version(self, term: int, version: int) -> StoredWeights | None:
-        """The weights of this version in the blob store; None where they are not there (any more).
+        """The weights of this version in the blob store; None if they are not there (any more).
 
         They may be a view of shared memory, which must be dropped soon.
 
@@ -269,7 +269,7 @@ class WeightFollower:
         return StoredWeights(version, weights, term, "", {}, {}, run_id=self.run_id)
 
     def checkpointed(self, beside: Place | None = None, version: int | None = None) -> StoredWeights | None:
-        """The newest checkpoint's weights, or those of `version`; None where there is none newer than `beside`, or the
+        """The newest checkpoint's weights, or those of `version`; None if there is none newer than `beside`, or the
         newest one is of an earlier run.
 
         Raises:
@@ -291,5 +291,5 @@ class WeightFollower:
 
     @property
     def _scope(self) -> str:
-        """What the blobs of this run are named by."""
+        """The scope by which the blobs of this run are named."""
         return scope_of(self._config.job, self.run_id)

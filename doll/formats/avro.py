@@ -1,4 +1,4 @@
-"""Avro records, each behind the id of the schema that it was written with; or all of one schema, without a header.
+"""Avro records, each after the id of the schema that it was written with; or all of one schema, without a header.
 
 Schemas are asked for once and kept. `fastavro` decodes; msgspec checks types and fills in defaults, as for JSON.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from io import BytesIO
@@ -14,6 +15,7 @@ from typing import Any, Final
 
 import fastavro
 import msgspec
+from fastavro import _read_py
 from fastavro.schema import SchemaParseException
 
 from doll.errors import ConfigError, SampleError
@@ -29,8 +31,35 @@ _REFUSAL_KEPT_S: Final = 30.0
 _MAX_REFUSALS: Final = 1000
 # Kept as the numbers that Avro stores: a task computes with numbers.
 _TIMES: Final = ("date", "time-", "timestamp-", "local-timestamp-")
+_TEXT: Final = "uuid"  # kept as the text that Avro stores; msgspec makes a UUID of it for a field of that type
 
-_Read = Callable[[BytesIO], Any]
+
+class _Read:
+    """Decodes values of one schema, resolved to another one if there is one."""
+
+    def __init__(self, schema: Any, resolved: Any = None) -> None:
+        self._schema, self._resolved = schema, resolved
+        # The compiled decoder of records in records, 5,000 deep, ends the process; the other one raises RecursionError.
+        self._decode = _read_py.schemaless_reader if _is_recursive(schema) else fastavro.schemaless_reader
+
+    def __call__(self, stream: BytesIO) -> Any:
+        return self._decode(stream, self._schema, self._resolved)
+
+    def bad_field(self, value: bytes, begin: int) -> str:
+        """The name of the first field that cannot be read; "" if all can."""
+        fields = self._schema["fields"]
+
+        def fails(count: int) -> bool:
+            stream = BytesIO(value)
+            stream.seek(begin)
+            try:
+                self._decode(stream, {**self._schema, "fields": fields[:count]}, None)
+            except Exception:  # the decoder may raise anything for bad bytes
+                return True
+            return False
+
+        at = bisect_left(range(len(fields) + 1), True, key=fails) - 1
+        return str(fields[at]["name"]) if 0 <= at < len(fields) else ""
 
 
 class AvroReader(FieldReader):
@@ -119,13 +148,13 @@ class AvroReader(FieldReader):
         schema = parsed_schema(written, name)
         if self._resolved is None and (lacking := missing(self.record, schema)):
             raise SampleError(_lacks(name, lacking, schema, self.record))
-        return reader_of(schema, self._resolved)
+        return _Read(schema, self._resolved)
 
     def _check_subject(self) -> None:
         assert self._subject is not None
         name = f"version {self._version or 'latest'} of subject {self._subject}"
         try:
-            registered = self._registry.of_subject(self._subject, self._version)
+            registered = self._registry.by_subject(self._subject, self._version)
         except NotInRegistryError as exc:
             key = "subject" if self._version is None else "subject or version"
             raise ConfigError(
@@ -165,7 +194,7 @@ class PlainAvroReader(FieldReader):
                 raise SampleError(_lacks(name, lacking, schema, record))
         except SampleError as exc:
             raise ConfigError(f"data.format.schema_file: {exc}") from exc
-        self._read = reader_of(schema)
+        self._read = _Read(schema)
         self._list = list[record]  # type: ignore[valid-type]
 
     def read_one(self, value: bytes) -> Any:
@@ -176,7 +205,7 @@ class PlainAvroReader(FieldReader):
 
 
 def read_alike(read: _Read, values: Sequence[bytes], begin: int) -> list[Any]:
-    """The fields of values of one schema, which begin behind `begin` bytes."""
+    """The fields of values of one schema, which begin after `begin` bytes."""
     events = []
     for value in values:
         stream = BytesIO(value)
@@ -188,17 +217,22 @@ def read_alike(read: _Read, values: Sequence[bytes], begin: int) -> list[Any]:
 
 
 def read_value(read: _Read, value: bytes, begin: int) -> Any:
-    """The fields of a value, which begin behind `begin` bytes.
+    """The fields of a value, which begin after `begin` bytes.
 
     Raises:
-        SampleError: the value is shorter or longer than its schema says. Other errors are the decoder's.
+        SampleError: the value is shorter or longer than its schema says, or one of its fields cannot be read.
     """
     stream = BytesIO(value)
     stream.seek(begin)
     try:
         fields = read(stream)
     except EOFError:
-        raise SampleError("the value ends within a field: is it cut off, or its schema id wrong?") from None
+        name = read.bad_field(value, begin)
+        raise SampleError(
+            f"the value ends within {name or 'a field'}: is it cut off, or its schema id wrong?"
+        ) from None
+    except Exception as exc:  # the decoder may raise anything for bad bytes
+        raise SampleError(f"{read.bad_field(value, begin) or 'the value'}: {type(exc).__name__}: {exc}") from None
     check_end(stream, value)
     return fields
 
@@ -209,16 +243,6 @@ def check_end(stream: BytesIO, value: bytes) -> None:
         raise SampleError(
             f"expected a record that ends with its fields, got {left} bytes more: is its schema id right?"
         )
-
-
-def reader_of(schema: Any, resolved: Any = None) -> _Read:
-    """Decodes what was written with `schema`, resolved to another one if there is one."""
-    read = fastavro.schemaless_reader
-
-    def decode(stream: BytesIO) -> Any:
-        return read(stream, schema, resolved)
-
-    return decode
 
 
 def missing(record: type[msgspec.Struct], schema: Any) -> list[str]:
@@ -251,7 +275,7 @@ def parsed_schema(registered: RegisteredSchema, name: str) -> Any:
     named: dict[str, Any] = {}
     try:
         for text in (*registered.references, registered.text):
-            schema = fastavro.parse_schema(_without_times(json.loads(text)), named_schemas=named)
+            schema = fastavro.parse_schema(_as_stored(json.loads(text)), named_schemas=named)
     except (SchemaParseException, ValueError, KeyError, TypeError, RecursionError) as exc:
         raise SampleError(f"{name} is no Avro schema: {short(f'{type(exc).__name__}: {exc}', 200)}") from exc
     if not (isinstance(schema, dict) and schema.get("type") == "record"):
@@ -259,15 +283,40 @@ def parsed_schema(registered: RegisteredSchema, name: str) -> Any:
     return schema
 
 
-def _without_times(schema: Any) -> Any:
+def _is_recursive(schema: Any) -> bool:
+    """Whether a parsed schema, or one that it names, holds itself."""
+    named = schema.get("__named_schemas", {}) if isinstance(schema, dict) else {}
+    seen: set[str] = set()  # types by name that do not hold themselves, or are being looked at
+
+    def holds(item: Any, around: frozenset[str]) -> bool:
+        if isinstance(item, str):
+            if item in around:
+                return True
+            is_new = item in named and item not in seen
+            seen.add(item)
+            return is_new and holds(named[item], around)
+        if isinstance(item, list):
+            return any(holds(option, around) for option in item)
+        if not isinstance(item, dict):
+            return False
+        if (name := item.get("name")) in around:
+            return True
+        inside = around | {str(name)} if "fields" in item else around
+        inner = [field["type"] for field in item.get("fields", ())] + [item.get(key) for key in ("items", "values")]
+        return any(holds(part, inside) for part in (*inner, item["type"]) if part not in (None, "record"))
+
+    return holds(schema, frozenset())
+
+
+def _as_stored(schema: Any) -> Any:
     if isinstance(schema, list):
-        return [_without_times(item) for item in schema]
+        return [_as_stored(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    is_time = str(schema.get("logicalType", "")).startswith(_TIMES)
+    is_stored = str(schema.get("logicalType", "")).startswith((*_TIMES, _TEXT))
     items: Iterable[tuple[str, Any]] = schema.items()
     return {
-        key: value if key in ("default", "doc", "symbols", "name") else _without_times(value)
+        key: value if key in ("default", "doc", "symbols", "name") else _as_stored(value)
         for key, value in items
-        if not (is_time and key == "logicalType")
+        if not (is_stored and key == "logicalType")
     }

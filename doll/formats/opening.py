@@ -10,8 +10,19 @@ import msgspec
 
 from doll.config.format import AvroFormat, CsvFormat, FormatSection, JsonSchemaFormat, ProtobufFormat
 from doll.errors import ConfigError
+from doll.extras import require
 from doll.formats.reader import FieldReader, JsonReader
 from doll.formats.registry import RegistryClient
+
+
+def require_format(section: FormatSection | None) -> None:
+    """Check that what decodes a format is installed.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if isinstance(section, AvroFormat | ProtobufFormat):
+        require(f"data.format.kind: {section.kind}", section.kind)
 
 
 def open_reader(
@@ -21,7 +32,7 @@ def open_reader(
     load: Callable[[str], Any],
     path: Callable[[Path], Path],
 ) -> FieldReader:
-    """What decodes values of `data.format` into `record`. A registry is asked with the first value.
+    """Open a reader that decodes values of `data.format` into `record`. A registry is asked with the first value.
 
     Args:
         section: None: JSON.
@@ -29,8 +40,9 @@ def open_reader(
         path: resolves a path of the job file.
 
     Raises:
-        ConfigError: the format has not the fields of `record`, or a file or class cannot be read.
+        ConfigError: the format has not the fields of `record`, a file or class cannot be read, or an extra is missing.
     """
+    require_format(section)
     match section:
         case AvroFormat(registry=str(url)):
             from doll.formats.avro import AvroReader

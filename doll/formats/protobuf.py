@@ -1,4 +1,7 @@
-"""Protobuf messages, decoded by a generated class."""
+"""Protobuf messages, decoded by a generated class.
+
+What holds for the fields of a message holds for those of the messages in it, at every depth.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
-from google.protobuf.message import Message
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from doll.errors import ConfigError, SampleError
-from doll.formats.reader import HEADER_BYTES, FieldReader, check_header
+from doll.formats.reader import HEADER_BYTES, FieldReader, check_header, inner_kinds
 
 _FIRST_MESSAGE: Final = b"\0"  # how serializers write [0]
+_LENGTH_DELIMITED: Final = 2  # the wire type of texts, bytes and messages
 
 
 class ProtobufReader(FieldReader):
@@ -24,25 +30,18 @@ class ProtobufReader(FieldReader):
             header: values have a registry's header.
 
         Raises:
-            ConfigError: it is no class of messages, or it has not the fields.
+            ConfigError: it is no class of messages, it has not the fields, or a field of it has 64 bits without a sign
+                and that of `record` has not.
         """
         super().__init__(record)
         if not (isinstance(message, type) and issubclass(message, Message)):
             raise ConfigError(f"data.format.message: expected a class of Protobuf messages, got {message!r}")
         generated: Any = message
         descriptor: Any = generated.DESCRIPTOR
-        known = descriptor.fields_by_name
-        fields = msgspec.structs.fields(record)
-        if lacking := [field.encode_name for field in fields if field.required and field.encode_name not in known]:
-            raise ConfigError(
-                f"data.format.message: {descriptor.full_name} has no field {', '.join(lacking)}, which the task's "
-                f"{record.__name__} requires (it has: {', '.join(known)})"
-            )
         self._parse: Callable[[bytes], Any] = generated.FromString
         self._name = descriptor.full_name
-        self._getters = [
-            (field.encode_name, _getter(known[field.encode_name])) for field in fields if field.encode_name in known
-        ]
+        self._by_number = descriptor.fields_by_number
+        self._fields_of = _fields_reader(descriptor, record, {})
         self._path = list(_path(descriptor))
         self._prefixes: tuple[bytes, ...] | None = None
         if header:
@@ -51,18 +50,33 @@ class ProtobufReader(FieldReader):
         self._list = list[record]  # type: ignore[valid-type]
 
     def read_one(self, value: bytes) -> Any:
-        return msgspec.convert(self._fields(value), self.record, from_attributes=True)
+        try:
+            fields = self._fields(value)
+        except DecodeError as exc:
+            raise SampleError(f"{self._bad_field(value) or 'the value'}: {type(exc).__name__}: {exc}") from None
+        return msgspec.convert(fields, self.record)
 
     def read_all(self, values: Sequence[bytes]) -> list[Any]:
-        return msgspec.convert(list(map(self._fields, values)), self._list, from_attributes=True)
+        return msgspec.convert(list(map(self._fields, values)), self._list)
 
     def _fields(self, value: bytes) -> dict[str, Any]:
-        message = self._parse(value if self._prefixes is None else value[self._begin(value) :])
-        fields = {}
-        for name, get in self._getters:
-            if (item := get(message)) is not msgspec.UNSET:
-                fields[name] = item
-        return fields
+        return self._fields_of(self._parse(value if self._prefixes is None else value[self._begin(value) :]))
+
+    def _bad_field(self, value: bytes) -> str:
+        """The field that cannot be parsed by itself, such as a text that is not UTF-8; "" if none is found."""
+        body = value if self._prefixes is None else value[self._begin(value) :]
+        try:
+            fields = list(UnknownFieldSet(Empty.FromString(body)))
+        except DecodeError:
+            return ""
+        for field in fields:
+            if field.wire_type == _LENGTH_DELIMITED:
+                head = _varint(field.field_number << 3 | _LENGTH_DELIMITED) + _varint(len(field.data))
+                try:
+                    self._parse(head + field.data)
+                except DecodeError:
+                    return str(getattr(self._by_number.get(field.field_number), "name", ""))
+        return ""
 
     def _begin(self, value: bytes) -> int:
         check_header(value)
@@ -76,16 +90,66 @@ class ProtobufReader(FieldReader):
         )
 
 
-def _getter(field: Any) -> Callable[[Any], Any]:
-    """What a field of a message holds; UNSET where it is optional and not there."""
-    name = field.name
+def _fields_reader(descriptor: Any, record: Any, made: dict[Any, Any]) -> Callable[[Any], dict[str, Any]]:
+    """Make a reader of the fields of a message that `record` names, without those that are not there; if `record` is no
+    Struct, all fields.
+
+    Args:
+        made: what was made for other messages around this one, by message and record: messages may hold their own kind.
+    """
+    key = descriptor.full_name, record
+    if key in made:
+        return lambda message: made[key](message)
+    made[key] = None  # until it is known
+    known = descriptor.fields_by_name
+    if record is None:
+        wanted: list[tuple[str, Any]] = [(name, None) for name in known]
+    else:
+        fields = msgspec.structs.fields(record)
+        if lacking := [field.encode_name for field in fields if field.required and field.encode_name not in known]:
+            raise ConfigError(
+                f"data.format.message: {descriptor.full_name} has no field {', '.join(lacking)}, which the task's "
+                f"{record.__name__} requires (it has: {', '.join(known)})"
+            )
+        wanted = [(field.encode_name, field.type) for field in fields if field.encode_name in known]
+    getters = []
+    for name, kind in wanted:
+        field = known[name]
+        inner = list(inner_kinds(kind))
+        if field.type in (field.TYPE_UINT64, field.TYPE_FIXED64) and int in inner:
+            raise ConfigError(
+                f"data.format.message: {descriptor.full_name}.{name} has 64 bits without a sign, and "
+                f"{record.__name__}.{name} is an int, which has one: expected `{name}: doll.UInt64`"
+            )
+        structs = [item for item in inner if isinstance(item, type) and issubclass(item, msgspec.Struct)]
+        getters.append((name, _getter(field, structs[0] if structs else None, made)))
+
+    def read(message: Any) -> dict[str, Any]:
+        return {name: item for name, get in getters if (item := get(message)) is not msgspec.UNSET}
+
+    made[key] = read
+    return read
+
+
+def _getter(field: Any, record: Any, made: dict[Any, Any]) -> Callable[[Any], Any]:
+    """Make a getter of a message's field; UNSET if it has presence and is not there. `record`: of messages in it."""
+    name, inner = field.name, field.message_type
+    if inner is not None and inner.GetOptions().map_entry:
+        of_map = inner.fields_by_name["value"]
+        if of_map.message_type is None:
+            return lambda message: dict(getattr(message, name))
+        read = _fields_reader(of_map.message_type, record, made)
+        return lambda message: {key: read(item) for key, item in getattr(message, name).items()}
+    if inner is None:
+        if _is_repeated(field):
+            return lambda message: list(getattr(message, name))
+        if field.has_presence:
+            return lambda message: getattr(message, name) if message.HasField(name) else msgspec.UNSET
+        return lambda message: getattr(message, name)
+    read = _fields_reader(inner, record, made)
     if _is_repeated(field):
-        is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
-        make: Callable[[Any], Any] = dict if is_map else list
-        return lambda message: make(getattr(message, name))
-    if field.has_presence:
-        return lambda message: getattr(message, name) if message.HasField(name) else msgspec.UNSET
-    return lambda message: getattr(message, name)
+        return lambda message: [read(item) for item in getattr(message, name)]
+    return lambda message: read(getattr(message, name)) if message.HasField(name) else msgspec.UNSET
 
 
 def _is_repeated(field: Any) -> bool:
@@ -95,7 +159,7 @@ def _is_repeated(field: Any) -> bool:
 
 
 def _path(descriptor: Any) -> Iterator[int]:
-    """Which message of its file this is: the number at the top, then the numbers in the messages around it."""
+    """The place of this message in its file: the number at the top, then the numbers in the messages around it."""
     if (parent := descriptor.containing_type) is not None:
         yield from _path(parent)
         siblings = [item.full_name for item in parent.nested_types]
@@ -105,8 +169,12 @@ def _path(descriptor: Any) -> Iterator[int]:
 
 
 def _zigzag(number: int) -> bytes:
-    """As a varint of Protobuf, signed."""
-    number, out = number << 1, bytearray()
+    """The number as a signed varint of Protobuf."""
+    return _varint(number << 1)
+
+
+def _varint(number: int) -> bytes:
+    out = bytearray()
     while number > 0x7F:
         out.append(number & 0x7F | 0x80)
         number >>= 7

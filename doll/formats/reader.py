@@ -1,10 +1,11 @@
-"""What all formats have in common: `FieldReader`, the header of a schema registry, and how bad values are found."""
+"""The common parts of all formats: `FieldReader`, the header of a schema registry, and how bad values are found."""
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, Final, get_args
 
 import msgspec
 
@@ -14,6 +15,31 @@ HEADER_BYTES: Final = 5
 _MAGIC: Final = b"\0"
 # What decoders raise for bad bytes: msgspec's errors, text that is not UTF-8, lists in lists in lists.
 BAD_VALUE: Final = (ValueError, RecursionError)
+# Tokens of JSON, as far as they tell fields apart. A text without an end takes the rest, so that the time is linear.
+_TOKEN: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[\]{}:]', re.DOTALL)
+_LOOKED_AT_BYTES: Final = 65_536
+_DEEP: Final = 500
+
+
+UInt64 = Annotated[int, msgspec.Meta(ge=0, extra={"dtype": "uint64"})]
+"""The type of a field with integers of 64 bits without a sign, such as ids that are hashes: 0 to 2**64 - 1. Its column
+is of uint64, and an `int`'s of int64."""
+
+
+def is_uint64(kind: Any) -> bool:
+    """Whether a field's type is `UInt64`."""
+    return any(
+        (getattr(item, "extra", None) or {}).get("dtype") == "uint64" for item in getattr(kind, "__metadata__", ())
+    )
+
+
+def inner_kinds(kind: Any) -> Iterator[Any]:
+    """The types in a type: of `list[Click] | None`, `Click` and None's. `doll.UInt64` stays whole."""
+    arguments = () if is_uint64(kind) else [item for item in get_args(kind) if not isinstance(item, msgspec.Meta)]
+    if not arguments:
+        yield kind
+    for item in arguments:
+        yield from inner_kinds(item)
 
 
 class FieldReader(ABC):
@@ -47,12 +73,12 @@ class FieldReader(ABC):
             raise BadRecordsError(positions_of_bad(self.read_one, values)) from None
 
     def read_all(self, values: Sequence[bytes]) -> list[Any]:
-        """As `read`, where no value is bad; where one is, any exception."""
+        """Read values as `read` does if no value is bad; if one is, raise any exception."""
         return [self.read_one(value) for value in values]
 
 
 def positions_of_bad(read_one: Callable[[bytes], Any], values: Sequence[bytes]) -> list[int]:
-    """Where the values are that `read_one` refuses."""
+    """The positions of the values that `read_one` refuses."""
     bad = []
     for position, value in enumerate(values):
         try:
@@ -75,8 +101,14 @@ class JsonReader(FieldReader):
     def read_one(self, value: bytes) -> Any:
         if self._has_header:
             check_header(value)
-            return self._decode(memoryview(value)[HEADER_BYTES:])
-        return self._decode(value)
+            value = value[HEADER_BYTES:]
+        try:
+            return self._decode(value)
+        except msgspec.ValidationError:  # it names the field
+            raise
+        except BAD_VALUE as exc:
+            name = self._bad_field(value) or "the value"
+            raise SampleError(f"{name}: {type(exc).__name__}: {exc}") from None
 
     def read_all(self, values: Sequence[bytes]) -> list[Any]:
         decode = self._decode
@@ -85,9 +117,39 @@ class JsonReader(FieldReader):
         check_headers(values)
         return [decode(memoryview(value)[HEADER_BYTES:]) for value in values]
 
+    def _bad_field(self, value: bytes) -> str:
+        """The field that cannot be decoded, as far as it is known: by itself; else the last one, or too deep."""
+        try:
+            raw = msgspec.json.decode(value, type=dict[str, msgspec.Raw])
+        except BAD_VALUE:
+            return _last_field(value[:_LOOKED_AT_BYTES])
+        for field in msgspec.structs.fields(self.record):
+            try:
+                msgspec.json.decode(raw.get(field.encode_name, b"null"))
+            except BAD_VALUE:
+                return field.encode_name
+        return ""
+
+
+def _last_field(value: bytes) -> str:
+    """The field of a JSON object in which it becomes too deep, or ends."""
+    depth, name, text = 0, b"", b""
+    for match in _TOKEN.finditer(value):
+        token = match[0]
+        if token in b"{[":
+            depth += 1
+        elif token in b"}]":
+            depth -= 1
+        elif token == b":" and depth == 1:
+            name = text
+        text = token[1:-1]
+        if depth > _DEEP:
+            break
+    return name.decode(errors="replace")
+
 
 def check_headers(values: Sequence[bytes]) -> None:
-    """As `check_header`, of all values."""
+    """Check the headers of all values, as `check_header` does."""
     if {value[:1] for value in values} != {_MAGIC} or min(map(len, values)) < HEADER_BYTES:
         raise SampleError("a value has no header")
 

@@ -8,14 +8,19 @@ answer that is not the registry's. Then `RetryLater` says what came and what to 
 from __future__ import annotations
 
 import base64
+import contextlib
 import difflib
+import http.client
 import os
+import socket
 import ssl
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from doll.credentials import secret
 from doll.errors import ConfigError, RetryLater
@@ -26,7 +31,8 @@ PASSWORD_ENV: Final = "DOLL_REGISTRY_PASSWORD"
 TOKEN_ENV: Final = "DOLL_REGISTRY_TOKEN"
 CA_ENV: Final = "DOLL_REGISTRY_CA"
 _ACCEPTED: Final = "application/vnd.schemaregistry.v1+json, application/json"
-_TIMEOUT_S: Final = 5.0
+_TIMEOUT_S: Final = 5.0  # without a byte
+_TIME_LIMIT_S: Final = 15.0  # of a whole answer, however it drips
 _MAX_ANSWER_BYTES: Final = 4_000_000
 _MAX_REASON_CHARS: Final = 200
 _NOT_FOUND: Final = 404
@@ -49,11 +55,14 @@ class RegisteredSchema(NamedTuple):
 class RegistryClient:
     """Reads schemas. Not for use by several threads at once. It keeps nothing: who asks keeps what was answered."""
 
-    def __init__(self, url: str, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self, url: str, environment: Mapping[str, str] = os.environ, *, time_limit_s: float = _TIME_LIMIT_S
+    ) -> None:
         """
         Args:
-            url: of the registry, without credentials.
+            url: of the registry, without credentials. One on this machine is asked without a proxy.
             environment: where credentials come from. Those in files are read for each question, so they may change.
+            time_limit_s: of an answer.
 
         Raises:
             ConfigError: a file of credentials or of the certificate authority cannot be read.
@@ -61,12 +70,22 @@ class RegistryClient:
         self.url = url
         self._environment = environment
         _authorization(environment)
-        handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
+        self._time_limit_s = time_limit_s
+        self._sockets: list[socket.socket] = []  # of the question under way
+        context = None
         if ca_file := environment.get(CA_ENV):
             try:
-                handlers.append(urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=ca_file)))
+                context = ssl.create_default_context(cafile=ca_file)
             except (OSError, ssl.SSLError) as exc:
                 raise ConfigError(f"${CA_ENV}: expected a PEM file with certificates at {ca_file!r}: {exc}") from exc
+        handlers: list[urllib.request.BaseHandler] = [
+            _NoRedirect(),
+            _Http(self._sockets),
+            _Https(self._sockets, context),
+        ]
+        host = urlsplit(url).hostname or ""
+        if host in ("localhost", "::1") or host.startswith("127."):
+            handlers.append(urllib.request.ProxyHandler({}))
         self._opener = urllib.request.build_opener(*handlers)
 
     def by_id(self, number: int) -> RegisteredSchema:
@@ -78,7 +97,7 @@ class RegistryClient:
         """
         return self._schema(self._get(f"/schemas/ids/{number}"))
 
-    def of_subject(self, subject: str, version: int | None = None) -> RegisteredSchema:
+    def by_subject(self, subject: str, version: int | None = None) -> RegisteredSchema:
         """A version of a subject; None: the newest. Raises as `by_id`."""
         return self._schema(self._get(f"/subjects/{quote(subject, safe='')}/versions/{version or 'latest'}"))
 
@@ -109,6 +128,28 @@ class RegistryClient:
         except ConfigError as exc:  # it could be read at the start
             raise RetryLater(str(exc)) from None
         request = urllib.request.Request(self.url + path, headers=headers)
+        begun_s = time.monotonic()
+        limit = threading.Timer(self._time_limit_s, self._hang_up)
+        limit.daemon = True
+        limit.start()
+        try:
+            return self._answer(request, kind)
+        except Exception:
+            if time.monotonic() - begun_s < self._time_limit_s:
+                raise
+            raise RetryLater(
+                f"the schema registry at {self.url} has not answered within {self._time_limit_s:g} s"
+            ) from None
+        finally:
+            limit.cancel()
+            self._sockets.clear()
+
+    def _hang_up(self) -> None:
+        for connection in tuple(self._sockets):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _answer(self, request: urllib.request.Request, kind: type) -> Any:
         try:
             with self._opener.open(request, timeout=_TIMEOUT_S) as response:
                 body, status = response.read(_MAX_ANSWER_BYTES + 1), response.status
@@ -146,6 +187,39 @@ class RegistryClient:
             f"data.format.registry: expected a schema registry with Confluent's API at {self.url}, got "
             f"{short(what, _MAX_REASON_CHARS)}; is the URL right? (Apicurio's ends in /apis/ccompat/v7)"
         )
+
+
+class _Http(urllib.request.HTTPHandler):
+    """Keeps the sockets of its connections in a list."""
+
+    def __init__(self, sockets: list[socket.socket]) -> None:
+        super().__init__()
+        self._kind = _keeping(http.client.HTTPConnection, sockets)
+
+    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(self._kind, req)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    """`_Http` with TLS."""
+
+    def __init__(self, sockets: list[socket.socket], context: ssl.SSLContext | None) -> None:
+        super().__init__(context=context)
+        self._kind, self._of_tls = _keeping(http.client.HTTPSConnection, sockets), context
+
+    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(self._kind, req, context=self._of_tls)
+
+
+def _keeping(kind: Any, sockets: list[socket.socket]) -> Any:
+    """Make a class of connections that puts each one's socket in a list once it is connected."""
+
+    class Kept(kind):  # type: ignore[misc]
+        def connect(self) -> None:
+            super().connect()
+            sockets.append(self.sock)
+
+    return Kept
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

@@ -1,51 +1,64 @@
-"""Asks a schema registry what a worker asks, and reports what it says. Nothing is changed."""
+"""The answers of a schema registry to a worker's questions, for `doll doctor`. Nothing is changed."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from doll.errors import ConfigError, RetryLater, SampleError
 from doll.formats.avro import parsed_schema
 from doll.formats.registry import NotInRegistryError, RegisteredSchema, RegistryClient
-from doll.formats.registry_facts import RegistryFacts
+from doll.records.bounded import short
+from doll.records.check import Check
 
 if TYPE_CHECKING:
     from doll.config.format import AvroFormat
 
+_SLOW_S: Final = 1.0
+_SHOWN_CHARS: Final = 120
 
-def ask_registry(section: AvroFormat) -> RegistryFacts:
-    """The registry of a format, and its subject. With the credentials of this process.
+
+def ask_registry(section: AvroFormat) -> Iterator[Check]:
+    """All about a format's registry but its address, with the credentials of this process.
 
     Args:
         section: with a registry.
     """
-    url, subject = section.registry, section.subject
-    assert url is not None, "the caller has looked"
-    begun_s = time.perf_counter()
-    name = f"version {section.version or 'latest'} of subject {subject}"
+    assert section.registry is not None, "the caller has looked"
+    subject, begun_s = section.subject, time.perf_counter()
+    registered, missing = None, ""
     try:
-        client = RegistryClient(url)
+        client = RegistryClient(section.registry)
         try:
             # Without a subject: any question whose answer, also "not found", only a registry gives.
-            registered = client.by_id(1) if subject is None else client.of_subject(subject, section.version)
+            registered = client.by_id(1) if subject is None else client.by_subject(subject, section.version)
         except NotInRegistryError as exc:
-            latency_s = time.perf_counter() - begun_s
-            if subject is None:
-                return RegistryFacts(url, latency_s=latency_s)
-            similar = tuple(client.similar_subjects(subject))
-            return RegistryFacts(url, latency_s=latency_s, subject=subject, missing=str(exc), similar=similar)
+            missing = str(exc)
+        latency_s = time.perf_counter() - begun_s
+        similar = client.similar_subjects(subject) if missing and subject is not None else ()
     except (RetryLater, ConfigError) as exc:
-        return RegistryFacts(url, refusal=str(exc), subject=subject)
-    latency_s = time.perf_counter() - begun_s
+        yield Check("worker: registry", "failed", str(exc))
+        return
+    slow = latency_s > _SLOW_S
+    todo = "run near it: a worker waits for it with each new schema" if slow else ""
+    yield Check("worker: registry", "warning" if slow else "ok", f"{1000 * latency_s:.1f} ms", todo)
     if subject is None:
-        return RegistryFacts(url, latency_s=latency_s)
+        yield Check("worker: subject", "unknown", "none is named: schemas are looked at with the first record",
+                    "name it: data.format.subject")  # fmt: skip
+        return
+    name = f"worker: subject {subject}"
+    if registered is None:
+        known = f"; there is {', '.join(similar)}" if similar else ""
+        yield Check(name, "failed", f"{missing}{known}",
+                    "correct data.format.subject or version, or register the schema")  # fmt: skip
+        return
     try:
-        fields = _fields(registered, name)
+        fields = _fields(registered, f"version {section.version or 'latest'} of subject {subject}")
+        yield Check(name, "ok", f"fields {short(', '.join(fields), _SHOWN_CHARS)}")
     except SampleError as exc:
-        return RegistryFacts(url, latency_s=latency_s, subject=subject, unusable=str(exc))
-    return RegistryFacts(url, latency_s=latency_s, subject=subject, fields=fields)
+        yield Check(name, "failed", str(exc), "correct data.format.subject, or its schema")
 
 
 def fields_of(file: Path) -> tuple[str, ...]:

@@ -4,8 +4,8 @@ The client library's calls are per chunk, not per record, and the thread waits w
 it reads of each partition it hands over in order, and partitions as Kafka sends them; it stays at most `_MAX_UNTAKEN`
 chunks ahead of whoever takes them. A pause leaves what the library has fetched where it is.
 
-A value above `data.max_record_bytes`, and each record of a batch that the library cannot read, is handed over as an
-`UnreadValue`: it becomes a dead letter, and the stream goes on behind it.
+A value above `data.max_record_bytes`, a record with headers that the library cannot read, and each record of a batch
+that it cannot read are handed over as an `UnreadValue`: it becomes a dead letter, and the stream goes on behind it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from confluent_kafka import TopicPartition as _TopicPartition
 from doll.errors import ServiceUnavailableError
 from doll.kafka.clients import make_consumer
 from doll.kafka.denials import is_denial, reason_of
-from doll.kafka.reader import Partition, end_of_unreadable, unreadable
+from doll.kafka.reader import Partition, end_of_unreadable, unreadable, unreadable_headers
 from doll.kafka.topic_plan import batch_limit_bytes
 from doll.records.refusals import UnreadValue
 from doll.task.records import Envelope
@@ -417,6 +417,10 @@ class ChunkReader:
         values = list(map(_Record.value, records))
         if max(sizes) > self._max_record_bytes:
             values = [self._within_limit(value) for value in values]
+        for at, reason in unreadable_headers(records).items():
+            value = values[at] or b""
+            if not isinstance(value, UnreadValue):
+                values[at] = UnreadValue.with_reason("undecodable", reason, len(value), value[:_HEAD_BYTES])
         envelopes: Sequence[Envelope | None] = ()
         if self._with_envelopes:
             envelopes = [
@@ -431,7 +435,7 @@ class ChunkReader:
         if value is None or len(value) <= limit:
             return value
         reason = f"record of {len(value)} bytes: expected at most {limit} (data.max_record_bytes)"
-        return UnreadValue.of("too_long", reason, len(value), value[:_HEAD_BYTES])
+        return UnreadValue.with_reason("too_long", reason, len(value), value[:_HEAD_BYTES])
 
     def _find_unreadable(self, reading: _Reading, base: int, reason: str) -> None:
         """The batch that begins at `base` cannot be read: what is left of it is handed over next."""
@@ -446,7 +450,7 @@ class ChunkReader:
             f"the batch of records at offsets {base} to {until - 1} cannot be read ({reason}): expected one that "
             f"unpacks to at most {self._unpacked_limit_bytes} bytes in all"
         )
-        reading.unreadable = until, UnreadValue.of("unreadable", text)
+        reading.unreadable = until, UnreadValue.with_reason("unreadable", text)
         self._unreadable.add(reading.where.number)
 
     def _hand_over_unreadable(self, reading: _Reading, until: int, value: UnreadValue) -> None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, cimpl
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 from confluent_kafka.admin import AdminClient
 
 from doll.errors import ConfigError, ServiceUnavailableError
@@ -31,12 +31,15 @@ log = get_logger(__name__)
 T = TypeVar("T")
 
 _NEW_TOPIC_S: Final = 10.0
+_BUSY_TIMES: Final = 4
 # What brokers answer about a topic that was created a moment ago.
 _LEADERLESS: Final = (
     KafkaError.UNKNOWN_TOPIC_OR_PART,
     KafkaError.LEADER_NOT_AVAILABLE,
     KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.UNKNOWN_LEADER_EPOCH,  # the client has heard of the leader before its broker has
 )
+_AWAY: Final = (KafkaError._TIMED_OUT, KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT)
 # For control records: records that are sent together (the grants of a group, an announcement and a push) share one
 # request. A request costs the broker more than this wait costs a round.
 LINGER_MS: Final = 0.5
@@ -56,6 +59,12 @@ def error_of(exc: KafkaException) -> KafkaError:
     return exc.args[0]
 
 
+def is_away(error: ServiceUnavailableError) -> bool:
+    """Whether the broker has not answered, so that waiting may help."""
+    cause = error.__cause__
+    return isinstance(cause, KafkaException) and error_of(cause).code() in _AWAY
+
+
 @contextlib.contextmanager
 def translate_errors(address: str, what: str, hint: str = "is it running, and the address right?") -> Iterator[None]:
     """Within the context, raise KafkaException as `Kafka at ADDRESS does not WHAT (reason): HINT`.
@@ -71,13 +80,13 @@ def translate_errors(address: str, what: str, hint: str = "is it running, and th
         raise ServiceUnavailableError(f"Kafka at {address} does not {what} ({error.str()}): {todo}") from exc
 
 
-def retry_while_leaderless(call: Callable[[], T]) -> T:
+def retry_while_leaderless(call: Callable[[], T], timeout_s: float = _NEW_TOPIC_S) -> T:
     """What `call` returns; a topic that was just created may not have a leader yet, which is waited for.
 
     Raises:
         KafkaException: as `call` raises it, when waiting does not help.
     """
-    deadline_s = time.monotonic() + _NEW_TOPIC_S
+    deadline_s = time.monotonic() + timeout_s
     while True:
         try:
             return call()
@@ -165,11 +174,6 @@ class ProbeClients:
         return Consumer(self._settings | {"group.id": group, "enable.auto.commit": False})
 
 
-def librdkafka_path() -> str:
-    """A shared library through which librdkafka's functions are found; librdkafka's own file name differs by build."""
-    return str(cimpl.__file__)
-
-
 class Settings(dict[str, Any]):
     """librdkafka settings whose repr hides what is secret."""
 
@@ -242,7 +246,12 @@ def _remedy(reason: str, kafka: KafkaConfig) -> str | None:
 
 
 def kafka_problem(config: JobConfig, services: Services, timeout_s: float) -> str | None:
-    """None if Kafka answers with its metadata; else what is wrong and what to do."""
+    """None if Kafka answers with its metadata; else what is wrong and what to do.
+
+    Args:
+        timeout_s: how long a broker that cannot be reached is waited for; one that is connected and silent has four
+            times as long, as it has on a machine where hundreds of processes start at once.
+    """
     kafka = config.kafka
     errors: list[str] = []
     settings = kafka_settings(config, services)
@@ -251,10 +260,12 @@ def kafka_problem(config: JobConfig, services: Services, timeout_s: float) -> st
         admin = AdminClient(settings)
     except KafkaException as exc:
         return _unusable(exc)
-    deadline_s = time.monotonic() + timeout_s
+    begun_s = time.monotonic()
     log_in = " ".join(filter(None, (kafka.security, kafka.mechanism)))
     while True:  # in short waits: librdkafka retries a refused log-in until the time is over
-        left_s = max(deadline_s - time.monotonic(), 0.0)
+        # A broker that is connected and busy, or starts, is waited for longer than one that refuses.
+        wait_s = timeout_s if errors else _BUSY_TIMES * timeout_s
+        left_s = max(begun_s + wait_s - time.monotonic(), 0.0)
         try:
             admin.list_topics(timeout=max(min(left_s, _METADATA_WAIT_S), 0.001))
             return None
@@ -266,6 +277,6 @@ def kafka_problem(config: JobConfig, services: Services, timeout_s: float) -> st
             return f"Kafka at {services.kafka} ({log_in}) refuses us ({refusal}): {_remedy(refusal, kafka)}"
         if left_s <= 0.0:
             return (
-                f"Kafka at {services.kafka} ({log_in}) does not answer within {timeout_s:g} s "
+                f"Kafka at {services.kafka} ({log_in}) does not answer within {wait_s:g} s "
                 f"({reason}): start it, or correct kafka.address (or {KAFKA_ENV}) or kafka.security"
             )

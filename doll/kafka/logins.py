@@ -22,6 +22,7 @@ from cryptography import x509
 from doll.config.connections import WITH_PASSWORD
 from doll.credentials import secret
 from doll.errors import ConfigError
+from doll.extras import lacking
 from doll.services import (
     KAFKA_CA_ENV,
     KAFKA_CERT_ENV,
@@ -199,10 +200,7 @@ def _msk_tokens(region: str) -> Callable[[str], tuple[str, float]]:
     try:
         from aws_msk_iam_sasl_signer import MSKAuthTokenProvider
     except ImportError:
-        raise ConfigError(
-            "kafka.sasl_mechanism is AWS_MSK_IAM: install aws-msk-iam-sasl-signer-python (pip install "
-            "'doll-online[msk]')"
-        ) from None
+        raise lacking("kafka.sasl_mechanism: AWS_MSK_IAM", "msk") from None
 
     def token(_: str) -> tuple[str, float]:
         try:

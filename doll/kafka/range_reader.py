@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 STALL_S: Final = 30.0
+_AT_ONCE: Final = 128  # partitions: of each a fetch may bring megabytes
 
 
 class RangeReader:
@@ -117,6 +119,75 @@ class RangeReader:
                         raise ServiceUnavailableError(
                             f"Kafka at {self._services.kafka} has sent nothing of {topic}, partition {partition}, for "
                             f"{self._stall_s:g} s, but holds records from offset {at} to {hi - 1}: is the "
+                            "broker running?"
+                        )
+            finally:
+                self._consumer.unassign()
+
+    def read_together(self, topic: str, ranges: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
+        """Partition and offset of each record that the log holds in these ranges: partition, first offset, and the one
+        behind the last. Rising within a partition.
+
+        Many partitions are read at once: by itself each of them takes the time of a few requests.
+        """
+        of_partition: dict[int, deque[tuple[int, int]]] = {}
+        for partition, lo, hi in sorted(ranges):
+            if lo < hi:
+                of_partition.setdefault(partition, deque()).append((lo, hi))
+        numbers = list(of_partition)
+        for at in range(0, len(numbers), _AT_ONCE):
+            left = {number: of_partition[number] for number in numbers[at : at + _AT_ONCE]}
+            unreadable_in: list[int] = []
+            yield from self._together(topic, left, unreadable_in)
+            for number in unreadable_in:  # the end of such a batch is looked for, which takes the assignment
+                for lo, hi in of_partition[number]:
+                    for offset, _ in self.read(topic, number, lo, hi):
+                        yield number, offset
+
+    def _together(
+        self, topic: str, ranges: Mapping[int, deque[tuple[int, int]]], unreadable_in: list[int]
+    ) -> Iterator[tuple[int, int]]:
+        """`ranges`: of each partition; what is read of them is taken out. `unreadable_in` gets the partitions with a
+        batch that cannot be read, of which the ranges that are left hold what was not read."""
+        left = dict(ranges)
+        last_message_s = time.monotonic()
+        with translate_errors(self._services.kafka, f"let {topic} be read", "correct its permissions, or the address"):
+            self._consumer.assign([TopicPartition(topic, number, own[0][0]) for number, own in left.items()])
+            try:
+                while left:
+                    messages = self._consumer.consume(1000, 0.1)
+                    for message in messages:
+                        number, error = message.partition(), message.error()
+                        is_end = error is not None and error.code() == KafkaError._PARTITION_EOF
+                        if error is not None and not is_end and not unreadable(error):
+                            raise KafkaException(error)
+                        if (own := left.get(number)) is None:
+                            continue
+                        if error is None:
+                            offset = int(message.offset())
+                            begin = own[0][0]
+                            while own and offset >= own[0][1]:
+                                own.popleft()
+                            if own and offset >= own[0][0]:
+                                yield number, offset
+                                own[0] = offset + 1, own[0][1]
+                                if own[0][0] == own[0][1]:
+                                    own.popleft()
+                            if own and own[0][0] > max(offset + 1, begin):
+                                self._consumer.seek(TopicPartition(topic, number, own[0][0]))
+                        elif is_end:
+                            own.clear()
+                        else:
+                            unreadable_in.append(number)
+                        if not own or error is not None:
+                            del left[number]
+                            self._consumer.incremental_unassign([TopicPartition(topic, number)])
+                    if messages:
+                        last_message_s = time.monotonic()
+                    elif time.monotonic() - last_message_s > self._stall_s:
+                        raise ServiceUnavailableError(
+                            f"Kafka at {self._services.kafka} has sent nothing of {len(left)} partitions of {topic}, "
+                            f"such as {next(iter(left))}, for {self._stall_s:g} s, but holds records there: is the "
                             "broker running?"
                         )
             finally:

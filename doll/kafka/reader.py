@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException, TopicPartition
@@ -40,6 +41,11 @@ UNREADABLE: Final = frozenset(
 _POLL_S: Final = 0.1
 _PROBE_S: Final = 30.0
 _FINISH_POLL_S: Final = 0.5
+_MAX_REASON_CHARS: Final = 200
+_ask_for_headers: Final = methodcaller("headers")
+RESUME_GRACE_S: Final = 30.0
+"""How long a server may stay away after the end of a job before that end is believed, beyond the lease of a standby: it
+may have been resumed, and all its roles may have been started together."""
 
 
 def partition_bounds(
@@ -140,10 +146,34 @@ class TimedRecord(NamedTuple):
 
 
 def as_message(partition: Partition, message: Any) -> Message:
-    """A message of the client library, without an error, as `Message`."""
+    """A message of the client library, without an error, as `Message`. Headers that nobody can read are none."""
     kind, stamp_ms = message.timestamp()
     written_s = stamp_ms / 1000 if kind and stamp_ms > 0 else 0.0
-    return Message(partition, int(message.offset()), message.value(), written_s, message.headers() or ())
+    headers = () if unreadable_headers([message]) else message.headers() or ()
+    return Message(partition, int(message.offset()), message.value(), written_s, headers)
+
+
+def unreadable_headers(messages: Sequence[Any]) -> dict[int, str]:
+    """Which messages have headers that the client library cannot read, by their place, and why. Only headers of others
+    may be asked for.
+
+    Kafka's protocol says that a header's key is UTF-8, and no broker checks it. The library fails for such a key when
+    it is asked for the first time, and ends the process when it is asked again (confluent-kafka 2.16). It returns a
+    list beside its exception, which Python notices in a general call, and not in a line that it has optimized.
+    """
+    reasons: dict[int, str] = {}
+    at, count = 0, len(messages)
+    while at < count:
+        try:
+            while at < count:
+                _ask_for_headers(messages[at])
+                at += 1
+        except (SystemError, ValueError) as exc:
+            cause = exc if exc.__cause__ is None else exc.__cause__
+            key = f" ({cause.object!r})" if isinstance(cause, UnicodeDecodeError) else ""
+            reasons[at] = f"headers: expected keys in UTF-8, got other bytes{key}"[:_MAX_REASON_CHARS]
+            at += 1
+    return reasons
 
 
 def from_earliest(partition: Partition, low: int, high: int) -> int:
@@ -431,6 +461,23 @@ def on_finish(config: JobConfig, services: Services, call: Callable[[], None]) -
             thread.join()
 
 
+def has_finished(config: JobConfig, services: Services, should_stop: Callable[[], bool]) -> bool:
+    """Whether the job has ended, and no server goes on with it; at once where it has not.
+
+    Raises:
+        ServiceUnavailableError: Kafka does not answer at the start.
+    """
+    updates, finished = Partition(config.topic("updates")), False
+    with Reader(config, services, "watch", [updates], lambda _, low, high: max(low, high - 1)) as reader:
+        until_s = time.monotonic() + config.ps.lease_s + RESUME_GRACE_S
+        while not should_stop() and time.monotonic() < until_s:
+            for timed in reader.poll(_FINISH_POLL_S):
+                finished = isinstance(timed.record, Finished)
+            if not finished and reader.has_read_history(updates):
+                return False
+    return finished
+
+
 class JobRecords(Reader):
     """All control records of a job. Use as a context manager.
 
@@ -440,7 +487,6 @@ class JobRecords(Reader):
 
     def __init__(self, config: JobConfig, services: Services, positions: Mapping[str, int]) -> None:
         self._samples = config.topic("samples")
-        self._slots = config.data.workers
 
         def start(partition: Partition, low: int, high: int) -> int:
             # Outside of what is kept: retention has deleted it, or the topic is a new one of the same name.
@@ -462,7 +508,5 @@ class JobRecords(Reader):
         return super().read_history(timeout_s)
 
     def sample_ends(self, timeout_s: float = 1.0) -> list[int] | None:
-        """The ends of the partitions of samples, those of each worker together; None where a broker does not answer in
-        time. Of two answers, the difference is what has come for each worker."""
-        ends = self.partition_ends(self._samples, timeout_s=timeout_s)
-        return None if ends is None else [sum(ends[slot :: self._slots]) for slot in range(self._slots)]
+        """The ends of the partitions of samples; None where a broker does not answer in time."""
+        return self.partition_ends(self._samples, timeout_s=timeout_s)

@@ -16,7 +16,7 @@ from doll.kafka.samples_topic import SampleLog
 from doll.services import Services
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from doll.config import JobConfig
 
@@ -45,6 +45,13 @@ def start_offsets(config: JobConfig, services: Services, samples: SampleLog) -> 
         case start:
             assert start.timestamp is not None  # one of both is given
             return _at_time(config, services, samples, round(start.timestamp.timestamp() * 1000))
+
+
+def deleted_before(config: JobConfig, generation: int, origins: Sequence[int]) -> tuple[int, ...]:
+    """How many records of each partition were deleted before the job could begin with them; () where it did not want
+    all of the stream, or where the log is older than the job."""
+    is_whole = config.data.topic is None and config.data.start == "earliest" and not generation
+    return tuple(origins) if is_whole and any(origins) else ()
 
 
 def _given(offsets: Mapping[int, int], samples: SampleLog) -> tuple[int, ...]:

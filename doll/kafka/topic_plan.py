@@ -23,6 +23,8 @@ TOPIC_KINDS: Final[tuple[TopicKind, ...]] = get_args(TopicKind)
 RECORD_LIMIT_BYTES: Final = 32 * 1024 * 1024
 MIN_ISR_SETTING: Final = "min.insync.replicas"
 SIZE_SETTING: Final = "max.message.bytes"
+TIME_SETTING: Final = "message.timestamp.type"
+_APPEND_TIME: Final = "LogAppendTime"
 _HOUR_MS: Final = 3_600_000
 _CONTROL_RETENTION_MS: Final = 6 * _HOUR_MS
 _KEEP_FOREVER_MS: Final = -1
@@ -67,6 +69,8 @@ def plan_topics(config: JobConfig) -> list[TopicPlan]:
     in_sync = {"cleanup.policy": "delete", MIN_ISR_SETTING: str(max(1, config.kafka.replication_factor - 1))}
     # Kafka's own limit of 1 MB is too low for a Push or an Update that names many refused records.
     long = {SIZE_SETTING: str(RECORD_LIMIT_BYTES)}
+    # Retention counts from when the broker got a record: neither a writer's clock nor an old event's time deletes it.
+    in_sync |= {TIME_SETTING: _APPEND_TIME}
     settings: dict[TopicKind, dict[str, str]] = {
         "samples": samples,
         "commands": control,
@@ -180,6 +184,13 @@ def _check_retention(topic: TopicPlan, kind: str, actual: ActualTopic, add_findi
             f"retention.ms is {kept_ms}, data.retention_hours asks for {wanted_ms}: records may be deleted before they "
             "are learned",
             f"retention.ms={wanted_ms}",
+        )
+    elif kind == "samples" and kept_ms >= 0 and actual.settings.get(TIME_SETTING, _APPEND_TIME) != _APPEND_TIME:
+        add_finding(
+            False,
+            f"{TIME_SETTING} is {actual.settings[TIME_SETTING]}: records with old timestamps are deleted before they "
+            "are learned",
+            f"{TIME_SETTING}={_APPEND_TIME}",
         )
     elif kind == "samples" and kept_bytes >= 0:
         add_finding(

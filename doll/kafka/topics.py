@@ -31,9 +31,11 @@ from doll.kafka import foreign_topic
 from doll.kafka.clients import error_of, make_admin, retry_while_leaderless, translate_errors
 from doll.kafka.denials import unseen_topics
 from doll.kafka.logins import own_user
+from doll.kafka.permissions import Permission, needed
 from doll.kafka.topic_plan import (
     MIN_ISR_SETTING,
     SIZE_SETTING,
+    TIME_SETTING,
     TOPIC_KINDS,
     ActualTopic,
     TopicKind,
@@ -50,44 +52,55 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 _TIMEOUT_S: Final = 15.0
+_PARTITION_S: Final = 0.05  # a broker on a loaded machine opens a new log in this time
 _DELETE_S: Final = 5.0
 _BROKER_S: Final = 2.0  # for one broker's answer: another may know more
 _ZERO_TOPIC_ID: Final = "AAAAAAAAAAAAAAAAAAAAAA"  # base64 of 16 bytes of zero
 
 
-def _allow_producer(admin: AdminClient, config: JobConfig, address: str) -> None:
-    """Allow `kafka.producer_user`, if it is set, to write to `samples` and nothing else. It may be repeated.
+def _allow_users(admin: AdminClient, config: JobConfig, address: str) -> None:
+    """Allow `kafka.worker_user` and `kafka.producer_user`, where they are set, what a worker and an external producer
+    need, and nothing else. It may be repeated.
 
     An ACL's resource pattern is one topic or a prefix, and `doll.*.samples` is neither, so each job adds ACLs for its
-    own topic. Where Kafka allows everyone to use a topic without ACLs (`allow.everyone.if.no.acl.found`), the first ACL
-    excludes all other users: DOLL's own user gets one in the same request.
+    own topics. Where Kafka allows everyone to use a topic without ACLs (`allow.everyone.if.no.acl.found`), the first
+    ACL excludes all other users: DOLL's own user gets one in the same request. For the same reason a topic that belongs
+    to somebody else gets none: its owner lets the workers' user read it.
     """
-    if config.kafka.producer_user is None:
+    users: dict[str, list[Permission]] = {}
+    if (user := config.kafka.worker_user) is not None:
+        users[user] = [item for item in needed(config, "worker") if item.name != config.data.topic]
+    if (user := config.kafka.producer_user) is not None:
+        samples = config.topic("samples")
+        users.setdefault(user, []).extend(Permission("topic", samples, name) for name in ("Describe", "Write"))
+    if not users:
         return
 
-    principal, topic = f"User:{config.kafka.producer_user}", config.topic("samples")
-    allowed = [(principal, AclOperation.DESCRIBE), (principal, AclOperation.WRITE)]
-    if (user := own_user(config.kafka)) is not None:
-        allowed.append((f"User:{user}", AclOperation.ALL))
+    if (own := own_user(config.kafka)) is not None:
+        every = {dataclasses.replace(item, operation="All") for items in users.values() for item in items}
+        users[own] = sorted(every)
     wanted = [
         AclBinding(
-            ResourceType.TOPIC, topic, ResourcePatternType.LITERAL, user, "*", operation, AclPermissionType.ALLOW
+            ResourceType[item.resource.upper()], item.name,
+            ResourcePatternType.PREFIXED if item.is_prefix else ResourcePatternType.LITERAL,
+            f"User:{user}", "*", AclOperation[item.operation.upper()], AclPermissionType.ALLOW,
         )
-        for user, operation in allowed
-    ]
+        for user, items in users.items() for item in items
+    ]  # fmt: skip
     try:
         for future in admin.create_acls(wanted, request_timeout=_TIMEOUT_S).values():
             future.result()
     except KafkaException as exc:
         error = error_of(exc)
         if error.code() == KafkaError.SECURITY_DISABLED:
+            name = "producer_user" if config.kafka.worker_user is None else "worker_user"
             raise ConfigError(
-                f"kafka.producer_user is {config.kafka.producer_user}, but Kafka at {address} has no authorizer "
-                "(authorizer.class.name), so that every user may do everything: set one, or remove producer_user"
+                f"kafka.{name} is {getattr(config.kafka, name)}, but Kafka at {address} has no authorizer "
+                f"(authorizer.class.name), so that every user may do everything: set one, or remove {name}"
             ) from exc
         raise ServiceUnavailableError(
-            f"Kafka at {address} does not allow {principal} to write to {topic}: {error.str()}; DOLL's own user must "
-            "be a super user, or have Alter on the cluster"
+            f"Kafka at {address} does not let DOLL allow {', '.join(sorted(users))} what they need: {error.str()}; "
+            f"DOLL's own user must be a super user, or have Alter on the cluster"
         ) from exc
 
 
@@ -102,9 +115,9 @@ class TopicInfo:
 
 
 def ensure(config: JobConfig, services: Services, *, begins: bool = False) -> list[str]:
-    """Create the topics that are missing, wait until they can be written, check the others, and allow the external
-    producers' user to write samples. It may be repeated. A samples topic that belongs to somebody else is only checked,
-    and before anything is created.
+    """Create the topics that are missing, wait until they can be written, check the others, and allow the users of
+    workers and of external producers what they need. It may be repeated. A samples topic that belongs to somebody else
+    is only checked, and before anything is created.
 
     Args:
         begins: the job begins with it: its own samples topic must have as many partitions as the job file says. Later
@@ -116,7 +129,8 @@ def ensure(config: JobConfig, services: Services, *, begins: bool = False) -> li
     Raises:
         ConfigError: a topic has another number of partitions, or settings that the job cannot live with; the
             replication factor is above the number of brokers;
-            `kafka.producer_user` is set and Kafka has no authorizer; `data.topic` is missing or may not be read.
+            `kafka.worker_user` or `producer_user` is set and Kafka has no authorizer; `data.topic` is missing or may
+            not be read.
         ServiceUnavailableError: a partition of `data.topic` has no leader.
     """
     notes = [] if config.data.topic is None else foreign_topic.require(config, services)
@@ -132,22 +146,24 @@ def ensure(config: JobConfig, services: Services, *, begins: bool = False) -> li
     _refuse_mismatch(config, fixed, begins=begins)
     if lacks:
         _add_partitions(admin, services, commands, places)
-    _create(admin, config, services, [topic for topic in plan_topics(config) if topic.name not in existing])
+    missing = [topic for topic in plan_topics(config) if topic.name not in existing]
+    _create(admin, config, services, missing)
     _await_topics(admin, config, services)
+    _await_leaders(admin, services, missing)
     check(config, services)
-    _allow_producer(admin, config, services.kafka)
+    _allow_users(admin, config, services.kafka)
     return [*notes, *_check_settings(admin, config, services)]
 
 
 def _create(admin: AdminClient, config: JobConfig, services: Services, missing: Sequence[TopicPlan]) -> None:
-    """Create the topics in one request; each one again without `min.insync.replicas`, and then without
-    `max.message.bytes`, where Kafka refuses that.
+    """Create the topics in one request; each one again without `min.insync.replicas`, then without `max.message.bytes`,
+    and then without `message.timestamp.type`, where Kafka refuses that.
 
     Some managed services set the first themselves, and do not allow it to be set; and allow no records of 32 MiB.
     """
     refusals: tuple[int, ...] = (KafkaError.INVALID_CONFIG, KafkaError.POLICY_VIOLATION)
     wanted = list(missing)
-    for dropped in (MIN_ISR_SETTING, SIZE_SETTING, ""):
+    for dropped in (MIN_ISR_SETTING, SIZE_SETTING, TIME_SETTING, ""):
         refused: list[TopicPlan] = []
         for topic, future in _request(admin, config, wanted):
             if not _is_created(future, topic, config, services, refusals if dropped else ()):
@@ -203,8 +219,6 @@ def _check_settings(admin: AdminClient, config: JobConfig, services: Services) -
     """What is unwise about the topics, a sentence each."""
     wanted = {topic.name: topic for topic in plan_topics(config)}
     metadata = _metadata(admin, services)
-    if not _has_controller(metadata):
-        return []
     existing = {name: topic for name, topic in metadata.topics.items() if name in wanted}
     findings = [
         finding
@@ -272,7 +286,7 @@ def exists(config: JobConfig, services: Services, name: str) -> bool:
 def topic_id(config: JobConfig, services: Services, kind: TopicKind) -> str:
     """Kafka's own id of one of the job's topics: another one once the topic was deleted and created again.
 
-    "" where Kafka has no ids: it is older than 2.8, or is librdkafka's mock.
+    "" if Kafka has no ids: it is older than 2.8.
 
     Raises:
         ServiceUnavailableError: the topic does not exist, or Kafka does not answer.
@@ -281,8 +295,6 @@ def topic_id(config: JobConfig, services: Services, kind: TopicKind) -> str:
     name = config.topic(kind)
     with translate_errors(services.kafka, f"describe topic {name}"):
         admin = make_admin(config, services)  # the answer comes only while it lives
-        if not _has_controller(_metadata(admin, services)):
-            return ""
         wanted = TopicCollection([name])
 
         def describe() -> str:
@@ -298,14 +310,9 @@ def topic_id(config: JobConfig, services: Services, kind: TopicKind) -> str:
 
 
 def cluster_id(config: JobConfig, services: Services) -> str:
-    """Kafka's own id of the cluster; "" where it has no id, as librdkafka's mock may."""
+    """Kafka's own id of the cluster; "" if it has no id."""
     with translate_errors(services.kafka, "ask for the cluster's id"):
         return str(_metadata(make_admin(config, services), services).cluster_id or "")
-
-
-def _has_controller(metadata: Any) -> bool:
-    """Without a controller (librdkafka's mock has no controller) requests to it are never answered."""
-    return metadata.controller_id in metadata.brokers
 
 
 def _refuse_mismatch(config: JobConfig, existing: Mapping[str, int], *, begins: bool = False) -> None:
@@ -369,13 +376,6 @@ def delete_records(config: JobConfig, services: Services, topic: str, partition:
     return True
 
 
-def followers(config: JobConfig, services: Services, topic: str, partition: int) -> list[int]:
-    """The brokers that hold a whole copy of a partition and do not lead it; none while a copy is behind."""
-    metadata = _metadata(make_admin(config, services), services).topics[topic].partitions[partition]
-    is_whole = set(metadata.isrs) == set(metadata.replicas)
-    return [broker for broker in metadata.isrs if is_whole and broker != metadata.leader]
-
-
 def _metadata(admin: AdminClient, services: Services) -> Any:
     with translate_errors(services.kafka, "answer", "start it, or correct the address"):
         # All topics together: a request that names one would create it where the broker creates topics on demand.
@@ -421,6 +421,27 @@ def _await_topics(admin: AdminClient, config: JobConfig, services: Services) -> 
         )
     if waiting:
         log.warning("broker_silent", addresses=sorted(waiting), waited_s=_TIMEOUT_S)
+
+
+def _await_leaders(admin: AdminClient, services: Services, created: Sequence[TopicPlan]) -> None:
+    """Wait until the leader of each partition of new topics answers for it.
+
+    Metadata name a leader before that broker has opened the partition's log. On a loaded machine, or with a thousand
+    partitions, seconds pass in between, and a process that begins then is refused with NOT_LEADER_OR_FOLLOWER.
+    """
+    partitions = [TopicPartition(topic.name, number) for topic in created for number in range(topic.partitions)]
+    if not partitions:
+        return
+
+    def ask() -> None:
+        asked = admin.list_offsets(dict.fromkeys(partitions, OffsetSpec.earliest()), request_timeout=_TIMEOUT_S)
+        for future in asked.values():
+            future.result()
+
+    with translate_errors(
+        services.kafka, "open the topics that it has created", "see the brokers' logs, then start again"
+    ):
+        retry_while_leaderless(ask, _TIMEOUT_S + len(partitions) * _PARTITION_S)
 
 
 def _led(metadata: Any) -> set[str]:

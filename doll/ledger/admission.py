@@ -1,12 +1,13 @@
-"""Which parameter server may serve a job: one that has the checkpoints of the run that its topics hold.
+"""The parameter server that may serve a job: one that has the checkpoints of the run that its topics hold.
 
-A new generation may begin where `updates` is empty, or where the caller knows that what is there belongs to earlier
+A new generation may begin if `updates` is empty, or if the caller knows that what is there belongs to earlier
 runs (`--fresh`). Without these checks a server without the checkpoints would begin again at version 0, and a run would
-take an earlier run's records for its own. Calls raise ServiceUnavailableError where Kafka does not answer.
+take an earlier run's records for its own. Calls raise ServiceUnavailableError if Kafka does not answer.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
@@ -20,15 +21,21 @@ from doll.records.control import decode
 if TYPE_CHECKING:
     from doll.config import JobConfig
     from doll.services import Services
-    from doll.storage.checkpoints import CheckpointStore
+    from doll.storage.checkpoints import Checkpoint, CheckpointStore
 
 AFTER_TERM_ENV: Final = "DOLL_AFTER_TERM"  # terms up to this one are of earlier runs; from `doll up` to its roles
 ANY_TERM: Final = 1 << 62
+RUN_ID_ENV: Final = "DOLL_RUN_ID"  # of this session of `doll up` or `doll resume`; to its parameter servers
 _TAIL_RECORDS: Final = 1000  # a fenced server writes a few records at most, so the newest term is among the last
 
 
+def new_run_id() -> str:
+    """A run's random name: 16 hexadecimal digits."""
+    return secrets.token_hex(8)
+
+
 def read_lineage(config: JobConfig, services: Services, *, tail_only: bool = False) -> Lineage:
-    """What the job's `updates` says; an empty lineage where the topic does not exist.
+    """Read the lineage from the job's `updates`; it is empty if the topic does not exist.
 
     Args:
         tail_only: read the last records only, which hold the newest term; origins and generation may then be unknown.
@@ -46,7 +53,7 @@ def read_lineage(config: JobConfig, services: Services, *, tail_only: bool = Fal
 
 
 def recorded_partitions(store: CheckpointStore) -> int | None:
-    """How many partitions the job of these checkpoints reads; None where they do not say so.
+    """How many partitions the job of these checkpoints reads; None if they do not say so.
 
     Raises:
         CheckpointError: the store cannot be read.
@@ -84,7 +91,7 @@ def fold_lineage(values: Iterable[tuple[int, bytes | None]], location: str, job:
 
 
 def admit(config: JobConfig, services: Services, store: CheckpointStore, location: object, after_term: int) -> Lineage:
-    """What `updates` says, if a parameter server may serve the job from `store`; asked before anything is claimed.
+    """Read the lineage if a parameter server may serve the job from `store`; asked before anything is claimed.
 
     Args:
         location: of the store, for messages.
@@ -95,19 +102,40 @@ def admit(config: JobConfig, services: Services, store: CheckpointStore, locatio
             message says what to do.
         CheckpointError: the store cannot be read.
     """
+    # The topic first: a server that begins meanwhile saves its first checkpoint before it writes its first record.
+    lineage = read_lineage(config, services, tail_only=bool(store.versions()))
     versions = store.versions()
     if not versions:
-        lineage = read_lineage(config, services)
         refuse_earlier_run(config, services, lineage, after_term, location)
         return lineage
-    lineage = read_lineage(config, services, tail_only=True)
     if lineage.newest_term > versions[-1][0]:
         # Of a later run; or of a server of this one that saved nothing, or whose checkpoints a backup does not have.
         lineage = read_lineage(config, services)
         checkpoint = store.load_newest(None)
         if checkpoint is not None:
             refuse_later_run(config, services, lineage, read_counts(config, checkpoint.state).generation, location)
+            _refuse_abandoned(config, services, lineage, checkpoint, location)
     return lineage
+
+
+def _refuse_abandoned(
+    config: JobConfig, services: Services, lineage: Lineage, checkpoint: Checkpoint, location: object
+) -> None:
+    """Return if each later server has begun from this checkpoint or a later one; else it had an older copy of the
+    store, and both would go on with versions of the same numbers.
+
+    Raises:
+        ConfigError: one had.
+    """
+    for term, version in lineage.resumed.items():
+        if term > checkpoint.term and version < checkpoint.version:
+            raise ConfigError(
+                f"job {config.job} on Kafka at {services.kafka} has gone on from version {version} (term {term}), with "
+                f"other checkpoints than those in {location}, which are at version {checkpoint.version}: a run goes on "
+                "in one place. Choose one: go on there (doll resume RUN, or its checkpoints in checkpoint.folder); or "
+                f"begin a job of its own with these weights (doll up --set training.init_from={location} --set "
+                f"job={config.job}-2)"
+            )
 
 
 def refuse_earlier_run(
@@ -117,7 +145,7 @@ def refuse_earlier_run(
 
     Args:
         location: where no checkpoint is.
-        resume: the folder of that run, where it is known.
+        resume: the folder of that run, if it is known.
 
     Raises:
         ConfigError: there are others; the message says what to do.

@@ -10,6 +10,7 @@ or end, after the checkpoint was read): then all is read again.
 from __future__ import annotations
 
 import dataclasses
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
@@ -18,6 +19,7 @@ from doll import telemetry
 from doll.kafka import topics
 from doll.kafka.range_reader import STALL_S, RangeReader
 from doll.kafka.samples_topic import replaced_topic
+from doll.kafka.start_offsets import deleted_before
 from doll.ledger.balance import Ledger, LedgerReport, Range
 from doll.ledger.lineage import GenerationFilter, Lineage, UpdatesRecord
 from doll.ledger.snapshot_counts import read_counts
@@ -38,7 +40,7 @@ _MAX_GAP_RECORDS: Final = 5000  # gaps nearer than this are read together: a see
 def audit(
     config: JobConfig, services: Services, store: CheckpointStore, *, stall_timeout_s: float = STALL_S
 ) -> LedgerReport:
-    """Balance the ledger of a job from what is durable. It only reads, and commits no offset.
+    """Balance the ledger of a job from its durable model. It only reads, and commits no offset.
 
     Raises:
         ServiceUnavailableError: Kafka does not answer, or the job has no topics there.
@@ -68,18 +70,19 @@ def _audit_once(
         bounds = reader.bounds_of_partitions(samples, range(ledger.num_partitions))
         lows, ends = [low for low, _ in bounds.values()], [high for _, high in bounds.values()]
         loss_allowed = config.data.on_data_loss == "skip"
-        report = ledger.report(ends, lows=lows, loss_allowed=loss_allowed)
+        is_whole = bool(deleted_before(config, generation.generation, ledger.origins))
+        report = ledger.report(ends, lows=lows, loss_allowed=loss_allowed, is_whole=is_whole)
         # What retention has deleted cannot be looked up: there the worker's record counts.
         remaining = [gap._replace(lo=max(gap.lo, lows[gap.partition])) for gap in report.gap_ranges]
         present = _present_records(reader, samples, [gap for gap in remaining if gap.lo < gap.hi])
         if present:
-            report = ledger.report(ends, present=present, lows=lows, loss_allowed=loss_allowed)
+            report = ledger.report(ends, present=present, lows=lows, loss_allowed=loss_allowed, is_whole=is_whole)
         other = _other_topic(config, services, checkpoint)
         return dataclasses.replace(report, problems=(*report.problems, *reader.problems, *other))
 
 
 def _other_topic(config: JobConfig, services: Services, checkpoint: Checkpoint | None) -> list[str]:
-    """What is wrong if the samples are in another topic of the same name than the learned samples."""
+    """The error if the samples are in another topic of the same name than the learned samples."""
     expected = "" if checkpoint is None else read_counts(config, checkpoint.state).samples_id
     actual_id = topics.topic_id(config, services, "samples") if expected else ""
     problem = replaced_topic(config.topic("samples"), expected, actual_id)
@@ -130,7 +133,7 @@ class _GenerationUpdates:
 def _durable(
     config: JobConfig, reader: RangeReader, checkpoint: Checkpoint | None, records: _GenerationUpdates, location: str
 ) -> DurableModel:
-    """What the checkpoint holds; without one, nothing since the origins that the first server recorded.
+    """The model in the checkpoint; without one, nothing since the origins that the first server recorded.
 
     Of partitions that were added since, it holds nothing: the server has not learned of them yet, or a checkpoint that
     knows of them is to come.
@@ -163,18 +166,17 @@ def _durable(
 
 def _present_records(reader: RangeReader, topic: str, gaps: Sequence[Range]) -> list[Range]:
     """The offsets in `gaps` at which the broker holds a record."""
-    clusters: list[list[Range]] = []
-    for gap in sorted(gaps):
-        last = clusters[-1][-1] if clusters else None
+    ordered = sorted(gaps)
+    spans: list[Range] = []
+    for gap in ordered:
+        last = spans[-1] if spans else None
         if last is not None and last.partition == gap.partition and gap.lo - last.hi < _MAX_GAP_RECORDS:
-            clusters[-1].append(gap)
+            spans[-1] = last._replace(hi=max(last.hi, gap.hi))
         else:
-            clusters.append([gap])
+            spans.append(gap)
     present = []
-    for cluster in clusters:
-        partition = cluster[0].partition
-        starts = [gap.lo for gap in cluster]
-        for offset, _ in reader.read(topic, partition, cluster[0].lo, cluster[-1].hi):
-            if any(gap.lo <= offset < gap.hi for gap in cluster[: bisect_right(starts, offset)][-1:]):
-                present.append(Range(partition, offset, offset + 1))
+    for partition, offset in reader.read_together(topic, spans):
+        nearest = ordered[bisect_right(ordered, (partition, offset, math.inf)) - 1]
+        if nearest.partition == partition and nearest.lo <= offset < nearest.hi:
+            present.append(Range(partition, offset, offset + 1))
     return present

@@ -61,6 +61,7 @@ class PartitionCounts:
     superseded: int = 0
     lost: int = 0
     skipped: int = 0
+    unread: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,8 @@ class LedgerReport:
     updates: int  # update records that the durable model contains
     unsaved: int  # update records after it, not durable yet
     voided: int  # void update records: their batches were lost with a server and applied again
-    produced: int  # offsets from the job's origin to the partitions' ends; the sum of the counts below
+    # Offsets to the partitions' ends, from the first one that the job was to read; the sum of the counts below.
+    produced: int
     applied: int
     pending: int
     dead: int
@@ -91,16 +93,20 @@ class LedgerReport:
     skipped: int = 0  # offsets that a rollback has left out of the model, as it was told
     skipped_ranges: tuple[Range, ...] = ()  # where they are
     rollbacks: tuple[str, ...] = ()  # of the durable model, one sentence each
+    # Offsets that were deleted from the log before the job began, or after it had ended, and that it has not read.
+    unread: int = 0
+    unread_ranges: tuple[Range, ...] = ()  # where they are
 
     @property
     def ok(self) -> bool:
-        """True where the ledger balances."""
+        """Whether the ledger balances."""
         return not (self.missing or self.twice or self.problems or (self.lost and not self.loss_allowed))
 
     def summary(self) -> str:
         """The result in one line."""
         gaps = f", {self.gaps} without a record" if self.gaps else ""
         lost = f", {self.lost} lost" if self.lost else ""
+        lost += f", {self.unread} deleted unread" if self.unread else ""
         skipped = f", {self.skipped} skipped by doll rollback" if self.skipped else ""
         superseded = f", {self.superseded} dead letters superseded" if self.superseded else ""
         others = f"; {len(self.problems)} other problems" if self.problems else ""
@@ -111,20 +117,25 @@ class LedgerReport:
         )
 
     def violations(self) -> list[str]:
-        """What is wrong, one line each, with offsets; empty where the ledger balances."""
+        """The errors of the ledger, one line each, with offsets; empty if the ledger balances."""
         lines = [f"missing: {named(self.missing)}"] if self.missing else []
         lines += [f"applied twice: {named(self.twice)}"] if self.twice else []
         lines += [] if self.loss_allowed else self.losses()
         return [*lines, *self.problems]
 
     def losses(self) -> list[str]:
-        """What was deleted before it was learned, allowed or not, in at most one line."""
+        """The records that were deleted before they were learned, allowed or not, in at most one line."""
         allowed = "allowed by data.on_data_loss: skip" if self.loss_allowed else "see data.on_data_loss"
         loss = f"lost: {named(self.lost_ranges)}: deleted from the log before they were learned ({allowed})"
         return [loss] if self.lost_ranges else []
 
+    def unread_records(self) -> list[str]:
+        """The records that were deleted and never read, in at most one line."""
+        where = f"deleted unread, before the job began or after it had ended: {named(self.unread_ranges)}"
+        return [where] if self.unread_ranges else []
+
     def rolled_back(self) -> list[str]:
-        """What rollbacks have done, one line each, and what they have skipped."""
+        """The rollbacks, one line each, and the records that they have skipped."""
         skipped = f"skipped by doll rollback: {named(self.skipped_ranges)}"
         return [*self.rollbacks, *([skipped] if self.skipped_ranges else [])]
 
@@ -145,7 +156,7 @@ def named(ranges: Sequence[Range]) -> str:
 
 
 class PartitionResult(NamedTuple):
-    """The counts of a partition, and the ranges behind five of them."""
+    """The counts of a partition, and the ranges of six of them."""
 
     line: PartitionCounts
     missing: list[Range]
@@ -153,6 +164,7 @@ class PartitionResult(NamedTuple):
     gaps: list[Range]
     lost: list[Range]
     skipped: list[Range]
+    unread: list[Range]
 
 
 class PartitionAccount:
@@ -160,7 +172,7 @@ class PartitionAccount:
 
     def __init__(self, partition: int, durable: DurableModel) -> None:
         self.partition = partition
-        self._grids = [_PartitionGrid.of(grid, partition) for grid in durable.grids]
+        self._grids = [_PartitionGrid.from_grid(grid, partition) for grid in durable.grids]
         self._grid = 0  # of the batches that are added
         self.origin, self.until = self._grids[0].bounds.origin, self._grids[-1].until
         self._skipped = offset_ranges.union((grid.until, grid.until + grid.skipped) for grid in self._grids)
@@ -183,7 +195,7 @@ class PartitionAccount:
                 f"{name}: batch {member.batch} of partition {self.partition} is offsets {lo}-{hi - 1}, got "
                 f"{member.lo}-{member.hi - 1}"
             )
-        elif member.cut != (bounds.cuts.of(member.batch) > 0):
+        elif member.cut != (bounds.cuts.left_out_by(member.batch) > 0):
             problems.append(f"{name}: batch {member.batch} of partition {self.partition} is cut, or full, not both")
         inside = [*((offset, offset + 1) for offset in member.dead), *member.gaps, *member.lost]
         if any(not member.lo <= a < b <= member.hi for a, b in inside):
@@ -224,7 +236,7 @@ class PartitionAccount:
         return "partly" if offset_ranges.contains(self._partly_spans, offset) else "applied"
 
     def evaluate(
-        self, low: int | None, end: int, present: Iterable[Span], finished: bool, problems: list[str]
+        self, low: int | None, end: int, present: Iterable[Span], finished: bool, problems: list[str], first: int
     ) -> PartitionResult:
         """Sort each offset below the durable model's end into one of missing, twice, gap, lost, dead and applied, and
         each one above it into lost (no longer in the log) or pending.
@@ -234,6 +246,7 @@ class PartitionAccount:
             end: one above the last offset of the log.
             present: offsets that do hold records although an update says that they hold none.
             finished: the job has ended, so that what it left unread may be deleted.
+            first: the first offset that the job was to read, its origin or one below.
         """
         end = max(end, self.origin)
         if self.until > end:
@@ -284,26 +297,29 @@ class PartitionAccount:
             rest = offset_ranges.subtract(rest, kind)
         missing, twice, lost, empty, dead = parts
         # Not in the durable model, and not in the log any more.
-        unread = [] if finished else _span(self.until, min(low, end))
+        behind = _span(self.until, min(low, end))
+        unread = offset_ranges.union([*_span(first, self.origin), *(behind if finished else [])])
+        lost = offset_ranges.union([*lost, *([] if finished else behind)])
         line = PartitionCounts(
             partition=self.partition,
             origin=self.origin,
             applied_until=self.until,
             end=end,
-            produced=max(end, self.until) - self.origin,
+            produced=max(end, self.until) - first,
             applied=offset_ranges.size(rest),
-            pending=max(end - self.until, 0) - offset_ranges.size(unread),
+            pending=max(end - self.until, 0) - offset_ranges.size(behind),
             dead=offset_ranges.size(dead),
             gaps=offset_ranges.size(empty),
             missing=offset_ranges.size(missing),
             twice=offset_ranges.size(twice),
             superseded=offset_ranges.size(superseded),
-            lost=offset_ranges.size(lost) + offset_ranges.size(unread),
+            lost=offset_ranges.size(lost),
             skipped=offset_ranges.size(self._skipped),
+            unread=offset_ranges.size(unread),
         )
         return PartitionResult(
             line, self._ranges(missing), self._ranges(twice), self._ranges(empty),
-            self._ranges(offset_ranges.union([*lost, *unread])), self._ranges(self._skipped),
+            self._ranges(lost), self._ranges(self._skipped), self._ranges(unread),
         )  # fmt: skip
 
     def _unlettered_parts(self) -> list[Span]:
@@ -329,7 +345,7 @@ class _PartitionGrid(NamedTuple):
     skipped: int = 0
 
     @classmethod
-    def of(cls, grid: Grid, partition: int) -> _PartitionGrid:
+    def from_grid(cls, grid: Grid, partition: int) -> _PartitionGrid:
         skipped = grid.skipped[partition] if partition < len(grid.skipped) else 0
         if partition >= len(grid.origins):  # it was added later, and begins at offset 0
             return cls(Bounds(0, grid.records_per_batch), 0, 0, skipped)
@@ -424,6 +440,11 @@ class Ledger:
     def num_partitions(self) -> int:
         return len(self._accounts)
 
+    @property
+    def origins(self) -> tuple[int, ...]:
+        """The first offset of the job in each partition."""
+        return tuple(account.origin for account in self._accounts)
+
     def add_dead_letter(self, letter: DeadLetter) -> None:
         """Add one dead letter, in any order; the same may come twice, after a crash."""
         if not 0 <= letter.partition < len(self._accounts):
@@ -434,7 +455,7 @@ class Ledger:
             self._accounts[letter.partition].add_dead_letter(letter)
 
     def offset_state(self, partition: int, offset: int) -> OffsetState:
-        """What became of an offset in the durable model.
+        """The state of an offset in the durable model.
 
         Returns:
             "pending": nothing yet; "applied"; "partly": applied, in a batch with refused samples inside packed
@@ -450,6 +471,7 @@ class Ledger:
         present: Sequence[Range] = (),
         lows: Sequence[int] | None = None,
         loss_allowed: bool = False,
+        is_whole: bool = False,
     ) -> LedgerReport:
         """Evaluate the accounts. It may be repeated.
 
@@ -459,6 +481,7 @@ class Ledger:
             lows: the first offset that each partition still holds; None: nothing was deleted. What an ended job left
                 unread may be deleted.
             loss_allowed: records that were deleted before they were learned are no failure.
+            is_whole: the job was to read the log from offset 0 on, whatever it held when the job began.
         """
         problems = [*self._valid.problems, *self._update_problems, *self._letter_problems]
         present_spans = [
@@ -466,7 +489,7 @@ class Ledger:
         ]
         first = [None] * len(self._accounts) if lows is None else lows
         results = [
-            account.evaluate(low, end, spans, self._valid.finished, problems)
+            account.evaluate(low, end, spans, self._valid.finished, problems, 0 if is_whole else account.origin)
             for account, low, end, spans in zip(self._accounts, first, ends, present_spans, strict=True)
         ]
         lines = [item.line for item in results]
@@ -488,6 +511,8 @@ class Ledger:
             skipped=sum(line.skipped for line in lines),
             skipped_ranges=tuple(item for result in results for item in result.skipped),
             rollbacks=tuple(rollback.text() for rollback in self._durable.rollbacks),
+            unread=sum(line.unread for line in lines),
+            unread_ranges=tuple(item for result in results for item in result.unread),
             missing=tuple(item for result in results for item in result.missing),
             twice=tuple(item for result in results for item in result.twice),
             gap_ranges=tuple(item for result in results for item in result.gaps),

@@ -114,7 +114,7 @@ def save_dead_records(path: Path, dead: Sequence[DeadRecord]) -> None:
 def saved_dead_records(
     path: Path, *, reason: str = "", code: DeadLetterCode | None = None, at: Sequence[tuple[int, int]] = ()
 ) -> list[DeadRecord]:
-    """Those of a file that `save_dead_records` wrote, selected as by `dead_records`.
+    """The dead records of a file that `save_dead_records` wrote, selected as by `dead_records`.
 
     Raises:
         ConfigError: it cannot be read.
@@ -140,7 +140,7 @@ def collect(
     code: DeadLetterCode | None = None,
     at: Sequence[tuple[int, int]] = (),
 ) -> list[DeadRecord]:
-    """One `DeadRecord` for each record that has letters, by partition and offset. Pure."""
+    """Collect one `DeadRecord` for each record that has letters, by partition and offset. Pure."""
     newest: dict[tuple[int, int], DeadLetter] = {}
     newest_whole: dict[tuple[int, int], DeadLetter] = {}
     replayed: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -165,14 +165,14 @@ def collect(
 
 @dataclass(frozen=True)
 class Replay:
-    """What was done about one dead record, or would be."""
+    """The replay of one dead record, done or possible."""
 
     dead: DeadRecord
-    # Where its bytes come from: the samples topic or the letter; None where it is not replayed.
+    # Where its bytes come from: the samples topic or the letter; None if it is not replayed.
     source: Literal["topic", "letter"] | None = None
-    value: bytes | None = None  # the bytes; None where it is not replayed
-    offset: int | None = None  # its new place in the partition; None where it was not sent
-    skip_reason: str = ""  # why it is not replayed; "" where it is
+    value: bytes | None = None  # the bytes; None if it is not replayed
+    offset: int | None = None  # its new place in the partition; None if it was not sent
+    skip_reason: str = ""  # why it is not replayed; "" if it is
 
 
 def replay(
@@ -261,7 +261,7 @@ def _with_payload(config: JobConfig, reader: RangeReader, dead: DeadRecord) -> R
 
 
 def replay_publisher(config: JobConfig, services: Services) -> TransactionalPublisher:
-    """What replays of a job send with: of two at a time the later one goes on."""
+    """The publisher for replays of a job: of two at a time the later one goes on."""
     name = f"doll-{config.job}-replay"
     return TransactionalPublisher(config, services, name, fenced="another replay of this job has begun since")
 

@@ -11,7 +11,7 @@ Whoever follows `updates` folds it with `Lineage`: admission, audit, views, dril
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias, TypeVar
 
@@ -21,8 +21,8 @@ UpdatesRecord: TypeAlias = TermStarted | Update | Finished
 T = TypeVar("T", bound=UpdatesRecord)
 
 
-class Change(Enum):
-    """What a record of `updates` changes."""
+class LineageChange(Enum):
+    """The change that a record of `updates` makes."""
 
     FENCED = "nothing: its server had been replaced"
     NONE = "no server or run begins with it"
@@ -32,40 +32,42 @@ class Change(Enum):
 
 @dataclass(slots=True)
 class Lineage:
-    """What `updates` says, folded in the order of the log. Pure."""
+    """The lineage in `updates`, folded in the order of the log. Pure."""
 
-    newest_term: int = 0  # the highest `term` in it; 0 where there is no record
+    newest_term: int = 0  # the highest `term` in it; 0 if there is no record
     generation: int = 0  # the newest one
-    # At which offsets that generation began, per partition; empty where no TermStarted record was seen.
+    # At which offsets that generation began, per partition; empty if no TermStarted record was seen.
     origins: tuple[int, ...] = ()
     version: int = 0  # its last one
-    finished: str = ""  # why it ended; "" where it has not
-    error: str = ""  # why it could not go on, where that ended it
+    finished: str = ""  # why it ended; "" if it has not
+    error: str = ""  # why it could not go on, if that ended it
+    resumed: dict[int, int] = field(default_factory=dict, compare=False)  # by term: the version that its server had
 
     def is_current(self, term: int) -> bool:
         """Whether records of this term belong to the newest generation."""
         return term >= self.generation
 
-    def feed(self, record: UpdatesRecord) -> Change:
+    def feed(self, record: UpdatesRecord) -> LineageChange:
         """Add the next record."""
         if record.term < self.newest_term:
-            return Change.FENCED
+            return LineageChange.FENCED
         self.newest_term = record.term
         match record:
             case TermStarted():
                 self.version, self.finished, self.error = record.resumed_version, "", ""
+                self.resumed[record.term] = record.resumed_version
                 is_new = record.generation > self.generation
                 if is_new or not record.grid:
                     self.origins = record.origins
                 else:  # the grid's own are where an earlier one ended; partitions that were added begin at 0
                     self.origins += (0,) * (len(record.origins) - len(self.origins))
                 self.generation = max(self.generation, record.generation)
-                return Change.GENERATION if is_new else Change.TERM
+                return LineageChange.GENERATION if is_new else LineageChange.TERM
             case Update():
                 self.version = record.version
             case Finished():
                 self.finished, self.error = record.reason, record.error
-        return Change.NONE
+        return LineageChange.NONE
 
     def __str__(self) -> str:
         ended = f"finished: {self.finished}" if self.finished else "not finished"

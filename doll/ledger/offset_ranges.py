@@ -10,7 +10,7 @@ Span: TypeAlias = tuple[int, int]
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """What `spans`, in any order, cover; sorted, disjoint, not touching.
+    """The union of `spans`, which come in any order; sorted, disjoint, not touching.
 
     >>> union([(5, 7), (0, 2), (2, 3), (6, 9), (4, 4)])
     [(0, 3), (5, 9)]
@@ -27,7 +27,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def overlaps(spans: Iterable[Span]) -> list[Span]:
-    """What at least two of `spans` cover.
+    """The ranges that at least two of `spans` cover.
 
     >>> overlaps([(0, 4), (3, 6), (3, 5), (8, 9), (8, 9)])
     [(3, 5), (8, 9)]
@@ -66,7 +66,7 @@ def subtract(spans: Sequence[Span], less: Sequence[Span]) -> list[Span]:
 
 
 def intersect(spans: Sequence[Span], other: Sequence[Span]) -> list[Span]:
-    """What both cover; both as `union` returns them.
+    """The ranges that both cover; both are as `union` returns them.
 
     >>> intersect([(0, 10), (20, 30)], [(5, 25)])
     [(5, 10), (20, 25)]

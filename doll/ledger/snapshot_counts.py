@@ -22,7 +22,7 @@ class SnapshotCounts(msgspec.Struct, frozen=True):
     origins: tuple[int, ...]  # per partition, the offset at which its first batch begins
     records_per_batch: int
     generation: int = 0
-    samples_id: str = ""  # Kafka's id of the samples topic; "" where the broker has no ids
+    samples_id: str = ""  # Kafka's id of the samples topic; "" if the broker has no ids
     run_id: str = ""  # of the run; "" in a checkpoint of an earlier release
     left_out: tuple[int, ...] = ()  # per partition, records that cuts of these batches have left out; (): none
     earlier_grids: tuple[Grid, ...] = ()  # `applied` and `origins` are of the present one
@@ -36,12 +36,12 @@ class SnapshotCounts(msgspec.Struct, frozen=True):
 
     @property
     def read_until(self) -> tuple[int, ...]:
-        """Per partition, the offset behind the last record that the model has learned."""
+        """Per partition, the offset after the last record that the model has learned."""
         return ends_of(self.origins, self.records_per_batch, self.applied, self.left_out)
 
 
 def count_partitions(state: bytes) -> int | None:
-    """How many partitions the job of this engine state reads; None where it does not say so."""
+    """How many partitions the job of this engine state reads; None if it does not say so."""
     try:
         return len(msgspec.msgpack.decode(state, type=SnapshotCounts).origins)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -49,7 +49,7 @@ def count_partitions(state: bytes) -> int | None:
 
 
 def count_grids(state: bytes) -> int:
-    """How often the job of this engine state was regridded; 0 where it does not say so."""
+    """How often the job of this engine state was regridded; 0 if it does not say so."""
     try:
         return len(msgspec.msgpack.decode(state, type=SnapshotCounts).earlier_grids)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

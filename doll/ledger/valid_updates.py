@@ -1,7 +1,7 @@
 """Valid updates: which update records count, because no later parameter server voided them.
 
-An update is void where a later server began again from a version below it, where a rollback has left it behind, or
-where its own server had been fenced before it was written. This is known only after the whole topic is read, so it is
+An update is void if a later server began again from a version below it, if a rollback has left it behind, or
+if its own server had been fenced before it was written. This is known only after the whole topic is read, so it is
 read twice: first for the servers, then for their updates. Memory grows with the number of servers, not with the number
 of updates.
 """
@@ -21,8 +21,8 @@ from doll.records.rollbacks import Rollback, is_left
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DurableModel:
-    """What the newest checkpoint says: `applied[n]` batches of partition n are in it, always the first ones. Cuts have
-    left out `left_out[n]` records of these; (): none anywhere. Before them are the batches of earlier grids."""
+    """The content of the newest checkpoint: `applied[n]` batches of partition n are in it, always the first ones. Cuts
+    have left out `left_out[n]` records of these; (): none anywhere. Before them are the batches of earlier grids."""
 
     term: int  # of its server; 0: there is no checkpoint
     version: int
@@ -104,7 +104,7 @@ class ValidUpdates:
             self._report_no_checkpoint(servers, finished)
 
     def _append_version(self, version: int) -> bool:
-        """Add a version behind the last one; False where it is not behind it."""
+        """Add a version behind the last one; False if it is not behind it."""
         versions = self._versions
         if not versions or version > versions[-1][1]:
             versions.append((version, version + 1))
@@ -187,7 +187,7 @@ class ValidUpdates:
 
 
 def _void_limits(records: Iterable[UpdatesRecord], rollbacks: Sequence[Rollback]) -> list[float]:
-    """For updates after so many servers have begun: the highest version that no later server or rollback voided."""
+    """The highest version of an update that no later server or rollback voids, by the number of servers before it."""
     kept: list[float] = []
     newest = 0
     for record in records:

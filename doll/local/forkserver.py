@@ -29,13 +29,14 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from doll.local.processes import die_with_parent, spawn
-from doll.process.platform import CAN_FORK
+from doll.process.platform import CAN_FORK, print_any_text
 
 _ROLE: Final = "--role"
 
 
 def main(argv: list[str]) -> int:
     """Preload the modules, then serve until the socket is closed; or run one role."""
+    print_any_text()  # also what a task prints
     if argv[0] == _ROLE:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _run_role(argv[1], json.loads(argv[2]))

@@ -6,6 +6,7 @@ A node is broker and KRaft controller in one Java process. A cluster replicates 
 from __future__ import annotations
 
 import base64
+import re
 import subprocess
 import time
 import uuid
@@ -17,6 +18,7 @@ from typing import ClassVar, Final
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka.readiness import ReadinessProbe
 from doll.local import kafka_jars, processes
+from doll.process.files import write_atomically
 
 _BIND_TRIES: Final = 5
 _TLS_PROPERTIES: Final = """\
@@ -230,7 +232,7 @@ class LocalKafka(processes.LocalServer):
         advertised |= {named[name]: port for name, port in self._advertised_ports.items()}
         protocols = {name: "SASL_SSL" if name == "SASL_SSL" else "PLAINTEXT" for name in listeners}
         text = _PROPERTIES.format(
-            node=node, folder=self._folder,
+            node=node, folder=_escaped(self._folder),
             voters=",".join(f"{number}@{self._host.address}:{port}" for number, port in enumerate(controllers, 1)),
             listeners=self._endpoints(listeners), advertised=self._endpoints(advertised),
             protocols=",".join(f"{name}:{protocol}" for name, protocol in protocols.items()),
@@ -240,18 +242,18 @@ class LocalKafka(processes.LocalServer):
         # One network thread per listener, for its one client, instead of Kafka's three.
         text += "".join(f"listener.name.{name.lower()}.num.network.threads=1\n" for name in named.values())
         if self._identity is not None:
-            text += _TLS_PROPERTIES.format(identity=self._identity.resolve())
-        self._properties.write_text(text, encoding="utf-8")
+            text += _TLS_PROPERTIES.format(identity=_escaped(self._identity.resolve()))
+        self._properties.write_text(text, encoding="ascii")
 
     def _format(self, jars: Path) -> None:
-        """Format an empty data folder, or read the cluster id of an existing one."""
+        """Format an empty data folder. Existing data get another cluster id: those of a copy may be served, too, and
+        workers of both may share a Redis, where leases of slots are named by it."""
         meta = self._folder / "data" / "meta.properties"
-        if meta.is_file():
-            self._cluster_id = dict(
-                line.split("=", 1) for line in meta.read_text(encoding="utf-8").splitlines() if "=" in line
-            )["cluster.id"]
-            return
         self._cluster_id = self._member.cluster_id if self._member is not None else new_cluster_id()
+        if meta.is_file():
+            text = re.sub("(?m)^cluster.id=.*$", f"cluster.id={self._cluster_id}", meta.read_text(encoding="utf-8"))
+            write_atomically(meta, text, durable=True)
+            return
         # With `=`: one id in 64 begins with a dash and would be parsed as an option.
         arguments = ["format", f"--cluster-id={self._cluster_id}", "-c", str(self._properties)]
         if self._java(jars, "kafka.tools.StorageTool", arguments).wait() != 0:
@@ -270,7 +272,7 @@ class LocalKafka(processes.LocalServer):
         quiet = "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn", "-Dorg.slf4j.simpleLogger.showDateTime=true"
         heap = f"-Xmx{_HEAP_MB if self._member is None else _CLUSTER_HEAP_MB}m"
         command = [*self._host.prefix, java, heap, *_JVM_FLAGS, *quiet, "-cp", f"{jars}/*", main_class, *arguments]
-        return processes.spawn(command, self.log_path)
+        return processes.spawn(command, self.log_path, {"LC_ALL": "C.UTF-8"})  # what Java takes paths for
 
     def _launch(self, jars: Path) -> bool:
         """Whether the node serves; False if its process exits or does not serve in time."""
@@ -387,6 +389,13 @@ class KafkaCluster(processes.Server):
         deadline_s = time.monotonic() + _CLUSTER_GRACE_S
         for node in self.nodes:
             node.stop(max(0.0, deadline_s - time.monotonic()))
+
+
+def _escaped(path: Path) -> str:
+    """A path as a file of Java's properties has it, which is Latin-1, with escapes that begin with a backslash."""
+    units = str(path).encode("utf-16-be", "surrogatepass")
+    pairs = (int.from_bytes(units[at : at + 2], "big") for at in range(0, len(units), 2))
+    return "".join(chr(unit) if 32 <= unit < 127 and unit != ord("\\") else f"\\u{unit:04x}" for unit in pairs)
 
 
 def node_folder(folder: Path, number: int) -> Path:

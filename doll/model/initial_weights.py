@@ -8,7 +8,7 @@ not: each process makes its own in `build_model`, and all must have the same.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -17,15 +17,19 @@ import torch
 
 from doll.errors import ConfigError
 from doll.model.flat_model import FlatModel
-from doll.tables.bounds import Bounds, FirstRows, part_name
+from doll.tables.bounded_embedding import PARTS
+from doll.tables.bounds import FirstRows, TableBounds, part_name
 from doll.tables.rows import TableShape
 
+_WRAPPER: Final = re.compile(
+    r"^(?:_orig_mod\.|module\.)+|(?<=\.)_orig_mod\."
+)  # of torch.compile, of DataParallel and DDP
 _NAMED: Final = 6  # tensors that a message names; the report holds them all
 
 
 @dataclass(frozen=True, kw_only=True)
 class InitReport:
-    """What of a source was taken into a model, and what was not.
+    """The report on which parts of a source were taken into a model, and which were not.
 
     Attributes:
         source: where the tensors come from, and their sha256, as a checkpoint keeps it.
@@ -36,6 +40,7 @@ class InitReport:
         other_shape: those of both, with both shapes.
         rows: of tables with another number of rows, and of bounded ones with room for fewer: what was taken.
         frozen: of the model, in the source with other values.
+        wrappers: what was left out of names of the source: what DDP and torch.compile put before those of a module.
     """
 
     source: str
@@ -46,10 +51,11 @@ class InitReport:
     other_shape: tuple[str, ...]
     rows: tuple[str, ...]
     frozen: tuple[str, ...]
+    wrappers: tuple[str, ...] = ()
 
     @property
     def differences(self) -> list[str]:
-        """What does not match, one line each."""
+        """The differences, one line each."""
         lines = (
             ("not in the source, as the task draws them", self.missing),
             ("not in the model", self.unknown),
@@ -59,20 +65,22 @@ class InitReport:
         return [f"{what}: {_named(names)}" for what, names in lines if names]
 
     def text(self) -> str:
-        """For people, a few lines."""
+        """The report for people, in a few lines."""
         lines = [f"begins with {self.source}: {len(self.taken)} tensors taken, {self.num_values} numbers"]
+        if self.wrappers:
+            lines.append(f"names of the source without {' and '.join(self.wrappers)}")
         lines += self.differences
         if self.frozen:
             lines.append(f"frozen, so as build_model() makes them, not as in the source: {_named(self.frozen)}")
         return "\n  ".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The report for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
-class Matched:
+class WeightMatch:
     """Tensors of a source that fit a model: parameters and buffers, rows of tables, and rows that bounded tables begin
     with, by the model's names."""
 
@@ -96,8 +104,8 @@ class Matched:
 
 def match(
     model: FlatModel, given: Mapping[str, torch.Tensor], *, source: str, strict: bool, rename: Mapping[str, str]
-) -> Matched:
-    """What of `given` fits `model`. Nothing is changed.
+) -> WeightMatch:
+    """The part of `given` that fits `model`. Nothing is changed.
 
     Args:
         source: for the report.
@@ -105,22 +113,27 @@ def match(
         rename: replacements of regular expressions in the names of `given`, in this order.
 
     Raises:
-        ConfigError: nothing fits, or not everything where `strict`; an expression of `rename` is found in no name; or a
+        ConfigError: nothing fits, or not everything if `strict`; an expression of `rename` is found in no name; or a
             number is not finite.
     """
-    given = _renamed(given, rename)
     own = dict(model.module.named_parameters()) | dict(model.module.named_buffers())
     frozen = {name for name, parameter in model.module.named_parameters() if not parameter.requires_grad}
     bounds = {} if model.tables is None else model.tables.bounds
     all_shapes = {} if model.tables is None else model.tables.shapes
     table_shapes = {name: shape for name, shape in all_shapes.items() if name not in bounds}
     aliases = _aliases(model)
+    paths = {} if model.tables is None else model.tables.names
+    parts = {part_name(path, part) for table in bounds for path in paths[table] for part in (*PARTS, "counts")}
+    given, wrappers = _unwrapped(_renamed(given, rename), own.keys() | aliases.keys() | all_shapes.keys() | parts)
     tensors: dict[str, torch.Tensor] = {}
     tables: dict[str, torch.Tensor] = {}
     bounded: dict[str, FirstRows] = {}
     unknown, other_shape, rows, unlike = [], [], [], []
     for name, limits in bounds.items():
         ids, values, counts = (given.pop(part_name(name, part), None) for part in ("ids", "rows", "counts"))
+        # The key is of the initial rows of another job. A layer that shares the table has the same.
+        for other in paths[name]:
+            given = {key: tensor for key, tensor in given.items() if key not in {part_name(other, p) for p in PARTS}}
         if ids is None or values is None:
             continue
         width = all_shapes[name].width
@@ -164,7 +177,7 @@ def match(
     report = InitReport(
         source=source, taken=(*tensors, *tables, *bounded), missing=tuple(missing), unknown=tuple(unknown),
         num_values=sum(tensor.numel() for part in (tensors, tables, values_of_bounded) for tensor in part.values()),
-        other_shape=tuple(other_shape), rows=tuple(rows), frozen=tuple(unlike),
+        other_shape=tuple(other_shape), rows=tuple(rows), frozen=tuple(unlike), wrappers=wrappers,
     )  # fmt: skip
     trainable = {name for name, parameter in model.module.named_parameters() if parameter.requires_grad}
     if not tables and not bounded and not trainable & tensors.keys():
@@ -179,13 +192,13 @@ def match(
             f"training.init_from: {source}: expected all tensors to match (init_from.strict), but "
             f"{'; '.join(report.differences)}"
         )
-    return Matched(report, tensors, tables, bounded)
+    return WeightMatch(report, tensors, tables, bounded)
 
 
 def _first_rows(
-    shape: TableShape, bounds: Bounds, ids: torch.Tensor, values: torch.Tensor, counts: torch.Tensor | None
+    shape: TableShape, bounds: TableBounds, ids: torch.Tensor, values: torch.Tensor, counts: torch.Tensor | None
 ) -> FirstRows:
-    """What a bounded table begins with: of more ids than it has room for, those that were named most often.
+    """The first rows of a bounded table: if there are more ids than it has room for, those that were named most often.
 
     Raises:
         ValueError: they are no ids of the table with a row each.
@@ -223,6 +236,18 @@ def _renamed(given: Mapping[str, torch.Tensor], rename: Mapping[str, str]) -> di
             raise ConfigError(f"training.init_from.rename: expected names of their own, got {new} for several tensors")
         renamed[new] = given[name]
     return renamed
+
+
+def _unwrapped(given: Mapping[str, torch.Tensor], known: Set[str]) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
+    """The tensors by the model's names, if theirs have the name of a wrapper too; and these."""
+    prefixes: set[str] = set()
+    names: dict[str, str] = {}
+    for name in given:
+        inner = _WRAPPER.sub("", name)
+        if name not in known and inner in known and inner not in {*given, *names.values()}:
+            prefixes.update(_WRAPPER.findall(name))
+            names[name] = inner
+    return {names.get(name, name): tensor for name, tensor in given.items()}, tuple(sorted(prefixes))
 
 
 def _aliases(model: FlatModel) -> dict[str, str]:

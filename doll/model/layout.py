@@ -52,7 +52,7 @@ class WeightsLayout(msgspec.Struct, frozen=True, array_like=True):
 
 
 NO_LAYOUT: Final = WeightsLayout()
-"""Of a checkpoint that does not name its tensors."""
+"""The layout of a checkpoint that does not name its tensors."""
 
 
 def round_up_to_even(number: int) -> int:

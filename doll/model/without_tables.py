@@ -23,15 +23,15 @@ from doll.telemetry import get_logger
 log = get_logger(__name__)
 
 _DRAWS: Final = ("aten::normal_", "aten::uniform_")
-# A multiple of 16: torch draws normal numbers 16 at a time, and the last 16 again where their number is not one.
+# A multiple of 16: torch draws normal numbers 16 at a time, and the last 16 again if their number is not one.
 _PIECE: Final = 1 << 16
 _INIT: Final = "__init__"
 
 
 def build_without_tables(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
-    """What `build()` returns, its tables on the device meta where that is possible.
+    """The result of `build()`, its tables on the device meta if that is possible.
 
-    It is not where `build` looks at a table's values or device, computes with them, freezes one, or draws random
+    That is impossible if `build` looks at a table's values or device, computes with them, freezes one, or draws random
     numbers for them in a way that is not known: then it is called again, and the tables have memory until they are
     dropped.
     """
@@ -52,7 +52,7 @@ def build_without_tables(build: Callable[[], torch.nn.Module]) -> torch.nn.Modul
 
 
 def _needs_memory(module: torch.nn.Module) -> str:
-    """What of `module` has no memory and is not a table; "": nothing."""
+    """The part of `module` that has no memory and is not a table; "": there is none."""
     if not isinstance(module, torch.nn.Module):
         return ""  # the caller says so
     for path, part in module.named_modules():

@@ -18,7 +18,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeAlias, assert_never
+from typing import Any, Final, NamedTuple, TypeAlias, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,14 @@ Contribution: TypeAlias = npt.NDArray[np.float32]
 
 class DivergedError(TaskError):
     """The gradient or a weight is not finite: the model has diverged, and saving it would destroy it."""
+
+
+class _Run(NamedTuple):
+    """Parameters from place `first` to below `until`; `numbers`: where they are in the vector."""
+
+    first: int
+    until: int
+    numbers: slice
 
 
 class _FlatWeights(ABC):
@@ -90,6 +98,7 @@ class _FlatWeights(ABC):
         scale: float,
         weight: float,
         into: npt.NDArray[np.float32] | None = None,
+        absent: int = 0,
     ) -> None:
         """The next weights, of the sum of the contributions that were added and `contributions`, in this order.
 
@@ -98,7 +107,7 @@ class _FlatWeights(ABC):
                 become the buffers of the last contribution.
             scale: of the sum; 1 / weight for the mean of gradients.
             weight: sum of the weights of all contributions' samples, at least 0.
-            into: memory for the new weights, as in `doll.ps.model.updater.Updater.apply`.
+            into, absent: as in `doll.ps.model.updater.Updater.apply`.
 
         Raises:
             DivergedError: a number of the sum, of the weights or of the optimizer's state is not finite.
@@ -109,15 +118,15 @@ class _FlatWeights(ABC):
             return  # nothing but refused records: the version counts, the weights stay
         self._sum_is_empty = True
         target = self._own if into is None else torch.from_numpy(into)
-        self._apply_sum(scale, weight, target)
+        self._apply_sum(scale, weight, target, absent)
         if self._average is not None and self._ema is not None:
             n = self.num_parameters
             self._average[:n].lerp_(self._flat[:n], 1 - self._ema)
             self._average[n:] = self._flat[n:]
 
     @abstractmethod
-    def _apply_sum(self, scale: float, weight: float, target: torch.Tensor) -> None:
-        """Make the next weights of `_sum` in `target`, which becomes `_flat`."""
+    def _apply_sum(self, scale: float, weight: float, target: torch.Tensor, absent: int) -> None:
+        """Make the next weights of `_sum` in `target`, which becomes `_flat`; `absent`: see `apply`."""
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         tensors = {WEIGHTS: self.weights.copy() if self._flat is self._own else self.weights}
@@ -199,13 +208,13 @@ class Optimizer(_FlatWeights):
         if self._schedule is not None and self._by_version:
             self._schedule.go_to(version)
 
-    def _apply_sum(self, scale: float, weight: float, target: torch.Tensor) -> None:
+    def _apply_sum(self, scale: float, weight: float, target: torch.Tensor, absent: int) -> None:
         total, n, floats = self._sum, self.num_parameters, self._model.num_floats
         factor = scale / _SUM_FACTOR
         if self._clip_norm is not None or self._clip_value is not None:
             total[:n] *= factor
             factor = self._clip(total[:n], scale * self._norm_of_tables())
-        self._step(total[:n], factor, target[:n])
+        self._step(total[:n], factor, target[:n], absent)
         total[n:floats] /= (weight or 1.0) * _SUM_FACTOR
         target[n:] = total[n:]
         self._flat = target
@@ -256,16 +265,19 @@ class Optimizer(_FlatWeights):
             self._groups.restore(values["groups"])
             self._schedule.load(values["schedule"])
 
-    def _step(self, gradient: torch.Tensor, factor: float, target: torch.Tensor) -> None:
+    def _step(self, gradient: torch.Tensor, factor: float, target: torch.Tensor, absent: int) -> None:
         """One step on `factor` times `gradient`, float32, shape (num_parameters,), which may be changed."""
         before = self._flat[: self.num_parameters]
-        match self._config_now():
-            case SgdConfig() as config:
-                self._sgd(config, gradient, factor, before, target)
-            case AdamConfig() as config:
-                self._adam(config, gradient, factor, before, target)
-            case AdagradConfig() as config:
-                self._adagrad(config, gradient, factor, before, target)
+        config, runs = self._config_now(), self._runs(absent)
+        if absent and target.data_ptr() != before.data_ptr():
+            target.copy_(before)
+        match config:
+            case SgdConfig():
+                self._sgd(config, gradient, factor, before, target, runs)
+            case AdamConfig():
+                self._adam(config, gradient, factor, before, target, runs)
+            case AdagradConfig():
+                self._adagrad(config, gradient, factor, before, target, runs)
             case TorchConfig():
                 raise TypeError("expected a TorchOptimizer for a class")
             case unknown:
@@ -277,53 +289,83 @@ class Optimizer(_FlatWeights):
             return self._config
         return self._rates.applied_to(self._config)
 
+    def _runs(self, absent: int) -> list[_Run]:
+        """The parameters that have a gradient: those that follow each other, and have taken as many steps, as one."""
+        ends, steps = self._model.ends_of_parameters, self._state.get("step")
+        if absent and isinstance(self._config, AdamConfig) and (steps is None or not steps.ndim):
+            steps = self._state["step"] = torch.zeros(len(ends)) + (0.0 if steps is None else steps)
+        counts = [0.0] * len(ends) if steps is None or not steps.ndim else steps.tolist()
+        if not absent and (steps is None or not steps.ndim):
+            return [_Run(0, len(ends), slice(0, self.num_parameters))]
+        runs: list[_Run] = []
+        begin = 0
+        for place, end in enumerate(ends):
+            if not absent >> place & 1:
+                first, start = place, begin
+                if runs and runs[-1].until == place and counts[runs[-1].first] == counts[place]:
+                    first, _, numbers = runs.pop()
+                    start = numbers.start
+                runs.append(_Run(first, place + 1, slice(start, end)))
+            begin = end
+        return runs
+
     def _sgd(
-        self, config: SgdConfig, gradient: torch.Tensor, factor: float, before: torch.Tensor, target: torch.Tensor
-    ) -> None:
+        self, config: SgdConfig, gradients: torch.Tensor, factor: float, before: torch.Tensor, target: torch.Tensor,
+        runs: Sequence[_Run],
+    ) -> None:  # fmt: skip
         # A power of two commutes with rounding: it needs no pass of its own. Others are rounded where torch rounds.
-        if not _is_power_of_two(factor) or config.weight_decay or (config.momentum and config.nesterov):
-            gradient *= factor
-            factor = 1.0
-        if config.weight_decay:
-            gradient.add_(before, alpha=config.weight_decay)
-        if config.momentum:
-            buffer = self._state.get("momentum_buffer")
-            if buffer is None:
-                buffer = self._state["momentum_buffer"] = gradient * factor
-            else:
-                buffer.mul_(config.momentum).add_(gradient, alpha=factor)
-            gradient, factor = (gradient.add_(buffer, alpha=config.momentum) if config.nesterov else buffer), 1.0
-        torch.add(before, gradient, alpha=-config.lr * factor, out=target)
+        scales_first = not _is_power_of_two(factor) or config.weight_decay or (config.momentum and config.nesterov)
+        if config.momentum and "momentum_buffer" not in self._state:
+            self._state["momentum_buffer"] = torch.zeros_like(gradients)
+        for *_, run in runs:
+            gradient, scale = gradients[run], factor
+            if scales_first:
+                gradient *= factor
+                scale = 1.0
+            if config.weight_decay:
+                gradient.add_(before[run], alpha=config.weight_decay)
+            if config.momentum:
+                buffer = self._state["momentum_buffer"][run].mul_(config.momentum).add_(gradient, alpha=scale)
+                gradient, scale = (gradient.add_(buffer, alpha=config.momentum) if config.nesterov else buffer), 1.0
+            torch.add(before[run], gradient, alpha=-config.lr * scale, out=target[run])
 
     def _adam(
-        self, config: AdamConfig, gradient: torch.Tensor, factor: float, before: torch.Tensor, target: torch.Tensor
-    ) -> None:
+        self, config: AdamConfig, gradient: torch.Tensor, factor: float, before: torch.Tensor, target: torch.Tensor,
+        runs: Sequence[_Run],
+    ) -> None:  # fmt: skip
         state = self._state
-        if not state:
-            state["step"] = torch.tensor(0.0)
+        if "exp_avg" not in state:
+            state.setdefault("step", torch.tensor(0.0))
             state["exp_avg"] = torch.zeros_like(gradient)
             state["exp_avg_sq"] = torch.zeros_like(gradient)
-        for part in _slices(len(gradient)):
-            if target.data_ptr() != before.data_ptr():
-                target[part] = before[part]
-            step = state["step"].clone()
-            adam(
-                [target[part]], [gradient[part].mul_(factor)], [state["exp_avg"][part]], [state["exp_avg_sq"][part]],
-                [], [step], foreach=False, amsgrad=False, beta1=config.beta1, beta2=config.beta2, lr=config.lr,
-                weight_decay=config.weight_decay, eps=_ADAM_EPSILON, maximize=False,
-            )  # fmt: skip
-        state["step"] += 1
+        steps = state["step"]  # one for all, or of each parameter once some have had no gradient
+        for first, until, run in runs:
+            step = steps[first] if steps.ndim else steps
+            for part in _slices(run):
+                if target.data_ptr() != before.data_ptr():
+                    target[part] = before[part]
+                adam(
+                    [target[part]], [gradient[part].mul_(factor)], [state["exp_avg"][part]],
+                    [state["exp_avg_sq"][part]], [], [step.clone()], foreach=False, amsgrad=False, beta1=config.beta1,
+                    beta2=config.beta2, lr=config.lr, weight_decay=config.weight_decay, eps=_ADAM_EPSILON,
+                    maximize=False,
+                )  # fmt: skip
+            if steps.ndim:
+                steps[first:until] += 1
+        if not steps.ndim:
+            steps += 1
 
     def _adagrad(
-        self, config: AdagradConfig, gradient: torch.Tensor, factor: float, before: torch.Tensor, target: torch.Tensor
-    ) -> None:
+        self, config: AdagradConfig, gradient: torch.Tensor, factor: float, before: torch.Tensor, target: torch.Tensor,
+        runs: Sequence[_Run],
+    ) -> None:  # fmt: skip
         state = self._state
         if not state:
             state["step"] = torch.tensor(0.0)
             state["sum"] = torch.full_like(gradient, config.initial_accumulator)
             if config.momentum:
                 state["momentum_buffer"] = torch.zeros_like(gradient)
-        for part in _slices(len(gradient)):
+        for part in (part for *_, run in runs for part in _slices(run)):
             if target.data_ptr() != before.data_ptr():
                 target[part] = before[part]
             if config.momentum:
@@ -391,7 +433,7 @@ class StepAdder(_FlatWeights):
         largest = float(max(parameters.max(initial=0.0), -parameters.min(initial=0.0)))
         return largest if math.isfinite(largest) else math.inf
 
-    def _apply_sum(self, scale: float, weight: float, target: torch.Tensor) -> None:
+    def _apply_sum(self, scale: float, weight: float, target: torch.Tensor, absent: int) -> None:
         total, n, floats = self._sum, self.num_parameters, self._model.num_floats
         torch.add(self._flat[:n], total[:n], alpha=scale, out=target[:n])
         if weight > 0:
@@ -428,7 +470,7 @@ def diverged(what: str) -> DivergedError:
 
 def _clip(gradient: torch.Tensor, longest: float, beside: float) -> float:
     """The factor that makes `gradient`, with a part that is `beside` long and not in it, at most `longest` long."""
-    norm = math.sqrt(sum(_norm(gradient[part]) ** 2 for part in _slices(len(gradient))) + beside**2)
+    norm = math.sqrt(sum(_norm(gradient[part]) ** 2 for part in _slices(slice(0, len(gradient)))) + beside**2)
     return longest / norm if norm > longest else 1.0
 
 
@@ -439,8 +481,8 @@ def _norm(vector: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(vector, dtype=torch.float64))  # squares that float32 cannot hold
 
 
-def _slices(length: int) -> Iterator[slice]:
-    return (slice(begin, begin + _SLICE) for begin in range(0, length, _SLICE))
+def _slices(run: slice) -> Iterator[slice]:
+    return (slice(begin, min(begin + _SLICE, run.stop)) for begin in range(run.start, run.stop, _SLICE))
 
 
 def _is_power_of_two(number: float) -> bool:

@@ -81,7 +81,18 @@ class TorchOptimizer(Optimizer):
             self.clipped_by = min(1.0, self._clip_norm / (float(norm) + _NORM_EPSILON))
         return 1.0
 
-    def _step(self, gradient: torch.Tensor, factor: float, target: torch.Tensor) -> None:
+    def _apply_sum(self, scale: float, weight: float, target: torch.Tensor, absent: int) -> None:
+        without = [part for place, part in enumerate(self._parameters.values()) if absent >> place & 1]
+        gradients = [parameter.grad for parameter in without]
+        for parameter in without:
+            parameter.grad = None
+        try:
+            super()._apply_sum(scale, weight, target, absent)
+        finally:
+            for parameter, gradient in zip(without, gradients, strict=True):
+                parameter.grad = gradient
+
+    def _step(self, gradient: torch.Tensor, factor: float, target: torch.Tensor, absent: int) -> None:
         gradient *= factor
         self._steps.step()
         own = self._own[: self.num_parameters]

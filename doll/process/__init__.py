@@ -1,1 +1,1 @@
-"""What all processes share: probes, heartbeats, signals, atomic files, metric names, memory settings, fault points."""
+"""The common parts of processes: probes, heartbeats, signals, files, metric names, memory settings, fault points."""

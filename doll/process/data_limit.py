@@ -41,14 +41,14 @@ class DataLimit:
         self._base_bytes = 0
 
     def begin(self) -> None:
-        """What the process has now does not count."""
+        """Begin: what the process has now does not count."""
         if self._more_bytes is not None:
             self._base_bytes = data_bytes()
             self._set(self._base_bytes + int(self._more_bytes))
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """What the process takes meanwhile does not count, such as the stacks of its clients' threads."""
+        """Lift the limit for what the process takes meanwhile, such as the stacks of its clients' threads."""
         if self._more_bytes is None:
             yield
             return
@@ -67,7 +67,7 @@ class DataLimit:
 
 
 def out_of_memory(error: BaseException, limit_bytes: float | None) -> TaskError | None:
-    """What to say of an error that comes from too little memory, where the memory is limited: a restart would fail
+    """The error for the user, if `error` comes from too little memory and the memory is limited: a restart would fail
     again. None: it is another error, or nothing is limited.
 
     Args:

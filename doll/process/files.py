@@ -16,6 +16,7 @@ from typing import Any, Final
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.process.platform import sync
 from doll.records.bounded import json_object, read_text
+from doll.redaction import redacted
 
 MAX_JSON_BYTES: Final = 64_000_000
 
@@ -61,7 +62,7 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = False)
 
 @contextmanager
 def refuse_unwritable(path: Path) -> Iterator[None]:
-    """For a file that a user has named: the body writes it.
+    """Guard the body, which writes a file that a user has named.
 
     Raises:
         ConfigError: it cannot be written.
@@ -81,7 +82,7 @@ def is_full(folder: Path) -> bool:
 
 
 def unwritable(error: OSError) -> ServiceUnavailableError:
-    """What to say of a file or folder that cannot be used: which, why, and what to do."""
+    """The error for a file or folder that cannot be used: which, why, and what to do."""
     about = f"{error.filename}: " if error.filename else ""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     todo = "; free some space there, or name a folder on another disk" if full else ""
@@ -110,9 +111,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def json_safe(value: Any) -> Any:
-    """`value` with NaN and infinities as None, also inside containers: JSON has no others."""
+    """`value` with NaN and infinities as None, which JSON has not, and texts without credentials in URLs; also inside
+    containers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return redacted(value)
     if isinstance(value, Mapping):
         return {key: json_safe(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -115,7 +115,7 @@ class Watchdog:
         self._unhealthy_s = 0.0
 
     def check(self) -> str:
-        """Why this process must exit; empty if it need not."""
+        """The reason why this process must exit; empty if it need not."""
         now = self._clock()
         awake_s = min(now - self._checked_s, 2 * _CHECK_S)
         self._checked_s = now
@@ -186,7 +186,7 @@ def _watch(heartbeat: Heartbeat, liveness_timeout_s: float, ended: threading.Eve
 
 def _serve(heartbeat: Heartbeat, port: int) -> ThreadingHTTPServer | None:
     try:
-        server = _Server((os.environ.get(HOST_ENV) or HOST, port), heartbeat)
+        server = _HealthServer((os.environ.get(HOST_ENV) or HOST, port), heartbeat)
     except OSError as exc:  # the process works without its probes, too
         log.warning("health_probe_unavailable", port=port, reason=exc.strerror or str(exc))
         return None
@@ -194,7 +194,7 @@ def _serve(heartbeat: Heartbeat, port: int) -> ThreadingHTTPServer | None:
     return server
 
 
-class _Server(ThreadingHTTPServer):
+class _HealthServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], heartbeat: Heartbeat) -> None:
@@ -219,7 +219,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+    server: _HealthServer
     timeout = _REQUEST_S
     server_version = "doll"
     sys_version = ""

@@ -1,9 +1,10 @@
 """Who may ask an HTTP server of DOLL, and the socket that it listens at: this machine alone, unless there is a token.
 
 A page of a foreign web site runs in the browser of somebody who may reach the server. Its requests carry the name of
-that site as their `Host`, also where that name was made to point at this machine (DNS rebinding): a server without a
+that site as their `Host`, also if that name was made to point at this machine (DNS rebinding): a server without a
 token answers names of the loopback interface only. With a token the name does not matter, since such a page does not
-know it, and a browser sends no cookie of one name to another.
+know it, and a browser sends no cookie of one name to another. A page may also ask an address of this machine by its
+own name, without seeing the answer: a browser says so (`is_of_a_foreign_page`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def is_loopback(host: str) -> bool:
 
 
 def host_name(header: str) -> str:
-    """The name or address in a `Host` header, without the port; "" where it has none.
+    """The name or address in a `Host` header, without the port; "" if it has none.
 
     >>> host_name("localhost:8080"), host_name("[::1]:80"), host_name("127.0.0.1")
     ('localhost', '::1', '127.0.0.1')
@@ -40,6 +41,20 @@ def host_name(header: str) -> str:
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.rpartition(":")[0] if ":" in header else header
+
+
+def is_of_a_foreign_page(origin: str, fetch_site: str, host: str) -> bool:
+    """Whether a browser sends a request for a page that is not of this server: such a page sees no answer, but what it
+    asks would be done.
+
+    Args:
+        origin, fetch_site, host: the headers `Origin`, `Sec-Fetch-Site` and `Host`; "": there is none. Browsers send
+            `Origin` with each POST of another site, the others do without.
+
+    >>> is_of_a_foreign_page("", "", "localhost:8000"), is_of_a_foreign_page("null", "", "localhost:8000")
+    (False, True)
+    """
+    return fetch_site not in ("", "none", "same-origin") or origin.partition("://")[2] != (host if origin else "")
 
 
 def read_token(path: Path) -> str:

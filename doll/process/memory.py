@@ -37,7 +37,7 @@ def keep_freed_memory() -> bool:
     before, 272 ms after; 22 and 19 ms for 24 thousand parameters). The process then
     keeps its maximum size.
 
-    The heap gets huge pages where the kernel has them (`use_huge_pages`).
+    The heap gets huge pages if the kernel has them (`use_huge_pages`).
 
     Returns:
         Whether malloc keeps freed memory; without glibc it does not.
@@ -88,8 +88,8 @@ def use_huge_pages(settings: Path = _HUGE_PAGE_SETTINGS) -> bool:
         settings: the kernel's folder of settings for transparent huge pages.
 
     Returns:
-        Whether the kernel was asked and did not refuse. It is not asked where `DOLL_HUGE_PAGES` is 0, where the kernel
-        has no huge pages, where they are larger than 2 MiB, or where this process may not have so much address space.
+        Whether the kernel was asked and did not refuse. It is not asked if `DOLL_HUGE_PAGES` is 0, if the kernel
+        has no huge pages, if they are larger than 2 MiB, or if this process may not have so much address space.
     """
     if os.environ.get(HUGE_PAGES_ENV) == "0" or not 0 < _huge_page_bytes(settings) <= _MAX_HUGE_PAGE_BYTES:
         return False

@@ -17,7 +17,7 @@ VERSION: Final = "version"
 LOSS: Final = "loss"
 """Held-out loss."""
 OF_EVALUATIONS: Final = frozenset({TERM, VERSION, LOSS, "evaluate_s", "prequential_loss", "prequential_window_loss"})
-"""What the evaluator sends of a version beside the task's own metrics."""
+"""The values of a version that the evaluator sends beside the task's own metrics."""
 DELIVERED_TOTAL: Final = "delivered_total"
 """Samples of the producer that Kafka has acknowledged."""
 RATE_PER_S: Final = "rate_per_s"
@@ -32,7 +32,7 @@ CONTROL_REFUSED_TOTAL: Final = "control_refused_total"
 HEARTBEAT_EVERY_S: Final = 10.0
 """A process that has nothing to measure sends a `Metric` without values this often."""
 LEFT: Final = "left"
-"""In the values of a process's last `Metric`: it exits normally, so its silence is no failure."""
+"""The value in a process's last `Metric` that says: it exits normally, so its silence is no failure."""
 
 
 def worker_source(worker: int) -> str:

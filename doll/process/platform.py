@@ -7,6 +7,7 @@ they import must not need what Windows lacks, so `fcntl` is imported here and no
 
 from __future__ import annotations
 
+import io
 import os
 import socket
 import struct
@@ -32,6 +33,12 @@ _SOL_LOCAL: Final = 0  # <sys/un.h> of macOS
 _LOCAL_PEERCRED: Final = 1
 _XUCRED: Final = struct.Struct("=II")  # struct xucred begins with its version and the user
 _XUCRED_BYTES: Final = 76
+
+
+def print_any_text() -> None:
+    """Let standard output escape what its encoding lacks, as standard error does: a report has a λ."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def require_fork() -> None:

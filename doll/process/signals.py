@@ -5,12 +5,33 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_came: set[int] = set()
+
+
+def on_signal(number: int, action: Callable[[], object]) -> Any:
+    """Call `action` at each signal of this number; in the main thread. Returns the earlier handler."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        note(number)
+        action()
+
+    return signal.signal(number, handle)
+
+
+def note(number: int) -> None:
+    """A signal of this number has come, and somebody else handles it."""
+    _came.add(number)
+
+
+def was_terminated() -> bool:
+    """Whether this process has got a SIGTERM that it handled."""
+    return signal.SIGTERM in _came
 
 
 @contextmanager
@@ -23,7 +44,7 @@ def stop_requested() -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in _SIGNALS}
+    before = {number: on_signal(number, stop.set) for number in _SIGNALS}
     try:
         yield stop
     finally:
@@ -46,7 +67,7 @@ class Interrupts:
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        self._before = {number: on_signal(number, self._handle) for number in _SIGNALS}
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -54,13 +75,13 @@ class Interrupts:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def wait(self, seconds: float) -> bool:
-        """Wait so long; False, at once, where a stop is requested."""
+        """Wait so long; False, at once, if a stop is requested."""
         end_s = time.monotonic() + seconds
         while not self.stop_requested and (left_s := end_s - time.monotonic()) > 0:
             time.sleep(min(left_s, 0.2))
         return not self.stop_requested
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self) -> None:
         repeated, self.stop_requested = self.stop_requested, True
         if repeated or not self.graceful:
             raise KeyboardInterrupt

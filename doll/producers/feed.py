@@ -40,10 +40,8 @@ class Feed:
         self._acknowledged = list(positions)
         self._acknowledged_s = time.monotonic()
         self.settled: Callable[[], Sequence[int]] = lambda: ()  # samples of each stream since then, delivered or failed
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.settimeout(_CONNECT_S)
+        self._socket = _connected(path)
         try:
-            self._socket.connect(str(path))
             self._socket.sendall(feed.encode_positions(positions))
         except OSError as exc:
             self._socket.close()
@@ -112,9 +110,29 @@ class Feed:
                 self._socket.settimeout(_POLL_S)
 
 
+def check_program(path: Path) -> None:
+    """Check that the program which feeds a run listens.
+
+    Raises:
+        ConfigError: nobody listens there.
+    """
+    _connected(path).close()
+
+
+def _connected(path: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(_CONNECT_S)
+    try:
+        connection.connect(str(path))
+    except OSError as exc:
+        connection.close()
+        raise _gone(path, exc) from exc
+    return connection
+
+
 def _gone(path: Path, error: OSError | None) -> ConfigError:
     reason = f": {error.strerror or error}" if error is not None else ""
     return ConfigError(
-        f"source.socket {path}: expected the program that feeds this run, which has ended{reason}; go on without it: "
-        "doll resume RUN --set source=null, or with a source of kind jsonl, csv, ..."
+        f"source.socket {path}: expected the program that feeds this run, which has ended{reason}; go on without it, "
+        "with what Kafka has: doll resume RUN --set source=null, or with a source of kind jsonl, csv, ..."
     )

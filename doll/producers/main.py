@@ -14,7 +14,7 @@ from doll.config import FeedSource, JobConfig
 from doll.errors import ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.foreign_topic import require_own_topic
-from doll.kafka.reader import Tail, on_finish
+from doll.kafka.reader import Tail, has_finished, on_finish
 from doll.process.files import write_json
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.metric_names import DELIVERED_TOTAL, LEFT, RATE_PER_S
@@ -52,7 +52,7 @@ def run_producer(
     Args:
         run_folder: where `producer.json`, the final counts of samples, is written.
         say: called with sentences for people; default: the log.
-        until_finished: end also when the parameter server reports that the job has finished.
+        until_finished: end also when the parameter server reports that the job has finished, or has reported it.
 
     Returns:
         The exit code of the process: 0 if every sample taken from the source was delivered, else 1.
@@ -72,6 +72,9 @@ def run_producer(
         LiveWorkers(config, services) if config.arrivals.while_down == "pause" else contextlib.nullcontext() as workers,
         on_finish(config, services, stopped.set) if until_finished else contextlib.nullcontext(),
     ):
+        if until_finished and has_finished(config, services, stopped.is_set):
+            say("the job has finished: nothing is sent")
+            return 0
         positions = find_positions(config, services)
         with _fed_by(config, positions, sender) as feed:
             samples = scheduled_samples(

@@ -117,7 +117,7 @@ class ActionExecutor:
         endable = [
             instance
             for instance in others
-            if instance.is_alive and (instance.notice_s is None or now_s > instance.notice_s + timeout_s)
+            if instance.is_endable and (instance.notice_s is None or now_s > instance.notice_s + timeout_s)
         ]
         if not endable or dry_run:
             return
@@ -130,6 +130,17 @@ class ActionExecutor:
             self._fleet.terminate([instance.id for instance in endable])
         except (ConfigError, ServiceUnavailableError) as exc:
             alarms.append(f"machines of another job could not be ended: {exc}")
+
+    def clear_away(self, ended: Sequence[Instance], *, dry_run: bool) -> None:
+        """The job is over: what the fleet's owner keeps of these ended instances goes."""
+        if not ended or dry_run:
+            return
+        try:
+            if problem := self._lease_problem():
+                raise ServiceUnavailableError(problem)
+            self._fleet.terminate([instance.id for instance in ended])
+        except (ConfigError, ServiceUnavailableError) as exc:
+            log.warning("ended_instances_not_cleared", error=str(exc), action="nothing runs; their owner keeps them")
 
     def _terminate(self, ends: Sequence[Terminate], instances: list[Instance], now_s: float) -> list[ActionResult]:
         for end in ends:
@@ -151,6 +162,10 @@ class ActionExecutor:
         if launch_state.stopped:
             launch_state.cancelled(order)
             return ActionResult(launch, f"not tried: {launch_state.stopped}")
+        if launch_state.is_paused(order.market, now_s):
+            if launch_state.pending[order.slot][1] == now_s:  # else it may have been made before
+                launch_state.cancelled(order)
+            return ActionResult(launch, f"not tried: {launch_state.refusal(order.market)}")
         if problem := self._lease_problem():
             return ActionResult(launch, problem)  # it stays pending, as it may be a repetition
         try:

@@ -193,7 +193,7 @@ def bill_lines(
     for instance in instances:
         pools.setdefault((instance.pool, instance.market), []).append(instance)
     for (pool, market), members in pools.items():
-        start_s = np.array([instance.launched_s for instance in members])
+        start_s = np.array([_costs_from_s(instance) for instance in members])
         ended_s = [now_s if instance.ended_s is None else instance.ended_s for instance in members]
         end_s = np.maximum(start_s, ended_s)
         # A moment's mean is its price.
@@ -204,6 +204,10 @@ def bill_lines(
             served_s = (ready_s.get(instance.id, math.inf), fenced_s.get(instance.id, math.inf))
             lines[instance.id] = _line(instance, rule, ends_s, price, served_s)
     return [lines[instance.id] for instance in instances]
+
+
+def _costs_from_s(instance: Instance) -> float:
+    return instance.launched_s if instance.costs_from_s is None else instance.costs_from_s
 
 
 def _integral(series: Series, at_s: Floats) -> Floats:
@@ -225,7 +229,8 @@ def _line(
         served_s: from when to when its worker was the slot's; infinite where that is not known.
     """
     count, free = instance.machines, rule.is_free(instance)
-    billed_s = 0.0 if free else rule.billed_s(end_s - instance.launched_s)
+    was_never_placed = instance.costs_from_s is not None and end_s <= instance.costs_from_s
+    billed_s = 0.0 if free or was_never_placed else rule.billed_s(end_s - _costs_from_s(instance))
     worked_s = min(billed_s, max(0.0, min(end_s, served_s[1]) - max(instance.launched_s, served_s[0])))
     return BillLine(
         id=instance.id, slot=instance.slot, incarnation=instance.incarnation, market=instance.market,
@@ -332,6 +337,15 @@ class BillingAccount(KeptState):
         self._lines[instance.id] = line
         return line
 
+    def reopen(self, instance: Instance) -> None:
+        """An instance with a final bill runs all the same: it was listed late, or was stopped and started.
+
+        One that was started again costs from then on; one that had never ended is billed from its launch.
+        """
+        line = self._lines.pop(instance.id)
+        if line.ended_s is not None and instance.launched_s >= line.ended_s:
+            self._keep_sum(line)
+
     def bill(
         self,
         running: Collection[Instance],
@@ -348,11 +362,12 @@ class BillingAccount(KeptState):
         bill is at least as high as the last one.
 
         Args:
-            running: instances without a final bill.
+            running: instances; those with a final bill are not billed again.
             otherwise: prices of a worker of so many machines, where none of the pool was ever known.
             announced: the newest published decision, see `expect_earlier_costs`.
             alarms: one is added where prices do not answer.
         """
+        running = [instance for instance in running if instance.id not in self._lines]
         lines, missing = list[BillLine](), list[str]()
 
         def price_of(pool: str, market: Market, start_s: float, end_s: float) -> Series:
@@ -394,8 +409,11 @@ class BillingAccount(KeptState):
     def _archive(self, now_s: float) -> None:
         for id_, line in list(self._lines.items()):
             if now_s - (line.ended_s or now_s) > LINES_KEPT_S:
-                self._archived_bill = replace(self._archived_bill.plus(Bill.of([line])), lines=())
+                self._keep_sum(line)
                 del self._lines[id_]
+
+    def _keep_sum(self, line: BillLine) -> None:
+        self._archived_bill = replace(self._archived_bill.plus(Bill.of([line])), lines=())
 
     def _price_of(self, pool: str, market: Market, start_s: float, end_s: float) -> Series:
         """The feed's answer; its newest price is remembered."""

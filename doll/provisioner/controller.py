@@ -211,12 +211,15 @@ class Controller:
             self._review_workers(turn)
         desired, results = self._plan_and_apply(turn, draining)
         phase = desired.phase
-        if phase == "run" and not self._dry_run and not turn.has_machines:
+        never_worked = not turn.has_machines and not turn.readiness.incarnation_held
+        if phase == "run" and not self._dry_run and never_worked:
             self._launch_state.stop_if_all_refuse(now_s)
         if self._launch_state.stopped and phase == "run":
             phase = "stopped"
         self._raise_alarms(turn, desired, results)
         decision = self._decision(turn, desired, phase, results)
+        if decision.finished and phase != "failed":  # of a job that failed, what its owner keeps says why
+            self._executor.clear_away(turn.instances, dry_run=self._dry_run)
         if not self._dry_run:
             self._last_decision = decision.to_dict()
             self._state_store.append({"kind": "decision", **self._last_decision})
@@ -278,7 +281,8 @@ class Controller:
             announced=self.observed.last_decision, otherwise=self._last_prices,
             machines=self.settings.machines_per_worker, alarms=alarms,
         )  # fmt: skip
-        self._health.review(self.settings, self.observed, instances, readiness, launch_state, self._plan, now_s)
+        if not ends_all:  # a drain has settings of its own, by which nothing is to be stopped
+            self._health.review(self.settings, self.observed, instances, readiness, launch_state, self._plan, now_s)
         return _Turn(now_s, instances, readiness, bill, _UNKNOWN_PRICES if prices is None else prices, alarms)
 
     def _list(self, alarms: list[str]) -> list[Instance] | None:
@@ -289,7 +293,7 @@ class Controller:
             listed = list(self._fleet.instances())
         except (CheckpointError, ConfigError, ServiceUnavailableError) as exc:
             # Credentials that are missing at first are a mistake; later they are being renewed.
-            if isinstance(exc, ConfigError) and not self._has_listed:
+            if isinstance(exc, ConfigError) and not (self._has_listed or self._launch_state.has_launched):
                 raise
             alarms.append(f"the {'lease' if isinstance(exc, CheckpointError) else 'fleet'} does not answer: {exc}")
             return None
@@ -339,8 +343,15 @@ class Controller:
         instances = tracker.merge(listed, now_s, self.settings.limits.listing_lag_s)
         for instance in instances:
             ended = instance.state is InstanceState.ENDED
-            if ended and instance.id in self._account.billed:
-                continue
+            before = tracker.known.get(instance.id)
+            if before is not None and before.ended_s is not None and instance.is_alive:  # stopped, and started again
+                self._bill_ended(before, now_s, alarms)
+            if instance.id in self._account.billed:
+                if ended:
+                    tracker.known.pop(instance.id, None)
+                    continue
+                log.warning("instance_came_back", id=instance.id, state=instance.state, action="billed again")
+                self._account.reopen(instance)
             if ended and instance.id not in tracker.known:
                 ended_s = now_s if instance.ended_s is None else instance.ended_s
                 if now_s - ended_s > LINES_KEPT_S or ended_s <= self._clock.begun_s:
@@ -576,5 +587,5 @@ class Controller:
         self._spent_budget_usd = kept["spent_budget_usd"]
         self._last_decision = kept.get("decision")  # earlier releases had none
         if "health" in kept:  # earlier releases had none
-            self._health.restore(kept["health"], self.settings.max_stall_s)
+            self._health.restore(kept["health"])
         self.positions = {str(name): int(at) for name, at in kept["positions"].items()}

@@ -16,6 +16,7 @@ from doll.config import JobConfig
 from doll.errors import CheckpointError, ConfigError, ServiceUnavailableError
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
+from doll.provisioner.fleets.port import InstanceState
 from doll.provisioner.lease import Lease
 from doll.provisioner.machines import Machines
 from doll.provisioner.planning.state import PlannerSettings
@@ -60,7 +61,9 @@ def drain(
             lease.end("ended")  # so that a standby ends too
             return decision
         if clock() > end_s:
-            left = ", ".join(instance.id for instance in decision.instances if instance.ended_s is None)
+            left = ", ".join(
+                instance.id for instance in decision.instances if instance.state is not InstanceState.ENDED
+            )
             raise ServiceUnavailableError(
                 f"instances not terminated after {TIMEOUT_S:g} s: {left or '; '.join(decision.alarms)}; check them by "
                 "hand"

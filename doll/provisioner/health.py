@@ -2,8 +2,9 @@
 
 A job that cannot advance must not be paid for. Nothing is launched without a parameter server; a slot whose machines
 fail again and again is given up (`LaunchState`); after `max_stall_s` of paid time without an update, or when every slot
-is given up, all machines are ended until a person has acted. While the source sends nothing, machines are ended too,
-and launched again when it sends. See docs/decisions/0049-a-job-that-cannot-advance-is-stopped.md. Pure.
+is given up, all machines are ended until a person clears that (`doll.provisioner.stops`), over all restarts. While the
+source sends nothing, machines are ended too, and launched again when it sends. See
+docs/decisions/0049-a-job-that-cannot-advance-is-stopped.md. Pure.
 """
 
 from __future__ import annotations
@@ -71,10 +72,6 @@ class ProgressWatch(KeptState):
             self.stalled_s += min(max(0.0, now_s - self._seen_s), _MAX_STEP_S)
         self._generation, self._term, self._seen_s = observed.generation, (term, batches), now_s
 
-    def forgive(self) -> None:
-        """A person has started the job again: the time begins again."""
-        self.stalled_s = 0.0
-
 
 def stall_cause(
     observed: Observed, instances: Sequence[Instance], ready: Collection[str], launch_state: LaunchState, now_s: float
@@ -114,6 +111,8 @@ def time_text(at_s: float) -> str:
         return f"{at_s:g} s"  # records are no proof: such a time cannot be
 
 
+_RESTART = "start the provisioner again: doll provision run JOB.yaml"
+_CLEAR = "say so, or a restart changes nothing: doll provision clear JOB.yaml; then " + _RESTART
 _ALARM_FAILURES = 2  # machines in a row; one alone is replaced, and no news
 
 
@@ -191,18 +190,17 @@ class JobHealth:
         return np.array([counts and not launch_state.slots[slot].failures for slot in range(num_slots)], dtype=np.bool_)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON. `failed` is not kept: a new start means that a person has acted."""
-        return self._watch.to_dict()
+        """Plain values for JSON. A supervisor starts again what has ended: `failed` stays until a person clears it."""
+        return {**self._watch.to_dict(), "failed": self.failed}
 
-    def restore(self, kept: Mapping[str, Any], max_stall_s: float) -> None:
+    def restore(self, kept: Mapping[str, Any]) -> None:
         """Continue from what `to_dict` returned.
 
         Raises:
             KeyError, TypeError, ValueError: `kept` is something else.
         """
         self._watch.restore(kept)
-        if self._watch.stalled_s >= max_stall_s:
-            self._watch.forgive()
+        self.failed = str(kept.get("failed", ""))  # earlier releases did not keep it
 
 
 def _waits_for_spot(
@@ -232,7 +230,7 @@ def _slot_alarms(
     if given_up:
         alarms.append(
             f"slots {slot_ranges(given_up)} are given up, nothing is launched for them: "
-            f"{launch_state.slots[given_up[0]].failure}. Correct it, then start the provisioner again"
+            f"{launch_state.slots[given_up[0]].failure}. Correct it, then {_CLEAR}"
         )
     late_s = max(ALARM_S, 2 * plan.planner.boot_s)
     late = sorted({item.slot for item in alive if readiness.not_ready_s.get(item.id, 0.0) > late_s})
@@ -244,7 +242,6 @@ def _slot_alarms(
     return alarms
 
 
-_RESTART = "start the provisioner again: doll provision run JOB.yaml"
 _MARKET_NAMES: dict[Market, str] = {"spot": "spot", "on_demand": "on-demand"}
 
 
@@ -254,7 +251,7 @@ def alarms_of(
     """The alarms of a turn, for people."""
     alarms = list(health.alarms) if desired.phase == "run" else []
     if desired.phase == "failed":
-        alarms.append(f"the job is stopped, and all machines are ended: {health.failed}. Correct it, then {_RESTART}")
+        alarms.append(f"the job is stopped, and all machines are ended: {health.failed}. Correct it, then {_CLEAR}")
     if desired.phase == "idle":
         alarms.append(
             f"the source has sent nothing since {health.idle}: all machines are ended, and launched again when it sends"
@@ -265,7 +262,7 @@ def alarms_of(
         if now_s < launch_state.quota_s(market):
             alarms.append(f"the quota of {name} machines is used up: request an increase")
         elif message := launch_state.refusal(market):
-            alarms.append(f"no {name} machines, for another reason than capacity: {message}")
+            alarms.append(f"no {name} machines, for another reason than capacity: {message}; it is tried again")
     if not desired.feasible and desired.phase == "run":
         alarms.append(
             "the budget does not suffice for the deadline: raise one of them, or accept a later end"

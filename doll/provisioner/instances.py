@@ -56,10 +56,13 @@ class InstanceTracker(KeptState):
         merged = {instance.id: instance for instance in listed}
         self.unlisted = self.known.keys() - merged.keys()
         for id_, known in self.known.items():
-            if id_ in merged and merged[id_].notice_s is None and known.notice_s is not None:
-                # A notice is final, but a fleet object of a new process may not have read it yet.
-                merged[id_] = replace(merged[id_], notice_s=known.notice_s)
-            elif id_ not in merged:
+            if id_ in merged:
+                # A notice is final, but a fleet object of a new process may not have read it yet. One that was stopped
+                # and started, and not seen between, has a new time of its launch: it costs from the first one on.
+                now = merged[id_]
+                launched_s = now.launched_s if known.ended_s is not None else min(now.launched_s, known.launched_s)
+                merged[id_] = replace(now, launched_s=launched_s, notice_s=now.notice_s or known.notice_s)
+            else:
                 is_new = now_s - known.launched_s <= listing_lag_s
                 merged[id_] = known if is_new else _vanished(known, now_s)
         return list(merged.values())
@@ -98,6 +101,7 @@ class InstanceTracker(KeptState):
     def _failed(self, instance: Instance, why: str, launch_state: LaunchState, now_s: float) -> None:
         if instance.id not in self._failures_recorded:
             self._failures_recorded.add(instance.id)
+            why += f": {instance.trouble}" if instance.trouble else ""
             launch_state.instance_failed(instance, why, now_s)
 
     def record_health(
@@ -176,8 +180,8 @@ class InstanceTracker(KeptState):
 
 def _vanished(instance: Instance, now_s: float) -> Instance:
     """An instance that is not listed any more, with the likeliest end."""
-    if instance.state is InstanceState.ENDED:
-        return instance
+    if instance.ended_s is not None:
+        return replace(instance, state=InstanceState.ENDED)
     if instance.notice_s is not None and instance.notice_s <= now_s:
         return replace(instance, state=InstanceState.ENDED, ended_s=instance.notice_s, end_reason=EndReason.INTERRUPTED)
     reason = EndReason.TERMINATED if instance.state is InstanceState.ENDING else EndReason.FAILED

@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, Final, get_args
 
 import msgspec
 
 from doll.provisioner.fleets.port import Instance, LaunchError, LaunchFailure, Order
 from doll.provisioner.kept_state import KeptState
 from doll.provisioner.planning.state import Market
+
+_MOST_PAUSE_S: Final = 300.0  # a right that was taken away for a moment, or a call that nobody knows, is tried again
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,8 @@ class LaunchState(KeptState):
         launches_from_s: nothing is launched before: a predecessor whose state is lost may have made machines that are
             not listed yet.
         run: `Order.run` of new orders.
-        stopped: why nothing is launched until a person has acted; "": launches go on.
+        stopped: why nothing is launched until a person has acted; "": launches go on. It is set at the start of a job
+            only: what has worked before may work again, and is tried again after a pause.
     """
 
     KEPT: ClassVar = {
@@ -109,6 +112,7 @@ class LaunchState(KeptState):
         self.pending: dict[int, tuple[Order, float]] = {}
         self._avoided_pools: dict[Market, dict[str, float]] = {"spot": {}, "on_demand": {}}  # until
         self._quota: dict[Market, float] = {}  # until
+        self._paused: dict[Market, float] = {}  # until; as `_refused`, a successor begins with none
         self._refused: dict[Market, _Refusal] = {}  # since the last launch; a successor begins with none
         self._launched_s: list[float] = []  # within the last minute
         self._failed_launches_s: list[float] = []  # attempts without a machine, within the last minute
@@ -142,6 +146,7 @@ class LaunchState(KeptState):
         attempts = self.slots[order.slot]
         attempts.retry_at_s.pop(order.market, None)
         self._refused.pop(order.market, None)
+        self._paused.pop(order.market, None)
         if order.market == "spot":
             attempts.no_capacity, self.no_capacity_s = False, -math.inf
 
@@ -181,16 +186,22 @@ class LaunchState(KeptState):
                 self._quota["spot"] = now_s + limits.quota_s
             case LaunchFailure.ON_DEMAND_QUOTA:
                 self._quota["on_demand"] = now_s + limits.quota_s
+            case LaunchFailure.CONFIG if self.has_launched:
+                turns = self._refusal(order.market, str(error), now_s)
+                pause_s = min(limits.retry_s * 2.0 ** min(turns - 1, 30), _MOST_PAUSE_S)
+                self._paused[order.market] = now_s + pause_s
             case LaunchFailure.CONFIG:
                 self.stopped = str(error)
-        if order.market == "spot" and error.failure is not LaunchFailure.CONFIG:
+        if order.market == "spot" and not self.stopped:
             attempts.no_capacity, attempts.no_spot_s, self.no_capacity_s = True, now_s, now_s
 
-    def _refusal(self, market: Market, message: str, now_s: float) -> None:
+    def _refusal(self, market: Market, message: str, now_s: float) -> int:
+        """Note a refusal; in how many turns this market has refused since it launched something."""
         refusal = self._refused.setdefault(market, _Refusal(message, now_s))
         if now_s > refusal.last_s:
             refusal.turns += 1
         refusal.message, refusal.last_s = message, now_s
+        return refusal.turns
 
     def interrupted(self, instance: Instance, at_s: float) -> None:
         """A spot machine has its interruption notice, or was interrupted without attempts."""
@@ -232,7 +243,22 @@ class LaunchState(KeptState):
 
     def blocked_s(self, slot: int, market: Market) -> float:
         """Until when nothing of this market is launched for the slot; a time in the past where launches are allowed."""
-        return max(self.slots[slot].retry_at_s.get(market, -math.inf), self._quota.get(market, -math.inf))
+        return max(
+            self.slots[slot].retry_at_s.get(market, -math.inf), self._quota.get(market, -math.inf),
+            self._paused.get(market, -math.inf),
+        )  # fmt: skip
+
+    def is_paused(self, market: Market, now_s: float) -> bool:
+        """The market has just refused an order for a reason that all orders share."""
+        return now_s < self._paused.get(market, -math.inf)
+
+    @property
+    def has_launched(self) -> bool:
+        """A slot has, or had, a machine: the job can be provisioned as it is described."""
+        return any(
+            slot.incarnation > 1 or (slot.incarnation == 1 and not slot.failed and number not in self.pending)
+            for number, slot in enumerate(self.slots)
+        )
 
     def refusal(self, market: Market) -> str:
         """The market's last refusal for another reason than capacity; "" where there was none since the last launch."""
@@ -248,7 +274,7 @@ class LaunchState(KeptState):
         return self.slots[slot].failures >= self.limits.max_failures
 
     def stop_if_all_refuse(self, now_s: float) -> None:
-        """Stop launching where both markets refuse for reasons that a person must remove. No instance runs."""
+        """Stop launching where both markets refuse for reasons that a person must remove. No machine has worked yet."""
         markets: tuple[Market, ...] = get_args(Market)
         if all(self.is_closed(market, now_s) for market in markets):
             messages = dict.fromkeys(self.refusal(market) for market in markets)
@@ -302,16 +328,9 @@ class LaunchState(KeptState):
         return {"pending": pending, **super().to_dict()}
 
     def restore(self, kept: Mapping[str, Any]) -> None:
-        """As `KeptState`. `stopped` is not kept: a new start means that a person has acted.
-
-        A slot that was given up gets one more machine, at once: after a failure of that one it is given up again.
-        """
+        """The state that is kept. `stopped` is not: a new start finds out, which costs one refused order."""
         if len(kept["slots"]) != len(self.slots):
             raise ValueError(f"expected {len(self.slots)} slots, got {len(kept['slots'])}")
         super().restore(kept)
-        for slot in self.slots:
-            if slot.failures >= self.limits.max_failures:
-                slot.failures = self.limits.max_failures - 1
-                slot.retry_at_s.clear()
         orders = [(msgspec.convert(entry["order"], Order), float(entry["since_s"])) for entry in kept["pending"]]
         self.pending = {order.slot: (order, since_s) for order, since_s in orders}

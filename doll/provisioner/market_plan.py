@@ -293,7 +293,9 @@ class MarketPlan(KeptState):
         """
         settings, active = self.planned(observed), self.scale_in.active
         first = self._on_spot is None and fleet_is_empty
-        working = sharing(state, active, observed.capacity_per_s(settings.batch_size))
+        working = sharing(
+            state, active, observed.capacity_per_s(settings.batch_size), observed.without_partition()
+        )  # fmt: skip
         plan = (planner.start if first else planner.plan)(working, settings)
         chosen, reasons, binding, feasible = plan.on_spot, list(plan.reasons), plan.binding, plan.feasible
         expected_usd, finish_s = plan.forecast.expected_cost_usd, plan.forecast.expected_finish_s

@@ -15,11 +15,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from doll.ledger.lineage import Change, Lineage, UpdatesRecord
+from doll.ledger.lineage import Lineage, LineageChange, UpdatesRecord
 from doll.provisioner.kept_state import KeptState, plain
 from doll.provisioner.planning.estimators import AvailabilityEstimator, BootTimeEstimator, RateEstimator
 from doll.provisioner.planning.loss_history import LossHistory
 from doll.provisioner.planning.state import Bools
+from doll.provisioner.streams import Owners, StreamRates
 from doll.records.control import (
     Alive,
     Announce,
@@ -39,9 +40,6 @@ from doll.records.control import (
 from doll.theory.checks import Floats
 
 _MAX_INCARNATION: Final = 10**9
-PAUSE_S: Final = 480.0
-"""A stream without a sample for so long has paused, unless it is so slow that this is nothing unusual."""
-_GAPS_OF_A_PAUSE: Final = 20.0  # mean gaps between two samples; chance makes one of e^-20
 _NEWEST: Final = 0.1  # weight of the newest batch in a worker's mean service time and loss
 
 
@@ -55,7 +53,9 @@ class _Slot(msgspec.Struct):
     since_s: float = 0.0
     last_seen_s: float = 0.0
     left: bool = False
-    read_to: int = -1  # offset in its partition
+    served: tuple[int, ...] = ()  # partitions, by its newest Welcome
+    served_s: float = -math.inf  # when that was written
+    read_to: int = -1  # next offsets of its partitions, added up
     read_at_s: float = 0.0
     service_s: float = 0.0  # recent mean from a granted batch to its stored gradient
     is_cold: bool = False  # its process has computed nothing yet
@@ -97,10 +97,10 @@ class Observed(KeptState):
     KEPT: ClassVar = {
         "slots": list[_Slot], "last_seen_s": float, "version": int, "batches_done": int, "finished": str,
         "generation_s": float, "evaluations": list[tuple[int, float, float | None]],
-        "service": tuple[int, float], "spot": KeptState, "arrived": KeptState, "read": KeptState, "boots": KeptState,
+        "service": tuple[int, float], "spot": KeptState, "streams": KeptState, "read": KeptState, "boots": KeptState,
         "losses": KeptState,
     }  # fmt: skip
-    LATER: ClassVar = ("generation_s", "boots", "losses")
+    LATER: ClassVar = ("generation_s", "boots", "losses", "streams")
 
     def __init__(
         self,
@@ -112,16 +112,13 @@ class Observed(KeptState):
         heartbeat_timeout_s: float = 30.0,
         keeps_losses: bool = False,
     ) -> None:
-        self._arrived = RateEstimator(prior_rates_per_s)
+        self._streams = StreamRates(prior_rates_per_s, samples_per_record)
         self._read = RateEstimator(prior_rates_per_s)
-        self._slots = [_Slot() for _ in self._arrived.per_s()]
+        self._slots = [_Slot() for _ in self._read.per_s()]
         self._samples_per_record = samples_per_record
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self.spot = AvailabilityEstimator(prior_alpha=min(max(prior_alpha, 0.01), 0.99), prior_cycle_s=prior_cycle_s)
         self.boots = BootTimeEstimator()
-        self._ends: tuple[float, list[int]] | None = None
-        self._quiet_s = np.zeros(self.num_slots)  # time without a sample, up to the newest ends
-        self._last_arrival_s: float | None = None  # of any stream; None before the ends are known
         self.last_seen_s = -math.inf
         """Time of the newest heartbeat of any worker."""
         self._ps_last_seen_s = self._ps_since_s = -math.inf
@@ -197,12 +194,12 @@ class Observed(KeptState):
             case _:
                 pass
 
-    def _lineage_changed(self, record: UpdatesRecord, change: Change, at_s: float) -> None:
-        if change is Change.FENCED:
+    def _lineage_changed(self, record: UpdatesRecord, change: LineageChange, at_s: float) -> None:
+        if change is LineageChange.FENCED:
             return
         match record:
             case TermStarted():
-                self._term_started(record, is_new_run=change is Change.GENERATION)
+                self._term_started(record, is_new_run=change is LineageChange.GENERATION)
             case Update():
                 self.version, self.batches_done = max(0, record.version), max(0, record.batches_total)
                 if record.total_weight:
@@ -237,6 +234,11 @@ class Observed(KeptState):
         if record.session < slot.session:
             return
         slot.read_to = -1  # it may read other partitions from now on
+        served = tuple(item.partition for item in record.served if item.partition >= 0)
+        is_known = served == slot.served  # it has joined again, which moves nothing
+        slot.served, slot.served_s = served, at_s
+        if not is_known:
+            self._follow_assignment()
         if record.process != slot.process:
             slot.process, slot.since_s, slot.is_cold = record.process, at_s, True
         slot.session, slot.incarnation, slot.left = record.session, record.incarnation, False
@@ -249,7 +251,8 @@ class Observed(KeptState):
         if slot.read_to >= 0 and record.next_offset == slot.read_to:
             return
         span_s = at_s - slot.read_at_s
-        if slot.read_to >= 0 and record.next_offset > slot.read_to and 0 < span_s <= self._pause_s()[record.worker]:
+        is_pause = span_s > self._streams.pause_s()[record.worker]
+        if slot.read_to >= 0 and record.next_offset > slot.read_to and span_s > 0 and not is_pause:
             tally = np.zeros((2, self.num_slots))
             tally[:, record.worker] = (record.next_offset - slot.read_to) * self._samples_per_record, span_s
             self._read.observe(tally[0], tally[1])
@@ -264,6 +267,8 @@ class Observed(KeptState):
 
     def _term_started(self, record: TermStarted, *, is_new_run: bool) -> None:
         if is_new_run:
+            for slot in self._slots:
+                slot.served, slot.served_s = (), -math.inf
             self.generation_s, self.loss, self.evaluations = record.time_s, math.nan, []
             self.losses.clear()
             self.status = None
@@ -275,43 +280,47 @@ class Observed(KeptState):
         self.losses.cut(record.kept_version)
 
     def observe_ends(self, now_s: float, ends: Sequence[int]) -> None:
-        """The end of each slot's streams, offsets, as seen at `now_s`: how fast samples come while they come. These are
-        the partitions that the slot's worker serves at first, whoever serves them now."""
-        if self._last_arrival_s is None:
-            self._last_arrival_s = now_s
-        if self._ends is not None and now_s > self._ends[0]:
-            before_s, before = self._ends
-            grown = np.maximum(0, np.asarray(ends) - np.asarray(before)) * self._samples_per_record
-            came, span_s = grown > 0, now_s - before_s
-            # A gap between two samples is part of the rate; a pause of the source is not.
-            gap_s = np.where(self._quiet_s <= self._pause_s(), self._quiet_s, 0.0)
-            self._arrived.observe(grown, np.where(came, span_s + gap_s, 0.0))
-            self._quiet_s = np.where(came, 0.0, self._quiet_s + span_s)
-            if came.any():
-                self._last_arrival_s = now_s
-        self._ends = (now_s, list(ends))
+        """The end of each partition, offsets, as seen at `now_s`: how fast samples come while they come."""
+        partitions = len(self._streams.owners)
+        self._streams.observe(now_s, ends)
+        if len(ends) != partitions:
+            self._follow_assignment()
 
-    def _pause_s(self) -> Floats:
-        """How long each stream may be without a sample before it counts as paused, shape (N,)."""
-        return np.maximum(PAUSE_S, _GAPS_OF_A_PAUSE * self._samples_per_record / self._arrived.per_s())
+    def _follow_assignment(self) -> None:
+        """Partitions move while a job runs. What a worker has read of others says nothing of its speed now."""
+        before, owners = self._streams.owners, self._assignment()
+        self._streams.owners = owners
+        moved = owners != before
+        for number in sorted({*owners[moved].tolist(), *before[moved].tolist()}):
+            self._read.forget(number, float(self._streams.per_s()[number]))
+
+    def _assignment(self) -> Owners:
+        """The slot of each partition: the newest Welcome that names it says who serves it. One that none names is
+        served as in a new job."""
+        owners = self._streams.first_owners(len(self._streams.owners))
+        for number in sorted(range(self.num_slots), key=lambda number: self._slots[number].served_s):
+            owners[[partition for partition in self._slots[number].served if partition < len(owners)]] = number
+        return owners
 
     def paused(self) -> Bools:
         """Streams that send nothing though their worker is there to read it, shape (N,)."""
         working = [(holder := self.holder(slot)) is not None and holder.works for slot in range(self.num_slots)]
-        return np.array(working, dtype=np.bool_) & (self._quiet_s > self._pause_s()) & ~self.released
+        return np.array(working, dtype=np.bool_) & self._streams.paused() & ~self.released
+
+    def without_partition(self) -> Bools:
+        """Slots that serve no partition and may get one, shape (N,): their streams are served by others."""
+        return self._streams.without_partition()
 
     def source_silent_since_s(self) -> float | None:
         """Since when no stream has sent anything; None where one has not long ago, or the ends are not known."""
-        if self._last_arrival_s is None or not (self._quiet_s > self._pause_s()).all():
-            return None
-        return self._last_arrival_s
+        return self._streams.last_arrival_s if self._streams.is_silent() else None
 
     # --- what the planner asks --------------------------------------------------------------------------------------
 
     def rates_per_s(self) -> Floats:
-        """λ̂_n: samples that come per second in the streams of each slot, or that its worker can read where those are
-        fewer; shape (N,)."""
-        rates: Floats = np.minimum(self._arrived.per_s(), self._read.per_s())
+        """λ̂_n: samples that come per second in the partitions that each slot serves now, or that its worker can read
+        where those are fewer; shape (N,)."""
+        rates: Floats = np.minimum(self._streams.per_s(), self._read.per_s())
         return rates
 
     @property
@@ -387,6 +396,7 @@ class Observed(KeptState):
         if len(kept["slots"]) != len(self._slots):
             raise ValueError(f"expected {len(self._slots)} slots, got {len(kept['slots'])}")
         super().restore(kept)
+        self._streams.owners = self._assignment()
         self._lineage = Lineage(int(kept["term"]), int(kept.get("generation", 0)))
         seen_s = [-math.inf if at_s is None else float(at_s) for at_s in kept.get("ps_seen_s", (None, None))]
         self._ps_since_s, self._ps_last_seen_s = seen_s

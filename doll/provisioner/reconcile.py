@@ -9,7 +9,7 @@ Rules, slot by slot:
   One that is still there long after its notice is ended.
 - An instance whose worker has not joined in time is ended at once: nothing depends on it. One whose worker has gone
   silent is ended when its successor is ready, or when its slot is given up.
-- Instances of unknown slots, and of a job that has finished, are ended.
+- Instances of unknown slots, of a job that has finished, and stopped ones are ended.
 """
 
 from __future__ import annotations
@@ -115,6 +115,8 @@ def reconcile(status: FleetStatus, launch_state: LaunchState, now_s: float) -> l
             actions.append(_end(instance, "it is still there long after its interruption notice"))
         elif instance.is_alive:
             by_slot.setdefault(instance.slot, []).append(instance)
+        elif instance.is_endable:
+            actions.append(_end(instance, "it is stopped, and its volume costs until it is ended"))
     requests: list[tuple[int, int, Market, str, bool]] = []
     # One slot tries on-demand where spot refuses: a configuration error in both markets shows at the start of a job.
     probing = launch_state.is_closed("spot", now_s)

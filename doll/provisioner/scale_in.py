@@ -86,19 +86,25 @@ def release_refusal(before: PlannerState, after: PlannerState, settings: Planner
     return ""
 
 
-def sharing(state: PlannerState, slots: Bools, capacity_per_s: Floats) -> PlannerState:
+def sharing(
+    state: PlannerState, slots: Bools, capacity_per_s: Floats, without_partition: Bools | None = None
+) -> PlannerState:
     """The state of the slots that have workers, each with its share of the streams of the others.
 
     Args:
-        state: of all slots, each with the rate of its own streams.
+        state: of all slots, each with the rate of the streams that it serves now.
         slots: those with workers, shape (N,).
         capacity_per_s: samples that a worker can compute, shape (N,); 0: not known, and no share is counted on.
+        without_partition: slots whose streams others serve now, shape (N,): one that is to have a worker gets an equal
+            part back from them. None: none.
 
     Raises:
         ValueError: no slot with a rate above 0 is left.
     """
-    own = state.rates_per_s
-    share = float(own[~slots].sum()) / max(1, int(slots.sum()))
+    own, count = state.rates_per_s, max(1, int(slots.sum()))
+    if without_partition is not None and (back := slots & without_partition).any():
+        own = np.where(back, float(own.sum()) / count, own * (1 - int(back.sum()) / count))
+    share = float(own[~slots].sum()) / count
     rates = np.maximum(own, np.minimum(own + share, capacity_per_s))
     return replace(state, rates_per_s=rates).of_slots(slots)
 
@@ -252,8 +258,7 @@ class ScaleIn(KeptState):
         """
         if self._settings is None:
             return [self._recall(slot, "scale-in is switched off") for slot in np.flatnonzero(self.released).tolist()]
-        capacity_per_s = observed.capacity_per_s(asked.batch_size)
-        if self.released.any() and (changes := self._recall_in_danger(state, asked, capacity_per_s)):
+        if self.released.any() and (changes := self._recall_in_danger(state, asked, observed)):
             return changes
         if self._stopped or self._tuner is None:
             return []
@@ -271,14 +276,15 @@ class ScaleIn(KeptState):
         return [SlotChange("release", slot, verdict.why)]
 
     def _recall_in_danger(
-        self, state: PlannerState, asked: PlannerSettings, capacity_per_s: Floats
+        self, state: PlannerState, asked: PlannerSettings, observed: Observed
     ) -> list[SlotChange]:  # fmt: skip
         """As many of the released slots, the fastest stream first, as the deadline needs."""
         assert self._settings is not None
         reserve = _RECALL * self._settings.deadline_reserve
+        of_others = observed.capacity_per_s(asked.batch_size), observed.without_partition()
         changes: list[SlotChange] = []
         for slot in sorted(np.flatnonzero(self.released).tolist(), key=lambda slot: -float(state.rates_per_s[slot])):
-            if not (danger := deadline_at_risk(sharing(state, self.active, capacity_per_s), asked, reserve)):
+            if not (danger := deadline_at_risk(sharing(state, self.active, *of_others), asked, reserve)):
                 break
             changes.append(self._recall(slot, danger))
             self._stopped = f"slots were recalled: {danger}"
@@ -332,8 +338,8 @@ class ScaleIn(KeptState):
                     return refusal
                 per_update = asked.samples_per_update or observed.batches_per_update * asked.batch_size
                 asked = replace(asked, samples=max(asked.samples, needed * per_update if needed else 0.0))
-        capacity_per_s = observed.capacity_per_s(asked.batch_size)
-        before, after = (sharing(state, slots, capacity_per_s) for slots in (self.active, remaining))
+        of_others = observed.capacity_per_s(asked.batch_size), observed.without_partition()
+        before, after = (sharing(state, slots, *of_others) for slots in (self.active, remaining))
         return release_refusal(before, after, asked, settings.deadline_reserve)
 
     # --- kept over restarts

@@ -10,6 +10,7 @@ import numpy as np
 
 from doll.config import JobConfig, ProcessesFleetConfig
 from doll.errors import ConfigError
+from doll.extras import require
 from doll.provisioner.launch_state import LaunchLimits
 from doll.provisioner.planning.plan_request import apply_speed_up, of_workers, planner_settings, updates_to_target
 from doll.provisioner.planning.state import PlannerSettings
@@ -91,8 +92,9 @@ def controller_settings(config: JobConfig) -> tuple[ControllerSettings, list[str
         config: a pilot run in its plan is resolved already (`doll.monitor.state.pilot_run.with_pilot`).
 
     Raises:
-        ConfigError: the work or the rates are not known, or a number is out of its range.
+        ConfigError: the work or the rates are not known, a number is out of its range, or the extra is not installed.
     """
+    require("the provisioner (doll provision, doll spot, fleet.kind: ray)", "provision")
     notes: list[str] = []
     plan, machines = of_workers(config, apply_speed_up(config, config.plan, notes), notes)
     own = config.provision

@@ -142,7 +142,7 @@ def _instance_lines(decision: Mapping[str, Any]) -> list[str]:
     now_s, ready = decision["time_s"], decision["ready"]
     by_slot: dict[int, list[str]] = {}
     for instance in decision["instances"]:
-        if instance["ended_s"] is None:
+        if instance["state"] != InstanceState.ENDED:
             text = instance_text(
                 instance["market"], instance["incarnation"], InstanceState(instance["state"]),
                 is_ready=instance["id"] in ready, has_notice=instance["notice_s"] is not None,

@@ -79,7 +79,7 @@ class CheckpointWriter:
         self._ordered = (after_records, checkpoint)
 
     def poll(self) -> int | None:
-        """Start what is due and collect what is done. Returns the version that has become durable, or None.
+        """Start due writes and collect those that are done. Returns the version that has become durable, or None.
 
         Raises:
             FencedError: a newer parameter server has claimed the job.

@@ -59,7 +59,7 @@ class FileEventLog:
 
 
 def read_log(path: Path) -> tuple[Start, Iterator[LogEntry]]:
-    """What the server of an event log started from, and its entries; a torn last entry (it was killed) ends them.
+    """The start of a server, from its event log, and the log's entries; a torn last entry (it was killed) ends them.
 
     Raises:
         RecordError: it is not an event log of this build; of an entry, when its turn comes.
@@ -93,7 +93,7 @@ def replay(
 ) -> Iterator[Checkpoint]:
     """Each checkpoint that the server of the event log at `path` ordered, in order, bit for bit.
 
-    The last ones may never have been stored, where the server was killed. A checkpoint made on SIGTERM is not among
+    The last ones may never have been stored, if the server was killed. A checkpoint made on SIGTERM is not among
     them: no event asked for it.
 
     Args:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import msgspec
 import torch
 
-from doll.config import JobConfig
+from doll.config import JobConfig, dump_run
 from doll.errors import BadStreamError
 from doll.kafka import topics
 from doll.kafka.foreign_topic import with_partitions
 from doll.kafka.range_reader import RangeReader
 from doll.kafka.reader import PrefetchedBounds
 from doll.kafka.samples_topic import ReplacedSamplesError, describe_samples
-from doll.kafka.start_offsets import start_offsets
+from doll.kafka.start_offsets import deleted_before, start_offsets
 from doll.kafka.topic_watch import TopicWatch
 from doll.kafka.topics import cluster_id
-from doll.ledger.admission import ANY_TERM, admit
+from doll.ledger.admission import ANY_TERM, admit, new_run_id, read_lineage
 from doll.ledger.lineage import Lineage
 from doll.ledger.snapshot_counts import read_counts
 from doll.model.flat_model import FlatModel, build, fingerprint
@@ -27,12 +28,14 @@ from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.memory import keep_freed_memory
 from doll.ps.channels.control_channel import ControlChannel, open_links
 from doll.ps.channels.kafka_channel import KafkaChannel
+from doll.ps.checkpointing import decode_snapshot
+from doll.ps.engine.stopping import reached_before
 from doll.ps.event_log import FileEventLog
 from doll.ps.model.local_host import LocalModelHost
 from doll.ps.model.updater import make_parts
 from doll.ps.server import ParameterServer, Signals, deliver, serve
 from doll.ps.standby import LeaderCheck, wait_for_lease
-from doll.ps.start import Start, make_engine, new_run_id
+from doll.ps.start import Start, make_engine
 from doll.ps.warm_start import begun_with, matched
 from doll.service_checks import require_services
 from doll.services import Services
@@ -57,18 +60,23 @@ def run_ps(
     leader_check: LeaderCheck | None = None,
     fresh: bool = False,
     after_term: int = 0,
+    run_id: str = "",
     check_only: bool = False,
 ) -> int:
     """Serve the job until its stop rule is met (0), or until SIGTERM (0, after a checkpoint; the job can be resumed).
+
+    A server that starts again on a job that has met its stop rule returns 0 at once: it claims and writes nothing. One
+    that replaces another (no `leader_check`, no `standby`) writes the end again, for those who wait for it.
 
     Args:
         standby: begin when no other server has written anything for `ps.lease_s`.
         leader_check: has watched for another leader since the start of this process; None: there is none, or it is to
             be replaced.
-        fresh: a new generation may begin where there is no checkpoint, or only one of a samples topic that was
+        fresh: a new generation may begin if there is no checkpoint, or only one of a samples topic that was
             replaced.
-        after_term: where there is no checkpoint: terms up to this one are known to be of earlier runs on the same
+        after_term: if there is no checkpoint: terms up to this one are known to be of earlier runs on the same
             topics, and a new generation may begin beside them.
+        run_id: what is shared is named by (docs/decisions/0045); "": that of the checkpoint, or a new one.
         check_only: return before anything is claimed, if the job may be served.
 
     Raises:
@@ -81,7 +89,7 @@ def run_ps(
         if check_only:
             _check(config, services, run_folder, fresh, after_term)
             return 0
-        return _run(config, services, run_folder, standby, leader_check, heartbeat, fresh, after_term)
+        return _run(config, services, run_folder, standby, leader_check, heartbeat, fresh, after_term, run_id)
 
 
 def _run(
@@ -93,12 +101,19 @@ def _run(
     heartbeat: Heartbeat,
     fresh: bool,
     after_term: int,
+    run_id: str,
 ) -> int:
     signals = Signals()
     keep_freed_memory()
     model, job_fingerprint, store, code = _open(config, services, run_folder)
     # Refused before the claim: a wrong job file must not fence the server that runs.
-    begins = store.load_newest(job_fingerprint) is None or fresh
+    newest = store.load_newest(job_fingerprint)
+    replaces = not standby and leader_check is None
+    if newest is not None and not (fresh or replaces) and (reason := _finished(config, services, newest)) is not None:
+        hint = "to continue it, change the section stop of the job file"
+        log.info("job_finished", version=newest.version, reason=reason, hint=hint)
+        return 0
+    begins = newest is None or fresh
     initial = matched(config, model) if begins else None
     if standby:
         heartbeat.set_waiting_for("the end of the leader's lease (standby)")
@@ -119,7 +134,8 @@ def _run(
         return signals.leave
 
     blobs = open_blobs(config, services, give_up=give_up)
-    start = _start(config, services, checkpoint, term, term if lineage.newest_term else 0, fresh=fresh)
+    generation = term if lineage.newest_term else 0
+    start = _start(config, services, checkpoint, term, generation, run_id, fresh=fresh)
     if initial is not None and not start.checkpoint:
         initial.load_into(model)
         log.info("initial_weights", **initial.report.to_dict())
@@ -129,7 +145,8 @@ def _run(
     host = LocalModelHost(config, term, updater, blobs, tables, run_id=start.run_id)
     engine = make_engine(config, start, host, job_fingerprint)
     log_path = run_folder / "events" / f"ps-{term:06d}.log"
-    event_log = FileEventLog(log_path, start) if config.checkpoint.event_log else None
+    logged = msgspec.structs.replace(start, job=dump_run(config, run_folder))
+    event_log = FileEventLog(log_path, logged) if config.checkpoint.event_log else None
     channel = ControlChannel(kafka, open_links(config, services, term, start.run_id))
     job = scope_of(config.job, cluster_id(config, services))
     worker_count = WorkerCount(connect_redis(services, timeout_s=1.0, retries=0), job)
@@ -165,14 +182,13 @@ def _run(
     if engine.error:
         raise BadStreamError(
             f"{engine.error} (data.on_bad_records); doll dead list shows all of them. Correct the source, or the task "
-            "and replay them (doll dead replay), then start the job again: it goes on behind them"
+            "and replay them (doll dead replay), then start the job again: it goes on after them"
         )
     return 0
 
 
 def _open(config: JobConfig, services: Services, run_folder: Path) -> tuple[FlatModel, str, CheckpointStore, str]:
-    """The model, its fingerprint, the checkpoint store and the digest of the task's source, on services that answer and
-    topics that exist."""
+    """The model, its fingerprint, the checkpoint store and the digest of the task's source, once services answer."""
     torch.set_num_threads(1)
     require_services(config, services)
     store = open_store(config, run_folder)
@@ -191,6 +207,17 @@ def _admit(
     return admit(config, services, store, location, ANY_TERM if fresh else after_term)
 
 
+def _finished(config: JobConfig, services: Services, newest: Checkpoint) -> str | None:
+    """Why the job of this checkpoint has ended by the stop rule of the job file, as all roles have been told; None: it
+    goes on, or they have not. After a rollback, a regrid or another server the checkpoint has a newer term."""
+    reason = reached_before(config.stop, decode_snapshot(newest))
+    if reason is None:
+        return None
+    lineage = read_lineage(config, services, tail_only=True)
+    is_told = (lineage.newest_term, lineage.version) == (newest.term, newest.version)
+    return reason if is_told and lineage.finished and not lineage.error else None
+
+
 def _check(config: JobConfig, services: Services, run_folder: Path, fresh: bool, after_term: int) -> None:
     """Return if a server may serve the job; raises what `run_ps` does before it claims a term, and as it resumes."""
     model, job_fingerprint, store, _ = _open(config, services, run_folder)
@@ -198,16 +225,17 @@ def _check(config: JobConfig, services: Services, run_folder: Path, fresh: bool,
     if checkpoint is None or fresh:
         matched(config, model)
     _admit(config, services, run_folder, store, fresh, after_term)
-    _start(config, services, checkpoint, 0, 0, fresh=fresh)
+    _start(config, services, checkpoint, 0, 0, "", fresh=fresh)
 
 
 def _start(
-    config: JobConfig, services: Services, checkpoint: Checkpoint | None, term: int, generation: int, *, fresh: bool
-) -> Start:
+    config: JobConfig, services: Services, checkpoint: Checkpoint | None, term: int, generation: int, run_id: str, *,
+    fresh: bool,
+) -> Start:  # fmt: skip
     """Continue from the checkpoint, or begin `generation` at `data.start`.
 
     Args:
-        fresh: begin also where the checkpoint is of another samples topic: what it learned cannot be continued.
+        fresh: begin also if the checkpoint is of another samples topic: what it learned cannot be continued.
 
     Raises:
         ReplacedSamplesError: the samples topic is not the checkpoint's.
@@ -235,13 +263,19 @@ def _start(
                 log.warning("checkpoints_left_behind", reason=str(exc).partition(";")[0])
             else:
                 log.info("resumed", version=checkpoint.version, from_term=checkpoint.term)
-                return Start.resume(term, now, checkpoint, samples.topic_id, counts.run_id or new_run_id())
+                return Start.resume(term, now, checkpoint, samples.topic_id, run_id or counts.run_id or new_run_id())
         config = with_partitions(config, services, begins=True)
         samples = describe_samples(config, services, bounds_of(config.data.num_partitions))
     origins = start_offsets(config, services, samples)
+    if deleted := deleted_before(config, generation, origins):
+        log.warning(
+            "records_deleted_before_start", topic=samples.name, records=sum(deleted), first_offsets=list(deleted),
+            hint="they were older than the topic's retention.ms, by the broker's clock, or by their own if "
+            "message.timestamp.type is CreateTime; doll audit counts them",
+        )  # fmt: skip
     if generation:
         start = str(config.data.start)
         log.warning("generation_started", generation=generation, data_start=start, origins=list(origins))
     return Start(
-        term, now, origins, generation=generation, samples_id=samples.topic_id, run_id=new_run_id()
+        term, now, origins, generation=generation, samples_id=samples.topic_id, run_id=run_id or new_run_id()
     )  # fmt: skip

@@ -3,7 +3,7 @@
 A grid says which offsets a batch number means, and what workers make of a batch: batch size, policy, optimizer. The
 model goes on: its version, its origins in the ledger, its dead letters and its run id stay. What a checkpoint promises
 makes the seam exact. Its batches are a prefix of each partition, their whole steps are in the model, and their update
-records are in Kafka. So the next grid begins at the offset behind the last of them, and all later updates of the grid
+records are in Kafka. So the next grid begins at the offset after the last of them, and all later updates of the grid
 before are void, as after any restart (docs/decisions/0085).
 
 Order of effects: 1. what is wanted is checked; 2. a term is claimed, which fences every server of the grid before; 3.
@@ -53,8 +53,8 @@ _MAY_CHANGE: Final = tuple(item for item in MAY_CHANGE if item.startswith(_OPTIM
 
 
 @dataclass(frozen=True)
-class Regridded:
-    """What a regrid has done.
+class RegridOutcome:
+    """The outcome of a regrid.
 
     Attributes:
         grid: its number: how often the job has been regridded.
@@ -73,7 +73,7 @@ class Regridded:
     optimizer_state: str
 
     def text(self) -> str:
-        """For people, in two lines."""
+        """The outcome for people, in two lines."""
         return (
             f"regridded {self.job} at version {self.version}: batches of {self.records_per_batch} records from offsets "
             f"{', '.join(map(str, self.origins))} on ({self.changes})\n"
@@ -83,7 +83,7 @@ class Regridded:
 
 def regrid(
     config: JobConfig, store: CheckpointStore, *, above_term: int = 0, checked: Callable[[], object] = lambda: None
-) -> Regridded:
+) -> RegridOutcome:
     """Begin the grid of `config` at the newest checkpoint of `store`. No server may serve the job.
 
     Args:
@@ -107,12 +107,12 @@ def regrid(
     return result
 
 
-def _begin(config: JobConfig, store: CheckpointStore, *, term: int) -> tuple[Checkpoint, Regridded]:
+def _begin(config: JobConfig, store: CheckpointStore, *, term: int) -> tuple[Checkpoint, RegridOutcome]:
     """The checkpoint that begins the new grid, checked as by the server that will go on from it; not saved yet."""
     before = store.load_newest(None)
     if before is None:
         raise ConfigError(
-            f"no checkpoint of job {config.job} in {store.location}: expected one to go on from; where the job has not "
+            f"no checkpoint of job {config.job} in {store.location}: expected one to go on from; if the job has not "
             "begun, edit its job file and start it"
         )
     state = regridded(decode_snapshot(before), config.data.records_per_batch, config.training.policy.name)
@@ -123,7 +123,7 @@ def _begin(config: JobConfig, store: CheckpointStore, *, term: int) -> tuple[Che
             f"{store.location}: expected another batch size, policy, optimizer or number of workers than before, got "
             "the same: the job goes on without a regrid"
         )
-    return checkpoint, Regridded(
+    return checkpoint, RegridOutcome(
         config.job, before.version, term, len(state.earlier_grids), state.origins, state.records_per_batch,
         _changes(saved, wanted), optimizer_state,
     )  # fmt: skip

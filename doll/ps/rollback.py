@@ -2,8 +2,8 @@
 
 What was learned since is left behind, and not deleted: its checkpoints stay as long as others, and its updates stay in
 Kafka. The earlier model gets the next number, so that a number never names two models. It begins a grid of its own,
-as after `doll regrid` (`doll.ps.regrid`, whose order of effects this has): with the records behind the earlier version,
-which are learned again, or behind the newest one, and then what lies between is skipped (docs/decisions/0090).
+as after `doll regrid` (`doll.ps.regrid`, whose order of effects this has): with the records after the earlier version,
+which are learned again, or after the newest one, and then what lies between is skipped (docs/decisions/0090).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class RolledBack:
-    """What a rollback has done.
+class RollbackOutcome:
+    """The outcome of a rollback.
 
     Attributes:
         to: the earlier version.
@@ -56,7 +56,7 @@ class RolledBack:
     optimizer_state: str
 
     def text(self) -> str:
-        """For people, in two lines."""
+        """The outcome for people, in two lines."""
         what = "are skipped" if self.skipped else "are learned again"
         return (
             f"rolled back {self.job} from version {self.left} to {self.to}, which is version {self.version} now: the "
@@ -69,7 +69,7 @@ class RolledBack:
 def rollback(
     config: JobConfig, store: CheckpointStore, to: int, *, skip: bool, above_term: int = 0,
     checked: Callable[[], object] = lambda: None,
-) -> RolledBack:  # fmt: skip
+) -> RollbackOutcome:  # fmt: skip
     """Go on from version `to` of `store`. No server may serve the job.
 
     Args:
@@ -97,7 +97,7 @@ def rollback(
 
 def _begin(
     config: JobConfig, store: CheckpointStore, to: int, *, skip: bool, term: int
-) -> tuple[Checkpoint, RolledBack]:
+) -> tuple[Checkpoint, RollbackOutcome]:
     newest, then = store.load_newest(None), store.load_newest(None, to)
     if newest is None or then is None:
         raise VersionUnknownError(f"no checkpoint of job {config.job} in {store.location}: expected one to go back to")
@@ -114,7 +114,7 @@ def _begin(
     )  # fmt: skip
     checkpoint, optimizer_state = converted(config, store, then, state, term=term, command="doll rollback")
     ends = zip_longest(_ends(earlier), _ends(last), fillvalue=0)
-    return checkpoint, RolledBack(
+    return checkpoint, RollbackOutcome(
         config.job, to, newest.version, state.version, term, state.grid, state.origins,
         sum(until - begin for begin, until in ends), skip, optimizer_state,
     )  # fmt: skip
@@ -123,7 +123,7 @@ def _begin(
 def rolled_back(
     earlier: EngineSnapshot, newest: EngineSnapshot, records_per_batch: int, policy: str, *, term: int, skip: bool
 ) -> EngineSnapshot:
-    """The state of `earlier` once more, behind that of `newest`, in a grid of its own. Pure.
+    """The state of `earlier` once more, after that of `newest`, in a grid of its own. Pure.
 
     Of workers, partitions and time it is that of `newest`, and of the model that of `earlier`.
 
@@ -153,6 +153,7 @@ def rolled_back(
         samples_total=earlier.samples_total,
         empty_updates=earlier.empty_updates + version - earlier.version,
         refusals=newest.refusals if skip else earlier.refusals,
+        reached=None,  # by weights that are left behind
         rollbacks=(
             *earlier.rollbacks,
             Rollback(to=earlier.version, grid=earlier.grid, version=version, term=term, skipped=skip),

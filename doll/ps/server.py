@@ -25,7 +25,6 @@ import signal
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FrameType
 from typing import Final, Protocol, TypeAlias, TypeVar, assert_never
 
 import msgspec
@@ -35,6 +34,7 @@ from doll.errors import BlobError, CheckpointError, FencedError, RecordError, Ro
 from doll.model.layout import NO_LAYOUT, WeightsLayout
 from doll.process.fault_points import fault_point
 from doll.process.health import Heartbeat
+from doll.process.signals import on_signal
 from doll.ps.channels.control_channel import ControlChannel
 from doll.ps.checkpointing import CheckpointWriter, encode_snapshot
 from doll.ps.engine import events as ev
@@ -93,11 +93,11 @@ _POLL_S: Final = 0.05
 _READING_POLL_S: Final = 0.002  # while a gradient is on its way from a far store
 _PERIODIC_S: Final = 1.0  # at the latest, while gradients are on their way
 _FLUSH_S: Final = 2.0  # for the last records to be delivered: whoever sent SIGTERM will not wait long
-_FAULT_POINTS: Final[Mapping[type, str]] = {Grant: "ps.after_grant", Durable: "ps.after_durable"}  # behind sending
+_FAULT_POINTS: Final[Mapping[type, str]] = {Grant: "ps.after_grant", Durable: "ps.after_durable"}  # after sending
 
 
 class Outbox(Protocol):
-    """Where the parameter server's records go. Order is kept per destination."""
+    """The port for the parameter server's records. Order is kept per destination."""
 
     def send_command(self, worker: int, record: AnyRecord) -> None:
         """A record on `commands`, for one worker."""
@@ -206,7 +206,7 @@ class ParameterServer:
         self.checkpoints.close()
 
     def prefetch(self, events: Sequence[ev.Event | GetRows]) -> None:
-        """A hint: these events are fed now. Their gradients are read at the same time, where that is cheaper."""
+        """A hint: these events are fed now. Their gradients are read at the same time, if that is cheaper."""
         pushes = [event for event in events if isinstance(event, Push) and self.engine.wants(event)]
         if pushes:
             coming = [push.key for push in pushes if push.is_on_its_way]
@@ -308,7 +308,7 @@ class ParameterServer:
                 self._workers_published = workers
 
     def save_now(self) -> None:
-        """Checkpoint what is applied, whatever is due, and wait for it: this process is about to end.
+        """Checkpoint the applied updates, due or not, and wait for it: this process is about to end.
 
         Nothing is saved while an update record is not safe in Kafka: the durable model would have no lineage.
 
@@ -436,7 +436,7 @@ class ParameterServer:
             )  # fmt: skip
 
     def _with_rows(self, record: NewVersion) -> NewVersion:
-        """With the rows of tables that its worker has asked for and that have changed."""
+        """The record, with the rows of tables that its worker has asked for and that have changed."""
         self._measures.sent_version(record.worker, record.version)
         rows = self._host.changed_rows(record.worker, record.version)
         if rows is None:
@@ -462,7 +462,7 @@ class ParameterServer:
         fault_point("ps.after_update", self._flush_for_fault_point)
 
     def _flush_for_fault_point(self) -> None:
-        """For fault points: what was sent before has arrived."""
+        """Wait until the records sent before have arrived, for fault points."""
         self._outbox.flush(10.0)
 
     def _send_update(self, record: TermStarted | Update | Finished) -> None:
@@ -500,13 +500,13 @@ class Signals:
     partitions = 0  # of the samples topic, when it was looked at last
 
     def __init__(self) -> None:
-        signal.signal(signal.SIGINT, self._on_sigint)
-        signal.signal(signal.SIGTERM, self._on_sigterm)
+        on_signal(signal.SIGINT, self._on_sigint)
+        on_signal(signal.SIGTERM, self._on_sigterm)
 
-    def _on_sigint(self, number: int, frame: FrameType | None) -> None:
+    def _on_sigint(self) -> None:
         self.end_job = True
 
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+    def _on_sigterm(self) -> None:
         self.leave = True
 
     def stop_for_the_topic(self) -> None:
@@ -533,7 +533,7 @@ def serve(
     engine = server.engine
     partitions = len(engine.start.origins)
     looped_s = checked_s = periodic_s = time.monotonic()
-    # Not fed yet, in order. Where the gradient of the first one is on its way, those of others are asked for meanwhile.
+    # Not fed yet, in order. If the gradient of the first one is on its way, those of others are asked for meanwhile.
     events: deque[ev.Event | GetRows] = deque()
     while engine.finished is None:
         incoming = channel.poll(_READING_POLL_S if events else _POLL_S)

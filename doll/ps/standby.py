@@ -29,7 +29,7 @@ _IN_FLIGHT_S: Final = 0.5
 
 
 class LeaderLease:
-    """When a leader's lease ends. Pure: `now` is any monotonic time in seconds.
+    """The end of a leader's lease. Pure: `now` is any monotonic time in seconds.
 
     Attributes:
         term: of the newest leader; 0: none has written anything yet.

@@ -1,8 +1,6 @@
-"""What a parameter server starts from: a checkpoint, or the origins of a new job; and the engine made from it."""
+"""The start of a parameter server: a checkpoint, or the origins of a new job; and the engine made from it."""
 
 from __future__ import annotations
-
-import secrets
 
 import msgspec
 
@@ -22,11 +20,13 @@ class Start(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         term: the server's own.
         now: its monotonic clock, seconds.
-        origins: first offset of the job in each partition; empty where there is a checkpoint.
+        origins: first offset of the job in each partition; empty if there is a checkpoint.
         checkpoint: as `encode_checkpoint` writes it, or b"" for a new job.
         generation: of a new job, see `doll.ledger.lineage`; a checkpoint has its own.
         samples_id: Kafka's id of the samples topic, for a job whose checkpoint has none; "": not known.
-        run_id: of the run: the checkpoint's, or drawn for one that has none, such as a new job (docs/decisions/0045).
+        run_id: of the run: the checkpoint's; or drawn, for one that has none and for a session of `doll resume`
+            (docs/decisions/0045).
+        job: in an event log, the job file that the server ran with, as in its run folder.
     """
 
     term: int
@@ -36,16 +36,12 @@ class Start(msgspec.Struct, frozen=True, array_like=True):
     generation: int = 0
     samples_id: str = ""
     run_id: str = ""
+    job: str = ""
 
     @classmethod
     def resume(cls, term: int, now: float, checkpoint: Checkpoint, samples_id: str = "", run_id: str = "") -> Start:
         """Resume from `checkpoint`."""
         return cls(term, now, (), b"".join(encode_checkpoint(checkpoint)), samples_id=samples_id, run_id=run_id)
-
-
-def new_run_id() -> str:
-    """A run's random name: 16 hexadecimal digits."""
-    return secrets.token_hex(8)
 
 
 def make_engine(config: JobConfig, start: Start, model: HoldsTensors, fingerprint: str = "") -> Engine:
@@ -67,7 +63,7 @@ def make_engine(config: JobConfig, start: Start, model: HoldsTensors, fingerprin
     model.load(checkpoint.tensors)
     snapshot = decode_snapshot(checkpoint)
     snapshot = msgspec.structs.replace(
-        snapshot, samples_id=snapshot.samples_id or start.samples_id, run_id=snapshot.run_id or start.run_id
+        snapshot, samples_id=snapshot.samples_id or start.samples_id, run_id=start.run_id or snapshot.run_id
     )
     try:
         return Engine(settings, policy, term=start.term, now=start.now, snapshot=snapshot)

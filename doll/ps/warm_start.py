@@ -13,7 +13,7 @@ import msgspec
 import numpy.typing as npt
 
 from doll.model.flat_model import FlatModel
-from doll.model.initial_weights import Matched, match
+from doll.model.initial_weights import WeightMatch, match
 from doll.ps.checkpointing import encode_snapshot
 from doll.ps.engine.assignment import first_snapshot
 from doll.ps.start import Start, engine_settings
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from doll.config import JobConfig
 
 
-def matched(config: JobConfig, model: FlatModel) -> Matched | None:
-    """What `training.init_from` gives to this model; None where the job file has none. The model stays as it is.
+def matched(config: JobConfig, model: FlatModel) -> WeightMatch | None:
+    """The match of `training.init_from` with this model; None if the job file has none. The model stays as it is.
 
     Raises:
         ConfigError: there is no such file or run, or what it holds does not fit.

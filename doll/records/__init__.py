@@ -1,1 +1,1 @@
-"""Records on the wire: control records, packed samples, bounds of what comes from outside, what was refused."""
+"""Records on the wire: control records, packed samples, bounds of input from outside, refusals."""

@@ -6,14 +6,19 @@ service that catches four of them stops at the fifth.
 
 from __future__ import annotations
 
+import csv
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
+
+from doll.redaction import redacted
 
 MAX_JSON_CHARS: Final = 16_000_000
 MAX_VALUES: Final = 1_000_000
 MAX_DEPTH: Final = 40
+_MOST_CELL_CHARS: Final = 1_000_000_000
 
 
 class MalformedError(ValueError):
@@ -37,7 +42,7 @@ def json_value(text: str | bytes, *, max_chars: int = MAX_JSON_CHARS) -> Any:
 
 
 def json_object(text: str | bytes, *, max_chars: int = MAX_JSON_CHARS) -> dict[str, Any]:
-    """As `json_value`, of a text that holds an object; MalformedError also where it holds another value."""
+    """The object in a text, with the limits of `json_value`; MalformedError also if the text holds another value."""
     value = json_value(text, max_chars=max_chars)
     if not isinstance(value, dict):
         raise MalformedError(f"expected a JSON object, got {type(value).__name__}")
@@ -84,7 +89,24 @@ def read_text(path: Path, *, max_bytes: int) -> str:
 
 
 def short(value: object, limit: int = 200) -> str:
-    """A value for a message: one line, cut off, without control characters."""
-    text = " ".join(str(value).split())
+    """A value for a message: one line, cut off, without control characters and without credentials in URLs."""
+    text = redacted(" ".join(str(value).split()))
     text = "".join(char if char.isprintable() else "?" for char in text[: limit + 1])
     return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def printable(text: str) -> str:
+    """`text` with control characters escaped, and what else is not printed: it comes from outside, and could steer a
+    terminal, or turn the line around (U+202E)."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+@contextmanager
+def long_cells() -> Iterator[None]:
+    """Read cells of CSV of any length within it, for lines that are bounded: the library's own limit is 128 KB, and one
+    for the whole process."""
+    before = csv.field_size_limit(_MOST_CELL_CHARS)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)

@@ -1,4 +1,4 @@
-"""Which offsets each batch of a partition covers. Pure.
+"""The offsets that each batch of a partition covers. Pure.
 
 A batch covers r offsets, `data.records_per_batch`, if it is not cut. A cut lets a batch end earlier, so that what it
 holds is learned now, and the next one begins where it ends (docs/decisions/0074). So batch j begins at
@@ -51,7 +51,7 @@ class Cuts:
         """Batch `batch` is shorter by so many records.
 
         Raises:
-            ValueError: it is not behind all known cuts, or leaves out nothing.
+            ValueError: it is not after all known cuts, or leaves out nothing.
         """
         if records < 1 or batch < 0 or (self._batches and batch <= self._batches[-1]):
             raise ValueError(f"expected a later batch, and 1 record left out or more, got {batch} and {records}")
@@ -70,12 +70,12 @@ class Cuts:
         at = bisect_left(self._batches, batch)
         return self._sums[at - 1] if at else self._before
 
-    def of(self, batch: int) -> int:
+    def left_out_by(self, batch: int) -> int:
         """Records that the cut of this batch leaves out; 0: it is not cut."""
         return self.before(batch + 1) - self.before(batch) if self._batches else 0
 
     def at(self, batch: int) -> tuple[int, int]:
-        """What cuts of batches below this one have left out, and its own: equal where two read the same batch."""
+        """The records that cuts of batches below this one leave out, and its own: equal if two read the same batch."""
         before = self.before(batch)
         return before, self.before(batch + 1) - before
 
@@ -84,7 +84,7 @@ class Cuts:
         if not self._batches:
             return ()
         begin, end = bisect_left(self._batches, first), bisect_left(self._batches, until)
-        return tuple((batch, self.of(batch)) for batch in self._batches[begin:end])
+        return tuple((batch, self.left_out_by(batch)) for batch in self._batches[begin:end])
 
     def next_cut(self, batch: int) -> int | None:
         """The first cut batch from `batch` on."""
@@ -117,11 +117,11 @@ class Bounds:
     cuts: Cuts = field(default_factory=Cuts)
 
     def lo(self, batch: int) -> int:
-        """The first offset of a batch; of the one behind the last, where the next is to begin."""
+        """The first offset of a batch; of the one after the last, where the next is to begin."""
         return self.origin + batch * self.size - self.cuts.before(batch)
 
     def hi(self, batch: int) -> int:
-        """One above the last offset of a batch."""
+        """The offset after the last one of a batch."""
         return self.lo(batch + 1)
 
     def span(self, batch: int) -> tuple[int, int]:
@@ -150,7 +150,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         version: the last one that was made of its batches.
         origins, applied, left_out: of each partition, as in a checkpoint of that version.
-        skipped: of each partition, how many records behind `ends` are left out of the model; (): none.
+        skipped: of each partition, how many records after `ends` are left out of the model; (): none.
     """
 
     version: int
@@ -162,7 +162,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Per partition, the offset behind the last learned record."""
+        """Per partition, the offset after the last learned record."""
         return ends_of(self.origins, self.records_per_batch, self.applied, self.left_out)
 
     @property

@@ -1,6 +1,6 @@
 """Control records: what crosses Kafka between DOLL's own processes.
 
-Each record is one msgspec struct, encoded as MessagePack behind two bytes: a magic byte and the schema version. Unknown
+Each record is one msgspec struct, encoded as MessagePack after two bytes: a magic byte and the schema version. Unknown
 magic, version or type raises `RecordError`; the reader counts and drops such a record. Sample records are the user's
 own bytes (see `doll.records.packing` for the packed form).
 
@@ -16,6 +16,7 @@ from typing import Final, Literal, TypeVar
 import msgspec
 
 from doll.errors import RecordError, SchemaVersionError
+from doll.records.bounded import printable
 from doll.records.offset_bits import MAX_BITS, bits_of, num_bytes, offsets_of, ranges_of
 
 MAGIC: Final = 0xD0
@@ -25,14 +26,16 @@ _PREFIX: Final = bytes([MAGIC, SCHEMA_VERSION])
 MOST_UNREAD: Final = 8  # partitions that an Alive names
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag=str.lower):
+class ControlRecord(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag=str.lower
+):
     """Base of all control records. Times are Unix seconds of the writer's clock, for people only."""
 
 
 # --- events: worker -> parameter server -------------------------------------------------------------------------------
 
 
-class Join(Record, frozen=True, omit_defaults=True):
+class Join(ControlRecord, frozen=True, omit_defaults=True):
     """A worker process has started, or answers a Hello: `session` is 0 in a new process, else the one it holds."""
 
     worker: int
@@ -41,7 +44,7 @@ class Join(Record, frozen=True, omit_defaults=True):
     incarnation: int = 0  # of the worker's machine, from the provisioner; 0: no number
 
 
-class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, omit_defaults=True):
+class BatchRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, omit_defaults=True):
     """Batches [first, until) of one partition."""
 
     partition: int
@@ -51,15 +54,15 @@ class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=Tr
     cuts: tuple[tuple[int, int], ...] = ()  # of these batches: (batch, records left out)
 
 
-class Announce(Record, frozen=True):
+class Announce(ControlRecord, frozen=True):
     """These batches are complete and retained, in this order: they may be granted (Algorithm 1)."""
 
     worker: int
     session: int
-    runs: tuple[Run, ...]
+    runs: tuple[BatchRange, ...]
 
 
-class Skip(Record, frozen=True):
+class Skip(ControlRecord, frozen=True):
     """Batches [first, until) of a partition hold no record, and all before them are durable: they need no gradient."""
 
     worker: int
@@ -90,14 +93,14 @@ class PushedBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     skipped: tuple[tuple[str, int], ...] = ()  # why its task has left samples out, and how many for each reason
     leader_epoch: int = -1  # Kafka's, of the log: nothing up to the batch's end had a higher one; -1: not known
     weight: float | None = None  # sum of the weights of its usable samples; None: their number
-    packed: tuple[bytes, ...] = ()  # in encoded records only, where shorter: `dead`, `gaps` and `lost` as bits
+    packed: tuple[bytes, ...] = ()  # in encoded records only, if shorter: `dead`, `gaps` and `lost` as bits
 
     @property
     def total_weight(self) -> float:
         return float(self.n_samples) if self.weight is None else self.weight
 
 
-class Push(Record, frozen=True):
+class Push(ControlRecord, frozen=True, omit_defaults=True):
     """The gradient of one set is in the blob store: the sum over consecutive granted batches (Algorithm 2).
 
     Under policies whose workers send steps, it is the sum of the steps that the worker's optimizer made of them.
@@ -106,19 +109,20 @@ class Push(Record, frozen=True):
     worker: int
     session: int
     term: int
-    version: int  # of the weights that the gradients were computed on, of the last batch where they differ
+    version: int  # of the weights that the gradients were computed on, of the last batch if they differ
     key: str  # blob key; "" when no batch holds a usable sample (the gradient is zero)
-    batches: tuple[PushedBatch, ...]  # in the order of their numbers; none where it is the answer to a Settle
+    batches: tuple[PushedBatch, ...]  # in the order of their numbers; none if it is the answer to a Settle
     fetch_s: float = 0.0  # weights, of the whole set
     delta_bytes: int = 0  # of what was read instead of the whole weights of `version`; 0: the whole was read
     store_s: float = 0.0  # gradient, of the whole set
     market: str = ""
     holds_back: bool = False  # a part of the steps of these batches, or of earlier ones, is still at the worker
     is_on_its_way: bool = False  # to the blob store, which is far away: it may come there after this
-    settles: int = -1  # where it has no batches: of the worker's batches below this one nothing is held back any more
+    settles: int = -1  # if it has no batches: of the worker's batches below this one nothing is held back any more
+    absent: bytes = b""  # parameters that none of its samples has used: a bit each, the lowest of the first byte first
 
 
-class Nack(Record, frozen=True):
+class Nack(ControlRecord, frozen=True):
     """A grant cannot be carried out, from batch `batch` on: the weights blob is gone, or a batch is not held here."""
 
     worker: int
@@ -129,7 +133,7 @@ class Nack(Record, frozen=True):
     reason: Literal["weights", "batch"]
 
 
-class GetRows(Record, frozen=True):
+class GetRows(ControlRecord, frozen=True):
     """GET: the worker needs rows of tables; which ones is in the blob store (`doll.storage.sections`)."""
 
     worker: int
@@ -139,7 +143,7 @@ class GetRows(Record, frozen=True):
     key: str  # blob key of the request
 
 
-class Alive(Record, frozen=True):
+class Alive(ControlRecord, frozen=True):
     """Sent every second from the worker's event loop: the process is live and its loop turns."""
 
     worker: int
@@ -152,7 +156,7 @@ class Alive(Record, frozen=True):
     usual: tuple[float, ...] = ()  # of its batches, see `doll.consumers.compute.guard.Guard.usual`; (): not known
 
 
-class Leave(Record, frozen=True):
+class Leave(ControlRecord, frozen=True):
     """The worker leaves: its batches are not granted; its next process announces them again."""
 
     worker: int
@@ -160,7 +164,7 @@ class Leave(Record, frozen=True):
     cause: str
 
 
-class Scale(Record, frozen=True):
+class Scale(ControlRecord, frozen=True):
     """The job is to go on with other workers: `doll scale`, and scale-in by the provisioner."""
 
     workers: int
@@ -168,13 +172,13 @@ class Scale(Record, frozen=True):
     released: tuple[int, ...] | None = None  # of these, workers that serve nothing; None: those that there are
 
 
-class SourceEnded(Record, frozen=True):
+class SourceEnded(ControlRecord, frozen=True):
     """A source has sent its last record: what the partitions hold is learned, also what fills no batch or group."""
 
     ends: tuple[int, ...]  # of each partition: one above its last offset then
 
 
-class Evaluated(Record, frozen=True):
+class Evaluated(ControlRecord, frozen=True):
     """Held-out metrics of one published version, from the evaluator."""
 
     term: int
@@ -200,7 +204,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     flush_until: int = 0  # as in a Flush
 
 
-class Welcome(Record, frozen=True, omit_defaults=True):
+class Welcome(ControlRecord, frozen=True, omit_defaults=True):
     """Answer to Join: the session to use, and the partitions to serve. It comes again when these change."""
 
     term: int
@@ -218,7 +222,7 @@ class Welcome(Record, frozen=True, omit_defaults=True):
     grid: int = 0  # see `TermStarted`; a worker of another one ends
 
 
-class Grant(Record, frozen=True):
+class Grant(ControlRecord, frozen=True):
     """Compute the gradients of consecutive batches, at weights that are not older than `min_version`.
 
     Batch `first + i` of the worker is granted by `grant_ids[i]`, and is `batches[i]`. The Push says which version was
@@ -239,7 +243,7 @@ class Grant(Record, frozen=True):
     left_out: tuple[tuple[int, int], ...] = ()
 
 
-class NewVersion(Record, frozen=True):
+class NewVersion(ControlRecord, frozen=True):
     """Weights were published that no grant has asked for yet: policies that send versions to their workers."""
 
     term: int
@@ -251,7 +255,7 @@ class NewVersion(Record, frozen=True):
     rows_since: int = 0
 
 
-class RowsStored(Record, frozen=True):
+class RowsStored(ControlRecord, frozen=True):
     """Answer to GetRows: the rows are in the blob store."""
 
     term: int
@@ -263,15 +267,15 @@ class RowsStored(Record, frozen=True):
     included: int  # as in a Grant
 
 
-class Flush(Record, frozen=True):
-    """A source has ended: announce what was read below these offsets, also where it fills no batch."""
+class Flush(ControlRecord, frozen=True):
+    """A source has ended: announce what was read below these offsets, also if it fills no batch."""
 
     term: int
     worker: int
     until: dict[int, int]  # offsets, by partition
 
 
-class Settle(Record, frozen=True):
+class Settle(ControlRecord, frozen=True):
     """Push what is held back of the steps of the worker's batches below `until`: they are to become durable. 0: push
     what is computed and kept for a push of more batches; no more will come."""
 
@@ -281,23 +285,23 @@ class Settle(Record, frozen=True):
     until: int
 
 
-class Durable(Record, frozen=True):
+class Durable(ControlRecord, frozen=True):
     """Batches below `until` of each partition are in a checkpoint: acknowledge them to Kafka and release them."""
 
     term: int
     worker: int
     until: dict[int, int]  # by partition
     batches: int  # how many of this worker's batches are in it: the first so many
-    left_out: dict[int, int] = {}  # by partition, where there are any: records that cuts of these batches have left out
+    left_out: dict[int, int] = {}  # by partition, if there are any: records that cuts of these batches have left out
 
 
-class Hello(Record, frozen=True):
+class Hello(ControlRecord, frozen=True):
     """A parameter server has started: answer with Join."""
 
     term: int
 
 
-class Fence(Record, frozen=True):
+class Fence(ControlRecord, frozen=True):
     """This process has been replaced by a newer one of the same worker: exit."""
 
     term: int
@@ -305,7 +309,7 @@ class Fence(Record, frozen=True):
     process: str
 
 
-class Stop(Record, frozen=True):
+class Stop(ControlRecord, frozen=True):
     """The job has ended."""
 
     term: int
@@ -315,7 +319,7 @@ class Stop(Record, frozen=True):
 # --- control links: parameter server <-> worker, beside Kafka ---------------------------------------------------------
 
 
-class Attach(Record, frozen=True):
+class Attach(ControlRecord, frozen=True):
     """First record of a worker on a control link: which process it is, and of which term and run its server."""
 
     worker: int
@@ -324,7 +328,7 @@ class Attach(Record, frozen=True):
     run_id: str = ""
 
 
-class Attached(Record, frozen=True):
+class Attached(ControlRecord, frozen=True):
     """Answer to Attach: from now on this link carries the worker's grants."""
 
     term: int
@@ -333,11 +337,11 @@ class Attached(Record, frozen=True):
     run_id: str = ""
 
 
-class Ping(Record, frozen=True):
+class Ping(ControlRecord, frozen=True):
     """The sender is live and had nothing else to send for a second."""
 
 
-class Detach(Record, frozen=True):
+class Detach(ControlRecord, frozen=True):
     """Last record of a control link."""
 
     reason: str
@@ -346,7 +350,7 @@ class Detach(Record, frozen=True):
 # --- updates: lineage and audit ---------------------------------------------------------------------------------------
 
 
-class TermStarted(Record, frozen=True, omit_defaults=True):
+class TermStarted(ControlRecord, frozen=True, omit_defaults=True):
     """A parameter server started from the checkpoint of `resumed_version`; see `kept_version`."""
 
     term: int
@@ -356,7 +360,7 @@ class TermStarted(Record, frozen=True, omit_defaults=True):
     time_s: float
     generation: int = 0  # term of the generation's first server; 0: the first (`doll.ledger.lineage`)
     resumed_batches: int = 0  # batches in the resumed model
-    run_id: str = ""  # random; of all terms of one generation, also of terms that resume it
+    run_id: str = ""  # random; of all terms of a session of `doll up`, or of a generation elsewhere
     grid: int = 0  # how often the generation was regridded before (docs/decisions/0085)
     init_from: str = ""  # whose weights the generation began with, see `EngineSnapshot.init_from`
     rolled_back_to: int = -1  # the version that `resumed_version` is again (docs/decisions/0090); -1: none
@@ -400,7 +404,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return float(self.n_samples) if self.weight is None else self.weight
 
 
-class Update(Record, frozen=True):
+class Update(ControlRecord, frozen=True):
     """One applied update: version `version` is version - 1 plus these batches, and what of earlier ones it settles."""
 
     term: int
@@ -423,14 +427,14 @@ class Update(Record, frozen=True):
         return sum(member.total_weight for member in self.members)
 
 
-class Finished(Record, frozen=True):
+class Finished(ControlRecord, frozen=True):
     """The job has ended; `version` is the last one and is in a checkpoint."""
 
     term: int
     version: int
     reason: str
     time_s: float
-    error: str = ""  # why it cannot go on, where that ended it: no stop rule was met
+    error: str = ""  # why it cannot go on, if that ended it: no stop rule was met
 
 
 # --- dead and metrics -------------------------------------------------------------------------------------------------
@@ -440,8 +444,8 @@ class Finished(Record, frozen=True):
 DeadLetterCode = Literal["empty", "too_long", "unreadable", "not_packed", "undecodable", "harmful", "replayed"]
 
 
-class DeadLetter(Record, frozen=True):
-    """A user record that could not be learned. `payload` is the record, cut to `payload_bytes` where it was longer."""
+class DeadLetter(ControlRecord, frozen=True):
+    """A user record that could not be learned. `payload` is the record, cut to `payload_bytes` if it was longer."""
 
     worker: int
     partition: int
@@ -456,8 +460,12 @@ class DeadLetter(Record, frozen=True):
     time_s: float = 0.0
     term: int = 0  # of the server that its worker knew, which tells the generation
 
+    def __post_init__(self) -> None:
+        # Of its making and of its reading: a reason repeats what was in a record.
+        msgspec.structs.force_setattr(self, "reason", printable(" ".join(self.reason.split())))
 
-class Metric(Record, frozen=True):
+
+class Metric(ControlRecord, frozen=True):
     """Measurements of one process; every name ends in its unit or counts something (`_total`)."""
 
     source: str  # "worker-3", "ps", "evaluator", "producer"
@@ -488,7 +496,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What limits the job (`doll.ps.engine.limit`).
+    """The limit of the job (`doll.ps.engine.limit`).
 
     `dry`: others wait for a worker whose partitions hold no record to read. `slow`: others wait for a worker that takes
     longer for a batch. `partition`: one partition has most of the unread records, and its worker computes all the time.
@@ -505,7 +513,7 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the consistency policy gave and cost since its server began the term (`doll.ps.engine.measures`)."""
+    """The gain and cost of the consistency policy since its server began the term (`doll.ps.engine.measures`)."""
 
     staleness: Mapping[int, int] = {}  # reads by their difference, see `doll.theory.staleness`
     staleness_total: int = 0  # sum of the differences
@@ -534,7 +542,7 @@ class TableStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     refused: int  # gradients of ids without a row, which were dropped
 
 
-class ServerStatus(Record, frozen=True):
+class ServerStatus(ControlRecord, frozen=True):
     """The parameter server's state, on `metrics` once a second: also its heartbeat, from which a standby elects."""
 
     term: int
@@ -566,8 +574,8 @@ class ServerStatus(Record, frozen=True):
     tables: tuple[TableStatus, ...] = ()  # bounded ones
 
 
-class ProvisionDecision(Record, frozen=True):
-    """What the provisioner decided in one turn: for people and dashboards, and for a successor without its state file.
+class ProvisionDecision(ControlRecord, frozen=True):
+    """The decision of the provisioner in one turn: for people, dashboards, and a successor without its state file.
 
     It goes to `metrics`, whose readers skip records that they do not know; the audit treats an unknown record on
     `updates` as damage.

@@ -1,4 +1,4 @@
-"""What a program and the producer that it feeds say to each other, over a Unix socket on one machine. Pure.
+"""The protocol between a program and the producer that it feeds, over a Unix socket on one machine. Pure.
 
 The producer begins with a line of JSON: the number of samples of this source that each stream has already. It sends
 such a line again as Kafka acknowledges more. The program answers with frames: a head of 8 bytes (length and stream,
@@ -32,7 +32,7 @@ def encode_positions(positions: Sequence[int]) -> bytes:
 
 
 def decode_positions(line: bytes, streams: int) -> list[int]:
-    """What `encode_positions` made.
+    """Decode the result of `encode_positions`.
 
     Raises:
         RecordError: it is not one number for each of the streams.

@@ -16,7 +16,7 @@ _ONES: Final = re.compile("1+")
 
 
 def num_bytes(first: int, until: int) -> int:
-    """What `bits_of` needs for ranges of offsets between these."""
+    """The size of the result of `bits_of` for ranges of offsets between these."""
     return _BASE_BYTES + (until - first + 7) // 8
 
 

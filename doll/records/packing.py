@@ -20,7 +20,7 @@ _HEADER: Final = struct.Struct("<4sBBHII")
 HEADER_BYTES: Final = _HEADER.size
 
 
-class Packed(NamedTuple):
+class PackedRecord(NamedTuple):
     """The samples of a packed record: `body` has them concatenated, `width` bytes each (0: see `bounds`)."""
 
     num_samples: int
@@ -50,7 +50,7 @@ def pack(samples: Sequence[bytes]) -> bytes:
     return b"".join((_HEADER.pack(MAGIC, VERSION, 0, 0, len(samples), 0), table, *samples))
 
 
-def unpack(value: bytes | memoryview, max_count: int) -> Packed:
+def unpack(value: bytes | memoryview, max_count: int) -> PackedRecord:
     """The samples packed in `value`.
 
     Raises:
@@ -72,7 +72,7 @@ def unpack(value: bytes | memoryview, max_count: int) -> Packed:
     if width:
         if len(body) != count * width:
             raise SampleError(f"expected {count} samples of {width} bytes, got {len(body)} bytes")
-        return Packed(count, width, body, ())
+        return PackedRecord(count, width, body, ())
     if len(body) < 4 * count:
         raise SampleError(f"expected {count} sample lengths, got {len(body)} bytes")
     bounds = [0]
@@ -83,4 +83,4 @@ def unpack(value: bytes | memoryview, max_count: int) -> Packed:
     body = body[4 * count :]
     if len(body) != bounds[-1]:
         raise SampleError(f"expected {bounds[-1]} bytes of samples, got {len(body)}")
-    return Packed(count, 0, body, tuple(bounds))
+    return PackedRecord(count, 0, body, tuple(bounds))

@@ -13,8 +13,7 @@ import msgspec
 from doll.records.control import ServerStatus, WorkerStatus, encode
 
 COMPRESSED: Final = 2
-"""By which factor the long ones are compressed at least, with all numbers at random: tests/integration/
-test_record_sizes.py."""
+"""The least factor by which compression shortens the long records (tests/integration/test_record_sizes.py)."""
 STATUS_LIMIT_BYTES: Final = 1_800_000  # before compression
 _MOST_REASONS: Final = 500  # of 200 characters, which may compress badly
 _STATUS_BYTES: Final = 256  # of a worker, without a text for which it waits
@@ -59,12 +58,11 @@ def _essential(worker: WorkerStatus) -> WorkerStatus:
 
 
 def status_bytes(workers: int) -> int:
-    """What a status of so many workers may take, before compression."""
+    """The largest size of a status of so many workers, before compression."""
     return min(_STATUS_BYTES * workers, max(STATUS_LIMIT_BYTES, _ESSENTIAL_BYTES * workers))
 
 
 def update_bytes(batches: int, records_per_batch: int = 0) -> int:
-    """What an update of so many batches may take, before compression, also where every other record is refused or not
-    there."""
+    """The largest size of such an update before compression, also if every other record is refused or not there."""
     names = COMPRESSED * 2 * (records_per_batch + 7) // 8 if records_per_batch > _NAMED_IN_MEMBER else 0
     return (_MEMBER_BYTES + names) * batches

@@ -23,11 +23,11 @@ class UnreadValue(bytes):
 
     code: DeadLetterCode  # of its dead letter
     reason: str
-    num_bytes: int  # of the value; 0 where it is not known
+    num_bytes: int  # of the value; 0 if it is not known
     head: bytes  # its first bytes
 
     @classmethod
-    def of(cls, code: DeadLetterCode, reason: str, num_bytes: int = 0, head: bytes = b"") -> UnreadValue:
+    def with_reason(cls, code: DeadLetterCode, reason: str, num_bytes: int = 0, head: bytes = b"") -> UnreadValue:
         self = cls()
         self.code, self.reason, self.num_bytes, self.head = code, reason, num_bytes, head
         return self
@@ -57,7 +57,7 @@ class ReasonCounts:
 
 
 class RefusalState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint keeps of `Refusals`."""
+    """The state of `Refusals` in a checkpoint."""
 
     reasons: tuple[tuple[str, int], ...] = ()
     window: tuple[tuple[int, int], ...] = ()  # records and refused ones, the oldest first
@@ -96,7 +96,7 @@ class Refusals:
             self.recent_refused -= gone_refused
 
     def problem(self, share: float | None, first_records: int) -> str | None:
-        """Why the job cannot go on; None: it can. Once there are `first_records`, at least `share` must be refused."""
+        """The reason why the job ends; None: it goes on. After `first_records`, at least `share` must be refused."""
         records, refused = self.recent_records, self.recent_refused
         if share is None or not refused or records < first_records or refused < share * records:
             return None
@@ -109,6 +109,6 @@ class Refusals:
         self.recent_records = self.recent_refused = 0
 
     def state(self) -> RefusalState:
-        """For a checkpoint."""
+        """The state for a checkpoint."""
         window = tuple((records, refused) for records, refused in self._buckets)
         return RefusalState(reasons=self.reasons.in_order(), window=window, skipped=self.skipped.in_order())

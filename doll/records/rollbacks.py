@@ -1,4 +1,4 @@
-"""What `doll rollback` leaves in the lineage of a model. Pure."""
+"""The marks that `doll rollback` leaves in the lineage of a model. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Rollback(msgspec.Struct, frozen=True, kw_only=True):
         return term < self.term and (version > self.to or (version == self.to and grid > self.grid))
 
     def text(self) -> str:
-        """For people."""
+        """The rollback in words, for people."""
         since = "the samples since then are skipped" if self.skipped else "the samples since then are learned again"
         return f"version {self.version} is version {self.to} again (doll rollback): {since}"
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from doll.config import JobConfig, load
+from doll.config.fingerprint import PATH_ENDINGS
+from doll.config.source import PythonSource
 from doll.errors import ConfigError
 
 _SPOT: Final = "market"  # runs with `doll spot`, the others with `doll up`
@@ -89,6 +91,11 @@ def missing_files(config: JobConfig) -> list[tuple[str, Path]]:
     named_files = [("arrivals.trace", config.arrivals.trace)]
     for key in ("path", "images", "labels"):
         named_files.append((f"source.{key}", getattr(config.source, key, None)))
+    if isinstance(source := config.source, PythonSource):
+        module = source.of.rpartition(":")[0]
+        named_files.append(("source.of", Path(module) if module.endswith(".py") else None))
+        paths = {key: value for key, value in source.args.items() if key.endswith(PATH_ENDINGS)}
+        named_files += [(f"source.args.{key}", Path(value)) for key, value in paths.items() if isinstance(value, str)]
     return [
         (key, config.path(path)) for key, path in named_files if path is not None and not config.path(path).exists()
     ]

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+import numpy as np
+
 import doll
 from doll.errors import CheckpointError, ConfigError
 from doll.process.files import refuse_unwritable, replacing, write_atomically, write_json
@@ -40,13 +42,6 @@ from doll.task.base import load_task
 model = load_task(load(Path("job.yaml"))).build_model()  # the job file, of the run folder or your own
 model.load_state_dict(load_file("model.safetensors"))
 model.eval()
-"""
-# Its layer has no weight: the ids that have rows, and these.
-_HOW_TO_LOAD_BOUNDED = """\
-from safetensors.torch import load_file
-tensors = load_file("model.safetensors")
-# of a doll.BoundedEmbedding `name`: row i, tensors["name.rows"][i], is that of id tensors["name.ids"][i]
-# ids increase; another id has the row initial_rows(SEED, "name.weight", WIDTH, SCALE).of(ids) of doll.tables.bounds
 """
 _HOW_TO_RUN: Final = {
     "onnx": """\
@@ -119,7 +114,7 @@ def write_model(
 ) -> dict[str, Any]:
     """Write `stored`, weights of `model`; see `export_model`."""
     stored.load_into(model)
-    tensors = _tensors(model, stored)
+    tensors = tensors_of(model, stored)
     content: dict[str, Any] = {
         "job": config.job,
         "version": stored.version,
@@ -131,7 +126,7 @@ def write_model(
         "fingerprint": stored.fingerprint,
         "format": options.format,
         "file": _FILE,
-        "how_to_load": (_HOW_TO_LOAD_BOUNDED if stored.bounded else _HOW_TO_LOAD).splitlines(),
+        "how_to_load": _HOW_TO_LOAD.splitlines(),
         "doll_version": doll.__version__,
     }
     if options.format == SAFETENSORS:
@@ -153,20 +148,27 @@ def write_model(
     return content
 
 
-def _tensors(model: FlatModel, stored: StoredWeights) -> dict[str, torch.Tensor]:
+def tensors_of(model: FlatModel, stored: StoredWeights) -> dict[str, torch.Tensor]:
+    """The tensors of a `state_dict()` of the task's module as `build_model` makes it, tables included, which `model`
+    has not. `stored` has been loaded into it. They share no memory, which safetensors refuses."""
     import torch
 
-    # Copies: safetensors refuses tensors that share memory, and all parameters are views of one vector.
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in model.module.state_dict().items()}
-    if model.tables is not None:
-        for table, bounded in stored.bounded.items():
-            parts = {"ids": bounded.ids, "rows": bounded.values}
-            tensors |= {part_name(table, part): torch.from_numpy(array) for part, array in parts.items()}
-        for table, names in model.tables.names.items():
-            if table in stored.bounded:
-                continue
-            rows = torch.from_numpy(stored.tables[table])
-            tensors |= {name: rows if name == names[0] else rows.clone() for name in names}
+    if model.tables is None:
+        return tensors
+    for table, names in model.tables.names.items():
+        if table in stored.bounded:
+            key = np.uint64(model.tables.bounds[table].initial.key).astype(np.int64)
+            ids, rows = stored.bounded[table].ids, stored.bounded[table].values
+            parts = [
+                {part_name(name, "ids"): ids, part_name(name, "rows"): rows, part_name(name, "key"): np.array(key)}
+                for name in names
+            ]
+        else:
+            parts = [{name: stored.tables[table]} for name in names]
+        for number, arrays in enumerate(parts):
+            given = {name: torch.from_numpy(array) for name, array in arrays.items()}
+            tensors |= {name: tensor.clone() if number else tensor for name, tensor in given.items()}
     return tensors
 
 

@@ -1,25 +1,25 @@
 """A run folder: the files of one run, under fixed names.
 
-`job.yaml` (resolved, so that it loads from anywhere), `job.grid-<n>.yaml` (that of each earlier grid), `stack.json`
-(addresses of Kafka and Redis), `roles.json` (ids of the running processes), `health.json` (ports of the health probes),
-`init_from.json` (what it began with), `events.jsonl` (what happened to its processes), `logs/`, `checkpoints/`,
-`updates.csv`, `evaluations.csv` and, at the end, `newest_updates.msgpack`, `model/`, `audit.json`, `report.json` and
-`progress.png`.
+`job.yaml` (resolved, so that it loads from anywhere; what is inside of the folder is relative to it),
+`job.grid-<n>.yaml` (that of each earlier grid), `stack.json` (addresses of Kafka and Redis, and where the folder was
+then), `roles.json` (ids of the running processes), `health.json` (ports of the health probes), `init_from.json` (what
+it began with), `events.jsonl` (what happened to its processes), `logs/`, `checkpoints/`, `updates.csv`,
+`evaluations.csv` and, at the end, `newest_updates.msgpack`, `model/`, `audit.json`, `report.json` and `report.html`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import re
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
-from doll.config import JobConfig, dump
-from doll.errors import ConfigError
+from doll.config import JobConfig, dump_run
+from doll.errors import ConfigError, ServiceUnavailableError
 from doll.process.files import read_json, write_atomically, write_json
 from doll.process.platform import lock_exclusively
 from doll.services import Services
@@ -39,24 +39,60 @@ class RunFolder:
         self.roles: Final = path / "roles.json"
         self.health: Final = path / "health.json"
         self.logs: Final = path / "logs"
-        self.plot: Final = path / "progress.png"
+        self.page: Final = path / "report.html"
         self.model: Final = path / "model"
         self.dead: Final = path / "dead.json"
         self.report: Final = path / "report.json"
         self.init_from: Final = path / "init_from.json"  # what the job began with (`training.init_from`)
 
     def write_job(self, config: JobConfig, to: Path | None = None) -> None:
-        """Write the resolved job file; relative paths in it keep their meaning.
+        """Write the resolved job file; relative paths in it keep their meaning, also if this folder is copied.
 
         Args:
             to: in place of `job`.
         """
-        base = yaml.safe_dump({"base_folder": str(config.base_folder.resolve())}, allow_unicode=True)
-        write_atomically(to or self.job, dump(config) + base, durable=True)
+        write_atomically(to or self.job, dump_run(config, self.path), durable=True)
 
     def write_stack(self, services: Services, **fields: Any) -> None:
-        """Record the addresses of the services; they hold no secret."""
-        write_json(self.stack, {"kafka": services.kafka, "redis": services.redis, "blobs": services.blobs, **fields})
+        """Record the addresses of the services, which hold no secret, and that this folder uses them."""
+        addresses = {"kafka": services.kafka, "redis": services.redis, "blobs": services.blobs}
+        write_json(self.stack, {**addresses, "folder": str(self.path), **fields})
+
+    def recorded(self) -> dict[str, Any]:
+        """What `stack.json` says.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        return read_json(self.stack)
+
+    def earlier_place(self) -> Path | None:
+        """Where this folder was when the run was last started, if it was copied or moved since; else None.
+
+        Raises:
+            ConfigError: `stack.json` cannot be read.
+        """
+        place = Path(str(self.recorded().get("folder", self.path)))
+        with contextlib.suppress(OSError):
+            return None if place == self.path or place.samefile(self.path) else place
+        return place
+
+    def refuse_copy(self, shared: str) -> None:
+        """Refuse to change what a copy of a run folder has in common with the run that it was copied from.
+
+        Args:
+            shared: what that is.
+
+        Raises:
+            ConfigError: this folder is a copy, and the original is still there.
+        """
+        original = self.earlier_place()
+        if original is not None and (original / STACK).is_file():
+            raise ConfigError(
+                f"{self.path} is a copy of {original}, and both have the same {shared}: expected one folder that goes "
+                f"on with them; use {original}, or move it away, or begin a job of its own with these weights: doll up "
+                f"--set training.init_from={self.path} --set job=NAME"
+            )
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -77,11 +113,18 @@ class RunFolder:
         """The services of this run; None if none are recorded.
 
         Raises:
-            ConfigError: `stack.json` cannot be read.
+            ConfigError: `stack.json` cannot be read, or the services are those of a run that this folder is a copy of.
+            ServiceUnavailableError: they run only where the folder was before it was copied or moved.
         """
         if not self.stack.exists():
             return None
-        recorded = read_json(self.stack)
+        recorded = self.recorded()
+        if (place := self.earlier_place()) is not None:
+            if recorded.get("kafka_kind") == "local":
+                raise ServiceUnavailableError(
+                    f"{self.path} was copied or moved from {place}, and its Kafka does not run: doll resume starts it"
+                )
+            self.refuse_copy(f"records, on Kafka at {recorded.get('kafka')}")
         try:
             blobs = str(recorded.get("blobs", ""))  # a folder of this machine, as long as the run lasts
             return Services(
@@ -89,6 +132,12 @@ class RunFolder:
             )
         except (KeyError, TypeError) as exc:
             raise ConfigError(f"{self.stack}: expected the keys kafka and redis, got {recorded!r}") from exc
+
+
+def cluster_of(path: Path) -> str:
+    """The name of the machines of the run in a folder: those of a copy have another one."""
+    name = re.sub(r"[^A-Za-z0-9]+", "-", path.name[-54:]).strip("-") or "run"
+    return f"{name}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
 
 
 def create(runs: Path, job: str, now: datetime) -> RunFolder:

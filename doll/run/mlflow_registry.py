@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from doll.errors import ConfigError, ServiceUnavailableError
+from doll.extras import lacking
 from doll.records.bounded import short
 
 if TYPE_CHECKING:
@@ -56,16 +57,13 @@ def register(folder: Path, content: Mapping[str, Any], line: VersionLine, uri: s
         ServiceUnavailableError: the registry does not answer, or refuses it.
     """
     try:
-        from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
     except ImportError as exc:
-        raise ConfigError(
-            f"--to mlflow: expected the package mlflow, got {exc}: pip install 'doll-online[mlflow]'"
-        ) from exc
+        raise lacking("--to mlflow", "mlflow") from exc
     try:
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         return _register(client, folder, content, line)
-    except (MlflowException, OSError) as exc:
+    except Exception as exc:  # of whatever reaches the store: SQLAlchemy, requests, a driver that is missing
         raise ServiceUnavailableError(f"MLflow at {uri}: {short(exc, 400)}") from exc
 
 

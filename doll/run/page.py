@@ -8,17 +8,19 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Final
 
-from doll.dashboard.ended_run import ended_run
 from doll.dashboard.model_server import WithModelServer
 from doll.dashboard.runs_folder import RunsFolder
 from doll.dashboard.server import JobPage, PageServer, RunsPage, serve_page
 from doll.dashboard.sources import EndedRun, JobSource, RunningJob
-from doll.errors import ServiceUnavailableError
+from doll.errors import DollError, ServiceUnavailableError
 from doll.process.http_access import LOOPBACK, address_of, listen
 from doll.run.folder import RunFolder, display_path
 from doll.run.status import reachable_kafka
 from doll.run.target import Target
+
+_END_S: Final = 10.0  # that the page may take to end, before its process ends without it
 
 Say = Callable[[str], None]
 ReadMetrics = Callable[[], str]
@@ -56,24 +58,25 @@ def serve_runs(folder: Path, listener: socket.socket, token: str, say: Say) -> N
 def page_beside(target: Target, port: int, metrics: ReadMetrics, say: Say) -> Iterator[None]:
     """Within the context: the page of a job and of its model server, on loopback, by a thread of this process.
 
-    A broker that does not answer is said, and keeps nothing from being served.
+    What keeps it from being shown is said, and keeps nothing from being served.
     """
     with listen(LOOPBACK, port, token="") as listener, contextlib.ExitStack() as opened:
         try:
             source, what = opened.enter_context(_opened(target, metrics))
-        except ServiceUnavailableError as error:
+        except DollError as error:
             say(f"no page: {error}")
+            listener.close()
             yield
             return
         server = PageServer(JobPage(source))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="page")
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="page", daemon=True)
         thread.start()
         say(f"{what}: {address_of(listener)}")
         try:
             yield
         finally:
             server.should_exit = True
-            thread.join()
+            thread.join(_END_S)
 
 
 @contextlib.contextmanager
@@ -103,4 +106,4 @@ def _job_or_run(target: Target) -> Iterator[tuple[JobSource, str]]:
             with job.followed(services):
                 yield job, f"page of job {target.config.job}"
             return
-    yield EndedRun(ended_run(target.config, run.path), run.path), f"page of the run in {display_path(run.path)}"
+    yield EndedRun(target.config, run.path), f"page of the run in {display_path(run.path)}"

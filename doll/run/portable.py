@@ -19,6 +19,7 @@ import torch
 
 from doll.config import JobConfig
 from doll.errors import ConfigError
+from doll.extras import lacking
 from doll.records.bounded import short
 from doll.task import passes, trees
 from doll.task.base import Task, described
@@ -71,9 +72,6 @@ def whole_module(config: JobConfig, task: Task, tensors: Mapping[str, torch.Tens
         module.load_state_dict(dict(tensors))
     except Exception as exc:  # the user's code may raise anything
         raise ConfigError(f"{config.task.cls}: its model cannot be built with these tensors: {described(exc)}") from exc
-    for layer in module.modules():
-        if isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag):
-            layer.sparse = False  # which is about gradients
     return module.eval()
 
 
@@ -85,8 +83,11 @@ def make_graph(
     Raises:
         ConfigError: it cannot be made, because of an operator that the message names, or it computes something else.
     """
-    example, structure = trees.flat(passes.inputs_of(task, samples.of(slice(_TRACED_SAMPLES))).x)
+    example, structure = trees.flat(passes.inputs_of(task, samples.take(slice(_TRACED_SAMPLES))).x)
     names = [re.sub(r"\W+", "_", name).strip("_") for name in trees.names("x", structure)]
+    for layer in module.modules():
+        if isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag):
+            layer.sparse = False  # which is about gradients
     wrapped = _AsTheTaskUsesIt(task, module, structure).eval()
     with _quiet(), torch.no_grad():
         program = _traced(kind, task, wrapped, tuple(example))
@@ -96,7 +97,7 @@ def make_graph(
             content, run = _torch_export(program)
         worst = 0.0
         for size in sorted({*_SIZES, samples.num_samples}):
-            inputs = passes.inputs_of(task, samples.of(slice(size)))
+            inputs = passes.inputs_of(task, samples.take(slice(size)))
             wanted = passes.forward(task, expected, inputs)
             worst = max(worst, _difference(kind, task, _outputs(wanted), run(trees.arrays_of(inputs.x))))
     return Graph(content, names, samples.num_samples, worst)
@@ -128,10 +129,7 @@ def _onnx(program: torch.export.ExportedProgram, names: Sequence[str]) -> tuple[
         import onnxruntime
         import onnxscript  # noqa: F401  # torch.onnx needs it, and says so in other words
     except ImportError as exc:
-        raise ConfigError(
-            f"--format onnx: expected the packages onnx, onnxruntime and onnxscript, got {exc}: pip install "
-            "'doll-online[onnx]'"
-        ) from exc
+        raise lacking("--format onnx", "onnx") from exc
     try:
         made = torch.onnx.export(program, input_names=list(names), dynamo=True, verbose=False)
         assert made is not None

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from doll.config import JobConfig, StopConfig, load
+from doll.config import JobConfig, StopConfig, load, parse
 from doll.config.fingerprint import difference
 from doll.errors import ConfigError, VersionUnknownError
 from doll.evaluation.stored_weights import weights_of
-from doll.ledger.snapshot_counts import count_grids
 from doll.model.flat_model import build, fingerprint
 from doll.process.files import refuse_unwritable
 from doll.ps.event_log import read_log, replay
@@ -92,7 +91,8 @@ def replay_version(run: RunFolder, to: str, out_folder: Path) -> Replayed:
             marks.setdefault(begun.term, begun.fingerprint)
         if begun is not None and begun.version > version:
             continue
-        config = _job_of(run, begun)
+        config = parse(start.job, origin=f"{path}: its job file", base_folder=run.path)
+        config = config.model_copy(update={"stop": StopConfig()})  # a later session may have had another stop rule
         _require_same_job(config, path, marks.get(start.term))
         tensors = _made_again(config, path, version)
         if tensors is None:
@@ -109,16 +109,6 @@ def replay_version(run: RunFolder, to: str, out_folder: Path) -> Replayed:
         f"{run.path}: expected a version that its event logs make, got {version}: it is above the last one, or was "
         "lost with its server and made again under later numbers"
     )
-
-
-def _job_of(run: RunFolder, begun: Checkpoint | None) -> JobConfig:
-    """The job file of the grid that a server began in: that of a grid is kept when a regrid replaces it."""
-    grid = 0 if begun is None else count_grids(begun.state)
-    later = sorted(
-        (int(path.stem.removeprefix("job.grid-")), path) for path in run.path.glob("job.grid-[0-9]*.yaml")
-    )  # fmt: skip
-    config = load(next((path for number, path in later if number >= grid), run.job))
-    return config.model_copy(update={"stop": StopConfig()})  # a later session may have had another stop rule
 
 
 def _require_same_job(config: JobConfig, path: Path, saved: str | None) -> None:

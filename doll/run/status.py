@@ -213,8 +213,10 @@ def reachable_kafka(target: Target) -> tuple[Target, Services]:
         ServiceUnavailableError: the broker does not answer.
         ConfigError: the topic that the job reads is missing, and nothing says how many partitions it had.
     """
-    services = target.services(needs_redis=False)
+    address = ""
     try:
+        services = target.services(needs_redis=False)
+        address = f" ({services.kafka})"
         require_kafka(target.config, services, timeout_s=5.0)
     except ServiceUnavailableError as error:
         if not target.is_run_folder:
@@ -225,7 +227,7 @@ def reachable_kafka(target: Target) -> tuple[Target, Services]:
                 ", and the run left no report: it was killed. Its checkpoints are in "
                 f"{target.run.path / 'checkpoints'}; `doll export` reads them"
             )
-        raise ServiceUnavailableError(f"the broker of this run is gone ({services.kafka}){rest}") from error
+        raise ServiceUnavailableError(f"the broker of this run is gone{address}{rest}") from error
     if target.config.data.asks_kafka:
         recorded = len(read_lineage(target.config, services).origins) or None
         target = dataclasses.replace(target, config=with_partitions(target.config, services, recorded=recorded))

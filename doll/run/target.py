@@ -8,9 +8,10 @@ from pathlib import Path
 from doll.config import JobConfig, load
 from doll.errors import ConfigError
 from doll.run import examples
-from doll.run.folder import JOB, STACK, RunFolder
+from doll.run.folder import JOB, STACK, RunFolder, cluster_of
 from doll.run.next_job import settle_job_file
 from doll.services import Services, resolve
+from doll.storage.stores import checkpoint_location
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,17 @@ class Target:
         return recorded if recorded is not None else resolve(self.config, needs_redis=needs_redis)
 
 
+def refuse_shared_checkpoints(run: RunFolder, config: JobConfig) -> None:
+    """Return if the checkpoints of a run may be changed, as far as its folder is no copy.
+
+    Raises:
+        ConfigError: it is one, and its checkpoints are those of the original, outside of both folders.
+    """
+    location = checkpoint_location(config, run.path)
+    if run.stack.exists() and not (isinstance(location, Path) and location.is_relative_to(run.path)):
+        run.refuse_copy(f"checkpoints, in {location}")
+
+
 def open_target(path: Path, overrides: list[str], run_folder: Path | None = None) -> Target:
     """The job at `path`: a job file, a run folder (or the job file in one), or the name of a shipped example.
 
@@ -56,6 +68,11 @@ def open_target(path: Path, overrides: list[str], run_folder: Path | None = None
     if is_run_folder:
         settle_job_file(RunFolder(path.parent.resolve()))
     config = load(path, overrides)
+    if is_run_folder and config.fleet.cluster:
+        run = RunFolder(path.parent.resolve())
+        if (earlier := run.earlier_place()) is not None and config.fleet.cluster == cluster_of(earlier):
+            fleet = config.fleet.model_copy(update={"cluster": cluster_of(run.path)})
+            config = config.model_copy(update={"fleet": fleet})
     if run_folder is None:
         run_folder = path.parent.resolve() if is_run_folder else Path("runs") / config.job
     return Target(config, RunFolder(run_folder.resolve()), is_run_folder, path)

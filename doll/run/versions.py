@@ -18,7 +18,7 @@ from doll.monitor.state.table_changes import table_changes
 from doll.monitor.state.version_lines import JobRecords, Row, VersionDiff, VersionLine, changes_between, version_line
 from doll.records.control import ProvisionDecision
 from doll.run.status import of_this_run, reachable_kafka
-from doll.run.target import Target
+from doll.run.target import Target, refuse_shared_checkpoints
 from doll.storage.checkpoints import Checkpoint, CheckpointStore
 from doll.storage.stores import open_store
 from doll.storage.version_marks import VersionMarks, checked_alias, resolve_version
@@ -58,14 +58,15 @@ def show_version(target: Target, name: str) -> VersionLine:
 
     Raises:
         VersionUnknownError: there is none of this name.
-        CheckpointError: it cannot be read.
+        CheckpointError: it cannot be read, or is damaged.
     """
     store = open_store(target.config, target.run.path)
     return _line(store, resolve_version(store, name), job_records(target))
 
 
 def _line(store: CheckpointStore, version: int, records: JobRecords) -> VersionLine:
-    item = max((item for item in store.stored() if item.version == version), default=None)
+    whole = store.load_newest(None, version, in_place=True)
+    item = next((item for item in store.stored() if whole is not None and item.key == (whole.term, version)), None)
     if item is None:
         resolve_version(store, str(version))  # which says what there is
         raise VersionUnknownError(f"{store.location}: version {version} was deleted while it was read")
@@ -116,10 +117,10 @@ def pin(target: Target, name: str, *, pinned: bool) -> tuple[int, VersionMarks]:
 
     Raises:
         VersionUnknownError: there is none of this name.
-        ConfigError: it is to lose a pin, and has none.
-        CheckpointError: the marks cannot be changed.
+        ConfigError: it is to lose a pin, and has none; or these are the checkpoints of another run folder.
+        CheckpointError: it is to get a pin and is damaged, or the marks cannot be changed.
     """
-    store = open_store(target.config, target.run.path)
+    store = _own_store(target)
     version = resolve_version(store, name)
     return version, store.change_marks(lambda marks: marks.with_pin(version) if pinned else marks.without_pin(version))
 
@@ -128,16 +129,22 @@ def set_alias(target: Target, alias: str, name: str | None) -> VersionMarks:
     """Let `alias` name a version, or none (None); returns the marks.
 
     Raises:
-        ConfigError: `alias` cannot be one, or is to be deleted and is not there.
+        ConfigError: `alias` cannot be one, or is to be deleted and is not there; or these are the checkpoints of
+            another run folder.
         VersionUnknownError: there is no version of this name.
-        CheckpointError: the marks cannot be changed.
+        CheckpointError: the version is damaged, or the marks cannot be changed.
     """
-    store = open_store(target.config, target.run.path)
+    store = _own_store(target)
     if name is None:
         return store.change_marks(lambda marks: marks.without_alias(alias))
     checked_alias(alias)
     version = resolve_version(store, name)
     return store.change_marks(lambda marks: marks.with_alias(alias, version))
+
+
+def _own_store(target: Target) -> CheckpointStore:
+    refuse_shared_checkpoints(target.run, target.config)
+    return open_store(target.config, target.run.path)
 
 
 def job_records(target: Target) -> JobRecords:

@@ -23,11 +23,11 @@ from starlette.types import Receive, Scope, Send
 
 import doll
 from doll.errors import RetryLater, SampleError, SkipRecord
-from doll.process.http_access import host_name, is_loopback, is_token
+from doll.process.connections import ServerAccess
+from doll.process.http_access import host_name, is_loopback, is_of_a_foreign_page, is_token
 from doll.records.bounded import MalformedError, short
 from doll.serving.answer_log import AnswerLog
 from doll.serving.batcher import Batcher, QueueFullError
-from doll.serving.connections import Access
 from doll.serving.metrics import CONTENT_TYPE, ServeMetrics
 from doll.serving.model_copies import Lane, ServedVersion
 from doll.serving.predictor import Answer
@@ -114,7 +114,7 @@ class ServeApp:
     def __init__(
         self, task: Task, signature: Signature, lanes: Sequence[Lane], batcher: Batcher, metrics: ServeMetrics, *,
         name: str, newest_samples: Callable[[], int], max_body_bytes: int, time_limit_s: float,
-        access: Access, answers: AnswerLog | None = None,
+        access: ServerAccess, answers: AnswerLog | None = None,
     ) -> None:  # fmt: skip
         self._task = task
         self._signature = signature
@@ -179,8 +179,14 @@ class ServeApp:
             if scheme.lower() != "bearer" or not is_token(given.strip(), self._access.token):
                 reason = "expected the header Authorization: Bearer TOKEN"
                 raise Refusal(401, reason, {"WWW-Authenticate": "Bearer"})
-        elif not self._access.by_certificate and not _names_this_machine(host := asked.header(b"host")):
+            return
+        host, origin = asked.header(b"host"), asked.header(b"origin")
+        if not self._access.by_certificate and not _names_this_machine(host):
             raise Refusal(421, f"expected localhost or 127.0.0.1 as Host, got {host!r:.60}: others need a token")
+        if is_of_a_foreign_page(origin, asked.header(b"sec-fetch-site"), host):  # it would come with a certificate, too
+            raise Refusal(
+                403, "expected a request of a program, got one of a web site: a page has to ask its own server"
+            )
 
     # --- answers
 
@@ -301,7 +307,8 @@ class ServeApp:
                 body = chunk
             is_too_long = len(body) > limit
         if is_too_long:
-            await _discard(asked.receive)
+            if asked.header(b"expect").lower() != "100-continue":  # else the client sends no body before it is told to
+                await _discard(asked.receive)
             raise Refusal(413, f"expected a body of at most {limit} bytes", {"Connection": "close"})
         return body
 

@@ -1,7 +1,8 @@
 """Requests of all connections are computed together: whatever has come while the batch before was computed.
 
-Nothing waits for more requests to come. A batch of a model that takes less time than a change of threads is computed
-on the event loop's own thread, else on another one, so that the loop goes on meanwhile.
+Nothing waits for more requests to come, and a request that has come alone is computed at once. A batch of a model that
+takes less time than a change of threads is computed on the event loop's own thread, else on another one, so that the
+loop goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -42,23 +43,32 @@ class BatchTimes:
     On the other thread a batch waits for Python's lock, too. So what it takes there does not say what it would take
     here: now and then one is tried here, unless all of them are long. A loaded machine takes the processor away from
     many of them, so that the quarter that was faster counts.
+
+    Attributes:
+        were_short: those that were computed here.
     """
 
     def __init__(self) -> None:
         self._here: deque[float] = deque(maxlen=_REMEMBERED)
         self._elsewhere: deque[float] = deque(maxlen=_REMEMBERED)
         self._untried = 0
+        self.were_short = True
 
     def are_short(self) -> bool:
         """Whether the next batch is to be computed here."""
-        if _undisturbed(self._here) < INLINE_S:
+        if self.were_short:
             return True
         self._untried += 1
         return self._untried % _TRY_EVERY == 0 and _undisturbed(self._elsewhere) < _TRIED_S
 
     def add(self, seconds: float, *, here: bool) -> None:
         """A batch has taken so long."""
-        (self._here if here else self._elsewhere).append(seconds)
+        if here:
+            self._here.append(seconds)
+            # Of each batch of a small model: a short one more changes nothing.
+            self.were_short = (self.were_short and seconds < INLINE_S) or _undisturbed(self._here) < INLINE_S
+        else:
+            self._elsewhere.append(seconds)
 
 
 def _undisturbed(values: deque[float]) -> float:
@@ -73,11 +83,14 @@ class Batcher:
         max_samples: of a batch, unless one request alone has more.
         max_waiting: requests that may wait.
         time_limit_s: for a request to be answered.
+        num_here: requests that this process has and has not answered, with the one that is submitted. Those that have
+            come in the same round of the loop are among them.
         on_batch: told how many samples a batch had, and the seconds that it took.
     """
 
     def __init__(
         self, compute: Compute, executor: Executor, *, max_samples: int, max_waiting: int, time_limit_s: float,
+        num_here: Callable[[], int] = lambda: 2,
         on_batch: Callable[[int, float], object] = lambda samples, seconds: None,
     ) -> None:  # fmt: skip
         self._compute = compute
@@ -85,6 +98,7 @@ class Batcher:
         self._max_samples = max_samples
         self._max_waiting = max_waiting
         self._time_limit_s = time_limit_s
+        self._num_here = num_here
         self._on_batch = on_batch
         self._queues: dict[tuple[Lane, Any], deque[_Waiting]] = {}
         self._is_busy = False
@@ -101,6 +115,9 @@ class Batcher:
             LookupError: no version has been read yet.
             TimeoutError: it has taken too long.
         """
+        is_alone = not self._is_busy and self._num_here() == 1
+        if is_alone and self._times.were_short and features.num_samples <= self._max_samples:
+            return self._alone(lane, features)
         if self.num_waiting >= self._max_waiting:
             raise QueueFullError(f"{self.num_waiting} requests wait already")
         loop = asyncio.get_running_loop()
@@ -111,6 +128,15 @@ class Batcher:
             self._is_busy = True
             loop.call_soon(self._next, loop)  # behind what else this round of the loop reads
         return await waiting.answer
+
+    def _alone(self, lane: Lane, features: Features) -> Answer:
+        answers, took_s = self._timed(lane, (features,))
+        self._times.add(took_s, here=True)
+        self._on_batch(features.num_samples, took_s)
+        answer: Answer | Exception = answers if isinstance(answers, Exception) else answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def expire(self) -> None:
         """Give up the requests that have taken too long; to be called several times a second."""

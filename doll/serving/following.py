@@ -191,14 +191,14 @@ class Following:
         if is_number and lane.place is not None:
             return None
         version = int(lane.wanted) if is_number else resolve_version(self._store, lane.wanted)
-        return None if lane.place is not None and lane.place.version == version else self._follower.of_version(version)
+        return None if lane.place is not None and lane.place.version == version else self._follower.load(version)
 
     def _load(self, lane: Lane, stored: StoredWeights) -> None:
         try:
             copy = self._copies.load(lane, stored, self._check)
         except SampleError as exc:
             raise CheckpointError(f"version {stored.version} is not served: {exc}") from exc
-        if len(self._copies.lanes) > 1 or lane.wanted != LATEST:
+        if lane.wanted != LATEST:  # whose versions come many times a second
             log.info("version_served", wanted=lane.wanted, version=copy.version.place.version)
         self._on_swap()
 

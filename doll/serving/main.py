@@ -30,6 +30,18 @@ from doll.config import JobConfig
 from doll.errors import ConfigError
 from doll.local.processes import describe_exit, die_with_parent
 from doll.model.flat_model import build
+from doll.process.connections import (
+    CERT_ENV,
+    CLIENT_CA_ENV,
+    KEEP_ALIVE_S,
+    KEY_ENV,
+    TOKEN_ENV,
+    BoundedProtocol,
+    BoundedServer,
+    ServerAccess,
+    allow_many_files,
+    find_access,
+)
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.http_access import LOOPBACK, address_of, is_loopback, listen
 from doll.process.platform import CAN_FORK
@@ -38,18 +50,6 @@ from doll.services import Services
 from doll.serving.answer_log import AnswerLog
 from doll.serving.app import ServeApp
 from doll.serving.batcher import Batcher
-from doll.serving.connections import (
-    CERT_ENV,
-    CLIENT_CA_ENV,
-    IDLE_S,
-    KEY_ENV,
-    TOKEN_ENV,
-    Access,
-    BoundedProtocol,
-    BoundedServer,
-    allow_many_files,
-    find_access,
-)
 from doll.serving.following import Following
 from doll.serving.metrics import ServeMetrics
 from doll.serving.model_copies import Lane, ModelCopies
@@ -63,6 +63,7 @@ _LOOK_S: Final = 0.2
 _RESTART_S: Final = 1.0  # after a process has ended, so that one that cannot begin does not take all time
 _OBSERVE_S: Final = 1.0
 _END_S: Final = 10.0  # that a process may take beside its last answers
+_SWITCH_S: Final = 0.0005  # for which a thread that follows the job may hold Python's lock while a request waits
 
 
 Beside = Callable[[ServeMetrics], contextlib.AbstractContextManager[None]]
@@ -79,6 +80,7 @@ class ServeOptions:
         max_queue: requests that may wait, in each process.
         row_bytes: memory for rows of tables that have changed since the checkpoint, in each process.
         time_limit_s: for the body of a request to come, and for its answer to be computed.
+        keep_alive_s: that a connection may stay open without a request.
         grace_s: that requests have to be answered when the server is told to end.
         log_topic: gets the answers; "": none does.
         token_file: of the token that requests must have; None: the environment may have one.
@@ -94,6 +96,7 @@ class ServeOptions:
     max_body_bytes: int = 16_000_000
     row_bytes: int = 256_000_000
     time_limit_s: float = 10.0
+    keep_alive_s: float = KEEP_ALIVE_S
     grace_s: float = 10.0
     log_topic: str = ""
     token_file: Path | None = None
@@ -136,6 +139,7 @@ def run_serve(
     if options.processes > 1 and not CAN_FORK:
         raise ConfigError("--processes: expected 1: a process that has loaded torch can be forked on Linux only")
     torch.set_num_threads(1)
+    sys.setswitchinterval(_SWITCH_S)
     load_task(job.config)  # what is wrong with it is said before anything starts
     metrics = ServeMetrics(job.config.job, options.processes)
     with (
@@ -153,7 +157,7 @@ def run_serve(
 
 
 def serve_here(
-    job: ServedJob, options: ServeOptions, access: Access, listener: socket.socket, metrics: ServeMetrics,
+    job: ServedJob, options: ServeOptions, access: ServerAccess, listener: socket.socket, metrics: ServeMetrics,
     stop: threading.Event, heartbeat: Heartbeat | None,
 ) -> None:  # fmt: skip
     """Serve in this process."""
@@ -180,7 +184,8 @@ def serve_here(
             answers = opened.enter_context(log_of_answers)
         batcher = Batcher(
             predictor.answer, executor, max_samples=options.max_batch, max_waiting=options.max_queue,
-            time_limit_s=options.time_limit_s, on_batch=metrics.computed,
+            time_limit_s=options.time_limit_s, num_here=lambda: len(server.server_state.tasks),
+            on_batch=metrics.computed,
         )  # fmt: skip
         app = ServeApp(
             task, signature, copies.lanes, batcher, metrics, name=options.name,
@@ -189,7 +194,7 @@ def serve_here(
         )  # fmt: skip
         uvicorn_config = uvicorn.Config(
             app, http=BoundedProtocol, ws="none", lifespan="off", log_config=None, access_log=False,
-            server_header=False, proxy_headers=False, timeout_keep_alive=int(IDLE_S),
+            server_header=False, proxy_headers=False, timeout_keep_alive=max(1, round(options.keep_alive_s)),
             timeout_graceful_shutdown=max(1, round(options.grace_s)), **access.tls,
         )  # fmt: skip
 

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from doll.serving.model_copies import ModelCopies
 
 CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
-_CODES: Final = (200, 400, 401, 404, 405, 408, 413, 415, 421, 422, 429, 500, 503)
+_CODES: Final = (200, 400, 401, 403, 404, 405, 408, 413, 415, 421, 422, 429, 500, 503)
 _BOUNDS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _COUNTS: Final = {
     "samples": "Samples that were answered.", "batches": "Batches that were computed.",

@@ -10,10 +10,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Final
 
+from doll.errors import TaskError
 from doll.evaluation.stored_weights import Place, StoredWeights, place_of
 from doll.model.flat_model import FlatModel
 
@@ -126,16 +127,26 @@ class ModelCopies:
         Raises:
             LookupError: there is none yet.
         """
+        copy = self.take(lane)
+        try:
+            yield copy
+        finally:
+            self.give_back(copy)
+
+    def take(self, lane: Lane) -> ModelCopy:
+        """`used`, until `give_back`: for each request a context manager takes too long."""
         with self._changed:
             copy = lane.copy
             if copy is None:
                 raise LookupError(lane.problem)
             copy.users += 1
-        try:
-            yield copy
-        finally:
-            with self._changed:
-                copy.users -= 1
+        return copy
+
+    def give_back(self, copy: ModelCopy) -> None:
+        """It may be loaded again, as far as the caller is concerned."""
+        with self._changed:
+            copy.users -= 1
+            if copy not in self._served():  # whoever loads waits for it
                 self._changed.notify_all()
 
     def _served(self) -> list[ModelCopy]:
@@ -151,6 +162,8 @@ class ModelCopies:
         if spare is None:
             spare = ModelCopy(self._built())
             self._copies.append(spare)
+        with suppress(TaskError):  # of a request that has made a buffer grow: it grows again
+            spare.model.restore_buffers()  # else the version would not reach one that was replaced
         stored.load_into(spare.model)
         spare.version = ServedVersion(stored)
         return spare

@@ -14,7 +14,8 @@ from doll.serving.tensors import DATATYPE_OF, Features, Signature
 from doll.task import passes, trees
 from doll.task.base import Task, described
 from doll.task.batches import SampleBatch
-from doll.task.trees import Array, Structure
+from doll.task.passes import Inputs
+from doll.task.trees import Array, Ragged, Structure
 
 
 class Answer(NamedTuple):
@@ -44,19 +45,21 @@ class Predictor:
         Raises:
             LookupError: no version has been read yet.
         """
-        with self._copies.used(lane) as copy:
-            try:
-                return self._together(copy, batch)
-            except SampleError as exc:
-                if len(batch) == 1:
-                    return [exc]
-            answers: list[Answer | SampleError] = []
-            for features in batch:  # one of them is at fault
-                try:
-                    answers += self._together(copy, [features])
-                except SampleError as exc:
-                    answers.append(exc)
-            return answers
+        copy = self._copies.take(lane)
+        try:
+            return self._together(copy, batch)
+        except SampleError as exc:
+            if len(batch) == 1:
+                return [exc]
+            return [self._by_itself(copy, features) for features in batch]  # one of them is at fault
+        finally:
+            self._copies.give_back(copy)
+
+    def _by_itself(self, copy: ModelCopy, features: Features) -> Answer | SampleError:
+        try:
+            return self._together(copy, (features,))[0]
+        except SampleError as exc:
+            return exc
 
     def check(self, copy: ModelCopy) -> None:
         """Compute a sample, so that metadata know the outputs.
@@ -68,22 +71,24 @@ class Predictor:
             self._together(copy, [example])
 
     def _together(self, copy: ModelCopy, batch: Sequence[Features]) -> list[Answer | SampleError]:
-        samples = self._signature.batch(batch)
-        count = samples.num_samples
+        count = sum(features.num_samples for features in batch) if len(batch) > 1 else batch[0].num_samples
         try:
             with torch.inference_mode():
+                samples = self._signature.batch(batch)
                 if count <= (most := self._max_samples):
-                    parts = [self._output(copy, samples)]
+                    parts = [self._output(copy, samples, count)]
                 else:
-                    slices = [slice(at, at + most) for at in range(0, count, most)]
-                    parts = [self._output(copy, samples.of(part)) for part in slices]
+                    starts = range(0, count, most)
+                    parts = [
+                        self._output(copy, samples.take(slice(at, at + most)), min(most, count - at)) for at in starts
+                    ]
         except SampleError:
             raise
         except Exception as exc:  # the user's code may raise anything
             raise SampleError(f"the model does not compute this: {described(exc)}") from exc
-        structure = parts[0][1]
-        columns = zip(*(arrays for arrays, _ in parts), strict=True)
-        leaves = [np.concatenate(column) if len(column) > 1 else column[0] for column in columns]
+        leaves, structure = parts[0]
+        if len(parts) > 1:
+            leaves = [np.concatenate(column) for column in zip(*(arrays for arrays, _ in parts), strict=True)]
         for leaf in leaves:
             if leaf.shape[:1] != (count,):
                 raise SampleError(
@@ -93,6 +98,8 @@ class Predictor:
             self._signature.saw_outputs(leaves, structure)
         answers: list[Answer | SampleError] = []
         are_finite = _are_finite(leaves)
+        if are_finite and len(batch) == 1:
+            return [Answer(leaves, structure, copy.version)]
         at = 0
         for features in batch:
             own = [leaf[at : at + features.num_samples] for leaf in leaves]
@@ -105,9 +112,15 @@ class Predictor:
             )
         return answers
 
-    def _output(self, copy: ModelCopy, samples: SampleBatch) -> tuple[list[Array], Structure | None]:
-        inputs = passes.inputs_of(self._task, samples)
-        tensors, structure = trees.flat(passes.forward(self._task, copy.model.module, inputs))
+    def _output(self, copy: ModelCopy, samples: SampleBatch, count: int) -> tuple[list[Array], Structure | None]:
+        x = samples.x
+        if isinstance(x, Ragged):
+            inputs = passes.inputs_of(self._task, samples)
+        else:  # what `inputs_of` makes of it, without targets and weights, which no answer needs
+            tensor_or_tree = torch.from_numpy(x) if isinstance(x, np.ndarray) else trees.mapped(torch.from_numpy, x)
+            inputs = Inputs(tensor_or_tree, None, None, None, count, count)
+        output = passes.forward(self._task, copy.model.module, inputs)
+        tensors, structure = trees.flat(output)
         return [_array(tensor) for tensor in tensors], structure
 
 

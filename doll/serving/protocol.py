@@ -17,6 +17,7 @@ import numpy as np
 from doll.errors import SampleError
 from doll.records.bounded import MalformedError, short
 from doll.serving.tensors import DATATYPE_OF, DTYPES
+from doll.task.forms import array_of
 from doll.task.trees import Array, are_numbers
 
 LENGTH_HEADER: Final = "Inference-Header-Content-Length"
@@ -24,6 +25,7 @@ _SIZE: Final = "binary_data_size"
 _MAX_DIMENSIONS: Final = 16
 _MAX_NUMBERS: Final = 2**48  # of a shape; far more than a body can have
 _MAX_NAME_CHARS: Final = 200
+_NONE: Final[Mapping[str, Any]] = {}
 _ACCEPTED: Final = {"f": "iuf", "i": "iu", "u": "iu", "b": "b"}  # numpy's kinds in JSON, by the kind of the tensor
 
 
@@ -33,7 +35,7 @@ class InputTensor(msgspec.Struct):
     name: str
     shape: list[int]
     datatype: str
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] | None = None
     data: list[Any] | None = None
 
 
@@ -41,21 +43,22 @@ class WantedOutput(msgspec.Struct):
     """An output that a request asks for."""
 
     name: str
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Any] | None = None
 
 
 class InferRequest(msgspec.Struct):
-    """The JSON of a request."""
+    """The JSON of a request. Clients that write all of its fields write null for what they leave out."""
 
     inputs: list[InputTensor]
-    id: str = ""
-    outputs: list[WantedOutput] = []
-    parameters: dict[str, Any] = {}
+    id: str | None = None
+    outputs: list[WantedOutput] | None = None
+    parameters: dict[str, Any] | None = None
 
     def is_binary(self, wanted: WantedOutput | None) -> bool:
         """Whether an output goes behind the JSON."""
-        default = self.parameters.get("binary_data_output", False)
-        return bool(default if wanted is None else wanted.parameters.get("binary_data", default))
+        default = (self.parameters or _NONE).get("binary_data_output")
+        own = None if wanted is None or wanted.parameters is None else wanted.parameters.get("binary_data")
+        return bool(default if own is None else own)
 
 
 class OutputTensor(NamedTuple):
@@ -89,7 +92,7 @@ def decode_request(body: bytes | bytearray, json_bytes: str | None) -> tuple[Inf
         request = _decoder.decode(view[:length])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise MalformedError(f"expected an inference request in JSON: {short(exc)}") from None
-    if len(request.id) > _MAX_NAME_CHARS:
+    if request.id is not None and len(request.id) > _MAX_NAME_CHARS:
         raise SampleError(f"id: expected at most {_MAX_NAME_CHARS} characters, got {len(request.id)}")
     tensors: dict[str, Array] = {}
     at = length
@@ -100,13 +103,13 @@ def decode_request(body: bytes | bytearray, json_bytes: str | None) -> tuple[Inf
         if dtype is None:
             raise SampleError(f"{item.name}: expected a datatype of {', '.join(DTYPES)}, got {item.datatype!r:.60}")
         shape = item.shape
-        is_possible = len(shape) <= _MAX_DIMENSIONS and min(shape, default=0) >= 0
-        if not is_possible or (0 in shape and math.prod(size or 1 for size in shape) > _MAX_NUMBERS):
+        is_possible = len(shape) <= _MAX_DIMENSIONS and all(0 <= size <= _MAX_NUMBERS for size in shape)
+        if not is_possible or math.prod(size or 1 for size in shape) > _MAX_NUMBERS:
             expected_sizes = f"expected a shape of at most {_MAX_DIMENSIONS} sizes that a body can have"
             raise SampleError(f"{item.name}: {expected_sizes}, got {shape!r:.60}")
         if item.name in tensors:
             raise SampleError(f"{item.name}: expected each input once")
-        size = item.parameters.get(_SIZE)
+        size = (item.parameters or _NONE).get(_SIZE)
         if size is None:
             tensors[item.name] = _from_json(item, dtype)
             continue
@@ -132,7 +135,7 @@ def _from_json(item: InputTensor, dtype: np.dtype[Any]) -> Array:
     if not are_numbers(item.data):
         raise SampleError(f"{item.name}: expected numbers of {item.datatype}, got other values")
     try:
-        array = np.asarray(item.data)
+        array = array_of(item.data, item.name)
     except (ValueError, OverflowError):
         raise SampleError(f"{item.name}: expected numbers, got lists of different lengths") from None
     if array.size and array.dtype.kind not in _ACCEPTED[dtype.kind]:
@@ -163,7 +166,7 @@ def encode_answer(
         by_name = {output.name: output for output in outputs}
         if unknown := wanted.keys() - by_name:
             raise SampleError(f"expected outputs of {', '.join(by_name)}, got {', '.join(sorted(unknown))!s:.200}")
-        if any("classification" in item.parameters for item in request.outputs):
+        if any("classification" in (item.parameters or _NONE) for item in request.outputs):
             raise SampleError("parameters.classification: expected none: POST /predict answers with classes")
         outputs = [by_name[name] for name in wanted]
     behind: list[bytes] = []

@@ -11,10 +11,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from doll.errors import SampleError
+from doll.records.bounded import short
 from doll.task import trees
 from doll.task.base import Task, described
-from doll.task.batches import Forms, Row, SampleBatch, batch_of, row_of
-from doll.task.forms import NUMERIC_KINDS, Field, Form, as_feature, as_features
+from doll.task.batches import Forms, SampleBatch, SampleRow, batch_of, row_of, stacked_features
+from doll.task.forms import NUMERIC_KINDS, Field, Form, as_features
 from doll.task.trees import Array, Ragged, Structure, Tree
 from doll.telemetry import get_logger
 
@@ -62,7 +63,7 @@ class Signature:
         Raises:
             ConfigError: `Task.spec` is wrong.
         """
-        forms = Forms.of(task)
+        forms = Forms.from_task(task)
         self._is_ragged = forms.is_ragged
         self.example = _example(task)
         self._form = forms.x
@@ -104,7 +105,7 @@ class Signature:
                 expected = f"{len(arrays[0])} samples, as in {self._names[0]}" if array is not arrays[0] else "samples"
                 raise SampleError(f"{name}: expected {expected}, in a first dimension, got shape {array.shape}")
         alone = self._structure is None and self._is_open
-        leaves = self._checked([as_features(array) if alone else as_feature(array) for array in arrays], lead=1)
+        leaves = self._checked([as_features(array, self._names[0]) for array in arrays] if alone else arrays, lead=1)
         if not self._is_ragged:
             return _features(self._structure, leaves)
         rows = [trees.tree_of(self._structure, list(row)) for row in zip(*leaves, strict=True)]
@@ -120,12 +121,15 @@ class Signature:
         if self._is_ragged:
             return Features(Ragged(trees.tree_of(self._structure, row) for row in rows), len(rows), ())
         try:
-            return _features(self._structure, [as_feature(np.stack(column)) for column in zip(*rows, strict=True)])
+            return _features(self._structure, stacked_features(rows, self._structure))
         except ValueError as exc:
             raise SampleError(f"expected records of one shape: {exc}") from None
 
     def _row(self, x: Any) -> list[Array]:
-        row = row_of((x, 0), Forms() if self._is_open else Forms(self._form))
+        try:
+            row = row_of((x, 0), Forms() if self._is_open else Forms(self._form))
+        except (TypeError, ValueError, OverflowError, RecursionError) as exc:
+            raise SampleError(f"{self._names[0]}: expected an array of numbers: {short(exc)}") from None
         if row.x_structure != self._structure:
             got = ", ".join(trees.names("x", row.x_structure))
             raise SampleError(f"expected {', '.join(trees.names('x', self._structure))}, got {got}")
@@ -135,7 +139,7 @@ class Signature:
         """The samples of several requests of one kind, in order. Their y stands for none."""
         x = trees.joined([part.x for part in parts]) if len(parts) > 1 else parts[0].x
         if not isinstance(x, Ragged):
-            return SampleBatch(x, np.zeros(trees.count(x), np.float32))
+            return SampleBatch(x, x)  # nobody looks at y
         # `Task.collate` gets samples with targets, and looks at them: any will do.
         y = 0.0 if self.example is None else self.example.trees[1]
         return SampleBatch(x, Ragged([y] * len(x)))
@@ -186,7 +190,7 @@ def _features(structure: Structure | None, leaves: list[Array]) -> Features:
     return Features(trees.tree_of(structure, leaves), len(leaves[0]), kind)
 
 
-def _example(task: Task) -> Row | None:
+def _example(task: Task) -> SampleRow | None:
     """A held-out sample of the task; None without any."""
     try:
         samples = batch_of(task, task.holdout(), 1)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from doll.config import JobConfig
+from doll.config.step_size import step_factor
 from doll.errors import ConfigError
 from doll.monitor.state.policy_summary import PolicySummary
 from doll.monitor.views.comparison import PolicyRun
@@ -42,6 +43,7 @@ def simulate_policy(
         updates=system.version,
         usd=math.nan if price is None else system.usd,
         summary=PolicySummary.of([system.measures.report()]),
+        step_factor=step_factor(config),
     )
 
 

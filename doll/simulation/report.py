@@ -1,4 +1,4 @@
-"""The results of a simulation: a summary with formulas and measurements, a CSV of the updates, and a plot."""
+"""The results of a simulation: a summary with formulas and measurements, a CSV of the updates, and charts."""
 
 from __future__ import annotations
 
@@ -7,29 +7,26 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from doll.amounts import usd
+from doll.dashboard.saved_page import save_panels
 from doll.monitor.state.formats import known, number
 from doll.monitor.state.policy_summary import PolicySummary
 from doll.monitor.state.rates import (
     stability_margin,
     steady_update_rate,
 )
-from doll.monitor.views.plots import draw_panel, staleness_panel
+from doll.monitor.views.panels import Panel, line, panel, staleness_panel
 from doll.process.files import json_safe
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System, Trajectory
 from doll.theory.queueing import Stability
 
 COLUMNS = ("update", "time_s", "waiting_batches", "workers_up", "group_s", "usd")
-# Enough for every pixel of a wide screen; the CSV keeps all rows.
-_PLOT_POINTS = 4000
-_MEASURED, _FORMULA = "#4c78a8", "#333333"
 
 
 @dataclass(frozen=True)
@@ -190,7 +187,7 @@ def _growth(waiting: npt.NDArray[np.float64]) -> float:
 
 
 def write_report(system: System, summary: Summary, folder: Path) -> None:
-    """Write summary.json, updates.csv and simulation.png into `folder`, which is made.
+    """Write summary.json, updates.csv and simulation.html into `folder`, which is made.
 
     Raises:
         OSError: it cannot be written.
@@ -200,7 +197,11 @@ def write_report(system: System, summary: Summary, folder: Path) -> None:
     (folder / "summary.json").write_text(json.dumps(json_safe(summary.to_dict()), indent=2) + "\n", encoding="utf-8")
     measured = _measured(system)
     staleness = {} if measured is None else measured.staleness.histogram
-    draw(system.trajectory, summary, folder / "simulation.png", staleness=staleness)
+    headline = (
+        f"{summary.workers} workers, {summary.spot} of them spot: {summary.updates} updates, rate / formula "
+        f"{summary.rate_measured / summary.rate_formula:.4f}"
+    )
+    save_panels("Simulation", headline, panels(system.trajectory, summary, staleness), folder / "simulation.html")
 
 
 def write_csv(trajectory: Trajectory, path: Path) -> None:
@@ -215,42 +216,21 @@ def write_csv(trajectory: Trajectory, path: Path) -> None:
             writer.writerow((update, f"{time_s:.6f}", waiting, up, f"{group_s:.6f}", f"{usd:.6f}"))
 
 
-def draw(trajectory: Trajectory, summary: Summary, path: Path, *, staleness: Mapping[int, int]) -> None:
-    """Updates against the formula, workers up, queue and cost over time, and the staleness, as a PNG.
+def panels(trajectory: Trajectory, summary: Summary, staleness: Mapping[int, int]) -> list[Panel]:
+    """Updates against the formula, workers up, queue and cost over time, and the staleness.
 
     Args:
         staleness: reads by their difference; empty: not measured.
     """
-    from doll.process.figures import decorate, new_figure
-
-    step = max(1, len(trajectory.time_s) // _PLOT_POINTS)
-    hours = [time_s / 3600.0 for time_s in islice(trajectory.time_s, None, None, step)]
-    updates = range(1, len(trajectory.time_s) + 1, step)
-    columns = 3 if staleness else 2
-    figure = new_figure(5.2 * columns, 7.0)
-    figure.suptitle(
-        f"{summary.workers} workers, {summary.spot} of them spot: {summary.updates} updates, "
-        f"rate / formula {summary.rate_measured / summary.rate_formula:.4f}",
-        fontsize=12,
-    )
-    ((done, up, *more), (queue, cost, *rest)) = figure.subplots(2, columns)
-    for axes in more:
-        draw_panel(axes, staleness_panel(staleness))
-    for axes in rest:
-        axes.set_axis_off()
-    done.plot(hours, updates, color=_MEASURED, label="simulated")
-    formula = [summary.rate_formula * 3600.0 * hour for hour in hours]
-    done.plot(hours, formula, "--", color=_FORMULA, label=f"λ_U t, λ_U = {summary.rate_formula:.4g}/s")
-    done.legend(fontsize=8, frameon=False)
-    up.step(hours, trajectory.up[::step], where="post", color=_MEASURED, linewidth=0.9)
-    up.set_ylim(0, summary.workers * 1.05)
-    queue.plot(hours, trajectory.waiting[::step], color=_MEASURED, linewidth=0.7)
-    cost.plot(hours, trajectory.usd[::step], color=_MEASURED)
-    for axes, title, label in (
-        (done, "Updates against theory", "updates"),
-        (up, "Workers up", "workers"),
-        (queue, "Batches waiting at each update", "batches"),
-        (cost, "Spent", "USD"),
-    ):
-        decorate(axes, title, "hours", label)
-    figure.savefig(path)
+    hours = np.asarray(trajectory.time_s, float) / 3600.0
+    formula = summary.rate_formula * 3600.0 * hours
+    shown = [
+        panel(
+            "Updates against theory", "hours", "updates", line("simulated", hours, np.arange(1, len(hours) + 1)),
+            line(f"λ_U t, λ_U = {summary.rate_formula:.4g}/s", hours, formula, "formula"),
+        ),
+        panel("Workers up", "hours", "workers", line("up", hours, trajectory.up, "step")),
+        panel("Batches waiting at each update", "hours", "batches", line("waiting", hours, trajectory.waiting)),
+        panel("Spent", "hours", "USD", line("spent", hours, trajectory.usd)),
+    ]  # fmt: skip
+    return [*shown, staleness_panel({"reads": staleness}, bars=True)] if staleness else shown

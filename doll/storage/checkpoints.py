@@ -335,14 +335,17 @@ class CheckpointStore(ABC):
         before or after, never over it: `change` may be called several times.
 
         Raises:
-            VersionUnknownError: a version that is marked now is not kept.
+            VersionUnknownError: a version that gets a mark is not kept.
+            CheckpointError: it is damaged.
         """
         for _ in range(_MARK_ATTEMPTS):
             data, known = self.read_document(MARKS)
             before = decode_marks(data, f"{self.location}/{MARKS}")
             after = change(before)
-            new = after.marked - before.marked
+            new = after.added_since(before)
             self._require_kept(after, new)
+            for version in new:
+                self.load_newest(None, version, in_place=True)
             if after == before:
                 return before
             if self.replace_document(MARKS, encode_marks(after), known) is not None:
@@ -426,6 +429,7 @@ class CheckpointStore(ABC):
         if held and not versions:
             kept = [version for _, version in held]
             raise VersionUnknownError(unknown_version(self.location, wanted, kept, self.read_marks()))
+        reason = ""
         for term, version in reversed(versions):
             name = checkpoint_name(term, version)
             try:
@@ -433,10 +437,17 @@ class CheckpointStore(ABC):
                 if (checkpoint.term, checkpoint.version) != (term, version):
                     raise DamagedError(f"it holds term {checkpoint.term}, version {checkpoint.version}: renamed")
             except DamagedError as exc:
-                log.warning("checkpoint_damaged", file=name, error=str(exc), hint="using the one before it")
+                reason = reason or str(exc)
+                if wanted is None or (term, version) != versions[0]:
+                    log.warning("checkpoint_damaged", file=name, error=reason, hint="using the one before it")
                 continue
             self._check_owner(checkpoint, f"{self.location}/{name}", fingerprint)
             return checkpoint
+        if versions and len(versions) < len(held):
+            raise CheckpointError(
+                f"{self.location}: version {wanted} is damaged ({reason}): restore its file from a backup, or name "
+                f"another version; {len(held) - len(versions)} more are kept"
+            )
         if versions:
             raise CheckpointError(
                 f"none of the {len(versions)} checkpoints in {self.location} is whole: restore one from a backup, or "

@@ -1,4 +1,4 @@
-"""Parameter blobs in Redis: calls wait, with growing pauses, while Redis is unreachable, and log it once.
+"""Parameter blobs in Redis: calls wait, with growing pauses, while Redis is unreachable or full, and log it once.
 
 Redis is a cache here: what it held is lost when it restarts, and its readers then get None. Large values go from the
 caller's array to the socket and from the socket to an array without a copy on the way: redis-py's default packer
@@ -24,7 +24,7 @@ from doll import telemetry
 from doll.errors import BlobError, ServiceUnavailableError
 from doll.storage.blobs import MAX_BLOB_BYTES, Blobs, Buffer
 from doll.storage.reads_ahead import in_thread
-from doll.storage.redis_places import MOVED, reason_of
+from doll.storage.redis_places import passes, reason_of
 
 log = telemetry.get_logger(__name__)
 
@@ -37,13 +37,15 @@ _FAR_S: Final = 0.005  # a thread for each read costs less than this wait
 _RECENT_CALLS: Final = 8
 SOON_S: Final = 2.0
 """What was announced and is not there after so long is lost: for a blob of 0.9 MB that is 4 Mbit/s."""
+_WAITING: Final = "waiting until it is back"
+_WHERE_FULL: Final = "raise its maxmemory, or lower blobs.ttl_s or blobs.keep_versions"
 _AGAIN_S: Final = 0.005  # between two questions, beside the way there and back
 
 
 class RedisBlobs:
     """`Blobs` over one synchronous Redis client, which this object closes. Safe to share between threads.
 
-    Calls raise ServiceUnavailableError also where Redis refuses them (memory, access).
+    Calls raise ServiceUnavailableError also where Redis refuses them for good (access, a value above its memory).
 
     Args:
         give_up: called before each new attempt while Redis is unreachable; True ends the wait with
@@ -86,7 +88,7 @@ class RedisBlobs:
         ttl_ms = b"%d" % max(1, round(ttl_s * 1000))
         head = b"*5\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, size)
         tail = b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(ttl_ms), ttl_ms)
-        self._wait_for(lambda: self._call([head, *parts, tail], lambda link: link.read_response(), self._writers))
+        self._wait_for(lambda: self._call([head, *parts, tail], lambda link: link.read_response(), self._writers), size)
 
     def put_soon(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> bool:
         self.settle()
@@ -178,8 +180,14 @@ class RedisBlobs:
                 connection.disconnect()
                 self._client.connection_pool.release(connection)
 
-    def _wait_for(self, call: Callable[[], T]) -> T:
-        """What `call` returns, as soon as Redis answers."""
+    def _max_bytes(self) -> int:
+        """`maxmemory`; 0: none, or it is not known."""
+        with contextlib.suppress(redis.RedisError):
+            return int(self._client.info("memory").get("maxmemory", 0))
+        return 0
+
+    def _wait_for(self, call: Callable[[], T], size_bytes: int = 0) -> T:
+        """What `call`, which sends so many bytes, returns, as soon as Redis takes it."""
         pause_s = 0.0
         while True:
             try:
@@ -188,23 +196,26 @@ class RedisBlobs:
                 raise ServiceUnavailableError(
                     f"Redis refuses the log-in ({exc}): set DOLL_REDIS_PASSWORD (and DOLL_REDIS_USERNAME)"
                 ) from exc
-            except redis.exceptions.OutOfMemoryError as exc:
-                raise ServiceUnavailableError(
-                    "Redis is out of memory: raise its maxmemory, or lower blobs.ttl_s or blobs.keep_versions"
-                ) from exc
-            except (redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError, *MOVED) as exc:
-                if self._give_up():
+            except redis.RedisError as exc:
+                if not passes(exc):
+                    raise ServiceUnavailableError(f"Redis refuses a command: {exc}") from exc
+                is_full = isinstance(exc, redis.exceptions.OutOfMemoryError)
+                if is_full and size_bytes > (most := self._max_bytes()) > 0:
                     raise ServiceUnavailableError(
-                        f"Redis is unreachable ({reason_of(exc)}): start it, or correct redis.address"
+                        f"Redis is out of memory: expected a maxmemory above the {size_bytes} bytes of one value, got "
+                        f"{most}: raise it"
                     ) from exc
+                if self._give_up():
+                    state = "takes no values" if is_full else "is unreachable"
+                    hint = _WHERE_FULL if is_full else "start it, or correct redis.address"
+                    raise ServiceUnavailableError(f"Redis {state} ({reason_of(exc)}): {hint}") from exc
                 # The first failure may only be a connection that broke while it was idle: try again without a pause.
                 if pause_s and not self._unreachable:
                     self._unreachable = True
-                    log.warning("redis_unavailable", error=reason_of(exc), hint="waiting until it is back")
+                    hint = f"waiting until it takes values again: {_WHERE_FULL}" if is_full else _WAITING
+                    log.warning("redis_unavailable", error=reason_of(exc), hint=hint)
                 self._sleep(pause_s)
                 pause_s = min(max(2 * pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
-            except redis.RedisError as exc:
-                raise ServiceUnavailableError(f"Redis refuses a command: {exc}") from exc
             else:
                 if self._unreachable:
                     self._unreachable = False

@@ -19,7 +19,7 @@ from doll.storage.blobs import key_prefix
 if TYPE_CHECKING:
     from doll.services import RedisPlace
 
-MOVED: Final = (
+_MOVED: Final = (
     redis.exceptions.MovedError,
     redis.exceptions.AskError,
     redis.exceptions.TryAgainError,
@@ -27,6 +27,24 @@ MOVED: Final = (
     redis.exceptions.MasterDownError,
 )
 """What a node of a Cluster answers while a slot moves, or has no primary: to be asked again."""
+_PASSING: Final = (
+    redis.ConnectionError,
+    redis.TimeoutError,
+    redis.ReadOnlyError,
+    redis.exceptions.OutOfMemoryError,
+    *_MOVED,
+)
+_PASSING_CODES: Final = frozenset({"MISCONF", "NOREPLICAS", "BUSY"})  # for which redis-py has no class
+
+
+def passes(exc: redis.RedisError) -> bool:
+    """Whether Redis may take the same command later: it is away, full, failing over, or cannot save to its disk.
+
+    A refused log-in is a `redis.ConnectionError` too, and does not pass.
+    """
+    if isinstance(exc, redis.AuthenticationError | redis.exceptions.AuthorizationError):
+        return False
+    return isinstance(exc, _PASSING) or str(exc).partition(" ")[0] in _PASSING_CODES
 
 
 def sentinel_pool(
@@ -116,7 +134,7 @@ class _OwnerConnection(redis.Connection):
     def read_response(self, *args: Any, **more: Any) -> Any:
         try:
             return super().read_response(*args, **more)
-        except MOVED as exc:
+        except _MOVED as exc:
             self.disconnect()  # type: ignore[no-untyped-call]  # to ask for the owner again
             raise redis.ConnectionError(f"the node does not hold the job's hash slot (now): {exc}") from exc
 

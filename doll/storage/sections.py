@@ -34,7 +34,6 @@ What encodes raises ValueError as `encode_push` does, what decodes raises BlobEr
 | `d` | - | size of 1 | a vector, dense |
 | `r` | count | count of width | rows of a table; of width 1: some values of a vector |
 | `m` | count | one for each bit that is 1 | some values of rows of a table: bit i width + j is of value j of row i |
-| `v` | count | count of 1 | as `m`, of which value j of row i has the key i width + j; read, and no longer written |
 | `k` | count | - | send these rows |
 | `c` | count | - | send what has changed in these rows since version `since` |
 
@@ -293,7 +292,7 @@ def decode_push(data: Buffer, shapes: Shapes, *, job: str, version: int) -> dict
         NotFiniteError: a value of some row is NaN or infinite.
     """
     body, _ = decode_bytes(data, job=job, kind="p", version=version)
-    return _pieces(body, shapes, forms="drmv")[0]
+    return _pieces(body, shapes, forms="drm")[0]
 
 
 def decode_delta(data: Buffer, shapes: Shapes, *, job: str, version: int) -> tuple[dict[str, Vector | Rows], int]:
@@ -475,19 +474,12 @@ def _patch(section: _Section) -> Patch:
 
 
 def _whole_rows(section: _Section) -> Rows:
-    """The rows of form `m` or `v`: values that are not there are 0."""
-    assert section.ids is not None, "a section of values has keys"
+    """The rows of form `m`: values that are not there are 0."""
+    assert section.is_there is not None, "a section of values has bits"
     assert section.values is not None, "a section of values has values"
-    width = section.shape.width
-    if section.is_there is not None:
-        rows = np.zeros(section.is_there.shape, np.float32)  # at most as large as the table: keys increase
-        rows.reshape(-1)[np.flatnonzero(section.is_there)] = section.values[:, 0]
-        return _rows(section._replace(values=rows))
-    ids = section.ids // width
-    is_first = np.diff(ids, prepend=-1) > 0
-    rows = np.zeros((int(np.count_nonzero(is_first)), width), np.float32)
-    rows[np.cumsum(is_first) - 1, section.ids % width] = section.values[:, 0]
-    return _rows(section._replace(ids=ids[is_first], values=rows))
+    rows = np.zeros(section.is_there.shape, np.float32)  # at most as large as the table: keys increase
+    rows.reshape(-1)[np.flatnonzero(section.is_there)] = section.values[:, 0]
+    return _rows(section._replace(values=rows))
 
 
 def _pieces(body: memoryview, shapes: Shapes, *, forms: str) -> tuple[dict[str, Vector | Rows], set[int]]:
@@ -497,7 +489,7 @@ def _pieces(body: memoryview, shapes: Shapes, *, forms: str) -> tuple[dict[str, 
     for section in _decode(body, shapes, forms=forms):
         if section.name in pieces:
             raise BlobError(f"section {section.name!r}: expected it once, got it in two forms")
-        if section.form in "mv":
+        if section.form == "m":
             pieces[section.name] = _whole_rows(section)
         elif section.ids is not None:
             pieces[section.name] = _rows(section)
@@ -557,7 +549,7 @@ def _decode_section(reader: _Reader, shapes: Shapes, forms: str) -> _Section:
         raise BlobError(f"section {name!r}: expected rows of a table, or all values of a vector, got {count} values")
     # Before anything is allocated: all lengths must be there.
     keys = np.frombuffer(reader.padded(key_bytes, f"the keys of {name!r}"), np.uint8)
-    is_there, num_values = None, count * {"d": width, "r": width, "v": 1}.get(letter, 0)
+    is_there, num_values = None, count * width if letter in "dr" else 0
     if letter == "m":
         packed = np.frombuffer(reader.padded(_bytes_of(count * width), f"the bits of {name!r}"), np.uint8)
         is_there = _bits(packed, count * width, "values").reshape(count, width)
@@ -574,19 +566,14 @@ def _decode_section(reader: _Reader, shapes: Shapes, forms: str) -> _Section:
         else:
             values = np.frombuffer(reader.padded(4 * num_values, f"the values of {name!r}"), "<f4")
         if letter != "d":
-            limit = min(_num_keys(letter, shape), 1 << 63)
             decode = decode_bitmap if coding & _BITMAP else decode_keys
-            ids = decode(keys, count=count, limit=limit).view(np.int64)
+            ids = decode(keys, count=count, limit=min(shape.num_rows, 1 << 63)).view(np.int64)
     except BlobError as exc:
         raise BlobError(f"section {name!r}: {exc}") from exc
     if letter in "kc":
         return _Section(letter, name, shape, since, ids, None)
     per_key = width if letter in "dr" else 1
     return _Section(letter, name, shape, since, ids, values.reshape(-1, per_key), is_there)
-
-
-def _num_keys(form: str, shape: TableShape) -> int:
-    return shape.num_rows * shape.width if form == "v" else shape.num_rows
 
 
 def _rows(section: _Section) -> Rows:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 INIT_FROM: Final = "training.init_from"
 SAFETENSORS: Final = ".safetensors"
-TORCH: Final = (".pt", ".pth", ".bin")
+TORCH: Final = (".pt", ".pth", ".bin", ".ckpt")
 _VERSION: Final = re.compile(r"(.+)@([A-Za-z0-9_-]{1,63})")
 
 

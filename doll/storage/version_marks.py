@@ -36,6 +36,11 @@ class VersionMarks(msgspec.Struct, frozen=True):
         """The versions that are never deleted."""
         return frozenset((*self.aliases.values(), *self.pins))
 
+    def added_since(self, before: VersionMarks) -> frozenset[int]:
+        """The versions that have a mark now which they had not before."""
+        named = dict(self.aliases.items() - before.aliases.items())
+        return frozenset((*named.values(), *(set(self.pins) - set(before.pins))))
+
     def aliases_of(self, version: int) -> list[str]:
         """The names of a version, sorted."""
         return sorted(name for name, named in self.aliases.items() if named == version)

@@ -30,6 +30,8 @@ from doll.tables.bounds import part_name
 
 _JOB: Final = "job.yaml"
 _WEIGHTS: Final = "weights"
+_WRAPPED: Final = ("state_dict", "model_state_dict", "model")  # where programs keep it beside an optimizer's state
+_GLOBAL: Final = re.compile(r"Unsupported global: GLOBAL (\S+)")
 _TABLE: Final = re.compile(r"table\.(.+)\.values")
 
 
@@ -60,7 +62,7 @@ def read_source(config: JobConfig, source: str) -> Source:
     if path.suffix == SAFETENSORS:
         return _named(path.name, _of_safetensors(path))
     if path.suffix in TORCH:
-        return _named(path.name, _of_torch(path))
+        return _named(*_of_torch(path))
     raise ConfigError(f"{INIT_FROM}: expected a file that ends in {', '.join((SAFETENSORS, *TORCH))}, got {path}")
 
 
@@ -116,30 +118,48 @@ def _of_safetensors(path: Path) -> dict[str, torch.Tensor]:
         raise ConfigError(f"{INIT_FROM}: cannot read {path} as safetensors: {short(exc)}") from exc
 
 
-def _of_torch(path: Path) -> dict[str, torch.Tensor]:
+def _of_torch(path: Path) -> tuple[str, dict[str, torch.Tensor]]:
+    """A `state_dict`, by itself or as a program's checkpoint has it; and its name."""
+    saved = "torch.save(model.state_dict(), ...)"
     try:
         with warnings.catch_warnings(action="ignore"):  # of what is refused anyway
             content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as exc:  # a malformed file may make torch raise anything
-        raise ConfigError(
-            f"{INIT_FROM}: cannot read {path} as a state_dict of torch (weights_only=True: tensors and nothing else): "
-            f"{short(exc)}"
-        ) from exc
-    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
-        content = content["state_dict"]
+        # torch's text is of several lines, and advises to run what is in the file.
+        if type(exc).__name__ == "UnpicklingError":
+            named = _GLOBAL.search(str(exc))
+            what = short(named[1]) if named else "other objects"
+            problem = f"expected tensors, got a pickle of {what}, which is not read, since that runs code"
+        elif "TorchScript" in str(exc):
+            problem = "expected tensors, got a TorchScript archive: torch.jit.load reads it"
+        else:
+            problem = f"is damaged, or no file of torch ({type(exc).__name__})"
+        raise ConfigError(f"{INIT_FROM}: {path}: {problem}: save the model where it was made with {saved}") from exc
+    source = path.name
+    while isinstance(content, Mapping) and (key := _wrapper(content)):
+        source, content = f"{source}, its {key}", content[key]
     if not isinstance(content, Mapping) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in content.items()
     ):
+        got = (
+            f"a dict of {short(', '.join(map(str, content)))}"
+            if isinstance(content, Mapping)
+            else type(content).__name__
+        )
         raise ConfigError(
-            f"{INIT_FROM}: {path}: expected a state_dict, names with tensors, got {type(content).__name__} of others: "
-            "save it with torch.save(model.state_dict(), ...)"
+            f"{INIT_FROM}: {path}: expected a state_dict, names with tensors, by itself or as "
+            f"{', '.join(map(repr, _WRAPPED))} of a dict, got {got}: save it with {saved}"
         )
     for name, tensor in content.items():
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_complex():
             raise ConfigError(
                 f"{INIT_FROM}: {path}: expected dense tensors of real numbers, got {name} as {tensor.dtype}"
             )
-    return dict(content)
+    return source, dict(content)
+
+
+def _wrapper(content: Mapping[Any, Any]) -> str:
+    return next((key for key in _WRAPPED if isinstance(content.get(key), Mapping)), "")
 
 
 def _named(name: str, tensors: Mapping[str, torch.Tensor]) -> Source:

@@ -2,18 +2,116 @@
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
+from torch.nn import functional
+
+from doll.tables.bounds import InitialRows
+from doll.tables.rows import Ids
 
 DEFAULT_SCALE: Final = 0.05
+PARTS: Final = ("ids", "rows", "key")  # of a table in a module's `state_dict()`; see `BoundedLayer`
 
 
-class BoundedEmbedding(torch.nn.Embedding):
+class UsedRows(NamedTuple):
+    """The distinct ids of a layer's input, strictly increasing, and the place in them of each id and the padding id."""
+
+    ids: Ids
+    places: torch.Tensor
+    padding: int | None
+
+
+def used_rows(name: str, num_rows: int, input: torch.Tensor, padding_idx: int | None) -> UsedRows:
+    """The rows that `input` names.
+
+    Raises:
+        TypeError, IndexError: its values are no ids of a table with so many rows; the message begins with `name`.
+    """
+    if input.is_nested or input.dtype not in (torch.int32, torch.int64):
+        kind = "a nested tensor" if input.is_nested else str(input.dtype)
+        raise TypeError(
+            f"{name}: expected ids as a tensor of int64 or int32, got {kind}: Task.forward makes floats of "
+            "x by default; define it, and give the layer x.long()"
+        )
+    unique, places = torch.unique(input, return_inverse=True)
+    ids = unique.cpu().numpy().astype(np.int64, copy=False)
+    if len(ids) and not (ids[0] >= 0 and ids[-1] < num_rows):
+        raise IndexError(f"{name}: expected ids of 0 to {num_rows - 1}, got {ids[0]} to {ids[-1]}")
+    padding = None
+    if padding_idx is not None and (at := int(np.searchsorted(ids, padding_idx))) < len(ids):
+        padding = at if ids[at] == padding_idx else None
+    return UsedRows(ids, places, padding)
+
+
+class BoundedLayer(torch.nn.Module):
+    """The base of both layers: ids and rows, if a `state_dict` of `doll export` or `run.model()` has been loaded.
+
+    Attributes:
+        ids: that have rows, int64, strictly increasing, shape (n,); None: nothing has been loaded.
+        rows: of these ids, float32, shape (n, embedding_dim).
+        key: of `InitialRows`, for all other ids, as int64.
+    """
+
+    num_embeddings: int
+    embedding_dim: int
+    padding_idx: int | None
+    scale: float
+    ids: torch.Tensor | None
+    rows: torch.Tensor | None
+    key: torch.Tensor | None
+
+    def _set_bounds(self, num_embeddings: int, scale: float) -> None:
+        if not 0 < num_embeddings < 2**63:
+            raise ValueError(f"num_embeddings: expected 1 to 2**63 - 1, got {num_embeddings}")
+        if not 0 <= scale < 1e30:
+            raise ValueError(f"scale: expected a number of 0 or more, got {scale}")
+        self.num_embeddings, self.scale = num_embeddings, scale
+        for part in PARTS:
+            self.register_buffer(part, None)
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        missing = [prefix + part for part in PARTS if prefix + part not in state_dict]
+        if missing:
+            missing_keys += missing
+            return
+        for part in PARTS:  # of the length that they have there
+            setattr(self, part, torch.empty_like(state_dict[prefix + part]))
+        self._parameters["weight"] = None  # which has no rows
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def _looked_up(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+        """Places in the rows, the rows, and the place of the padding id."""
+        if self.ids is None or self.rows is None or self.key is None:
+            raise RuntimeError(
+                f"doll.{type(self).__name__}: expected a DOLL job, which has its rows, or the tensors of one: "
+                'model.load_state_dict(load_file("model.safetensors")) of doll export, or run.model()'
+            )
+        used = used_rows(f"doll.{type(self).__name__}", self.num_embeddings, input, self.padding_idx)
+        initial = InitialRows(int(self.key) % 2**64, self.embedding_dim, self.scale)
+        rows = torch.from_numpy(initial.rows(used.ids)).to(self.rows)
+        if len(self.ids):
+            ids = torch.from_numpy(used.ids).to(self.ids.device)
+            at = torch.searchsorted(self.ids, ids).clamp_(max=len(self.ids) - 1)
+            known = self.ids[at] == ids
+            rows[known] = self.rows[at[known]]
+        rows = rows.to(input.device)
+        return used.places, rows, used.padding
+
+
+class BoundedEmbedding(BoundedLayer, torch.nn.Embedding):
     """An embedding of ids out of a space that is too large for a row each, such as hashes of text.
 
-    The parameter server has rows for `training.tables.*.max_rows` ids at most (docs/guide/model.md). It works in a DOLL
-    job alone: there is no weight here.
+    The parameter server has rows for `training.tables.*.max_rows` ids at most (docs/guide/model.md). Outside of a DOLL
+    job it computes with the rows of a `state_dict` that it has loaded, which do not learn; before, its forward pass
+    raises RuntimeError.
     """
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, scale: float = DEFAULT_SCALE) -> None:
@@ -23,10 +121,14 @@ class BoundedEmbedding(torch.nn.Embedding):
             scale: of the initial rows, uniform from -scale up to scale.
         """
         super().__init__(1, embedding_dim, sparse=True, _weight=torch.empty(1, embedding_dim, device="meta"))
-        self.num_embeddings, self.scale = _checked(num_embeddings, scale)
+        self._set_bounds(num_embeddings, scale)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # as torch names it
+        """The rows of these ids."""
+        return functional.embedding(*self._looked_up(input))
 
 
-class BoundedEmbeddingBag(torch.nn.EmbeddingBag):
+class BoundedEmbeddingBag(BoundedLayer, torch.nn.EmbeddingBag):
     """`BoundedEmbedding`, with the rows of each bag of ids added or averaged."""
 
     def __init__(
@@ -42,17 +144,15 @@ class BoundedEmbeddingBag(torch.nn.EmbeddingBag):
             1, embedding_dim, mode=mode, sparse=True, _weight=torch.empty(1, embedding_dim, device="meta"),
             include_last_offset=include_last_offset,
         )  # fmt: skip
-        self.num_embeddings, self.scale = _checked(num_embeddings, scale)
+        self._set_bounds(num_embeddings, scale)
         self.padding_idx = padding_idx
 
-
-BOUNDED_LAYERS: Final = (BoundedEmbedding, BoundedEmbeddingBag)
-BoundedLayer: TypeAlias = BoundedEmbedding | BoundedEmbeddingBag
-
-
-def _checked(num_embeddings: int, scale: float) -> tuple[int, float]:
-    if not 0 < num_embeddings < 2**63:
-        raise ValueError(f"num_embeddings: expected 1 to 2**63 - 1, got {num_embeddings}")
-    if not 0 <= scale < 1e30:
-        raise ValueError(f"scale: expected a number of 0 or more, got {scale}")
-    return num_embeddings, scale
+    def forward(
+        self, input: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The sum or mean of each bag."""
+        places, rows, padding = self._looked_up(input)
+        return functional.embedding_bag(
+            places, rows, None if offsets is None else offsets.long(), mode=self.mode,
+            per_sample_weights=per_sample_weights, include_last_offset=self.include_last_offset, padding_idx=padding,
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a bounded table is: ids of a space that no memory holds, rows for some of them, initial rows for all. Pure.
+"""The bounds of a table: ids of a space that no memory holds, rows for some of them, initial rows for all. Pure.
 
 The initial row of an id is computed and not stored. It depends on the seed of the job, the table's name and the id
 alone, by integer arithmetic that is the same on every machine, so that whoever reads an id without a row reads the
@@ -36,8 +36,8 @@ class InitialRows(NamedTuple):
     width: int
     scale: float
 
-    def of(self, ids: Ids) -> Floats:
-        """Those of `ids`, float32, shape (n, width)."""
+    def rows(self, ids: Ids) -> Floats:
+        """The initial rows of `ids`, float32, shape (n, width)."""
         begin = mixed(ids.astype(np.uint64) + np.uint64(self.key))
         places = np.arange(1, self.width + 1, dtype=np.uint64) * _GAMMA
         # 24 bits are a whole number of float32, and so is each of the following results but the last.
@@ -46,13 +46,13 @@ class InitialRows(NamedTuple):
 
 
 def initial_rows(seed: int, name: str, width: int, scale: float) -> InitialRows:
-    """Of the table `name` of a job with this seed."""
+    """The initial rows of the table `name` of a job with this seed."""
     key = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     return InitialRows(int.from_bytes(key, "little"), width, scale)
 
 
-class Bounds(NamedTuple):
-    """Of a bounded table.
+class TableBounds(NamedTuple):
+    """The bounds of a bounded table.
 
     Attributes:
         max_rows: ids that have rows at the same time.
@@ -67,7 +67,7 @@ class Bounds(NamedTuple):
 
 
 class FirstRows(NamedTuple):
-    """Rows that a bounded table begins with, where a job begins with given weights (`training.init_from`).
+    """Rows that a bounded table begins with, if a job begins with given weights (`training.init_from`).
 
     Attributes:
         ids: int64, shape (n,), strictly increasing.

@@ -20,8 +20,8 @@ import torch
 from torch.nn import functional
 
 from doll.errors import ConfigError
-from doll.tables.bounded_embedding import BOUNDED_LAYERS
-from doll.tables.bounds import Bounds, FirstRows
+from doll.tables.bounded_embedding import BoundedEmbedding, BoundedEmbeddingBag, BoundedLayer, used_rows
+from doll.tables.bounds import FirstRows, TableBounds
 from doll.tables.rows import Floats, Ids, LookUp, Rows, TableShape, add_in_order, add_where_equal
 
 Layer: TypeAlias = torch.nn.Embedding | torch.nn.EmbeddingBag
@@ -80,11 +80,9 @@ class EmbeddingTables:
             for name, (_, layers) in self._weights.items()
         }
         self.scales = {
-            name: layers[0].scale
-            for name, (_, layers) in self._weights.items()
-            if isinstance(layers[0], BOUNDED_LAYERS)
+            name: layers[0].scale for name, (_, layers) in self._weights.items() if isinstance(layers[0], BoundedLayer)
         }
-        self.bounds: dict[str, Bounds] = {}
+        self.bounds: dict[str, TableBounds] = {}
         self.first_rows: dict[str, FirstRows] = {}
         # One layer may have several paths; each path is a name.
         paths = [(path, id(layer)) for path, layer in module.named_modules(remove_duplicate=False)]
@@ -217,27 +215,14 @@ class EmbeddingTables:
         self, name: str, input: torch.Tensor, padding_idx: int | None
     ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
         """The distinct rows of `input`, where in them each of its ids is, and where the padding row is."""
-        if input.is_nested or input.dtype not in (torch.int32, torch.int64):
-            kind = "a nested tensor" if input.is_nested else str(input.dtype)
-            raise TypeError(
-                f"table {name!r}: expected ids as a tensor of int64 or int32, got {kind}: Task.forward makes floats of "
-                "x by default; define it, and give the layer x.long()"
-            )
-        unique, places = torch.unique(input, return_inverse=True)
-        ids = unique.cpu().numpy().astype(np.int64, copy=False)
-        shape = self.shapes[name]
-        if len(ids) and not (ids[0] >= 0 and ids[-1] < shape.num_rows):
-            raise IndexError(f"table {name!r}: expected ids of 0 to {shape.num_rows - 1}, got {ids[0]} to {ids[-1]}")
-        values = self._rows_of(name, ids)
+        used = used_rows(f"table {name!r}", self.shapes[name].num_rows, input, padding_idx)
+        values = self._rows_of(name, used.ids)
         if name in self._steps:
-            add_where_equal(ids, values, self._steps[name])
-        padding = None
-        if padding_idx is not None and (at := int(np.searchsorted(ids, padding_idx))) < len(ids):
-            padding = at if ids[at] == padding_idx else None
+            add_where_equal(used.ids, values, self._steps[name])
         rows = torch.from_numpy(values).to(input.device).requires_grad_(torch.is_grad_enabled())
         if rows.requires_grad:
-            self._uses.append(_Use(name, ids, rows, padding))
-        return rows, places, padding
+            self._uses.append(_Use(name, used.ids, rows, used.padding))
+        return rows, used.places, used.padding
 
     def _rows_of(self, name: str, ids: Ids) -> Floats:
         if self._look_up is None:
@@ -250,7 +235,7 @@ class EmbeddingTables:
 
 
 def norm(gradients: Mapping[str, Rows]) -> float:
-    """Length of all gradients together; infinite where a number is not finite."""
+    """Length of all gradients together; infinite if a number is not finite."""
     square = sum(float(np.square(rows.values, dtype=np.float64).sum()) for rows in gradients.values())
     return math.sqrt(square) if math.isfinite(square) else math.inf
 
@@ -284,6 +269,8 @@ def _find(module: torch.nn.Module) -> dict[str, tuple[torch.nn.Parameter, list[L
 
 
 def _problem(layer: Layer, weight: torch.nn.Parameter | None) -> str:
+    if weight is None and isinstance(layer, BoundedLayer):
+        return "it has rows already; training.init_from begins with those of a file or a run"
     if weight is None:
         return "its weight is computed from other parameters; use sparse=False"
     if weight.dtype != torch.float32:
@@ -297,6 +284,7 @@ def _problem(layer: Layer, weight: torch.nn.Parameter | None) -> str:
         return "expected scale_grad_by_freq=False, for which torch has no sparse gradient"
     if isinstance(layer, torch.nn.EmbeddingBag) and layer.mode == "max":
         return "expected mode 'sum' or 'mean', got 'max', for which torch has no sparse gradient"
-    if type(layer).forward not in (torch.nn.Embedding.forward, torch.nn.EmbeddingBag.forward):
+    classes = (torch.nn.Embedding, torch.nn.EmbeddingBag, BoundedEmbedding, BoundedEmbeddingBag)
+    if type(layer).forward not in [cls.forward for cls in classes]:
         return f"{type(layer).__name__} has a forward of its own; use it in another module, or sparse=False"
     return ""

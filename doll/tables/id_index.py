@@ -1,4 +1,4 @@
-"""Where the rows of given ids are in arrays of their owner: a hash table of numpy arrays, no loop over ids. Pure.
+"""The places of ids in arrays of their owner: a hash table of numpy arrays, no loop over ids. Pure.
 
 Open addressing with linear probing. A cell holds the number of a slot, and a slot its id: 8 to 16 bytes of cells and 9
 bytes of slots for each place. The cell of a removed id stays marked until the table is made again.
@@ -35,7 +35,7 @@ class IdIndex:
         self._mask = (1 << bits) - 1
 
     def find(self, ids: Ids) -> npt.NDArray[np.int64]:
-        """The slot of each of `ids`, shape (n,); -1 where an id has no slot."""
+        """The slot of each of `ids`, shape (n,); -1 if an id has no slot."""
         slots = np.full(len(ids), -1, np.int64)
         left, cells = np.arange(len(ids)), self._home(ids)
         while len(left):

@@ -35,11 +35,11 @@ class RowLayers(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of memory."""
+        """The memory of the layers, in bytes."""
         return sum(layer.num_bytes for layer in self.layers)
 
     def with_rows(self, rows: Rows, version: int) -> RowLayers:
-        """These rows, and `rows` as they are in `version`, a later one. `rows` is copied."""
+        """The layers with `rows`, which is copied, as these rows are in `version`, a later one."""
         if not len(rows.ids):
             return self
         new = _Layer(rows.ids.copy(), rows.values.copy(), np.full(len(rows.ids), version, np.int64))
@@ -49,7 +49,7 @@ class RowLayers(NamedTuple):
         return RowLayers((*layers, new))
 
     def after(self, version: int) -> RowLayers:
-        """Without the rows that a checkpoint of `version` has as they are here."""
+        """The layers without the rows that a checkpoint of `version` has as they are here."""
         layers = []
         for layer in self.layers:
             is_later = layer.versions > version

@@ -26,7 +26,7 @@ class TableShape(NamedTuple):
     width: int
 
     def problem(self, ids: Ids) -> str:
-        """What keeps `ids` from being rows of this table in their order; "" where nothing does."""
+        """The reason why `ids` cannot be rows of this table in their order; "" if they can."""
         if not (isinstance(ids, np.ndarray) and ids.dtype == np.int64 and ids.ndim == 1):
             return "expected ids as an int64 array of one dimension"
         if len(ids) and not (ids[0] >= 0 and ids[-1] < self.num_rows and (np.diff(ids) > 0).all()):
@@ -68,7 +68,7 @@ def checksum_of(rows: Floats) -> int:
 
 
 def no_rows(width: int) -> Rows:
-    """No row of a table of this width."""
+    """Make rows for no id, of a table of this width."""
     return Rows(np.empty(0, np.int64), np.empty((0, width), np.float32))
 
 

@@ -52,15 +52,15 @@ class Sample(NamedTuple):
 
     `x` and `y` are arrays (anything `numpy.asarray` takes, such as a number or a list of numbers), or dicts, tuples and
     lists of these: a tuple or list is one array, unless an array or a dict is in it. Every array keeps its type, with
-    two exceptions: float64 in `x` becomes float32, and so do all types but integers where `x` is one array.
+    two exceptions: float64 in `x` becomes float32, and so do all types but integers if `x` is one array.
 
     Attributes:
         x: features.
         y: target: a class, a number, or anything that x may be.
         weight: a finite number of 0 or more. 2 counts as the same sample twice, in the gradient, the loss and the
             metrics.
-        group: an integer of 64 bits, or a text, which a hash makes one; for losses over several samples, such as those
-            of ranking. See `Task.loss`.
+        group: an integer of 64 bits above -2**63, or a text, which a hash makes one; for losses over several samples,
+            such as those of ranking. See `Task.loss`.
     """
 
     x: Any
@@ -74,19 +74,19 @@ class _Features(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Samples(NamedTuple):
-    """What `Task.decode_many` makes of n records, where it has more to say than x and y.
+    """The samples that `Task.decode_many` makes of n records, if it has more to return than x and y.
 
     Skipped records are counted, and are no dead letters.
 
     Attributes:
         x, y: shapes (k, *input_shape) and (k, ...), of all samples, in the order of their records; or dicts, tuples and
             lists of such arrays.
-        skipped: for each reason, which records are skipped for it: booleans, shape (n,). Where two reasons name a
+        skipped: for each reason, which records are skipped for it: booleans, shape (n,). If two reasons name a
             record, the first counts.
-        counts: how many samples each record gives, whole numbers, shape (n,): 0 where it is skipped, else 1 to
-            `Task.max_samples_per_record`. None: 1 where it is not skipped.
+        counts: how many samples each record gives, whole numbers, shape (n,): 0 if it is skipped, else 1 to
+            `Task.max_samples_per_record`. None: 1 if it is not skipped.
         weight: of each sample, shape (k,); None: 1.
-        group: of each sample, integers or texts, shape (k,); None: they have none.
+        group: of each sample, integers or texts, shape (k,); None: they have none; -2**63: this one has none.
     """
 
     x: Any
@@ -111,7 +111,7 @@ def x_of(decoded: Sample | list[Sample]) -> Any:
 
 
 class Task:
-    """What is learned. Subclass it; only `build_model` and `decode` must be written.
+    """The task to learn. Subclass it; only `build_model` and `decode` must be written.
 
     A worker calls `decode`, `decode_block` and `decode_many` in one thread, and the other methods in another one.
     What the three return is kept until the batch is durable: an array that a later call writes to again must be copied.
@@ -124,7 +124,7 @@ class Task:
         max_samples_per_record: how many samples a record may give; a record that gives more is dead-lettered. It bounds
             the memory of a batch, whose records are counted, and not its samples.
         whole_records: whether `decode_many` reads keys, headers or timestamps of its `Records`. They cost time and
-            memory only where this is set. A task that overrides `decode_record` has them.
+            memory only if this is set. A task that overrides `decode_record` has them.
     """
 
     input_shape: tuple[int, ...] | None = None
@@ -139,7 +139,7 @@ class Task:
     def decode(self, record: bytes) -> Sample | list[Sample]:
         """The sample in one Kafka record's value. Any exception dead-letters it, with its message as the reason.
 
-        A list of samples where `max_samples_per_record` is above 1; one that is empty counts the record as skipped. If
+        A list of samples if `max_samples_per_record` is above 1; one that is empty counts the record as skipped. If
         one of them cannot be used, the whole record is dead-lettered.
 
         Two exceptions do not: `doll.SkipRecord` counts the record as skipped, with its message as the reason; on
@@ -160,7 +160,7 @@ class Task:
 
         Returns:
             Arrays: x of shape (count, *input_shape) and y of shape (count, ...), as `decode` gives them one by one; or
-            dicts, tuples and lists of such arrays. None where there is no fast path for this width, or a record is bad.
+            dicts, tuples and lists of such arrays. None if there is no fast path for this width, or a record is bad.
         """
         return None
 
@@ -173,12 +173,12 @@ class Task:
 
         Args:
             values: the list of the values of n records, n >= 1, with their offsets, and with keys, headers and
-                timestamps where `whole_records` is set.
+                timestamps if `whole_records` is set.
 
         Returns:
             Arrays: x of shape (n, *input_shape) and y of shape (n, ...), in the order of `values`, or dicts, tuples and
             lists of such arrays. Row i must be what `decode(values[i])` gives, of a type that does not depend on the
-            other records. `Samples` where some records are skipped, or give several samples, or where samples have
+            other records. `Samples` if some records are skipped, or give several samples, or if samples have
             weights or groups.
 
         Raises:
@@ -205,7 +205,7 @@ class Task:
         """Optional: what `POST /predict` answers, from the model's output for n samples of one request.
 
         Default: with `num_classes`, `class` and `probabilities` (softmax); one number for each sample is its `value`;
-        where a method of the task takes the groups of samples (a ranking), it is its `score`, and `rank` counts from 0,
+        if a method of the task takes the groups of samples (a ranking), it is its `score`, and `rank` counts from 0,
         the best one of the request; of all other models the tensors of the output.
 
         Returns:
@@ -245,7 +245,7 @@ class Task:
 
         Returns:
             For x and for y a `doll.Field`, or dicts, tuples and lists of fields; None for one of them leaves it open.
-            Without, and where x or y is more than one array, the first good samples of a process say it.
+            Without, and if x or y is more than one array, the first good samples of a process say it.
         """
         return None
 
@@ -266,12 +266,12 @@ class Task:
     def forward(self, model: torch.nn.Module, x: Any) -> Any:
         """Model output for a batch `x` of shape (n, *input_shape). Default: `model(x)` on floats.
 
-        `x` is of float32, or of integers where all samples of the batch hold only integers: an embedding takes
-        `x.long()`, a layer of numbers `x.float()`. Where the x of samples is a dict, tuple or list, it is one of
+        `x` is of float32, or of integers if all samples of the batch hold only integers: an embedding takes
+        `x.long()`, a layer of numbers `x.float()`. If the x of samples is a dict, tuple or list, it is one of
         tensors, each as `Sample` says, and the default passes it on as it is.
 
         A method that also has a parameter `group` gets the ids of the samples' groups there: int64, shape (n,), None
-        where no sample has one.
+        if no sample has one.
         """
         import torch
 
@@ -284,7 +284,7 @@ class Task:
         """Mean loss over the batch, a scalar. Default: cross-entropy with `num_classes`, else mean squared error.
 
         A method that also has the parameters `group` or `weight` gets the ids of the samples' groups (as `forward`),
-        and their weights: float32, shape (n,), None where all are 1. With weights it returns the weighted mean. A task
+        and their weights: float32, shape (n,), None if all are 1. With weights it returns the weighted mean. A task
         with a `loss` of its own that has neither that parameter nor `losses` cannot have weights.
         """
         import torch.nn.functional as F
@@ -298,7 +298,7 @@ class Task:
     def losses(self, output: Any, target: Any) -> torch.Tensor:
         """Loss of each sample, shape (n,), whose mean `loss` is; for samples with weights. Default: as that of `loss`.
 
-        Define it in place of `loss` where samples have weights and the loss is another one. It may have `group` too.
+        Define it in place of `loss` if samples have weights and the loss is another one. It may have `group` too.
         """
         import torch.nn.functional as F
 
@@ -309,7 +309,7 @@ class Task:
     def metrics(self, output: Any, target: Any) -> Mapping[str, Any]:
         """Means over the batch, by name. Default: `accuracy` with `num_classes`, else nothing. See `stop.accuracy`.
 
-        A value may be a tensor of shape (n,) instead: of each sample. Where samples have weights, each value must be
+        A value may be a tensor of shape (n,) instead: of each sample. If samples have weights, each value must be
         one, or the method has the parameter `weight`, and returns weighted means. It may have `group`, as `loss`.
         """
         if self.num_classes is None:
@@ -319,7 +319,7 @@ class Task:
     def stages(self, model: torch.nn.Module) -> Sequence[tuple[str, torch.nn.Module]] | None:
         """Optional, for pipelines (`worker.pipeline`): the layers between which the model may be cut, by name.
 
-        Needed only where the model is no `torch.nn.Sequential` and its graph cannot be traced (`torch.fx`).
+        Needed only if the model is no `torch.nn.Sequential` and its graph cannot be traced (`torch.fx`).
 
         Args:
             model: what `build_model` returned; the layers are parts of it, and hold each of its parameters once.
@@ -445,6 +445,35 @@ def load_task(config: JobConfig) -> Task:
     return task
 
 
+def load_function(config: JobConfig, section: str, spec: str, args: Mapping[str, Any]) -> Callable[..., Any]:
+    """A function of the user, to be called without the arguments of the job file, which it gets too.
+
+    Args:
+        section: of the job file, with the keys `of` and `args`.
+
+    Raises:
+        ConfigError: it cannot be imported; when it is called: it does not take the arguments, or fails.
+    """
+    module_name, _, name = spec.rpartition(":")
+    try:
+        function = getattr(_load(module_name, config, f"{section}.of"), name)
+    except ConfigError:
+        raise
+    except Exception as exc:  # the user's module may raise anything while it is imported
+        raise ConfigError(f"{section}.of: cannot load {spec!r}: {described(exc)}") from exc
+    given = {key: _resolve(config, key, value) for key, value in args.items()}
+
+    def call(*first: Any) -> Any:
+        try:
+            return function(*first, **given)
+        except ConfigError:
+            raise
+        except Exception as exc:  # the user's function may raise anything
+            raise ConfigError(f"{section}.args: {spec} does not take {dict(args)}: {described(exc)}") from exc
+
+    return call
+
+
 def _set_format(config: JobConfig, task: Task) -> None:
     if config.data.format is None:
         return
@@ -482,22 +511,22 @@ def _resolve(config: JobConfig, key: str, value: Any) -> Any:
     return value
 
 
-def _load(name: str, config: JobConfig) -> Any:
+def _load(name: str, config: JobConfig, key: str = "task.class") -> Any:
     """A module by its name, or by its file."""
     # A job file's own folder may hold the user's modules, as with `python script.py`: also those of an optimizer.
     folder = str(config.base_folder)
     if folder not in sys.path:
         sys.path.append(folder)
-    return _load_file(config.path(Path(name))) if name.endswith(".py") else importlib.import_module(name)
+    return _load_file(config.path(Path(name)), key) if name.endswith(".py") else importlib.import_module(name)
 
 
-def _load_file(path: Path) -> Any:
+def _load_file(path: Path, key: str) -> Any:
     if not path.is_file():
-        raise ConfigError(f"task.class: expected a Python file at {path}, which does not exist")
+        raise ConfigError(f"{key}: expected a Python file at {path}, which does not exist")
     name = f"doll_task_{path.resolve().parent.name}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"task.class: {path} is not a Python file")
+        raise ConfigError(f"{key}: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from doll.errors import ConfigError, SampleError
 from doll.task import trees
 from doll.task.base import Sample, Task
-from doll.task.forms import NO_GROUP, Form, as_feature, as_features, as_target, group_of, weight_of
+from doll.task.forms import NO_GROUP, Form, array_of, as_feature, as_features, as_target, group_of, stacked, weight_of
 from doll.task.trees import Array, Ragged, Structure, Tree, parts_of, tree_of
 
 
@@ -20,7 +20,7 @@ class SampleBatch(NamedTuple):
     """Samples of one batch, or of a part of it.
 
     Attributes:
-        x, y: trees (`doll.task.trees`) of arrays of shape (n, ...); `Ragged` where the task puts them together.
+        x, y: trees (`doll.task.trees`) of arrays of shape (n, ...); `Ragged` if the task puts them together.
         weight: float32, shape (n,); None: all are 1.
         group: int64, shape (n,); None: no sample has one.
     """
@@ -39,7 +39,7 @@ class SampleBatch(NamedTuple):
         """Sum of the weights."""
         return float(self.num_samples) if self.weight is None else float(self.weight.sum(dtype=np.float64))
 
-    def of(self, part: Sequence[int] | slice) -> SampleBatch:
+    def take(self, part: Sequence[int] | slice) -> SampleBatch:
         """The samples at these places."""
         places = part if isinstance(part, slice) else list(part)
         weight = None if self.weight is None else self.weight[places]
@@ -48,17 +48,17 @@ class SampleBatch(NamedTuple):
 
     def few(self, most: int) -> SampleBatch:
         """A few of them, evenly spaced."""
-        return self.of(np.unique(np.linspace(0, self.num_samples - 1, most, dtype=int)).tolist())
+        return self.take(np.unique(np.linspace(0, self.num_samples - 1, most, dtype=int)).tolist())
 
-    def rows(self, most: int | None = None) -> list[Row]:
+    def rows(self, most: int | None = None) -> list[SampleRow]:
         """Each sample, or the first `most`, by itself."""
-        samples = self if most is None else self.of(slice(most))
+        samples = self if most is None else self.take(slice(most))
         (xs, x_structure), (ys, y_structure) = (trees.rows_of(tree) for tree in (samples.x, samples.y))
         count = samples.num_samples
         weights = [1.0] * count if samples.weight is None else samples.weight.tolist()
         groups = [NO_GROUP] * count if samples.group is None else samples.group.tolist()
         return [
-            Row(x, x_structure, y, y_structure, weight, group)
+            SampleRow(x, x_structure, y, y_structure, weight, group)
             for x, y, weight, group in zip(xs, ys, weights, groups, strict=True)
         ]
 
@@ -68,15 +68,15 @@ class SampleBatch(NamedTuple):
 
 
 class Forms(NamedTuple):
-    """What x and y of samples must be; None: of any form."""
+    """The forms that x and y of samples must have; None: any form."""
 
     x: Form | None = None
     y: Form | None = None
     is_ragged: bool = False  # they may differ in shape: the task puts them together itself
 
     @classmethod
-    def of(cls, task: Task) -> Forms:
-        """As the task declares them.
+    def from_task(cls, task: Task) -> Forms:
+        """The forms that the task declares.
 
         Raises:
             ConfigError: `Task.spec` returns something else.
@@ -95,7 +95,7 @@ class Forms(NamedTuple):
 ANY_FORMS: Final = Forms()
 
 
-class Row(NamedTuple):
+class SampleRow(NamedTuple):
     """One sample: the arrays of its x and y, and the structures around them (`doll.task.trees.flat`)."""
 
     x: list[Array]
@@ -104,6 +104,7 @@ class Row(NamedTuple):
     y_structure: Structure | None
     weight: float = 1.0
     group: int = NO_GROUP
+    given_x: Sequence[Any] = ()  # what `x` was made of without a form that says its types; (): not known
 
     @property
     def shapes(self) -> tuple[Any, ...]:
@@ -127,51 +128,58 @@ class Row(NamedTuple):
         return tree_of(self.x_structure, self.x), tree_of(self.y_structure, self.y)
 
 
-def row_of(sample: Sample | tuple[Any, Any], forms: Forms) -> Row:
+def row_of(sample: Sample | tuple[Any, Any], forms: Forms) -> SampleRow:
     """The arrays of a sample.
 
     Raises:
         SampleError: it does not fit; weight or group is none.
     """
     x, y, weight, group = sample if len(sample) == 4 else (*sample, 1.0, None)
-    xs, x_structure = _arrays("x", x, forms.x, as_features)
-    ys, y_structure = _arrays("y", y, forms.y, as_target)
+    xs, x_structure, given_x = _arrays("x", x, forms.x, as_features)
+    ys, y_structure, _ = _arrays("y", y, forms.y, as_target)
     if weight == 1 and group is None:
-        return Row(xs, x_structure, ys, y_structure)
-    return Row(xs, x_structure, ys, y_structure, weight_of(weight), NO_GROUP if group is None else group_of(group))
+        return SampleRow(xs, x_structure, ys, y_structure, given_x=given_x)
+    own = NO_GROUP if group is None else group_of(group)
+    return SampleRow(xs, x_structure, ys, y_structure, weight_of(weight), own, given_x)
 
 
 def _arrays(
     root: str, value: Any, form: Form | None, alone: Callable[[Any], Array]
-) -> tuple[list[Array], Structure | None]:
-    """`alone`: makes an array of what is one array and has no form."""
+) -> tuple[list[Array], Structure | None, Sequence[Any]]:
+    """The arrays, the structure around them, and what they were made of if there is no form.
+
+    `alone`: makes an array of what is one array and has no form.
+    """
     if form is not None:
         leaves, structure = form.taken_apart(value), form.structure
     elif not trees.is_container(value):
-        return [alone(value)], None
+        return [alone(value)], None, [value]
     else:
         leaves, structure = parts_of(value)
         if structure is None:
-            return [alone(value)], None
-    convert = as_feature if root == "x" else as_target
+            return [alone(value)], None, [value]
+    convert = array_of if form is not None else as_feature if root == "x" else as_target
     arrays = []
     for name, leaf in zip(trees.names(root, structure), leaves, strict=True):
         try:
-            arrays.append(convert(leaf))
+            arrays.append(convert(leaf, name))
         except (TypeError, ValueError) as exc:
             raise SampleError(f"{name}: expected numbers: {exc}") from None
     if not arrays:
         raise SampleError(f"expected an array in {root}, got {value!r:.100}")
-    return (arrays if form is None else form.fitted(arrays)), structure
+    return (arrays, structure, leaves) if form is None else (form.fitted(arrays), structure, ())
 
 
 def features_of(arrays: Sequence[Array], structure: Structure | None, form: Form | None) -> list[Array]:
-    """The arrays of x, of many samples, as those of `row_of`."""
-    is_alone = structure is None and form is None
-    return [as_features(array) if is_alone else as_feature(array) for array in arrays]
+    """The arrays of x, of many samples, as those of `row_of`; with a form that says their types, as they are."""
+    if form is not None:
+        return list(arrays)
+    if structure is None:
+        return [as_features(array) for array in arrays]
+    return [as_feature(array, name) for name, array in zip(trees.names("x", structure), arrays, strict=True)]
 
 
-def fitted(row: Row, forms: Forms) -> Row:
+def fitted(row: SampleRow, forms: Forms) -> SampleRow:
     """The sample with each array of its field's type.
 
     Raises:
@@ -182,18 +190,36 @@ def fitted(row: Row, forms: Forms) -> Row:
     return row._replace(x=x, y=y)
 
 
-def batch_of_rows(rows: Sequence[Row], *, is_ragged: bool) -> SampleBatch:
-    """The batch of these samples, in order; at least one, of one structure, and of one shape where it is not ragged."""
+def batch_of_rows(rows: Sequence[SampleRow], *, is_ragged: bool) -> SampleBatch:
+    """The batch of these samples, in order; at least one, of one structure, and of one shape if it is not ragged."""
     weight = None if all(row.weight == 1 for row in rows) else np.array([row.weight for row in rows], np.float32)
     group = None if all(row.group == NO_GROUP for row in rows) else np.array([row.group for row in rows], np.int64)
     if is_ragged:
         xs, ys = zip(*(row.trees for row in rows), strict=True)
         return SampleBatch(Ragged(xs), Ragged(ys), weight, group)
     first = rows[0]
-    # A stack of integers and floats is of float64.
-    x = [as_feature(np.stack(column)) for column in zip(*(row.x for row in rows), strict=True)]
-    y = [np.stack(column) for column in zip(*(row.y for row in rows), strict=True)]
+    x, y = (
+        stacked_features([row.x for row in rows], first.x_structure),
+        [
+            stacked(column, name, np.float64)
+            for name, column in zip(
+                trees.names("y", first.y_structure), zip(*(row.y for row in rows), strict=True), strict=True
+            )
+        ],
+    )
     return SampleBatch(tree_of(first.x_structure, x), tree_of(first.y_structure, y), weight, group)
+
+
+def stacked_features(rows: Sequence[Sequence[Array]], structure: Structure | None) -> list[Array]:
+    """The arrays of x of samples, one after another. A stack of integers and floats is of float64, and becomes float32.
+
+    Raises:
+        SampleError: an integer would become another one.
+    """
+    names = trees.names("x", structure)
+    columns = zip(names, zip(*rows, strict=True), strict=True)
+    arrays = [stacked(column, name, np.float32) for name, column in columns]
+    return [array.astype(np.float32) if array.dtype == np.float64 else array for array in arrays]
 
 
 def batch_of(task: Task, samples: Iterable[Sample | list[Sample]], most: int | None = None) -> SampleBatch:
@@ -202,7 +228,7 @@ def batch_of(task: Task, samples: Iterable[Sample | list[Sample]], most: int | N
     Raises:
         SampleError, ValueError: they do not fit together.
     """
-    forms = Forms.of(task)
+    forms = Forms.from_task(task)
     single = (sample for made in samples for sample in (made if isinstance(made, list) else [made]))
     rows = [row_of(sample, forms) for sample in islice(single, most)]
     if not rows:
@@ -222,7 +248,7 @@ def joined(batches: Sequence[SampleBatch]) -> SampleBatch:
 
 
 def _column(parts: Sequence[tuple[Array | None, int]], missing: int, dtype: Any) -> Array | None:
-    """Weights or groups of several batches; None where none of them has some."""
+    """Weights or groups of several batches; None if none of them has some."""
     if all(array is None for array, _ in parts):
         return None
     return np.concatenate([np.full(count, missing, dtype) if array is None else array for array, count in parts])

@@ -33,9 +33,9 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.config.format import FormatSection
-from doll.errors import ConfigError, SkipRecord
+from doll.errors import BadRecordsError, ConfigError, SampleError, SkipRecord
 from doll.formats.opening import open_reader
-from doll.formats.reader import FieldReader, JsonReader
+from doll.formats.reader import FieldReader, JsonReader, is_uint64
 from doll.task import trees
 from doll.task.base import Sample, Samples, Task, x_of
 from doll.task.records import Record, Records
@@ -48,7 +48,7 @@ class Columns(dict[str, npt.NDArray[Any]]):
     """One array for each field of `FieldsTask.record`, by name.
 
     Attributes:
-        records: the records themselves, with keys, headers and timestamps where the task sets `whole_records`.
+        records: the records themselves, with keys, headers and timestamps if the task sets `whole_records`.
     """
 
     def __init__(self, columns: dict[str, npt.NDArray[Any]], records: Records | None = None) -> None:
@@ -57,7 +57,7 @@ class Columns(dict[str, npt.NDArray[Any]]):
 
 
 class FieldsTask(Task):
-    """A task on records with fields, in the format that `data.format` says; JSON objects where it says nothing.
+    """A task on records with fields, in the format that `data.format` says; JSON objects if it says nothing.
     Subclass it; `record`, `samples` and `build_model` must be written.
 
     A record that lacks a field without a default, or has a value of another type in it, is dead-lettered. Fields that
@@ -77,13 +77,13 @@ class FieldsTask(Task):
         """The samples of n records, n >= 1. Row i must depend on record i only.
 
         Args:
-            columns: one array for each field of `record`: float64 for `float` and `float | None` (NaN where there is
-                None), int64 for `int`, booleans for `bool`, shape (n,); for lists of these, shape (n, length),
-                or n lists as objects where they differ in length; objects for all other types.
+            columns: one array for each field of `record`: float64 for `float` and `float | None` (NaN if there is
+                None), int64 for `int`, uint64 for `doll.UInt64`, booleans for `bool`, shape (n,); for lists of these,
+                shape (n, length), or n lists as objects if they differ in length; objects for all other types.
 
         Returns:
             Arrays: x of shape (n, *input_shape) and y of shape (n, ...), or dicts, tuples and lists of such arrays; or
-            `Samples` where some records are skipped, or give several samples, or samples have weights or groups. A task
+            `Samples` if some records are skipped, or give several samples, or samples have weights or groups. A task
             that defines `collate` may return arrays of objects: n lists or arrays.
         """
         raise NotImplementedError(f"{type(self).__name__} must define samples(columns)")
@@ -99,13 +99,13 @@ class FieldsTask(Task):
         return self._one(Records([record]))
 
     def decode_record(self, record: Record) -> Sample | list[Sample]:
-        return self._one(Records.of(record))
+        return self._one(Records.from_record(record))
 
     def decode_many(self, values: Sequence[bytes]) -> Samples | tuple[Any, Any]:
         return self._arrays(self._reader.read(values), values)
 
     def decode_features(self, record: bytes) -> Any:
-        """As in `Task`. Whatever the format of the stream, it is a JSON object of the fields."""
+        """Decode the features of a record. Whatever the format of the stream, it is a JSON object of the fields."""
         if not self.targets:
             return super().decode_features(record)
         event = _features_reader(self.record, self.targets).read_one(record)
@@ -116,11 +116,23 @@ class FieldsTask(Task):
         return _json_reader(self.record) if self.reader is None else self.reader
 
     def _one(self, records: Records) -> Sample | list[Sample]:
-        return self._sample(self._reader.read_one(records[0]), records)
+        try:
+            event = self._reader.read_one(records[0])
+        except msgspec.ValidationError as exc:
+            if "Expected `float`, got `null`" not in str(exc):
+                raise
+            raise SampleError(f"{exc}: if it may be missing, declare it `float | None`, which gives NaN") from None
+        return self._sample(event, records)
 
     def _sample(self, event: msgspec.Struct, records: Records) -> Sample | list[Sample]:
         made = self._arrays([event], records)
         x, y = made[:2]
+        if not all(
+            np.isfinite(array).all() for array in map(np.asarray, trees.arrays_of(made[:2])) if array.dtype.kind == "f"
+        ):
+            for name, get, dtype in _fields(self.record):
+                if dtype is np.float64 and (value := get(event)) is not None and not np.isfinite(value).all():
+                    raise SampleError(f"{name} is NaN or infinite: expected a number, or nothing in a `float | None`")
         if not isinstance(made, Samples):
             return Sample(*(trees.taken_apart(tree, 1)[0] for tree in made))
         for reason, mask in made.skipped.items():
@@ -133,7 +145,7 @@ class FieldsTask(Task):
         return samples[0] if made.counts is None else samples
 
     def _arrays(self, events: list[msgspec.Struct], records: Sequence[bytes]) -> Samples | tuple[Any, Any]:
-        columns = {name: _column(list(map(get, events)), dtype) for name, get, dtype in _fields(self.record)}
+        columns = {name: _column(name, list(map(get, events)), dtype) for name, get, dtype in _fields(self.record)}
         made = self.samples(Columns(columns, records if isinstance(records, Records) else Records(records)))
         x, y = (tree_of(structure, list(map(np.asarray, leaves))) for leaves, structure in map(parts_of, made[:2]))
         return made._replace(x=x, y=y) if isinstance(made, Samples) else (x, y)
@@ -189,7 +201,9 @@ def _fields(record: type[msgspec.Struct]) -> list[tuple[str, Any, Any]]:
 
 
 def _dtype(kind: Any) -> Any:
-    """numpy's type of a column for a field of this type; object where no number is declared."""
+    """numpy's type of a column for a field of this type; object if no number is declared."""
+    if is_uint64(kind):
+        return np.uint64
     kind = _without_bounds(kind)
     if get_origin(kind) is list:
         return _dtype(get_args(kind)[0])
@@ -204,10 +218,29 @@ def _without_bounds(kind: Any) -> Any:
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
-def _column(values: list[Any], dtype: Any) -> npt.NDArray[Any]:
-    if dtype is not np.object_:
-        try:
-            return np.array(values, dtype)
-        except ValueError:  # lists of different lengths
-            return objects(values)
-    return objects(values)
+def _column(name: str, values: list[Any], dtype: Any) -> npt.NDArray[Any]:
+    """
+    Raises:
+        BadRecordsError: some values are beyond the bounds of their type; SampleError, with why, of a single one.
+    """
+    if dtype is np.object_:
+        return objects(values)
+    try:
+        return np.array(values, dtype)
+    except (ValueError, OverflowError):  # lists of different lengths, or a number beyond the type
+        bad = [at for at, value in enumerate(values) if not _holds(dtype, value)]
+    if not bad:
+        return objects(values)
+    if len(values) > 1:
+        raise BadRecordsError(bad)
+    limits = np.iinfo(dtype)
+    advice = "" if dtype is np.uint64 else f": `{name}: doll.UInt64` takes 0 to {np.iinfo(np.uint64).max}"
+    raise SampleError(f"{name}: expected an integer from {limits.min} to {limits.max}, got {values[0]!s:.100}{advice}")
+
+
+def _holds(dtype: Any, value: Any) -> bool:
+    try:
+        np.array(value, dtype)
+    except (OverflowError, ValueError) as exc:
+        return isinstance(exc, ValueError)
+    return True

@@ -1,4 +1,4 @@
-"""What the arrays of a sample must be: their types and shapes, declared by `Task.spec` or taken from the first samples.
+"""The form of a sample's arrays: their types and shapes, declared by `Task.spec` or taken from the first samples.
 
 Here values become arrays that torch takes, and a value that does not fit is refused by the name of its field.
 """
@@ -20,7 +20,8 @@ from doll.task.trees import Array, Structure, Tree
 
 NUMERIC_KINDS: Final = "biufc"  # numpy's kinds: boolean, integer, unsigned, floating, complex
 _MAX_SHOWN: Final = 200
-NO_GROUP: Final = -1  # id of samples without a group, where others of their batch have one
+_EXACT_IN_FLOAT32: Final = 1 << 24  # up to there it holds every integer
+NO_GROUP: Final = -(1 << 63)  # id of samples without a group, if others of their batch have one
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,10 @@ class Field:
 
     Attributes:
         dtype: of numpy, such as `float32`, `int64` or `bool`. `float64` in x stands for float32, as everywhere in x.
-            Integers, and floats that are whole numbers, are converted where that keeps their value.
+            A value is checked before it is converted. To integers it is if it keeps its value: integers within the
+            bounds of the type, and floats that are whole numbers below 2**53 (of float32: 2**24), because larger ones
+            may stand for another integer. `uint64` holds all 64 bits of an id; torch computes little with it:
+            `x["id"].view(torch.int64)` has the same bits.
         shape: of one sample; None in it: of any length, for a task that defines `collate`.
     """
 
@@ -53,7 +57,7 @@ class Form:
 
     @classmethod
     def declared(cls, root: str, tree: Tree) -> Form:
-        """As `Task.spec` says.
+        """The form that `Task.spec` declares.
 
         Raises:
             ConfigError: there is something else than fields in it, or a type that is no number's.
@@ -78,7 +82,7 @@ class Form:
     def seen(
         cls, root: str, structure: Structure | None, samples: Sequence[Sequence[Array]], *, of_any_length: bool
     ) -> Form:
-        """As the arrays of these samples are. `of_any_length`: others may differ in each size."""
+        """The form that these samples' arrays have. `of_any_length`: others may differ in each size."""
         fields = []
         for arrays in zip(*samples, strict=True):
             dtype = np.result_type(*{array.dtype for array in arrays})
@@ -88,7 +92,7 @@ class Form:
         return cls(root, structure, fields)
 
     def taken_apart(self, value: Tree) -> list[Any]:
-        """What a sample has for each field; a list of numbers may be an array.
+        """The values of a sample for each field; a list of numbers may be an array.
 
         Raises:
             SampleError: it has another structure.
@@ -122,50 +126,122 @@ def _fitted(array: Array, field: Field, name: str, lead: int) -> Array:
         wanted is None or size == wanted for size, wanted in zip(shape, field.shape, strict=True)
     )
     if fits and array.dtype == dtype:
-        return array
-    if fits and _is_safe(array, dtype):
-        return array.astype(dtype)
-    got = "mixed or ragged values" if array.dtype == object else f"{array.dtype} of shape {shape}"
-    raise SampleError(f"{name}: expected {field}, got {got}")
+        return array if array.dtype.num == dtype.num else array.view(dtype)  # torch does not take `ulonglong`
+    problem = ""
+    if fits and not (problem := _misfit(array, dtype)):
+        with np.errstate(over="ignore"):  # it becomes infinite and is refused
+            return array.astype(dtype)
+    if array.dtype == object:
+        problem = "mixed or ragged values"
+    raise SampleError(f"{name}: expected {field}, got {problem or f'{array.dtype} of shape {shape}'}")
 
 
-def _is_safe(array: Array, dtype: np.dtype[Any]) -> bool:
-    """Whether `array` may become `dtype`: of floats and integers, where integers keep their value."""
+def _misfit(array: Array, dtype: np.dtype[Any]) -> str:
+    """Why `array`, at its own precision, may not become `dtype`; "" if it may: of floats and integers, if
+    integers keep their value."""
     kinds = array.dtype.kind + dtype.kind
     if kinds[0] not in "iuf" or kinds[1] not in "iufc":
-        return kinds[0] == "b" and kinds[1] in "iuf"
-    if kinds[1] in "fc":
-        return True
-    if kinds[0] == "f" and not bool((np.isfinite(array) & (np.floor(array) == array)).all()):
-        return False
+        return "" if kinds[0] == "b" and kinds[1] in "iuf" else f"{array.dtype} of shape {array.shape}"
+    if kinds[1] in "fc" or not array.size:
+        return ""
+    if kinds[0] == "f":
+        if not (whole := np.isfinite(array) & (np.floor(array) == array)).all():
+            return f"{array[~whole].flat[0]!s} ({array.dtype})"
+        # From here on two whole numbers may have become one float.
+        exact = 1 << (np.finfo(array.dtype).nmant + 1)
+        if not (known := np.abs(array) < exact).all():
+            return f"{array[~known].flat[0]!s}, which as {array.dtype} may have been another number: send an integer"
     limits = np.iinfo(dtype)
-    return array.size == 0 or bool(array.min() >= limits.min and array.max() <= limits.max)
+    return next(
+        (f"{bound!s}" for bound in (array.min(), array.max()) if not limits.min <= int(bound) <= limits.max), ""
+    )
 
 
 # --- values to arrays -------------------------------------------------------------------------------------------------
 
 
-def as_features(x: npt.ArrayLike) -> Array:
+def array_of(value: npt.ArrayLike, name: str, rounded: Any = None) -> Array:
+    """`value` as an array in which integers have kept their value.
+
+    Args:
+        name: for messages.
+        rounded: the type that floats of it become later, and with them the integers in a list with floats; None: what
+            its field says.
+
+    Raises:
+        SampleError: an integer in a list would become another number, or has more than 64 bits.
+    """
+    array = np.asarray(value)
+    kind = array.dtype.kind
+    if kind not in "fO" or not isinstance(value, list | tuple | int):
+        return array
+    if kind == "f" and not np.abs(array).max(initial=0) > _EXACT_IN_FLOAT32:
+        return array
+    items = np.array(value, np.object_).ravel().tolist()
+    integers = [item for item in items if isinstance(item, int | np.integer) and not isinstance(item, bool)]
+    is_signed = any(item < 0 for item in integers)
+    beyond_64_bits = next((item for item in integers if not -(1 << 63) <= item < 1 << (63 if is_signed else 64)), None)
+    if beyond_64_bits is not None:
+        raise SampleError(f"{name}: expected integers of 64 bits, got {beyond_64_bits!s:.40}")
+    if len(integers) == len(items) > 0:  # numpy makes floats of integers that int64 does not hold
+        return np.array(value, np.uint64)
+    if kind == "f" and rounded is not None:
+        with np.errstate(over="ignore"):
+            lost = next((item for item in integers if float(np.float64(item).astype(rounded)) != item), None)
+        if lost is not None:
+            raise SampleError(
+                f"{name}: expected numbers that {np.dtype(rounded)} holds, got the integer {lost} beside a fraction: "
+                f"an id needs an array of its own (a dict of arrays); if {name} may be rounded, write {lost}.0"
+            )
+    return array
+
+
+def as_features(x: npt.ArrayLike, name: str = "x") -> Array:
     """`x`, one array, as torch takes it: integers stay as they are, all other real numbers become float32."""
-    array = np.asarray(x)
+    array = array_of(x, name, np.float32)
     if array.dtype.kind in "fb" and array.dtype != np.float32:
         with np.errstate(over="ignore"):  # it becomes infinite and is refused
             return array.astype(np.float32)
-    return _for_torch(array)
+    return _for_torch(array, name)
 
 
-def as_feature(x: npt.ArrayLike) -> Array:
+def as_feature(x: npt.ArrayLike, name: str = "x") -> Array:
     """One of several arrays of `x`: its type stays, but float64 becomes float32."""
-    array = np.asarray(x)
+    array = array_of(x, name, np.float32)
     if array.dtype in (np.float64, np.longdouble):
-        return as_features(array)
-    return _for_torch(array)
+        return as_features(array, name)
+    return _for_torch(array, name)
 
 
-def as_target(y: npt.ArrayLike) -> Array:
+def as_target(y: npt.ArrayLike, name: str = "y") -> Array:
     """`y`, or one of its arrays, as torch takes it; its type stays."""
-    array = np.asarray(y)
-    return array.astype(np.float64) if array.dtype == np.longdouble else _for_torch(array)
+    array = array_of(y, name, np.float64)
+    return array.astype(np.float64) if array.dtype == np.longdouble else _for_torch(array, name)
+
+
+def stacked(arrays: Sequence[Array], name: str, rounded: Any) -> Array:
+    """The arrays of samples one after another. `name`, `rounded`: as in `array_of`.
+
+    Raises:
+        SampleError: an integer would become another one among floats.
+    """
+    array = np.stack(arrays)
+    if array.dtype.kind == "f":
+        for item in arrays:
+            if item.dtype.kind in "iu" and (lost := beyond(item, rounded)) is not None:
+                raise SampleError(f"{name}: expected integers in all of these samples, or in none, got {lost}")
+    return array
+
+
+def beyond(integers: Array, rounded: Any) -> int | None:
+    """The first of these integers that floats of this type do not hold."""
+    lost = integers[integers.astype(rounded).astype(np.longdouble) != integers.astype(np.longdouble)]
+    return int(lost.flat[0]) if lost.size else None
+
+
+def as_integers(array: Array) -> Array | None:
+    """Floats that are whole numbers, and stand for no other ones, as int64; None: they are not."""
+    return None if _misfit(array, np.dtype(np.int64)) else array.astype(np.int64)
 
 
 def weight_of(weight: Any) -> float:
@@ -191,14 +267,17 @@ def group_of(group: Any) -> int:
     """
     if isinstance(group, str):
         return int.from_bytes(hashlib.blake2b(group.encode(), digest_size=8).digest(), "little", signed=True)
-    if isinstance(group, int | np.integer) and not isinstance(group, bool) and -(1 << 63) <= group < 1 << 63:
+    if isinstance(group, int | np.integer) and not isinstance(group, bool) and NO_GROUP < group < 1 << 63:
         return int(group)
-    raise SampleError(f"group: expected an integer of 64 bits or a text, got {group!r}"[:_MAX_SHOWN])
+    raise SampleError(f"group: expected an integer of 64 bits above -2**63, or a text, got {group!r}"[:_MAX_SHOWN])
 
 
-def _for_torch(array: Array) -> Array:
+def _for_torch(array: Array, name: str) -> Array:
     if array.dtype == np.uint64:
         if array.size and array.max() > np.iinfo(np.int64).max:
-            raise SampleError(f"expected integers below 2**63, got {array.max()}")
+            raise SampleError(
+                f"{name}: expected integers below 2**63, got {array.max()}: Task.spec() may declare all 64 bits, "
+                'doll.Field("uint64")'
+            )
         return array.astype(np.int64)
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))

@@ -22,7 +22,7 @@ class Padded(NamedTuple):
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Of each sequence, shape (n,)."""
+        """The length of each sequence, shape (n,)."""
         lengths: npt.NDArray[np.int64] = self.mask.sum(axis=1, dtype=np.int64)
         return lengths
 
@@ -33,7 +33,7 @@ def pad(sequences: Sequence[npt.ArrayLike], *, length: int | None = None, value:
     Args:
         sequences: at least one, shapes (m, ...) that differ in m only.
         length: that all become; None: that of the longest.
-        value: behind the end of each.
+        value: after the end of each.
 
     Raises:
         ValueError: one is longer than `length`, or of another shape.

@@ -3,7 +3,8 @@ dicts, tuples and lists of arrays, with weight and group."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,11 +12,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from doll.errors import SampleError
+from doll.errors import SampleError, SkipRecord
 from doll.task import trees
 from doll.task.base import Sample, Samples, Task
-from doll.task.forms import NO_GROUP, group_of, weight_of
-from doll.task.records import Records
+from doll.task.forms import NO_GROUP, array_of, group_of, weight_of
+from doll.task.records import Record, Records
 from doll.task.trees import from_plain, objects
 
 KINDS: Final = "biuf"  # of numpy's types: boolean, integer, unsigned, floating
@@ -68,13 +69,14 @@ def encode(x: Any, y: Any, weight: float = 1.0, group: int | str | None = None) 
 
     Raises:
         TypeError: one of them is something else.
-        SampleError: weight or group is none.
+        SampleError: weight or group is none, or an integer in a list would become another number.
     """
     (xs, x_structure), (ys, y_structure) = trees.parts_of(x), trees.parts_of(y)
     if x_structure is None and y_structure is None and weight == 1 and group is None:
         return _encoder.encode(_Pair(_of(x, "x"), _of(y, "y")))
     if group is not None:
-        group_of(group)
+        number = group_of(group)
+        group = group if isinstance(group, str) else number  # of numpy, too
     names = [*trees.names("x", x_structure), *trees.names("y", y_structure)]
     arrays = [_of(leaf, name) for leaf, name in zip((*xs, *ys), names, strict=True)]
     places = range(len(arrays))
@@ -86,7 +88,7 @@ def encode(x: Any, y: Any, weight: float = 1.0, group: int | str | None = None) 
 def _of(value: Any, name: str) -> _Array:
     if hasattr(value, "detach"):  # a tensor, of whatever device
         value = value.detach().cpu().numpy()
-    array = np.asarray(value)
+    array = array_of(value, name, np.float32 if name[0] == "x" else np.float64)
     if array.dtype.kind not in KINDS:
         raise TypeError(f"{name}: expected numbers, got {array.dtype} ({type(value).__name__})")
     return _Array(array.dtype.str, array.shape, array.tobytes())
@@ -155,7 +157,8 @@ def _column(arrays: Sequence[_Array], is_ragged: bool) -> npt.NDArray[Any] | Non
 class PairTask(Task):
     """A task whose records are pairs of arrays, for classes that do not decode records themselves."""
 
-    holdout_file: Path | None = None  # pairs, each behind its length, see `write_pairs`
+    holdout_file: Path | None = None  # records, each after its length, see `write_records`
+    holdout_are_pairs: bool = True  # else the task decodes them
 
     def decode(self, record: bytes) -> Sample:
         return decode(record)
@@ -163,31 +166,21 @@ class PairTask(Task):
     def decode_many(self, values: Records) -> Samples | tuple[Any, Any] | None:
         return decode_many(values, is_ragged=self.is_ragged)
 
-    def holdout(self) -> Iterable[Sample]:
-        return () if self.holdout_file is None else read_pairs(self.holdout_file)
+    def holdout(self) -> Iterable[Sample | list[Sample]]:  # type: ignore[override]
+        for record in () if self.holdout_file is None else read_records(self.holdout_file):
+            with contextlib.suppress(SkipRecord):
+                yield decode(record) if self.holdout_are_pairs else self.decode_record(Record(record))
 
 
-def write_pairs(path: Path, pairs: Iterable[tuple[Any, ...]]) -> int:
-    """Write samples to a file, pairs (x, y) or `doll.Sample`; returns how many.
-
-    Raises:
-        TypeError: one of them is something else.
-    """
-    count = 0
+def write_records(path: Path, records: Iterable[bytes]) -> None:
+    """Write records to a file."""
     with path.open("wb") as file:
-        for pair in pairs:
-            record = encode(*pair)
+        for record in records:
             file.write(len(record).to_bytes(4, "little") + record)
-            count += 1
-    return count
 
 
-def read_pairs(path: Path) -> Iterable[Sample]:
-    """The samples of such a file.
-
-    Raises:
-        SampleError: it is damaged.
-    """
+def read_records(path: Path) -> Iterator[bytes]:
+    """The records of such a file."""
     with path.open("rb") as file:
         while head := file.read(4):
-            yield decode(file.read(int.from_bytes(head, "little")))
+            yield file.read(int.from_bytes(head, "little"))

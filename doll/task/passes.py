@@ -1,4 +1,4 @@
-"""What a task makes of a batch: output, loss and metrics, the last two as sums over the samples, each times its weight.
+"""The passes of a task over a batch: output, loss and metrics, both summed over the samples, each times its weight.
 
 A task's methods say what they need: `weight` and `group` are passed to those that have a parameter of that name.
 """
@@ -47,7 +47,7 @@ class Inputs(NamedTuple):
 
 
 def inputs_of(task: Task, batch: SampleBatch) -> Inputs:
-    """The tensors of a batch, in the memory of its arrays where that is possible.
+    """The tensors of a batch, in the memory of its arrays if that is possible.
 
     Raises:
         Exception: as `Task.collate` raises it.
@@ -96,7 +96,7 @@ def loss(task: Task, output: Any, inputs: Inputs) -> Loss:
     """The loss of a batch.
 
     Raises:
-        TaskError: there are weights, and the task has a mean only.
+        TaskError: there are weights, and the task has a mean only; or what it returns is no loss.
     """
     # Without any weight above 0 a weighted mean is none: the plain one shows whether the samples can be computed.
     weight = inputs.weight if inputs.total_weight else None
@@ -106,6 +106,7 @@ def loss(task: Task, output: Any, inputs: Inputs) -> Loss:
         if takes(task, "loss", "weight"):
             more["weight"] = weight
         mean = task.loss(output, inputs.y, **more)
+        _expect(task, "loss", mean, "the mean over the batch, a tensor of one number", (), (1,))
         # The sum costs no pass over the gradient.
         return Loss(mean * inputs.total_weight, float(mean.detach()) * inputs.total_weight)
     if task.defines("loss") and not task.defines("losses"):
@@ -115,13 +116,25 @@ def loss(task: Task, output: Any, inputs: Inputs) -> Loss:
         )
     more = {"group": inputs.group} if takes(task, "losses", "group") else {}
     losses = task.losses(output, inputs.y, **more)
-    if losses.shape != (inputs.num_samples,):
-        raise TaskError(
-            f"{type(task).__name__}.losses(): expected one loss for each of {inputs.num_samples} samples, got a tensor "
-            f"of shape {tuple(losses.shape)}"
-        )
+    count = inputs.num_samples
+    _expect(task, "losses", losses, f"one loss for each of {count} samples, a tensor of shape ({count},)", (count,))
     total = (losses if inputs.weight is None else losses * inputs.weight.to(losses.dtype)).sum()
     return Loss(total, float(total.detach()))
+
+
+def _expect(task: Task, method: str, loss: Any, what: str, *shapes: tuple[int, ...]) -> None:
+    """
+    Raises:
+        TaskError: `loss` is no tensor of one of these shapes.
+    """
+    name = f"{type(task).__name__}.{method}()"
+    if not isinstance(loss, torch.Tensor):
+        raise TaskError(f"{name}: expected {what}, got {type(loss).__name__}: compute it from the output with torch")
+    if loss.shape not in shapes:
+        hint = ""
+        if method == "loss" and loss.ndim:
+            hint = ": return its mean(), or name the method losses() if it gives the loss of each sample"
+        raise TaskError(f"{name}: expected {what}, got a tensor of shape {tuple(loss.shape)}{hint}")
 
 
 def metric_sums(task: Task, output: Any, inputs: Inputs) -> dict[str, float]:

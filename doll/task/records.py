@@ -1,4 +1,4 @@
-"""What a task gets of Kafka's records: `Records`, a batch of them in columns, and `Record`, a single one."""
+"""The records that a task gets: `Records`, a batch of them in columns, and `Record`, a single one."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ NO_TIMESTAMP_MS = -1
 
 
 class Envelope(Protocol):
-    """What Kafka keeps beside a record's value; the client library's message is one."""
+    """The part of a Kafka record beside its value; the client library's message is one."""
 
     def key(self) -> Any:
         """Bytes, or None."""
 
     def headers(self) -> Any:
-        """(key, value) in order; None where there is none."""
+        """(key, value) in order; None if there is none."""
 
     def timestamp(self) -> tuple[int, int]:
         """Kind, 0 for none, and Unix milliseconds."""
@@ -33,10 +33,10 @@ class Record(NamedTuple):
 
     Attributes:
         value: of a packed record, one sample of it.
-        key: None where the record has none.
+        key: None if the record has none.
         headers: (key, value) in order; a key may occur more than once.
         timestamp_ms: Unix milliseconds, by the clock of its producer or of the broker, as the topic is configured
-            (`message.timestamp.type`); -1 where it has none.
+            (`message.timestamp.type`); -1 if it has none.
         partition, offset: where it stands in its topic.
     """
 
@@ -78,8 +78,8 @@ class Records(list[bytes]):
         self._envelopes = envelopes
 
     @classmethod
-    def of(cls, record: Record) -> Records:
-        """One record."""
+    def from_record(cls, record: Record) -> Records:
+        """The batch that holds one record."""
         return cls([record.value], np.array([record.offset]), record.partition, [_Whole(record)])
 
     @property
@@ -89,7 +89,7 @@ class Records(list[bytes]):
 
     @property
     def keys(self) -> list[bytes | None]:
-        """The key of each record; None where it has none."""
+        """The key of each record; None if it has none."""
         return self._column("keys", _key)
 
     @property
@@ -99,7 +99,7 @@ class Records(list[bytes]):
 
     @property
     def timestamps_ms(self) -> npt.NDArray[np.int64]:
-        """Unix milliseconds, int64, shape (n,); -1 where a record has no timestamp. See `Record.timestamp_ms`."""
+        """Unix milliseconds, int64, shape (n,); -1 if a record has no timestamp. See `Record.timestamp_ms`."""
         return np.array(self._column("timestamps_ms", _timestamp_ms), np.int64)
 
     def _column(self, name: str, of: Callable[[Envelope | None], _T]) -> list[_T]:

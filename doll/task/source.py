@@ -14,9 +14,9 @@ _NOT_THE_USERS: Final = frozenset({"doll", "builtins", "abc", "typing"})
 
 
 def source_digest(task: Task) -> str:
-    """Of the files in which the classes of a task are written, without those of DOLL itself: 16 hexadecimal digits.
+    """The digest of the files in which a task's classes are written, without DOLL's own: 16 hexadecimal digits.
 
-    "" where no such file is there, as for a class of a notebook.
+    "" if no such file is there, as for a class of a notebook.
     """
     digest = hashlib.sha256()
     files = []

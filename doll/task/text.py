@@ -25,7 +25,7 @@ from doll.task.base import Sample, Task
 if TYPE_CHECKING:
     import torch
 
-PADDING: Final = -1  # behind the last token of a sample
+PADDING: Final = -1  # after the last token of a sample
 _LONGEST_LINE_BYTES: Final = 1 << 20
 _LETTERS: Final = re.compile(r"[^\W\d_]+")
 _OBJECTS: Final = msgspec.json.Decoder(dict[str, Any])
@@ -63,7 +63,7 @@ def read_lines(path: Path, *, skip: int = 0, max_bytes: int) -> Iterator[bytes]:
         max_bytes: as in `lines.read_file`.
 
     Raises:
-        ConfigError: immediately when the file cannot be read, or has no line behind `skip`; later when it is damaged
+        ConfigError: immediately when the file cannot be read, or has no line after `skip`; later when it is damaged
             further on.
     """
     documents = itertools.islice(lines.read_file(path, max_bytes=max_bytes), skip, None)
@@ -106,7 +106,7 @@ def records(
 
 
 def _text(line: bytes, fields: Sequence[str]) -> str | None:
-    """The text of a line; None where a field has no text."""
+    """The text of a line; None if a field has no text."""
     try:
         if not fields:
             return line.decode()
@@ -118,12 +118,12 @@ def _text(line: bytes, fields: Sequence[str]) -> str | None:
 
 
 class Vocabulary:
-    """Which id a token has: its line in a file, or a hash.
+    """The ids of tokens: their lines in a file, or a hash.
 
     Attributes:
         size: ids are 0 .. size - 1.
         counts: float64, shape (size,): how often each token occurs, as the file says; None: it does not say.
-        checksum: of the file's tokens, in their order; 0 where ids are hashed.
+        checksum: of the file's tokens, in their order; 0 if ids are hashed.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Vocabulary:
 
     @classmethod
     def from_file(cls, path: Path) -> Vocabulary:
-        """Of a file in UTF-8 with one token in each line, and behind it how often it occurs, in all lines or in none.
+        """Read a file in UTF-8 with one token in each line, and after it how often it occurs, in all lines or in none.
 
         Raises:
             ConfigError: the file cannot be read, or a line is something else or names a token again.
@@ -177,7 +177,7 @@ class Vocabulary:
 class TextTask(Task):
     """A task on texts. A record is a JSON object with the text in `text`, as the source `text` sends it.
 
-    x of a sample: int32, shape (max_tokens,): ids of the tokens in order, `PADDING` behind the last. y: how many they
+    x of a sample: int32, shape (max_tokens,): ids of the tokens in order, `PADDING` after the last. y: how many they
     are; with `texts`, the number of the text. Tokens that are stop words, or not in the vocabulary, are left out. A
     text may have no token left.
 

@@ -1,8 +1,8 @@
 """Trees of arrays: what `x` and `y` of a sample may be. An array, or dicts, tuples and lists of trees.
 
 The structure is optree's (docs/decisions/0081): the keys of dicts are sorted, named tuples keep their class. A batch
-has the same tree as its samples, with the samples behind each other in every array; or `Ragged`, one tree for each
-sample, where the task puts samples of different shapes together itself (`Task.collate`).
+has the same tree as its samples, with the samples one after another in every array; or `Ragged`, one tree for each
+sample, if the task puts samples of different shapes together itself (`Task.collate`).
 
 An array by itself takes none of this: it goes through these functions as through numpy's.
 """
@@ -54,7 +54,7 @@ def is_tree(value: Any) -> bool:
 
 
 def parts_of(value: Tree) -> tuple[list[Any], Structure | None]:
-    """What is at the leaves of a sample's x or y, and the structure around them; None: it is one array."""
+    """The leaves of a sample's x or y, and the structure around them; None: it is one array."""
     if not is_tree(value):
         return [value], None
     return optree.tree_flatten(value, is_leaf=lambda item: not is_tree(item), none_is_leaf=True)
@@ -71,26 +71,26 @@ def arrays_of(tree: Tree) -> list[Any]:
 
 
 def tree_of(structure: Structure | None, leaves: Sequence[Any]) -> Tree:
-    """What `flat` takes apart."""
+    """The tree that `flat` takes apart."""
     return leaves[0] if structure is None else optree.tree_unflatten(structure, leaves)
 
 
 def mapped(function: Callable[[Any], Any], tree: Tree) -> Tree:
-    """The same tree with `function` of each array; of each sample's, where it is `Ragged`."""
+    """The same tree with `function` of each array; of each sample's, if it is `Ragged`."""
     if isinstance(tree, Ragged):
         return Ragged(mapped(function, item) for item in tree)
     return optree.tree_map(function, tree, none_is_leaf=True) if is_container(tree) else function(tree)
 
 
 def names(root: str, structure: Structure | None) -> list[str]:
-    """What each leaf is called in messages: `x["user"]["age"]`."""
+    """The name of each leaf in messages: `x["user"]["age"]`."""
     if structure is None:
         return [root]
     return [root + "".join(map(_index, path)) for path in structure.paths()]
 
 
 def dotted_names(root: str, structure: Structure | None) -> list[str]:
-    """What each leaf is called by programs that send or get it: `user.age`, or `x.0` in a tuple."""
+    """The name of each leaf in programs that send or get it: `user.age`, or `x.0` in a tuple."""
     if structure is None:
         return [root]
     paths = [path if path and isinstance(path[0], str) else (root, *path) for path in structure.paths()]
@@ -106,7 +106,7 @@ def _index(key: Any) -> str:
 
 def plain_of(tree: Tree) -> Any:
     """A tree whose leaves are numbers, as MessagePack and JSON have it: a dict as it is, a tuple or list as a list
-    behind its kind. Named tuples become tuples.
+    after its kind. Named tuples become tuples.
 
     Raises:
         TypeError: a key of a dict is no text.
@@ -168,7 +168,7 @@ def rows_of(batch: Tree) -> tuple[list[list[Array]], Structure | None]:
 
 
 def objects(values: Sequence[Any]) -> Array:
-    """One array with an object for each value, also where numpy would take them apart."""
+    """One array with an object for each value, also if numpy would take them apart."""
     column = np.empty(len(values), np.object_)
     for at, value in enumerate(values):
         column[at] = value
@@ -210,7 +210,7 @@ def is_alone(batch: Tree) -> bool:
 
 
 def rolled(batch: Tree) -> Tree:
-    """Each sample has what the one before it has. Where shapes differ, each array is rolled by itself."""
+    """Each sample has what the one before it has. If shapes differ, each array is rolled by itself."""
     if not isinstance(batch, Ragged):
         return mapped(lambda array: np.roll(array, 1, axis=0), batch)
     shapes = {tuple(array.shape for array in arrays_of(item)) for item in batch}
@@ -226,6 +226,6 @@ def largest(batch: Tree) -> float:
 
 
 def bytes_of(batch: Tree) -> bytes:
-    """What tells it from others of its form."""
+    """The bytes that distinguish it from others of its form."""
     items = batch if isinstance(batch, Ragged) else [batch]
     return b"".join(array.tobytes() for item in items for array in arrays_of(item))

@@ -1,4 +1,4 @@
-"""What a mix of spot and on-demand workers costs and how long it takes, in expectation.
+"""The expected cost and time of a mix of spot and on-demand workers.
 
 A worker on-demand is billed until the job ends, one on spot only while it is up. `samples` is the whole work, J K b:
 updates times batches per update times samples per batch.
@@ -35,7 +35,7 @@ class Prices:
         checks.positive(on_demand_usd_per_h=self.on_demand_usd_per_h)
 
     def times(self, machines: float) -> Prices:
-        """Of so many together, each at these prices."""
+        """The prices of so many machines together, each at these prices."""
         return Prices(self.spot_usd_per_h * machines, self.on_demand_usd_per_h * machines)
 
     @property
@@ -104,7 +104,7 @@ def cost_ratio(deadline_ratio: float, num_workers: int, alpha: float, prices: Pr
 
 
 def unequal_cost_usd(samples: float, rates_per_s: npt.ArrayLike, alpha: float, prices: Prices) -> Floats:
-    """(22): expected cost in USD with the n slowest streams on spot, for every n = 0 .. N; infinite where nobody works.
+    """(22): expected cost in USD with the n slowest streams on spot, for every n = 0 .. N; infinite if nobody works.
 
     Args:
         samples: J K b.
@@ -127,7 +127,7 @@ def unequal_cost_usd(samples: float, rates_per_s: npt.ArrayLike, alpha: float, p
 
 
 def relative_cost(effective_per_s: Floats, alpha: float, prices: Prices) -> Floats:
-    """(22) for one sample, in USD per 3600 samples: price per hour over effective rate, n = 0 .. N; infinite where
+    """(22) for one sample, in USD per 3600 samples: price per hour over effective rate, n = 0 .. N; infinite if
     nobody works.
 
     Args:

@@ -1,7 +1,7 @@
 """J(ε) from a run's own error curve: a fit of Eq. (10)'s form, β ρ^J + γ, with bootstrap intervals.
 
 The form holds for strongly convex problems; for others it is an empirical curve, and so is what it extrapolates. The
-fit minimises relative error, since the target lies where the curve is low. Where one exponential does not follow the
+fit minimises relative error, since the target lies where the curve is low. If one exponential does not follow the
 whole curve (networks learn fast, then slowly), `fit_tail` leaves out the start.
 """
 
@@ -69,8 +69,8 @@ _GRID = 60
 
 
 @dataclass(frozen=True)
-class Interval:
-    """A value with the bounds that hold it with the stated probability. Infinite where there is no bound."""
+class FitInterval:
+    """A value with the bounds that hold it with the stated probability. Infinite if there is no bound."""
 
     point: float
     low: float
@@ -91,16 +91,16 @@ class CurveFit:
     """
 
     curve: Decay
-    rho: Interval
-    beta: Interval
-    gamma: Interval
+    rho: FitInterval
+    beta: FitInterval
+    gamma: FitInterval
     relative_rmse: float
     num_points: int
     first_update: float
     last_update: float
     replicas: Floats
 
-    def updates_to(self, target: float, *, reached: bool = False) -> Interval:
+    def updates_to(self, target: float, *, reached: bool = False) -> FitInterval:
         """J(ε) with its 90 % interval; the upper end is infinite when in some replicas the floor is above the target.
 
         Args:
@@ -118,7 +118,7 @@ class CurveFit:
                 if not reached:
                     estimates.append(math.inf)
         low, high = np.quantile(estimates, [0.05, 0.95], method="nearest") if estimates else (math.nan, math.nan)
-        return Interval(point, float(low), float(high))
+        return FitInterval(point, float(low), float(high))
 
 
 def fit_decay(
@@ -162,7 +162,7 @@ def fit_decay(
     resampled = best.error(at) * (1 + noise[index])
     fits = _fit(at, weights, np.maximum(resampled, 1e-12))
     low, high = np.quantile(fits, [0.05, 0.95], axis=0)
-    bounds = [Interval(point, float(low[n]), float(high[n])) for n, point in enumerate((rho, beta, gamma))]
+    bounds = [FitInterval(point, float(low[n]), float(high[n])) for n, point in enumerate((rho, beta, gamma))]
     return CurveFit(
         curve=best,
         rho=bounds[0],
@@ -179,7 +179,7 @@ def fit_decay(
 def fit_tail(
     updates: npt.ArrayLike, errors: npt.ArrayLike, rng: np.random.Generator, *, replicas: int = 200
 ) -> CurveFit:
-    """As `fit_decay`, from the earliest of J = 0, a quarter and half of the run whose fit follows the run's end.
+    """Fit as `fit_decay` does, from the earliest of J = 0, a quarter and half of the run whose fit follows its end.
 
     A fit follows the end when the logarithm of measured / fitted has no trend over the last half of the run: a falling
     one says that the run still learns where the fit has reached its floor.

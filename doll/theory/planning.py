@@ -20,7 +20,7 @@ from doll.errors import InfeasiblePlanError
 from doll.theory import checks
 from doll.theory.checks import Floats
 from doll.theory.cost import SECONDS_PER_HOUR, TOLERANCE, Prices, effective_of_sorted, relative_cost
-from doll.theory.preemption import uptime_variance_s2
+from doll.theory.preemption import shortfall_prob
 
 
 @dataclass(frozen=True)
@@ -86,15 +86,13 @@ def best_assignment(
     if effective[0] < needed * (1 - TOLERANCE):
         detail = f"{needed:.6g} samples/s > {effective[0]:.6g} of all streams together"
         raise too_slow(samples, float(effective[0]), deadline_s, detail)
-    margin: Floats | float = 0.0
+    in_time = effective >= needed * (1 - TOLERANCE)
+    # n = 0 is in time (checked above); the others are a prefix because the left side falls with n.
+    last = int(np.count_nonzero(in_time)) - 1
     if risk is not None:
         if cycle_s is None:
             raise ValueError("cycle_s: expected the mean up + down time of a spot worker, to know the risk")
-        scale = quantile_of_risk(risk) * math.sqrt(uptime_variance_s2(deadline_s, alpha, cycle_s)) / deadline_s
-        margin = scale * np.sqrt(np.concatenate(([0.0], np.cumsum(ascending**2))))
-    in_time = effective - margin >= needed * (1 - TOLERANCE)
-    # n = 0 is in time (checked above); the others are a prefix because the left side falls with n.
-    last = int(np.count_nonzero(in_time)) - 1
+        last = _most_at_risk(samples, ascending, alpha, deadline_s, cycle_s, risk, last)
     cost = relative_cost(effective, alpha, prices)
     # At alpha = 0 with everybody on spot nobody works; inf <= inf would go on.
     falls = (cost[1:] <= cost[:-1] * (1 + 1e-12)) & np.isfinite(cost[1:])
@@ -108,6 +106,34 @@ def best_assignment(
         expected_cost_usd=samples * float(cost[count]) / SECONDS_PER_HOUR if samples else 0.0,
         deadline_binds=count == last and count < len(rates) and bool(falls[count]),
     )
+
+
+def late_prob(
+    samples: float, ascending_per_s: Floats, num_spot: int, alpha: float, cycle_s: float, time_s: float
+) -> float:
+    """P(late) of the mix "the `num_spot` slowest on spot", if it is kept: outages and the noise of arrivals.
+
+    >>> round(late_prob(72_000, np.full(8, 10.0), 8, 0.95, 1000.0, 1000.0), 3)
+    0.03
+    """
+    on_demand = float(ascending_per_s[num_spot:].sum()) * time_s
+    noise_var = float(ascending_per_s.sum()) * time_s
+    return shortfall_prob(samples - on_demand, ascending_per_s[:num_spot], alpha, cycle_s, time_s, noise_var)
+
+
+def _most_at_risk(
+    samples: float, ascending: Floats, alpha: float, time_s: float, cycle_s: float, risk: float, most: int
+) -> int:
+    """The largest number on spot, at most `most`, with P(late) at most `risk`: P(late) grows with it."""
+    check_risk(risk)
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if late_prob(samples, ascending, middle, alpha, cycle_s, time_s) <= risk:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def check_budget(cost_usd: float, budget_usd: float | None, *, updates: float, deadline_s: float) -> None:
@@ -144,7 +170,7 @@ def _slowest(rates: Floats, ascending: Floats, count: int) -> npt.NDArray[np.boo
 def too_slow(
     samples: float, rate_per_s: float, deadline_s: float, detail: str, workers: int | None = None
 ) -> InfeasiblePlanError:
-    """What is raised where the deadline is below θ_0; `workers`: how many equal ones would do."""
+    """The error for a deadline below θ_0; `workers`: how many equal ones would do."""
     shortest = samples / rate_per_s
     nearest = {"deadline_s": shortest, "work_fraction": deadline_s / shortest}
     if workers is not None:
@@ -171,15 +197,14 @@ def quantile(probability: float) -> float:
     return _STANDARD.inv_cdf(probability)
 
 
-def quantile_of_risk(risk: float) -> float:
-    """The quantile that an accepted probability of being late stands for.
+def check_risk(risk: float) -> None:
+    """Refuse an accepted probability of being late that no plan is made for.
 
     Raises:
         ValueError: `risk` is not in (0, 0.5].
     """
     if not 0 < risk <= 0.5:
         raise ValueError(f"risk: expected a probability in (0, 0.5], got {risk}")
-    return quantile(1 - risk)
 
 
 def tail(z: float) -> float:

@@ -1,7 +1,7 @@
 """Spot workers that come and go: how much of the time they are up, and how much that varies.
 
 Model: each spot worker is a two-state Markov chain of its own, up with probability α in the long run, one up and one
-down period lasting `cycle_s` together on average. Where outages come together, variances grow
+down period lasting `cycle_s` together on average. If outages come together, variances grow
 by a design effect.
 
 Source: the DOLL paper, Section IV (Eq. (4)-(6)); the variance is derived in docs/theory.md.
@@ -10,10 +10,14 @@ Source: the DOLL paper, Section IV (Eq. (4)-(6)); the variance is derived in doc
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from doll.theory import checks
 
+_NORMAL_FROM = 10_000  # workers of one rate, whose uptimes add up to a normal distribution
 _NEVER = 1e-200  # a share of the time below this counts as 0
 
 
@@ -41,6 +45,67 @@ def uptime_variance_s2(time_s: float, alpha: float, cycle_s: float) -> float:
     # x - (1 - e^-x) loses all digits for small x; its series begins with x²/2.
     excess = x * x / 2 - x**3 / 6 if x < 1e-4 else x + math.expm1(-x)
     return 2 * p * relaxation_s**2 * excess
+
+
+def shortfall_prob(
+    needed: float, rates_per_s: npt.ArrayLike, alpha: float, cycle_s: float, time_s: float, noise_var: float
+) -> float:
+    """Probability that spot workers make fewer than `needed` samples within `time_s`, from a stationary start.
+
+    Uptimes of few workers are far from normal: a worker may well not be interrupted at all. So the distribution of
+    Σ λ_n U_n + noise is computed from its characteristic function (Gil-Pelaez's integral by the midpoint rule), with
+    E[exp(s U)] of a two-state chain in closed form. Rates that differ by less than a twentieth count as their mean.
+
+    Args:
+        needed: samples; may be negative.
+        rates_per_s: λ_n while a worker is up, shape (n,); may be empty.
+        alpha, cycle_s: availability of a worker, in [0, 1], and its mean up + down time.
+        time_s: length of the window, seconds.
+        noise_var: variance of all else, normal, in samples². Less than a thirtieth of the outages' standard deviation
+            counts as that, or as 1/3000 of what the workers can make if this is less.
+
+    Source: Gil-Pelaez (1951); see docs/theory.md.
+
+    >>> one_worker_and_no_outage = math.exp(-1000 / 9000) * 0.9
+    >>> abs(1 - shortfall_prob(999, [1.0], 0.9, 10_000.0, 1000.0, 0.1) - one_worker_and_no_outage) < 0.002
+    True
+    """
+    checks.fraction(alpha=alpha)
+    checks.positive(cycle_s=cycle_s, time_s=time_s)
+    checks.non_negative(noise_var=noise_var)
+    rates = np.asarray(rates_per_s, dtype=np.float64)
+    rates = rates[rates > 0]
+    mean, most = alpha * float(rates.sum()) * time_s, float(rates.sum()) * time_s
+    outages_sd = math.sqrt(float((rates**2).sum()) * uptime_variance_s2(time_s, alpha, cycle_s))
+    noise = max(math.sqrt(noise_var), min(most / 3000, outages_sd / 30), most / 1e5)
+    if outages_sd == 0 or not -10 * noise < needed < most + 10 * noise:
+        return _below((needed - mean) / noise) if noise else float(needed > mean)
+    if rates.sum() ** 2 > _NORMAL_FROM * (rates**2).sum():
+        return _below((needed - mean) / math.hypot(outages_sd, math.sqrt(noise_var)))
+    groups = np.unique(np.round(np.log(rates) / 0.05), return_inverse=True)[1]
+    counts = np.bincount(groups)
+    means = np.bincount(groups, weights=rates) / counts
+    # A period of the sum that holds all of it, and frequencies up to where the noise leaves nothing.
+    step = 2 * math.pi / (2 * most + 40 * noise)
+    at = np.arange(0.5, 8.5 / noise / step) * step
+    transform = np.exp(-0.5 * (noise * at) ** 2 - 1j * at * needed)
+    for count, rate in zip(counts, means, strict=True):
+        transform *= _uptime_transform(1j * at * rate, alpha, cycle_s, time_s) ** count
+    return float(np.clip(0.5 - np.sum(transform.imag / at) * step / math.pi, 0.0, 1.0))
+
+
+def _uptime_transform(s: npt.NDArray[np.complex128], alpha: float, cycle_s: float, time_s: float) -> Any:
+    """E[exp(s U)] of a worker's uptime U within `time_s`; from the 2 x 2 generator of its chain."""
+    ends, comes = 1 / (alpha * cycle_s), 1 / ((1 - alpha) * cycle_s)
+    trace = s - ends - comes
+    root = np.sqrt(trace**2 + 4 * comes * s)
+    high, low = (trace + root) / 2, (trace - root) / 2
+    return ((alpha * s - low) * np.exp(high * time_s) + (high - alpha * s) * np.exp(low * time_s)) / root
+
+
+def _below(z: float) -> float:
+    """P(Z < z) of a standard normal Z."""
+    return 0.5 * math.erfc(-z / math.sqrt(2))
 
 
 class Availability(NamedTuple):

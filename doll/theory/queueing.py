@@ -1,7 +1,7 @@
 """Samples to batches to groups: rates, stability, and how many updates are done by a given time.
 
 A stream brings samples at rate λ_A; b samples are a batch, K batches of any workers a group, each group one update.
-All functions hold for unequal streams where they take the total rate S = Σ λ_n (N λ_A for equal ones).
+All functions hold for unequal streams if they take the total rate S = Σ λ_n (N λ_A for equal ones).
 
 Source: the DOLL paper, Section III (Eq. (1)-(4), Proposition 1, Theorem 1). Corrections: docs/theory.md, D4-D6.
 """

@@ -18,13 +18,14 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from doll.extras import lacking
 from doll.theory import checks
 from doll.theory.checks import Floats
 
 SPAN: Final = 20
-"""Of the exponential averages that find the knee, in points."""
+"""The span of the exponential averages that find the knee, in points."""
 FIT_SPAN: Final = 5
-"""Of the exponential average before each fit, in points: that of MLLess's public code, where it is off."""
+"""The span of the exponential average before each fit, in points: MLLess's public code has it, turned off."""
 MIN_POINTS: Final = 8
 """A curve of four constants is not fitted to fewer."""
 _MAX_EXPONENT: Final = 16.0  # of the reference curve: beyond it t**exponent overflows, and no loss falls like that
@@ -84,7 +85,7 @@ def _average_so_far(series: Floats, keep: float) -> Floats:
 
 
 def knee(steps: npt.ArrayLike, losses: npt.ArrayLike, slope: float, span: float = SPAN) -> float | None:
-    """The step from which on the smoothed loss falls by less than `slope` per step; None where it does not yet.
+    """The step from which on the smoothed loss falls by less than `slope` per step; None if it does not yet.
 
     Differs from the paper: its slope is absolute, in loss per step, so its threshold depends on the unit of the loss.
     Here it is divided by the smoothed loss. The search begins at the steepest fall, so that a flat start of the curve
@@ -161,7 +162,7 @@ def _inverse(value: float) -> float:
 
 
 def fit_reference(steps: npt.ArrayLike, losses: npt.ArrayLike) -> ReferenceCurve | None:
-    """The best (2) with θ >= 0, late points counting more (σ_k = 1/k for the k-th); None where no fit is possible.
+    """The best (2) with θ >= 0, late points counting more (σ_k = 1/k for the k-th); None if no fit is possible.
 
     Args:
         steps: above 0, ascending, shape (n,).
@@ -187,7 +188,7 @@ def fit_reference(steps: npt.ArrayLike, losses: npt.ArrayLike) -> ReferenceCurve
 
 
 def fit_slow(steps: npt.ArrayLike, losses: npt.ArrayLike) -> SlowCurve | None:
-    """The best (3) with θ >= 0; None where no fit is possible. Arguments as of `fit_reference`.
+    """The best (3) with θ >= 0; None if no fit is possible. Arguments as of `fit_reference`.
 
     Source: MLLess, Eq. (3).
     """
@@ -218,8 +219,10 @@ def _fit(
     sigma: Floats | None = None,
 ) -> tuple[tuple[float, ...], float, float] | None:
     """Bounded least squares on steps and losses that are scaled to at most 1: constants, and both scales."""
-    from scipy.optimize import curve_fit
-
+    try:
+        from scipy.optimize import curve_fit
+    except ImportError as error:
+        raise lacking("the scale-in tuner", "provision") from error
     if len(at) < MIN_POINTS or at.shape != values.shape:
         return None
     if not (np.all(np.isfinite(values)) and np.all(values > 0) and at[0] > 0 and np.all(np.diff(at) > 0)):
@@ -270,7 +273,7 @@ class Pace:
 
 
 Score = Callable[[float, float, Pace, Pace, float], float]
-"""Arguments as of `relative_excess`. A worker is removed where the score is below the threshold S."""
+"""Arguments as of `relative_excess`. A worker is removed if the score is below the threshold S."""
 
 
 def relative_excess(step: float, horizon_s: float, reference: Pace, current: Pace, reference_step: float) -> float:
@@ -304,7 +307,7 @@ def relative_excess(step: float, horizon_s: float, reference: Pace, current: Pac
 def without_outliers(seconds: npt.ArrayLike, window: int = 10, tolerance: float = 0.05) -> Floats:
     """The durations that are within `tolerance` of the rolling median of `window` of them.
 
-    Where this leaves less than half of them, steps vary by nature: then those up to three times the median are kept,
+    If this leaves less than half of them, steps vary by nature: then those up to three times the median are kept,
     which leaves out pauses only.
 
     Source: MLLess's public code (rolling median, 10 values, 5 %).

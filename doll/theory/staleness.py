@@ -24,7 +24,7 @@ EXACT: Final = 128
 ALL_UP_TO: Final = 16
 """Workers up to which a read is compared with every other one by default; with more of them, with one."""
 HISTORY: Final = 1 << 15
-"""For so many versions the meter knows every worker's clock."""
+"""The number of versions for which the meter knows every worker's clock."""
 _KEPT_BITS: Final = 5
 _TRIM_AT: Final = 64
 
@@ -127,7 +127,7 @@ class StalenessMeter:
         """
         Args:
             clocks: batches of each worker in version `version`.
-            history: versions behind the newest that may be read and counted; 0: the newest only, which costs nothing
+            history: versions after the newest that may be read and counted; 0: the newest only, which costs nothing
                 to keep.
             warm_up: batches of each worker that are not counted as reads.
             all_up_to: workers up to which a read is compared with all others.
@@ -151,7 +151,7 @@ class StalenessMeter:
 
         Args:
             clock: of its next batch, as the policy counts it. None: the smallest clock of the other active workers, if
-                it is behind them. Nobody waits for the batches that it has missed.
+                it is after them. Nobody waits for the batches that it has missed.
         """
         if clock is None:
             others = (at for other, at in enumerate(self._clocks) if other != worker and self._is_active(other))
@@ -161,7 +161,7 @@ class StalenessMeter:
         self._set(worker, self._version, clock)
 
     def skipped(self, worker: int, batches: int) -> None:
-        """So many batches of this worker, the next ones, do not count."""
+        """Leave out so many batches of this worker, the next ones."""
         self._offsets[worker] -= batches
 
     def read(self, worker: int, version: int, batch: int, count: int = 1) -> None:

@@ -5,28 +5,50 @@ The prediction is u . v of a user's and an item's vector. SGD on the squared err
 Distributed ML at Scale through Parameter Server Consistency Models, 2015), times 2:
 
     u += 2 lr (e v - regularization u),    v += 2 lr (e u - regularization v)
+
+A line of MovieLens has a user's number, an item's number and a rating, then anything: with commas between
+(`ratings.csv`), tabs (`u.data`) or `::` (`ratings.dat`). The packed record is `RECORD`, 13 bytes; its first byte is 0,
+as in no text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+import math
+import re
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from doll import Sample, Task
-from doll.errors import BadRecordsError, SampleError
-from doll.producers.sources import ratings
+from doll.errors import BadRecordsError, ConfigError, SampleError
+from doll.producers.sources import Stream
+from doll.producers.sources.images import values_of
+from doll.records import lines as line_files
 from torch import nn
+
+HIGHEST_ID: Final = 2**31 - 1
+LARGEST_RATING: Final = 1e6
+RECORD: Final = np.dtype([("tag", "u1"), ("user", "<u4"), ("item", "<u4"), ("rating", "<f4")])
+
+_PACKED: Final = struct.Struct("<BIIf")
+_SEPARATOR: Final = re.compile(rb"::|[,\t]")
+_ID: Final = re.compile(rb"[0-9]{1,10}")
+_SHOWN: Final = 40  # bytes of a cell in an error message
+_BLOCK: Final = 1024
 
 
 class MatrixFactorization(Task):
     """Ratings by the product of a user's and an item's vector.
 
-    Records are packed ones (`doll.producers.sources.ratings`) or MovieLens' lines. A sample's x is int32: user, item.
+    Records are packed ones (`RECORD`) or MovieLens' lines. A sample's x is int32: user, item.
     The reported loss is the mean squared error, without the penalty: its root is the RMSE.
 
     Args:
@@ -51,7 +73,7 @@ class MatrixFactorization(Task):
         deviation: float = 0.3,
         sparse: bool = False,
     ) -> None:
-        if not (0 < users <= ratings.HIGHEST_ID and 0 < items <= ratings.HIGHEST_ID and rank > 0):
+        if not (0 < users <= HIGHEST_ID and 0 < items <= HIGHEST_ID and rank > 0):
             raise ValueError(f"expected users, items and rank above 0, got {users}, {items} and {rank}")
         if not (regularization >= 0 and deviation > 0):
             raise ValueError(f"expected regularization >= 0 and deviation > 0, got {regularization} and {deviation}")
@@ -69,28 +91,28 @@ class MatrixFactorization(Task):
         )  # fmt: skip
 
     def decode(self, record: bytes) -> Sample:
-        user, item, rating = ratings.parse(record)
+        user, item, rating = parse(record)
         for what, number, count in (("user", user, self.users), ("item", item, self.items)):
             if number >= count:
                 raise SampleError(f"expected {what} 0 to {count - 1} (task.args.{what}s), got {number}")
         return Sample(np.array([user, item], np.int32), np.float32(rating))
 
     def decode_block(self, block: memoryview, width: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
-        if width != ratings.RECORD.itemsize:
+        if width != RECORD.itemsize:
             return None
-        rows = np.frombuffer(block, ratings.RECORD)
+        rows = np.frombuffer(block, RECORD)
         return self._samples(rows) if self._good(rows).all() else None  # `decode` says what is wrong
 
     def decode_many(self, values: Sequence[bytes]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         packed, bad = [], []
         for at, value in enumerate(values):
             try:
-                packed.append(ratings.pack(*ratings.parse(value)))
+                packed.append(pack(*parse(value)))
             except SampleError:
                 bad.append(at)
         if bad:
             raise BadRecordsError(bad)
-        rows = np.frombuffer(b"".join(packed), ratings.RECORD)
+        rows = np.frombuffer(b"".join(packed), RECORD)
         if not (good := self._good(rows)).all():
             raise BadRecordsError(np.flatnonzero(~good))
         return self._samples(rows)
@@ -119,7 +141,7 @@ class MatrixFactorization(Task):
             (rows["tag"] == 0)
             & (rows["user"] < self.users)
             & (rows["item"] < self.items)
-            & (np.abs(rows["rating"]) <= ratings.LARGEST_RATING)
+            & (np.abs(rows["rating"]) <= LARGEST_RATING)
         )
         return good
 
@@ -138,8 +160,8 @@ class Pmf(MatrixFactorization):
         mean: of the ratings; the products explain what differs from it.
         ratings_path: file of the ratings; some of them are held out. None: no held-out set.
         header: the first line of that file is a header.
-        holdout_one_in: one rating of so many is held out. Set `source.holdout_one_in` to the same, or the stream has
-            them too.
+        holdout_one_in: one rating of so many is held out. Set `source.args.holdout_one_in` to the same, or the stream
+            has them too.
         holdout_samples: the first so many of them.
     """
 
@@ -159,7 +181,7 @@ class Pmf(MatrixFactorization):
         holdout_samples: int = 10_000,
     ) -> None:
         super().__init__(users, items, rank, regularization, deviation, sparse)
-        if not (abs(mean) <= ratings.LARGEST_RATING and holdout_one_in > 1 and holdout_samples > 0):
+        if not (abs(mean) <= LARGEST_RATING and holdout_one_in > 1 and holdout_samples > 0):
             raise ValueError(
                 "expected a finite mean, holdout_one_in above 1 and holdout_samples above 0, got "
                 f"{mean}, {holdout_one_in} and {holdout_samples}"
@@ -174,10 +196,10 @@ class Pmf(MatrixFactorization):
     def holdout(self) -> Iterable[Sample]:
         if self.ratings_path is None:
             return ()
-        held_out = ratings.read_held_out(
+        held_out = read_held_out(
             Path(self.ratings_path), self.holdout_one_in, header=self.header, limit=self.holdout_samples
         )
-        return [self.decode(ratings.pack(*rating)) for rating in held_out]
+        return [self.decode(pack(*rating)) for rating in held_out]
 
 
 class Factors(nn.Module):
@@ -215,3 +237,200 @@ class Factors(nn.Module):
 
 def _squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(output[:, 0], target.to(output.dtype))
+
+
+# --- MovieLens' lines and packed records
+
+
+def pack(user: int, item: int, rating: float) -> bytes:
+    """The packed record of a rating."""
+    return _PACKED.pack(0, user, item, rating)
+
+
+def parse(record: bytes) -> tuple[int, int, float]:
+    """User, item and rating of a packed record or of a line.
+
+    Raises:
+        SampleError: it is neither, an id is not a number, or the rating is not a finite number of reasonable size.
+    """
+    if record[:1] == b"\0":
+        if len(record) != RECORD.itemsize:
+            raise SampleError(f"expected a packed rating of {RECORD.itemsize} bytes, got {len(record)}")
+        _, user, item, rating = _PACKED.unpack(record)
+    else:
+        cells = _SEPARATOR.split(record.rstrip(b"\r\n"))
+        if len(cells) < 3:
+            raise SampleError(
+                f"expected a packed rating of {RECORD.itemsize} bytes, or a line of user, item and rating with commas, "
+                f"tabs or :: between; got {record[:_SHOWN]!r}"
+            )
+        user, item = _id(cells[0], "user"), _id(cells[1], "item")
+        rating = _number(cells[2])
+    if not abs(rating) <= LARGEST_RATING:  # a NaN is not, either
+        raise SampleError(f"expected a rating of -{LARGEST_RATING:g} to {LARGEST_RATING:g}, got {rating}")
+    return user, item, rating
+
+
+def _id(cell: bytes, what: str) -> int:
+    if _ID.fullmatch(cell) is None or (number := int(cell)) > HIGHEST_ID:
+        raise SampleError(f"expected the number of the {what}, 0 to {HIGHEST_ID}, got {cell[:_SHOWN]!r}")
+    return number
+
+
+def _number(cell: bytes) -> float:
+    try:
+        return float(cell)
+    except ValueError:
+        raise SampleError(f"expected a number as rating, got {cell[:_SHOWN]!r}") from None
+
+
+def is_held_out(user: int, item: int, one_in: int) -> bool:
+    """Whether a rating is held out, one in `one_in` of them: by user and item, so in every order and every process.
+
+    0: none is.
+    """
+    if not one_in:
+        return False
+    mixed = (user * 0x9E3779B97F4A7C15 + item * 0xC2B2AE3D27D4EB4F) & (2**64 - 1)
+    mixed = ((mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    return (mixed >> 32) % one_in == 0
+
+
+def records(lines: Iterable[bytes], one_in: int, *, held_out: bool = False) -> Iterator[bytes]:
+    """The packed records of these lines, in order, without those held out, or of those alone.
+
+    A line that is no rating is a record as it is, unless `held_out`: a worker refuses it, and it is kept as a dead
+    letter.
+    """
+    for line in lines:
+        try:
+            user, item, rating = parse(line)
+        except SampleError:
+            if not held_out:
+                yield line
+            continue
+        if is_held_out(user, item, one_in) == held_out:
+            yield pack(user, item, rating)
+
+
+def read_held_out(path: Path, one_in: int, *, header: bool, limit: int) -> list[tuple[int, int, float]]:
+    """The first `limit` held-out ratings of a file.
+
+    Raises:
+        ConfigError: it cannot be read, or has no ratings.
+    """
+    kept = records(line_files.read_file(path, header=header), one_in, held_out=True)
+    ratings = [parse(record) for record in itertools.islice(kept, limit)]
+    if not ratings:
+        raise ConfigError(f"{path}: expected ratings that are held out (one in {one_in}), got none")
+    return ratings
+
+
+def shuffled(
+    values: Sequence[bytes], first: int, step: int, rng_of: Callable[[int], np.random.Generator], *, repeat: bool
+) -> Iterator[bytes]:
+    """Every `step`-th of `values` from place `first` on, in a random order that is another one in each pass.
+
+    Args:
+        first: counted over all passes.
+        rng_of: the generator of pass 0, 1, ...: streams with the same ones share the values out between them.
+        repeat: begin another pass at the end.
+    """
+    place, count = first, len(values)
+    while repeat or place < count:
+        number, begin = divmod(place, count)
+        order = rng_of(number).permutation(count)
+        for at in range(begin, count, step):
+            yield values[order[at]]
+            place += step
+
+
+@dataclass(frozen=True)
+class ObservedRatings:
+    """Made-up ratings: a fixed set of pairs of user and item, each with its rating.
+
+    Attributes:
+        users, items: int64, shape (n,).
+        ratings: float32, shape (n,).
+    """
+
+    users: npt.NDArray[np.int64]
+    items: npt.NDArray[np.int64]
+    ratings: npt.NDArray[np.float32]
+
+
+def observe(
+    users: int, items: int, rank: int, noise: float, observed: float, rng: np.random.Generator
+) -> ObservedRatings:
+    """Ratings that are products of factors, plus noise.
+
+    A rating is the product of two vectors of `rank` numbers, each normal with variance 1 / rank, plus a normal number
+    of standard deviation `noise`, which is the lowest error (RMSE) that factors of this rank reach on new pairs.
+
+    Args:
+        observed: share of the pairs of user and item that are rated.
+    """
+    of_user, of_item = (rng.normal(0.0, 1.0 / math.sqrt(rank), (number, rank)) for number in (users, items))
+    count = max(1, round(observed * users * items))
+    pairs = rng.choice(users * items, count, replace=False, shuffle=False)
+    rows, columns = np.divmod(pairs, items)
+    ratings = np.einsum("nr,nr->n", of_user[rows], of_item[columns]) + rng.normal(0.0, noise, count)
+    return ObservedRatings(rows, columns, ratings.astype(np.float32))
+
+
+def drawn(observed: ObservedRatings, stream: int, streams: int, rng: np.random.Generator) -> Iterator[bytes]:
+    """Packed records without end: each is drawn from the stream's share of the ratings, with replacement.
+
+    Raises:
+        ConfigError: the stream's share is empty.
+    """
+    rows = np.zeros(len(observed.users), RECORD)
+    rows["user"], rows["item"], rows["rating"] = observed.users, observed.items, observed.ratings
+    own = rows[stream::streams]
+    if not len(own):
+        raise ConfigError(f"source: expected at least a rating for each of {streams} streams, got {len(rows)}")
+    blocks = (own[rng.integers(len(own), size=_BLOCK)] for _ in itertools.count())
+    return itertools.chain.from_iterable(map(values_of, blocks))
+
+
+# --- the stream (`source.of` of the job file)
+
+
+def made_up(
+    stream: Stream, users: int = 300, items: int = 200, rank: int = 5, noise: float = 0.1, observed: float = 0.2
+) -> Iterator[bytes]:
+    """A fixed set of ratings, drawn with replacement; the arguments are those of `observe`."""
+    rated = observe(users, items, rank, noise, observed, stream.shared_rng())
+    return drawn(rated, stream.number, stream.count, stream.rng())
+
+
+def from_file(
+    stream: Stream,
+    ratings_path: str,
+    header: bool = False,
+    shuffle: bool = True,
+    repeat: bool = False,
+    holdout_one_in: int = 0,
+) -> Iterator[bytes]:
+    """The ratings of a file of MovieLens (`ratings.csv`, `ratings.dat`, `u.data`).
+
+    Args:
+        header: the first line is a header and not a rating.
+        shuffle: in a random order of the whole file, which is read into memory; False: in the file's order.
+        repeat: begin again at the end of the file, in another random order.
+        holdout_one_in: leave out one rating of so many, for a held-out set; 0: none.
+    """
+    path, longest = Path(ratings_path), stream.max_record_bytes
+    if not shuffle:
+        read = line_files.read_file(path, header=header, repeat=repeat, max_bytes=longest)
+        return itertools.islice(records(read, holdout_one_in), stream.number, None, stream.count)
+    values = _all_records(path, header, holdout_one_in, longest)
+    if not values:
+        raise ConfigError(f"holdout_one_in: expected ratings of {path} that are not held out, got none")
+    return shuffled(values, stream.number, stream.count, stream.order_rng, repeat=repeat)
+
+
+@cache
+def _all_records(path: Path, header: bool, holdout_one_in: int, longest: int) -> list[bytes]:
+    """The same list for all streams of a job."""
+    return list(records(line_files.read_file(path, header=header, max_bytes=longest), holdout_one_in))

@@ -17,6 +17,7 @@ from doll.storage.checkpoints import Checkpoint, CheckpointStore
 from doll.storage.file_checkpoints import FileCheckpointStore
 from doll.storage.s3_checkpoints import S3CheckpointStore
 from doll.storage.version_marks import VersionMarks, resolve_version
+from fuzzing import seeds
 from memory_stores import MemoryCheckpointStore
 from standby_scenario import StandbyScenario
 
@@ -238,6 +239,25 @@ def test_it_does_not_begin_anew_when_all_are_damaged(kit: Kit) -> None:
         kit.store.load_newest("f1")
 
 
+def test_a_damaged_version_gets_no_mark_and_is_what_is_said_to_be_damaged(kit: Kit) -> None:
+    save(kit, 1, 10, 20, 30)
+    kit.store.change_marks(lambda marks: marks.with_pin(20))
+    kit.damage(1, 20)
+    changes: tuple[Callable[[VersionMarks], VersionMarks], ...] = (
+        lambda marks: marks.with_alias("stable", 20),
+        lambda marks: marks.without_pin(20).with_alias("best", 20),
+    )
+    for change in changes:
+        with pytest.raises(CheckpointError, match=r"version 20 is damaged \(.*\): .* 2 more are kept"):
+            kit.store.change_marks(change)
+    assert kit.store.read_marks() == VersionMarks(pins=(20,))
+    kit.store.change_marks(lambda marks: marks.without_pin(20).with_alias("stable", 10))
+    with pytest.raises(CheckpointError, match="version 20 is damaged"):
+        kit.store.load_newest(None, 20)
+    save(kit, 2, 20)
+    assert same(kit.store.load_newest(None, 20), checkpoint(2, 20))
+
+
 def test_refuses_another_fingerprint(kit: Kit) -> None:
     kit.store.save(checkpoint(1, 20, fingerprint="data.batch_size=8 pushes=gradients"))
     with pytest.raises(CheckpointError, match=r"data\.batch_size: expected 8, got 9: .* rename the job"):
@@ -330,7 +350,7 @@ def test_a_document_is_replaced_only_as_it_was_read(kit: Kit) -> None:
 
 
 @pytest.mark.slow  # random runs
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", seeds(2))
 def test_two_provisioners_have_one_state(kit: Kit, seed: int) -> None:
     """Deaths, freezes and lost answers, on each store; see tests/unit/provisioner/test_standby.py."""
     scenario = StandbyScenario(seed, kit.store, faults=8)

@@ -164,6 +164,22 @@ def test_a_machine_that_ends_by_itself_has_failed(rig: Rig) -> None:
     assert ended.ended_s is not None
 
 
+def test_a_stopped_machine_is_not_forgotten_and_can_be_ended(rig: Rig) -> None:
+    need(rig, "stop")
+    instance = rig.fleet.launch(Order(0, 1, "on_demand"))
+    rig.advance(60)
+    listed(rig)
+    rig.stop(instance.id)
+    rig.advance(3 * 24 * 3600.0)
+    stopped = listed(rig)[instance.id]
+    assert (stopped.state, stopped.is_alive, stopped.is_endable) == (InstanceState.STOPPED, False, True)
+    assert stopped.ended_s == pytest.approx(instance.launched_s + 60, abs=1), "it does not run since then"
+    rig.fleet.terminate([instance.id])
+    rig.advance(90)
+    ended = listed(rig)[instance.id]
+    assert (ended.state, ended.ended_s) == (InstanceState.ENDED, stopped.ended_s)
+
+
 @pytest.mark.slow
 def test_other_clusters_are_neither_seen_nor_touched(rig: Rig) -> None:
     strangers = rig.strangers()
@@ -175,6 +191,33 @@ def test_other_clusters_are_neither_seen_nor_touched(rig: Rig) -> None:
         rig.fleet.terminate([theirs.id])
         rig.advance(90)
     assert [instance.is_alive for instance in strangers.instances()] == [True]
+
+
+@pytest.mark.slow
+def test_a_second_job_on_the_cluster_takes_nobody_elses_machines_for_its_own(rig: Rig) -> None:
+    need(rig, "jobs")
+    ours = rig.fleet.launch(Order(0, 1, "spot", run="r1"))
+    second = rig.second_job()
+    theirs = second.launch(Order(0, 1, "spot", run="r2"))
+    assert theirs.id != ours.id
+    rig.advance(90)
+    for fleet, job, own in ((rig.fleet, "digits", ours), (second, "ads", theirs)):
+        assert [each.id for each in fleet.instances() if each.job in ("", job)] == [own.id]
+
+
+@pytest.mark.slow
+def test_a_machine_that_does_not_end_is_killed(rig: Rig) -> None:
+    need(rig, "hang")
+    instance = rig.fleet.launch(Order(0, 1, "on_demand"))
+    rig.advance(60)
+    listed(rig)
+    rig.hang(instance.id)
+    rig.fleet.terminate([instance.id])
+    rig.advance(90)
+    listed(rig)
+    rig.advance(90)
+    ended = listed(rig)[instance.id]
+    assert (ended.state, ended.end_reason) == (InstanceState.ENDED, EndReason.TERMINATED)
 
 
 def test_pools_to_avoid_are_avoided(rig: Rig) -> None:

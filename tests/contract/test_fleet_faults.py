@@ -57,7 +57,7 @@ class Provisioner:
         of_abilities = {
             "dry": [self.no_capacity], "starve": [self.no_node], "quota": [self.quota], "throttle": [self.throttled],
             "lose_answer": [self.lost_answer, self.lost_answer_and_restart], "away": [self.no_answer],
-            "interrupt": [self.notice, self.no_notice],
+            "interrupt": [self.notice, self.no_notice], "stop": [self.stopped],
         }  # fmt: skip
         always = [
             self.ordered_twice, self.ordered_again_after_restart, self.machine_gone, self.drained, self.orphan,
@@ -175,6 +175,15 @@ class Provisioner:
         self.rig.fail_instance(instance.id)
         self.rig.advance(60)
         assert self._listed()[instance.id].end_reason is EndReason.FAILED
+        del self.alive[instance.id]
+
+    def stopped(self) -> None:
+        instance = self._launch(self._order("on_demand"))
+        self.rig.advance(60)
+        self._listed()
+        self.rig.stop(instance.id)
+        assert self._listed()[instance.id].is_endable
+        self.rig.fleet.terminate([instance.id])
         del self.alive[instance.id]
 
     def drained(self) -> None:

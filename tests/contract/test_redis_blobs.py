@@ -19,6 +19,8 @@ from doll.storage import blobs as codec
 from doll.storage import redis_blobs
 from doll.storage.redis_blobs import RedisBlobs
 from doll.storage.redis_client import connect_redis
+from doll.storage.redis_places import passes
+from redis._parsers.base import BaseParser
 
 pytestmark = pytest.mark.slow  # starts servers
 
@@ -30,7 +32,7 @@ def client_of(server: LocalRedis) -> redis.Redis:
 class Pauses:
     """A `sleep` that does not sleep: records the pauses, and acts on the n-th one."""
 
-    def __init__(self, at: int, act: Callable[[], None]) -> None:
+    def __init__(self, at: int, act: Callable[[], object]) -> None:
         self.taken_s: list[float] = []
         self._at, self._act = at, act
 
@@ -73,12 +75,43 @@ def test_gives_up_when_told(own_redis: LocalRedis) -> None:
             call()
 
 
-def test_full_memory_is_an_error_and_leaves_the_connection_usable(own_redis: LocalRedis) -> None:
-    store = RedisBlobs(client_of(own_redis))
+def test_a_value_above_the_memory_is_an_error_and_leaves_the_connection_usable(own_redis: LocalRedis) -> None:
+    store = RedisBlobs(client_of(own_redis), sleep=lambda _: pytest.fail("must not wait"))
     store.put("small", [b"1"], 60)
-    with pytest.raises(ServiceUnavailableError, match="maxmemory"):
+    with pytest.raises(ServiceUnavailableError, match="expected a maxmemory above the 9000000 bytes of one value"):
         store.put("large", [bytes(9_000_000)], 60)
     assert store.get("small") == b"1"
+
+
+def test_waits_while_redis_is_full_and_says_what_to_do(own_redis: LocalRedis, events: list[Any]) -> None:
+    client = client_of(own_redis)
+    most = str(client.config_get("maxmemory")["maxmemory"])
+    client.config_set("maxmemory", 1)  # what is there takes more
+    store = RedisBlobs(client_of(own_redis), sleep=Pauses(4, lambda: client.config_set("maxmemory", most)))
+    store.put("a", [b"1"], 60)
+    assert store.get("a") == b"1"
+    assert [event["event"] for event in events] == ["redis_unavailable", "redis_available"]
+    assert "raise its maxmemory" in events[0]["hint"]
+    client.config_set("maxmemory", 1)
+    store = RedisBlobs(client_of(own_redis), sleep=lambda _: None, give_up=iter([False, True]).__next__)
+    with pytest.raises(ServiceUnavailableError, match=r"Redis takes no values \(.*maxmemory.*raise its maxmemory"):
+        store.put("b", [b"1"], 60)
+    assert store.get("a") == b"1", "what is there can be read"
+
+
+@pytest.mark.parametrize(
+    ("text", "does"),
+    [
+        ("OOM command not allowed when used memory > 'maxmemory'.", True), ("READONLY You can't write", True),
+        ("LOADING Redis is loading the dataset in memory", True), ("MISCONF Redis is configured to save RDB", True),
+        ("NOREPLICAS Not enough good replicas to write.", True), ("BUSY Redis is busy running a script.", True),
+        ("CLUSTERDOWN The cluster is down", True), ("ERR max number of clients reached", True),
+        ("NOAUTH Authentication required.", False), ("NOPERM No permissions", False),
+        ("ERR unknown command 'SET'", False), ("WRONGTYPE Operation against a key", False),
+    ],
+)  # fmt: skip
+def test_what_redis_refuses_for_a_while_is_waited_for(text: str, does: bool) -> None:
+    assert passes(BaseParser.parse_error(text)) is does
 
 
 def test_a_refused_log_in_is_an_error_without_the_password(own_redis: LocalRedis) -> None:

@@ -12,7 +12,7 @@ from doll.consumers.compute.delta_reader import DeltaReader
 from doll.consumers.compute.gradient import CachedVersion, GradientComputer, LocalModel
 from doll.consumers.compute.gradient_engine import GoesOn, GradientEngine, Handle, ThreadGradientEngine
 from doll.consumers.intake.dead_letters import Decoder
-from doll.consumers.intake.decoding import Decoded, RawRecords
+from doll.consumers.intake.decoding import DecodedBatch, RawRecords
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch, GradientDone
 from doll.errors import RetryLater, ServiceUnavailableError, TaskError
 from doll.model.flat_model import FlatModel
@@ -26,7 +26,7 @@ from worker_records import grant
 
 pytestmark = pytest.mark.slow  # loads torch
 
-NOTHING = Decoded(np.zeros((0,), np.float32), np.zeros((0,), np.float32), np.zeros((0,), np.int64))
+NOTHING = DecodedBatch(np.zeros((0,), np.float32), np.zeros((0,), np.float32), np.zeros((0,), np.int64))
 
 # --- Decoder --------------------------------------------------------------------------------------------------------
 
@@ -34,7 +34,7 @@ NOTHING = Decoded(np.zeros((0,), np.float32), np.zeros((0,), np.float32), np.zer
 def test_batches_are_decoded_in_order_and_not_in_the_callers_thread() -> None:
     seen: list[tuple[RawRecords, int]] = []
 
-    def decode(records: RawRecords) -> Decoded:
+    def decode(records: RawRecords) -> DecodedBatch:
         seen.append((records, threading.get_ident()))
         return NOTHING
 
@@ -53,10 +53,11 @@ def test_batches_are_decoded_in_order_and_not_in_the_callers_thread() -> None:
 
 
 def test_a_batch_that_cannot_be_decoded_yet_is_waited_for() -> None:
-    answers: list[Exception | Decoded] = [RetryLater("no key"), RetryLater("no key"), RetryLater(""), NOTHING, NOTHING]
+    answers: list[Exception | DecodedBatch] = [RetryLater("no key"), RetryLater("no key"), RetryLater("")]
+    answers += [NOTHING, NOTHING]
     waited: list[tuple[float, str]] = []
 
-    def decode(records: RawRecords) -> Decoded:
+    def decode(records: RawRecords) -> DecodedBatch:
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -76,7 +77,7 @@ def test_a_batch_that_cannot_be_decoded_yet_is_waited_for() -> None:
 def test_waiting_ends_with_the_decoder() -> None:
     asked = threading.Event()
 
-    def decode(records: RawRecords) -> Decoded:
+    def decode(records: RawRecords) -> DecodedBatch:
         asked.set()
         raise RetryLater("never")
 
@@ -89,7 +90,7 @@ def test_waiting_ends_with_the_decoder() -> None:
 
 
 def test_a_batch_that_cannot_be_decoded_fails_alone() -> None:
-    def decode(records: RawRecords) -> Decoded:
+    def decode(records: RawRecords) -> DecodedBatch:
         if records.offsets == [1]:
             raise ServiceUnavailableError("Kafka does not take a dead letter")
         return NOTHING
@@ -105,7 +106,7 @@ def test_a_batch_that_cannot_be_decoded_fails_alone() -> None:
 def test_closing_a_decoder_waits_for_the_batch_under_way() -> None:
     entered, release = threading.Event(), threading.Event()
 
-    def decode(records: RawRecords) -> Decoded:
+    def decode(records: RawRecords) -> DecodedBatch:
         entered.set()
         assert release.wait(60)
         return NOTHING
@@ -125,7 +126,7 @@ def test_closing_a_decoder_waits_for_the_batch_under_way() -> None:
 def test_a_gradient_does_not_wait_for_a_batch_that_is_being_decoded() -> None:
     entered, release = threading.Event(), threading.Event()
 
-    def decode(records: RawRecords) -> Decoded:
+    def decode(records: RawRecords) -> DecodedBatch:
         entered.set()
         assert release.wait(60)
         return NOTHING

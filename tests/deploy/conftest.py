@@ -15,12 +15,9 @@ from paths import ROOT
 
 FILES = ROOT / "deploy" / "terraform" / "modules" / "boot" / "files"
 PROGRAMS = Path(__file__).parent / "programs"
-SECRETS = {
-    "DOLL_KAFKA_USERNAME": "doll",
-    "DOLL_KAFKA_PASSWORD": "k4fka-hush-hush",
-    "DOLL_REDIS_USERNAME": "doll",
-    "DOLL_REDIS_PASSWORD": "r3dis-hush-hush",
-}
+CLIENTS = {"DOLL_KAFKA_USERNAME": "doll", "DOLL_KAFKA_PASSWORD": "k4fka-hush-hush"}
+CACHE = {"DOLL_REDIS_USERNAME": "doll", "DOLL_REDIS_PASSWORD": "r3dis-hush-hush"}
+WORKER = {"DOLL_KAFKA_USERNAME": "doll-worker", "DOLL_KAFKA_PASSWORD": "w0rker-hush-hush"}
 PRODUCER = {"DOLL_KAFKA_USERNAME": "doll-producer", "DOLL_KAFKA_PASSWORD": "pr0ducer-hush-hush"}
 IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/doll-t:v1"
 ENVIRONMENT = {
@@ -47,6 +44,7 @@ SETTINGS = {
     "kafka.producer_user": "doll-producer",
     "kafka.replication_factor": "3",
     "kafka.security": "sasl_ssl",
+    "kafka.worker_user": "doll-worker",
 }
 
 
@@ -107,7 +105,9 @@ def account(tmp_path: Path) -> Path:
     for name, text in (
         ("parameters/doll/t/environment", lines(ENVIRONMENT)),
         ("parameters/doll/t/settings", lines(SETTINGS)),
-        ("secrets/doll/t/clients", lines(SECRETS)),
+        ("secrets/doll/t/clients", lines(CLIENTS)),
+        ("secrets/doll/t/cache", lines(CACHE)),
+        ("secrets/doll/t/worker", lines(WORKER)),
         ("secrets/doll/t/producer", lines(PRODUCER)),
     ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

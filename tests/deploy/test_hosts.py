@@ -26,7 +26,7 @@ from doll.provisioner.state_store import FileStateStore
 from fake_fleet import FakeFleet, VirtualClock
 from statuses import server_status
 
-from .conftest import FILES, IMAGE, PROGRAMS, SECRETS, SETTINGS, Host, push_job
+from .conftest import CACHE, CLIENTS, FILES, IMAGE, PROGRAMS, SETTINGS, WORKER, Host, push_job
 
 pytestmark = pytest.mark.slow  # boots whole hosts
 
@@ -34,7 +34,16 @@ SCRIPTS = sorted(FILES.glob("*.sh"))
 
 
 def no_secret_in(text: str) -> bool:
-    return not any(value in text for key, value in SECRETS.items() if "PASSWORD" in key)
+    return not any(
+        value in text for secret in (CLIENTS, CACHE, WORKER) for key, value in secret.items() if "PASSWORD" in key
+    )
+
+
+def secrets_of(host: Host) -> dict[str, str]:
+    """What containers of a host get as passwords."""
+    secrets = host.root / "run" / "doll" / "secrets"
+    assert stat.S_IMODE(secrets.stat().st_mode) == 0o600
+    return dict(line.split("=", 1) for line in secrets.read_text().splitlines())
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -70,9 +79,8 @@ def test_a_worker_starts_with_settings_and_secrets_and_powers_off_when_it_has_en
     assert "awslogs-stream=doll-worker-i-0123456789abcdef0" in run
     assert host.calls_of(f"docker pull --quiet {IMAGE}")
     assert host.calls[-1] == "systemctl poweroff"
-    secrets = host.root / "run" / "doll" / "secrets"
-    assert dict(line.split("=", 1) for line in secrets.read_text().splitlines()) == SECRETS
-    assert stat.S_IMODE(secrets.stat().st_mode) == 0o600
+    assert secrets_of(host) == WORKER | CACHE
+    assert not host.calls_of("aws secretsmanager get-secret-value --secret-id doll/t/clients"), "Kafka's super user"
     assert no_secret_in("\n".join(host.calls) + output)
     assert (host.root / "var/lib/doll/job/task.py").read_text() == "# a task\n"
 
@@ -179,7 +187,8 @@ def test_the_control_host_makes_its_authority_once_and_shows_its_certificate(
     assert told_of.returncode == 0, told_of.stderr
     assert not (cache / "authority.pem").exists()  # its key is in the secret only
     assert "PRIVATE KEY" not in shown.read_text()
-    hashed = hashlib.sha256(SECRETS["DOLL_REDIS_PASSWORD"].encode()).hexdigest()
+    assert secrets_of(host) == CLIENTS | CACHE
+    hashed = hashlib.sha256(CACHE["DOLL_REDIS_PASSWORD"].encode()).hexdigest()
     assert f"user doll on #{hashed} ~doll:* +@all -@dangerous" in (cache / "users.acl").read_text()
     assert no_secret_in("\n".join(host.calls) + output + (cache / "users.acl").read_text())
 
@@ -202,7 +211,7 @@ def test_no_second_authority_is_made_while_the_first_cannot_be_read(
     again = make_host("again")
     code, output = again.run("control", FAKE_DENY="4")
     assert code == 0, output
-    assert "AccessDenied" in output
+    assert output.count("waiting for the certificate authority: An error occurred (AccessDenied") == 4
     assert not again.calls_of("aws secretsmanager put-secret-value")
 
 

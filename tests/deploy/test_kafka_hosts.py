@@ -16,12 +16,13 @@ import pytest
 from doll.config import parse
 from doll.kafka import topics
 from doll.kafka.clients import kafka_problem, kafka_settings
-from doll.kafka.topic_plan import TOPIC_KINDS
+from doll.kafka.permissions import needed
+from doll.kafka.topic_plan import TOPIC_KINDS, TopicKind
 from doll.local import kafka_jars
 from doll.services import Services
 from job_files import job
 
-from .conftest import PRODUCER, SECRETS, SETTINGS, Host
+from .conftest import CLIENTS, PRODUCER, SETTINGS, WORKER, Host
 
 # Six starts of Java: a quarter of a minute each where the machine is busy.
 SECURED = job("kafka.security=sasl_ssl")
@@ -110,7 +111,7 @@ def test_three_brokers_serve_who_logs_in_and_live_through_the_loss_of_one(
     from confluent_kafka.admin import AdminClient, NewTopic
 
     authority = cluster.account / "bucket/ca/kafka.pem"
-    for key, value in {**SECRETS, "DOLL_KAFKA_CA": str(authority)}.items():
+    for key, value in {**CLIENTS, "DOLL_KAFKA_CA": str(authority)}.items():
         monkeypatch.setenv(key, value)
     services = Services(cluster.bootstrap, "")
     wait_for(cluster, authority.is_file)
@@ -157,15 +158,21 @@ def test_three_brokers_serve_who_logs_in_and_live_through_the_loss_of_one(
     wait_for(cluster, read)
     consumer.close()
     _external_producers_write_samples_and_do_nothing_else(cluster, services, monkeypatch)
+    _workers_do_what_a_worker_does_and_nothing_else(services, monkeypatch)
 
     # No password is in what the brokers log or are called with, nor in a file that is needed once.
     for host in cluster.hosts.values():
         seen = (host.root / "log").read_text() + "\n".join(host.calls)
-        assert not [secrets for secrets in (SECRETS, PRODUCER) if secrets["DOLL_KAFKA_PASSWORD"] in seen]
-        assert len(host.calls_of("aws secretsmanager get-secret-value --secret-id doll/t/producer")) == 1
         left = [path for path in (host.root / "run").rglob("*") if path.is_file()]
-        assert [path.name for path in left if SECRETS["DOLL_KAFKA_PASSWORD"] in path.read_text()] == ["secrets"]
-        assert not [path for path in left if PRODUCER["DOLL_KAFKA_PASSWORD"] in path.read_text()]
+        for user, secret, files in (
+            ("clients", CLIENTS, ["secrets"]),
+            ("worker", WORKER, []),
+            ("producer", PRODUCER, []),
+        ):
+            assert secret["DOLL_KAFKA_PASSWORD"] not in seen, user
+            assert [path.name for path in left if secret["DOLL_KAFKA_PASSWORD"] in path.read_text()] == files, user
+            if not files:  # asked for once, when the users are made
+                assert len(host.calls_of(f"aws secretsmanager get-secret-value --secret-id doll/t/{user} ")) == 1
 
 
 def _external_producers_write_samples_and_do_nothing_else(
@@ -195,10 +202,13 @@ def _external_producers_write_samples_and_do_nothing_else(
     for _ in range(2):
         topics.ensure(config, services)
     wait_for(cluster, lambda: sent(kinds["samples"]) is None)  # a moment, until all brokers know of it
+    workers = {("User:doll-worker", item.name, item.operation.upper()) for item in needed(config, "worker")}
     assert _permissions(AdminClient(kafka_settings(config, services))) == {
         ("User:doll-producer", kinds["samples"], "DESCRIBE"),
         ("User:doll-producer", kinds["samples"], "WRITE"),
-        ("User:doll", kinds["samples"], "ALL"),  # else the others would shut it out where it is no super user
+        *workers,
+        # Else the others would shut it out where it is no super user.
+        *(("User:doll", name, "ALL") for _, name, _ in workers),
     }
     refused = {kind: sent(topic) for kind, topic in kinds.items() if kind != "samples"} | {"t": sent("t")}
     assert set(refused.values()) == {"TOPIC_AUTHORIZATION_FAILED"}, refused
@@ -220,6 +230,55 @@ def _external_producers_write_samples_and_do_nothing_else(
     for asked in (
         admin.create_topics([NewTopic("doll.u.samples", 1, 1)], request_timeout=30),
         admin.delete_topics([kinds["samples"]], request_timeout=30),
+    ):
+        with pytest.raises(KafkaException, match="AUTHORIZATION_FAILED"):
+            next(iter(asked.values())).result()
+
+
+def _workers_do_what_a_worker_does_and_nothing_else(services: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker runs the task's code, which must not become the job's parameter server by the worker's password."""
+    from confluent_kafka import Consumer, KafkaException, Producer
+    from confluent_kafka.admin import (
+        AclBinding,
+        AclOperation,
+        AclPermissionType,
+        AdminClient,
+        ResourcePatternType,
+        ResourceType,
+    )
+
+    config = parse("job: t\ntask: {class: 'a:B'}", [f"{key}={value}" for key, value in SETTINGS.items()])
+    with monkeypatch.context() as inside:
+        for key, value in WORKER.items():
+            inside.setenv(key, value)
+        settings = kafka_settings(config, services)
+
+    def sent(kind: TopicKind) -> str | None:
+        errors: list[str | None] = []
+        producer = Producer({**settings, "enable.idempotence": True, "message.timeout.ms": 120_000})
+        producer.produce(config.topic(kind), b"x", on_delivery=lambda error, _: errors.append(error and error.name()))
+        assert producer.flush(130) == 0
+        return errors[0]
+
+    assert {kind: sent(kind) for kind in TOPIC_KINDS} == {
+        kind: None if kind in ("events", "dead", "metrics") else "TOPIC_AUTHORIZATION_FAILED" for kind in TOPIC_KINDS
+    }
+    consumer = Consumer({**settings, "group.id": "doll-t-w0", "auto.offset.reset": "earliest"})
+    consumer.subscribe([config.topic("samples")])
+    deadline_s = time.monotonic() + WITHIN_S
+    while (message := consumer.poll(1.0)) is None or message.error() is not None:
+        assert time.monotonic() < deadline_s, message and message.error()
+    assert message.value() == b"x"  # of the external producer
+    consumer.close()
+
+    admin, me = AdminClient(settings), f"User:{WORKER['DOLL_KAFKA_USERNAME']}"
+    more = AclBinding(
+        ResourceType.TOPIC, config.topic("updates"), ResourcePatternType.LITERAL, me, "*", AclOperation.ALL,
+        AclPermissionType.ALLOW,
+    )  # fmt: skip
+    for asked in (
+        admin.create_acls([more], request_timeout=30),
+        admin.delete_topics([config.topic("events")], request_timeout=30),
     ):
         with pytest.raises(KafkaException, match="AUTHORIZATION_FAILED"):
             next(iter(asked.values())).result()

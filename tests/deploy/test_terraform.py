@@ -6,8 +6,10 @@ What Terraform itself says is `make tf-check`; both are run by .ci/run.
 from __future__ import annotations
 
 import importlib.util
+import json
 import platform
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -38,16 +40,29 @@ def local() -> ModuleType:
     return module
 
 
-def granted(document: str) -> set[str]:
-    """Actions of a policy document in iam.tf, with those of the documents that it takes in."""
+def body_of(document: str) -> str:
+    """What stands in a policy document of iam.tf."""
     text = (TERRAFORM / "iam.tf").read_text()
     match = re.search(rf'^data "aws_iam_policy_document" "{document}" {{(.*?)^}}', text, re.DOTALL | re.MULTILINE)
     assert match is not None
-    body = match.group(1)
+    return match[1]
+
+
+def passwords(document: str) -> set[str]:
+    """The secrets that a policy document names, with those of the documents that it takes in."""
+    body = body_of(document)
+    return set(re.findall(r"module\.secrets\.(\w+)", body)).union(
+        *(passwords(other) for other in re.findall(r"aws_iam_policy_document\.(\w+)\.json", body))
+    )
+
+
+def granted(document: str) -> set[str]:
+    """Actions of a policy document in iam.tf, with those of the documents that it takes in."""
+    body = body_of(document)
     actions = set(re.findall(r'"([a-z0-9-]+:[A-Z][A-Za-z]+)"', body))
     for other in re.findall(r"aws_iam_policy_document\.(\w+)\.json", body):
         actions |= granted(other)
-    return actions - {"ec2:CreateAction"}  # the name of a condition
+    return actions - {"ec2:CreateAction", "ec2:InstanceType"}  # the names of conditions
 
 
 def called(session: Session, path: Path, service: str) -> set[str]:
@@ -129,11 +144,99 @@ def test_external_producers_have_a_password_of_their_own_that_only_brokers_read(
     assert match is not None
     assert set(re.findall(r"\b(DOLL_[A-Z_]+)=", match[1])) == set(PRODUCER)
     assert "aws_secretsmanager_random_password.producer." in match[1]
-    iam = (TERRAFORM / "iam.tf").read_text()
-    for document in ("control", "worker", "boot"):
-        body = re.search(rf'^data "aws_iam_policy_document" "{document}" {{(.*?)^}}', iam, re.DOTALL | re.MULTILINE)
-        assert body is not None
-        assert "producer_arn" not in body[1], document
+    assert [document for document in ("control", "worker", "kafka") if "producer_arn" in passwords(document)] == [
+        "kafka"
+    ]
+
+
+def test_workers_read_their_own_password_and_not_that_of_kafkas_super_user() -> None:
+    """They run the task's code. The super user could delete the topics and give itself any right."""
+    assert passwords("worker") == {"worker_arn", "cache_arn", "schema_registry_arn"}
+    assert passwords("control") == {"clients_arn", "cache_arn", "schema_registry_arn", "authority_arns"}
+    text = (TERRAFORM / "modules" / "secrets" / "main.tf").read_text()
+    (worker,) = re.findall(r'"aws_secretsmanager_secret_version" "worker" {(.*?)^}', text, re.DOTALL | re.MULTILINE)
+    assert re.findall(r"DOLL_KAFKA_\w+=\$\{(\S+)\}", worker) == [
+        "var.worker_user", "ephemeral.aws_secretsmanager_random_password.worker.random_password",
+    ]  # fmt: skip
+
+
+def test_no_machine_of_another_type_than_the_workers_can_be_launched() -> None:
+    """What the conditions evaluate to: deploy/terraform/tests/offline.tftest.hcl."""
+    statements = re.split(r'^  (?:dynamic "statement"|statement) {$', body_of("control"), flags=re.MULTILINE)
+    launches = [text for text in statements if "ec2:RunInstances" in text and "instance/*" in text]
+    launches = [text for text in launches if "ec2:CreateTags" not in text]
+    assert len(launches) == 1
+    assert '"ec2:RunInstances" = "StringEquals"' in launches[0]
+    assert '"ec2:InstanceType"\n        values   = var.worker_instance_types' in launches[0]
+
+
+@pytest.mark.parametrize("module", ["kafka", "control"])  # the self-managed cache is on the control host
+def test_hosts_with_data_are_protected_from_termination(module: str) -> None:
+    """As the provider plans it: deploy/terraform/tests/hosts.tftest.hcl."""
+    text = (TERRAFORM / "modules" / module / "main.tf").read_text()
+    (instance,) = re.findall(r'^resource "aws_instance" "\w+" {(.*?)^}', text, re.DOTALL | re.MULTILINE)
+    assert re.search(r"^  disable_api_termination += true$", instance, re.MULTILINE)
+
+
+def test_every_exception_from_checkov_has_a_reason_of_its_own() -> None:
+    lines = [
+        line for path in TERRAFORM.rglob("*.tf") for line in path.read_text().splitlines() if "checkov:skip" in line
+    ]
+    reasons = [re.fullmatch(r"\s*# checkov:skip=CKV2?_AWS_\d+: (.+)", line) for line in lines]
+    assert len(reasons) > 20
+    assert [
+        line for line, reason in zip(lines, reasons, strict=True) if reason is None or len(reason[1].split()) < 3
+    ] == []
+
+
+class FakeWorkspace:
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        self.folder = folder
+
+    def run(self, *words: str, **options: object) -> str:
+        return "Success! 1 passed, 0 failed."
+
+
+def test_a_finding_of_checkov_fails_the_check(
+    local: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = {"summary": {"passed": 3, "failed": 1, "skipped": 0, "parsing_errors": 0}, "results": {"failed_checks": [
+        {"check_id": "CKV_AWS_8", "resource": "aws_instance.node", "check_name": "encrypt it"}
+    ]}}  # fmt: skip
+    commands: list[list[str]] = []
+
+    def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 1 if "--directory" in command else 0, json.dumps(report), "")
+
+    monkeypatch.setattr(local, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(local, "Workspace", FakeWorkspace)
+    monkeypatch.setattr(local, "_run", run)
+    assert local.main(["check"]) == 1
+    assert "CKV_AWS_8 aws_instance.node: encrypt it" in capsys.readouterr().out
+    scan = commands[-1]
+    assert {"--skip-download", "--download-external-modules"} <= set(scan)
+    assert any("--require-hashes" in command and command[-1].endswith("checkov.lock") for command in commands)
+
+    report["summary"], report["results"] = (
+        {"passed": 0, "failed": 0, "skipped": 0, "parsing_errors": 0},
+        {"failed_checks": []},
+    )
+    monkeypatch.setattr(local, "_run", lambda command: subprocess.CompletedProcess(command, 0, json.dumps(report), ""))
+    assert local.main(["check"]) == 1, "it has looked at nothing"
+
+
+@pytest.mark.parametrize("words", ["check", "apply"])
+def test_what_is_not_checked_has_not_passed(
+    local: ModuleType, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert local.main([words]) == 1
+    assert "NOT checked, there is no terraform on PATH: install Terraform" in capsys.readouterr().out
+    (tmp_path / "terraform").touch(0o755)
+    monkeypatch.setattr(local, "find_plugins", lambda: None)
+    assert local.main([words]) == 1
+    assert "terraform init" in capsys.readouterr().out
 
 
 def test_with_msk_producers_write_samples_by_their_role_and_nothing_else() -> None:

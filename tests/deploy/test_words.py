@@ -11,7 +11,7 @@ import pytest
 import typer
 from paths import ROOT
 
-from .conftest import ENVIRONMENT, FILES, IMAGE, SECRETS, SETTINGS, Host
+from .conftest import CACHE, CLIENTS, ENVIRONMENT, FILES, IMAGE, SETTINGS, Host
 
 TERRAFORM = ROOT / "deploy" / "terraform"
 MAIN = (TERRAFORM / "main.tf").read_text()
@@ -89,15 +89,16 @@ def test_containers_get_variables_that_the_code_reads() -> None:
     code = "".join(path.read_text() for path in (ROOT / "doll").rglob("*.py"))
     read = set(re.findall(r'"(DOLL_[A-Z_]+)"', code))
     stack = captured(r"^  environment = merge\((.*?)^  \)", MAIN)
-    secrets = captured(r"<<-ENV(.*?)^  ENV", (TERRAFORM / "modules" / "secrets" / "main.tf").read_text())
+    text = (TERRAFORM / "modules" / "secrets" / "main.tf").read_text()
+    secrets = "".join(re.findall(r"<<-ENV(.*?)^  ENV", text, re.DOTALL | re.MULTILINE))
     given = set(re.findall(r"\b(DOLL_[A-Z_]+) *=", stack))
     boots = {name for name in given if name.startswith("DOLL_BOOT_")}
     assert {"DOLL_KAFKA", "DOLL_KAFKA_CA", "DOLL_REDIS", "DOLL_REDIS_CA", "DOLL_REGISTRY_CA"} == given - boots
-    assert set(re.findall(r"\b(DOLL_[A-Z_]+)=", secrets)) == set(SECRETS)
+    assert set(re.findall(r"\b(DOLL_[A-Z_]+)=", secrets)) == {*CLIENTS, *CACHE}
     assert set(ENVIRONMENT) <= given, "the hosts of these tests are not those of the stack"
     own = set(re.findall(r"--env \"(DOLL_[A-Z_]+)=", SCRIPTS["common"]))
     assert own == {"DOLL_HEALTH_PORT"}
-    assert (given - boots) | set(SECRETS) | own <= read
+    assert (given - boots) | {*CLIENTS, *CACHE} | own <= read
     assert set(re.findall(r"\$\(setting (\w+)\)", "".join(SCRIPTS.values()))) == boots
 
 

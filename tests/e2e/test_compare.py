@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -14,9 +11,11 @@ from typing import Any
 
 import pytest
 from doll.config import load
+from doll.services import Services
+from forked_commands import Command, Program, environment
 from waiting import until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("broker")]  # `broker` skips where none can be started
+pytestmark = pytest.mark.e2e
 
 JOB = """
 job: both
@@ -31,30 +30,21 @@ stop: {samples: 800}
 """
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    """`doll compare` in `folder`, with its own broker and Redis."""
+def start(doll: Program, folder: Path, services: Services, *arguments: str) -> Command:
+    """`doll compare` in `folder`."""
     (folder / "job.yaml").write_text(JOB)
-    with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
-        return subprocess.Popen(
-            [sys.executable, "-m", "doll", "compare", "job.yaml", "--json", *arguments],
-            cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
-            env={key: value for key, value in os.environ.items() if not key.startswith(("DOLL_KAFKA", "DOLL_REDIS"))},
-        )  # fmt: skip
+    command = ("compare", "job.yaml", "--json", *arguments)
+    return doll.start(*command, err=folder / "err", cwd=folder, **environment(services))
 
 
-def result(process: subprocess.Popen[bytes], folder: Path) -> tuple[int, dict[str, Any]]:
-    try:
-        code = process.wait(700)
-    finally:
-        process.kill()
-        process.wait()
-    said = (folder / "err").read_text(errors="replace")
-    assert (folder / "out").stat().st_size, said
-    printed: dict[str, Any] = json.loads((folder / "out").read_text())
+def result(process: Command, folder: Path) -> tuple[int, dict[str, Any]]:
+    done = process.finished()
+    assert done.stdout, done.stderr
+    printed: dict[str, Any] = json.loads(done.stdout)
     (compared,) = (folder / "runs").iterdir()
     assert printed == json.loads((compared / "comparison.json").read_text())
-    assert (compared / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    return code, printed
+    assert "Loss over samples" in (compared / "comparison.html").read_text()
+    return done.returncode, printed
 
 
 def assert_the_page_shows_the_first_run(folder: Path) -> None:
@@ -80,15 +70,15 @@ def assert_the_page_shows_the_first_run(folder: Path) -> None:
         assert b"Is it learning?" in answer.read()
 
 
-def test_two_policies_learn_from_the_same_stream(tmp_path: Path) -> None:
-    process = start(tmp_path, "--policies", "bsp,doll:group_size=1")
+def test_two_policies_learn_from_the_same_stream(tmp_path: Path, services: Services, doll: Program) -> None:
+    process = start(doll, tmp_path, services, "--policies", "bsp,doll:group_size=1")
     assert_the_page_shows_the_first_run(tmp_path)
     code, printed = result(process, tmp_path)
     assert code == 0, (tmp_path / "err").read_text()
     assert printed["loss"] == "prequential", "this task has no held-out samples"
-    bsp, doll = printed["policies"]
-    assert [bsp["policy"], doll["policy"]] == ["bsp", "doll:group_size=1"]
-    for row in (bsp, doll):
+    bsp, grouped = printed["policies"]
+    assert [bsp["policy"], grouped["policy"]] == ["bsp", "doll:group_size=1"]
+    for row in (bsp, grouped):
         assert row["ok"], row
         assert row["samples"] >= 800
         assert row["final_loss"] < 1.0
@@ -97,18 +87,20 @@ def test_two_policies_learn_from_the_same_stream(tmp_path: Path) -> None:
         audit = json.loads((Path(row["folder"]) / "report.json").read_text())["audit"]
         assert (audit["ok"], audit["missing"], audit["duplicate"]) == (True, 0, 0)
     assert set(bsp["staleness"]["histogram"]) == {"-1"}
-    assert (bsp["updates"], doll["updates"]) == (50, 100)
+    assert (bsp["updates"], grouped["updates"]) == (50, 100)
     # A gradient is 4 x 2 + 2 float32 behind 128 bytes; bsp sends one for each batch.
     assert bsp["bytes"]["gradients"] == bsp["bytes"]["gradients_dense"] == 100 * (128 + 40)
     assert bsp["bytes"]["weights"] == 100 * (128 + 40)
-    jobs = [load(Path(row["folder"]) / "job.yaml") for row in (bsp, doll)]
+    jobs = [load(Path(row["folder"]) / "job.yaml") for row in (bsp, grouped)]
     assert len({config.job for config in jobs}) == 2, "topics of its own for each"
     first, second = ((config.seed, config.source, config.arrivals, config.data, config.stop) for config in jobs)
     assert first == second
 
 
-def test_ctrl_c_ends_the_run_under_way_and_shows_what_has_run(tmp_path: Path) -> None:
-    process = start(tmp_path, "--policies", "doll,bsp", "--set", "stop.samples=1000000")
+def test_ctrl_c_ends_the_run_under_way_and_shows_what_has_run(
+    tmp_path: Path, services: Services, doll: Program
+) -> None:
+    process = start(doll, tmp_path, services, "--policies", "doll,bsp", "--set", "stop.samples=1000000")
 
     def is_learning() -> bool:
         assert process.poll() is None, (tmp_path / "err").read_text()

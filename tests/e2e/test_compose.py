@@ -30,6 +30,7 @@ from doll.local.processes import describe_exit, free_port, spawn, tail
 from doll.local.redis_server import LocalRedis
 from doll.services import Services
 from doll.storage.file_checkpoints import FileCheckpointStore
+from doll.storage.redis_client import connect_redis
 from waiting import until
 
 BIN = Path(sys.executable).parent
@@ -139,6 +140,12 @@ class Project:
         assert kind == "CMD"
         assert any(inside in word for word in argv)
         argv = [word.replace(inside, match[1]) for word in argv]
+        if argv[0] == "valkey-cli":  # the image's own: here Redis' program does the same, if there is one
+            redis_cli = shutil.which("valkey-cli") or shutil.which("redis-cli")
+            if redis_cli is None:
+                client: Any = connect_redis(Services("", self._redis.address))
+                return bool(client.ping())
+            argv[0] = redis_cli
         return subprocess.run(
             [shutil.which(argv[0]) or str(BIN / argv[0]), *argv[1:]], capture_output=True, timeout=300, check=False
         ).returncode == 0  # fmt: skip

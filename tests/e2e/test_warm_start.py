@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import commands
 import pytest
 from doll.monitor.state.csv_file import read_rows
-from killed_runs import doll, left
+from doll.services import Services
+from forked_commands import Program, environment
+from killed_runs import left
 
 pytestmark = pytest.mark.e2e
 
@@ -17,9 +20,12 @@ def accuracies(run: Path) -> dict[int, float]:
     return {int(row["version"]): float(row["accuracy"]) for row in read_rows(run / "evaluations.csv")}
 
 
-def test_digits_goes_on_from_what_it_has_learned(tmp_path: Path) -> None:
+def test_digits_goes_on_from_what_it_has_learned(
+    tmp_path: Path, job_name: str, services: Services, doll: Program
+) -> None:
     common = ("--parent-folder", tmp_path / "runs", "--json", "--set", "stop.accuracy=null")
-    done = doll("up", "digits", *common, "--set", "stop.updates=160")
+    faster = ("--set", "arrivals.rate_per_s=250")  # twice as fast as the example
+    done = doll("up", "digits", *common, *faster, "--set", "stop.updates=160")
     assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "runs").iterdir()
     before = accuracies(run)
@@ -28,7 +34,8 @@ def test_digits_goes_on_from_what_it_has_learned(tmp_path: Path) -> None:
     assert before[min(before)] < 0.4
 
     # Another job begins with these weights.
-    warm = doll("up", "digits", *common, "--set", f"training.init_from={run}", "--set", "stop.updates=20")
+    begins = ("--set", f"job={job_name}", "--set", f"training.init_from={run}", "--set", "stop.updates=20")
+    warm = doll("up", "digits", *common, *begins, **environment(services))
     assert warm.returncode == 0, warm.stderr
     assert "version 160 of digits (sha256 " in warm.stderr
     assert "6 tensors taken" in warm.stderr
@@ -37,15 +44,15 @@ def test_digits_goes_on_from_what_it_has_learned(tmp_path: Path) -> None:
     assert min(first) < 10
     assert first[min(first)] > reached - 0.05
     assert json.loads((other / "init_from.json").read_text())["missing"] == []
-    refused = doll("resume", other, "--set", "training.init_from=elsewhere.pt")
-    assert refused.returncode == 2
+    refused = commands.doll("resume", other, "--set", "training.init_from=elsewhere.pt")
+    assert refused.exit_code == 2
     assert "this run has begun and goes on with its own weights" in refused.stderr
 
     # And the run itself goes on, with other batches, another policy and another optimizer.
     regridded = doll(
         "regrid", run, "--batch-size", "48", "--policy", "essp:staleness=3", "--set", "stop.samples=30000",
         "--set", "stop.updates=null",
-        "--set", "training.optimizer={name: sgd, lr: 0.01}", "--json",
+        "--set", "arrivals.rate_per_s=500", "--set", "training.optimizer={name: sgd, lr: 0.01}", "--json",
     )  # fmt: skip
     assert regridded.returncode == 0, regridded.stderr
     report = json.loads(regridded.stdout)

@@ -207,12 +207,13 @@ def test_packed_records() -> None:
 
 
 def _tasks() -> dict[str, tuple[Task, list[bytes]]]:
-    from doll.producers.sources import criteo, ratings
+    from examples.clicks import task as clicks
     from examples.clicks.task import Clicks
     from examples.digits.task import Digits
     from examples.emnist.task import Emnist
     from examples.intrusion.task import Intrusion
     from examples.lda.task import Topics
+    from examples.ratings import task as ratings
     from examples.ratings.task import MatrixFactorization
     from examples.synthetic.task import Gaussian
     from examples.words.task import SkipGram
@@ -236,7 +237,7 @@ def _tasks() -> dict[str, tuple[Task, list[bytes]]]:
         "gaussian": (Gaussian(features=4), gaussian),
         "intrusion": (Intrusion(), [row + b",normal.", row + b",smurf.", row.replace(b"215", b"1e300") + b",nmap."]),
         "families": (Intrusion(classes="families"), [row + b",normal.", row + b",smurf."]),
-        "clicks": (Clicks(), [click, criteo.pack_line(click)]),
+        "clicks": (Clicks(), [click, clicks.pack_line(click)]),
         "ratings": (MatrixFactorization(10, 10), [b"1,2,3.5", b"9\t9\t1\t0", b"1::0::5", ratings.pack(1, 2, 3.5)]),
         "topics": (Topics(vocabulary_size=50, max_tokens=5, stop_words="english"), texts),
         "words": (SkipGram(vocabulary_size=50, max_tokens=5), texts),
@@ -259,7 +260,9 @@ def test_records_of_the_shipped_tasks(name: str, per_record: int) -> None:
     batch: list[tuple[int, bytes | None]] = []
 
     def take(records: list[tuple[int, bytes | None]]) -> Any:
-        decoded = decode_records(task, RawRecords.of(records), samples_per_record=per_record, max_record_bytes=4096)
+        decoded = decode_records(
+            task, RawRecords.from_pairs(records), samples_per_record=per_record, max_record_bytes=4096
+        )
         assert decoded.num_samples == len(decoded.x) == len(decoded.y)
         if decoded.num_samples:
             assert decoded.x.shape[1:] == task.input_shape

@@ -21,7 +21,7 @@ import pytest
 import structlog
 from doll.config import load, parse
 from doll.consumers.lifecycle.spot_notices import Imds, NoticeWatcher
-from doll.errors import CheckpointError, ConfigError, RecordError, SampleError, ServiceUnavailableError
+from doll.errors import CheckpointError, ConfigError, RecordError, ServiceUnavailableError
 from doll.ledger.snapshot_counts import SnapshotCounts, read_counts
 from doll.monitor.state.csv_file import read_rows
 from doll.monitor.state.job_metrics import JobMetrics
@@ -42,23 +42,14 @@ from doll.ps.start import Start
 from doll.records import lines
 from doll.records.bounded import MAX_DEPTH, MalformedError, json_value
 from doll.records.control import Join, Metric, Update
-from doll.serving.protocol import OutputTensor, decode_request, encode_answer
-from doll.serving.tensors import Signature
 from doll.storage.checkpoints import Checkpoint, encode_checkpoint
-from doll.task.base import Task
-from fuzzing import call_or_none, inputs
+from fuzzing import JSON_WORDS, call_or_none, inputs
 from paths import SHARED_DATA
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 pytestmark = [pytest.mark.slow, pytest.mark.fuzz]  # loads torch
 
-# Pieces that break readers of JSON: depth, numbers without end, values of another type, halves of characters.
-JSON_WORDS = [
-    b"[" * 3_000, b"[" * 100_000 + b"]" * 100_000, b'{"a":' * 3_000, b"[]", b"{}", b"null", b"true", b"-1", b"1e999",
-    b"-Infinity", b"NaN", b"9" * 5_000, b'""', b'"\\ud800"', b'"\\u0000"', b"\xff\xfe", b"\xf0\x9f", b"\0",
-    b'"0001-01-01T00:00:00"', b'"9999-12-31T23:59:59.999999-23:59"',
-]  # fmt: skip
 # Of MessagePack: nested without end, announced lengths of 4 GiB, text that is not UTF-8, an extension, huge numbers.
 PACKED_WORDS = [
     b"\x91" * 3_000, b"\x81\xa1a" * 3_000, b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff",
@@ -479,30 +470,3 @@ def test_recorded_markets(tmp_path: Path, name: str, packed: bool) -> None:
             assert 0 < pool.length_s < math.inf
             assert 0 < pool.cycle_s < math.inf
             assert 0 <= pool.price.mean(pool.start_s, pool.end_s) < 1e7
-
-
-# --- requests to a model server -------------------------------------------------------------------------------------
-
-
-class Pairs(Task):
-    input_shape = (2,)
-
-
-def test_requests_of_anybody_are_answered_or_refused() -> None:
-    head = b'{"id": "1", "inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2.5]}]}'
-    sized = b'{"inputs": [{"name": "x", "datatype": "INT16", "shape": [1, 2], "parameters": {"binary_data_size": 4}}]}'
-    words = [*JSON_WORDS, b'"datatype": "X"', b'"shape": [1e9]', b'"shape": [-1, 2]', b'"data": [[]]', b'"data": {}']
-    signature, good = Signature(Pairs()), 0
-    for data in inputs("infer", 10_000, [head, sized + bytes(4)], words):
-        for length in (None, str(len(sized)), "9" * 30):
-            called = call_or_none((MalformedError, SampleError), data, decode_request, data, length)
-            if called is None:
-                continue
-            request, tensors = called
-            features = call_or_none(SampleError, data, signature.of_tensors, tensors)
-            if features is not None:
-                good += 1
-                assert features.x.shape == (features.num_samples, 2)
-                answer = OutputTensor("output", features.x)
-                call_or_none(SampleError, data, encode_answer, request, "m", "1", [answer], {})
-    assert good

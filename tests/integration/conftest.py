@@ -26,6 +26,7 @@ from doll.services import BLOBS_ENV, Services
 from doll.storage.blobs import scope_of
 from doll.storage.checkpoints import Checkpoint
 from doll.storage.file_checkpoints import FileCheckpointStore
+from forked_commands import Command, Program, environment
 from waiting import WAIT_TIMEOUT_S
 
 FEATURES = 4
@@ -66,6 +67,7 @@ class Pipeline:
         self._unsupervised: list[Role] = []
         self.restarts: list[Restart] = []
         self.supervisor = Supervisor(forks.launch, on_restart=self.restarts.append)
+        self._program = Program(forks, folder / "commands")
         topics.ensure(self.config, services)
         self.tail = Tail(self.config, services, (self.config.topic("updates"), self.config.topic("metrics")))
         self._producer = Producer(
@@ -113,6 +115,12 @@ class Pipeline:
         self._unsupervised.append(self.forks.launch(self.spec(name, role, *more, job_path=job_path)))
         return self._unsupervised[-1]
 
+    def doll(self, command: str, *options: str | Path, log: str = "", **env: str) -> Command:
+        """Start a command of the job, whose standard error may be one of the logs."""
+        arguments = (*command.split(), "--job", self.job_path, "--run-folder", self.run, *options)
+        err = self.run / "logs" / f"{log}.log" if log else ""
+        return self._program.start(*arguments, err=err, **environment(self.services), **env)
+
     def role(self, name: str) -> Role:
         handle = self.supervisor.handles()[name]
         assert isinstance(handle, Role)
@@ -138,6 +146,7 @@ class Pipeline:
     def close(self) -> None:
         for handle in [*self.supervisor.handles().values(), *self._unsupervised]:
             handle.kill()
+        self._program.close()
         self.supervisor.stop(grace_s=5.0)
         self.tail.__exit__()
 
@@ -268,13 +277,6 @@ class Pipeline:
             return records
         finally:
             consumer.close()
-
-
-@pytest.fixture(scope="session")
-def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """One process with torch loaded, from which all roles of all tests are forked."""
-    with ForkServer(tmp_path_factory.mktemp("forks") / "forkserver.log") as server:
-        yield server
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pytest
 from doll.cli.app import app
 from doll.ps.checkpointing import decode_snapshot
 from doll.services import Services
+from job_policies import some
 from owners_topic import OwnersTopic, samples
 from typer.testing import CliRunner
 
@@ -31,7 +32,10 @@ def served_by(job: Any) -> dict[int, int]:
     return {member.partition: member.worker for update in job.updates for member in update.members}
 
 
-@pytest.mark.parametrize("policy", ["{name: asp}", "{name: isp}", "{name: wsp, wave_batches: 2, clock_distance: 3}"])
+POLICIES = ["{name: asp}", "{name: isp}", "{name: wsp, wave_batches: 2, clock_distance: 3}"]
+
+
+@pytest.mark.parametrize("policy", some(POLICIES, "asp", "wsp"))
 def test_a_topic_of_somebody_else_grows_while_workers_and_server_are_killed(
     services: Services, job_name: str, make_pipeline: Callable[..., Any], policy: str
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import raw_batches
 from bombs import send_bomb
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 from doll.consumers.channels.kafka_channel import WorkerChannel
@@ -35,6 +36,8 @@ from doll.records.control import (
     encode,
 )
 from doll.records.packing import pack
+from format_tasks import TIMES_MS, BadRecord, bad_records, good
+from paths import SUPPORT
 from pushes import push_of
 from record_builders import announce, grant_of, welcome
 
@@ -73,48 +76,67 @@ def points(make_pipeline: Any, tmp_path: Path) -> Any:
 BAD: dict[str, tuple[bytes | None, str]] = {
     "not JSON": (b"\xff\x00garbage", "UnicodeDecodeError"),
     "a key is missing": (b'{"x": [1, 2, 3]}', "KeyError: 'y'"),
-    "NaN": (b'{"x": [1, NaN, 3], "y": 0}', "x holds NaN or infinity"),
-    "infinity": (b'{"x": [1, 2, 1e999], "y": 0}', "x holds NaN or infinity"),
-    "wrong shape": (b'{"x": [1, 2], "y": 0}', r"expected x of shape (3,), got (2,)"),
+    "NaN": (b'{"x": [1, NaN, 3], "y": 0}', 'x["x"] holds NaN or infinity'),
+    "infinity": (b'{"x": [1, 2, 1e999], "y": 0}', 'x["x"] holds NaN or infinity'),
+    "wrong shape": (b'{"x": [1, 2], "y": 0}', 'x["x"]: expected float32 of shape (3,), got int64 of shape (2,)'),
     "ragged": (b'{"x": [[1], [2, 3]], "y": 0}', "inhomogeneous"),
     "unknown class": (b'{"x": [1, 2, 3], "y": 7}', "expected a class 0 to 1, got 7"),
     "class is a fraction": (b'{"x": [1, 2, 3], "y": 0.5}', "expected a class 0 to 1, got 0.5"),
-    "text for a number": (b'{"x": ["a", "b", "c"], "y": 0}', "expected numbers in x, got values of type <U1"),
+    "text for a number": (b'{"x": ["a", "b", "c"], "y": 0}', 'x["x"]: expected float32 of shape (3,), got <U1'),
     "no value": (None, "empty value: expected a sample"),
     "empty value": (b"", "empty value: expected a sample"),
     "nested 100,000 deep": (b"[" * 100_000, "RecursionError"),
 }
 
 
-def test_every_bad_record_is_dead_lettered_with_its_reason_and_the_rest_is_learned(points: Any) -> None:
-    """One bad record in each batch of eight of partition 0, and one of 10 MB."""
-    job = points("stop.updates=20")
+def test_every_bad_record_is_dead_lettered_with_its_reason_and_the_rest_is_learned(
+    make_pipeline: Any, tmp_path: Path
+) -> None:
+    """Of partition 0: one in each batch of eight, of every format; headers and times that no client writes; 10 MB."""
+    source = f"import sys\n\nsys.path.append({str(SUPPORT)!r})\nfrom format_tasks import EveryFormat\n"
+    (tmp_path / "formats.py").write_text(source)
+    job = make_pipeline("task.class=formats.py:EveryFormat", "task.args={}", "stop.updates=100000")
     job.start()
     huge = os.urandom(10_000_000)
+    expected: dict[int, BadRecord] = {}
+    bad = [BadRecord(value, reason) for value, reason in BAD.values()]
+    bad += [BadRecord(huge, "record of 10000000 bytes: expected at most 1048576"), *bad_records()]
     values: list[bytes | None] = []
-    expected: dict[int, tuple[bytes | None, str]] = {}
-    for value, reason in [*BAD.values(), (huge, "record of 10000000 bytes: expected at most 1048576")]:
-        values += [point(i) for i in range(5)]
-        expected[len(values)] = (value, reason)
-        values += [value, point(6), point(7)]
-    values += [point(i) for i in range(160 - len(values))]
-    job.send(values, partition=0)
-    job.send([point(i) for i in range(160)], partition=1)
-    job.until_finished()
+    raw = {}
+    for number, item in enumerate(bad):
+        values += [point(i) if number % 2 else good("JAPCB"[(number + i) % 5], user=i) for i in range(7)]
+        expected[len(values)] = item
+        if item.header is not None:
+            raw[len(values)] = raw_batches.record(item.value, headers=[(b"a", b"1"), (item.header, b"v")])
+        values.append(item.value)
+    send_from = 0
+    for at, record in raw.items():
+        job.send(values[send_from:at], partition=0)
+        assert raw_batches.send(job.services.kafka, job.config.topic("samples"), 0, [record]) == 0
+        send_from = at + 1
+    values += [point(i) for i in range(-len(values) % 8)]
+    job.send(values[send_from:], partition=0)
+    for stamp_ms in TIMES_MS:
+        records = [raw_batches.record(good("J", user=i), at=i) for i in range(8)]
+        assert raw_batches.send(job.services.kafka, job.config.topic("samples"), 0, records, timestamp_ms=stamp_ms) == 0
+    count = len(values) + 8 * len(TIMES_MS)
+    job.send([point(i) for i in range(count)], partition=1)
+    job.until_status(lambda status: status.samples_total == 2 * count - len(expected), "all good records are learned")
+    job.until(lambda: job.audit().pending == 0, "all of it is durable")
     report = job.assert_audit_ok()
-    assert (report.applied + report.dead, report.dead) == (320, len(expected))
+    assert (report.applied, report.dead, job.restarts) == (2 * count - len(expected), len(expected), [])
 
     letters = {letter.offset: letter for letter in job.read("dead")}
     assert sorted(letters) == sorted(expected)
-    for offset, (value, reason) in expected.items():
+    for offset, item in expected.items():
         letter = letters[offset]
-        assert reason in letter.reason
-        assert (letter.worker, letter.partition, letter.whole, letter.samples) == (0, 0, True, 1)
-        assert letter.payload == (value or b"")[:65_536]
-        assert letter.payload_bytes == len(value or b"")
-    assert sum(update.n_samples for update in job.updates) == 320 - len(expected)
+        assert item.reason in letter.reason
+        assert letter.reason.isprintable()
+        assert (letter.partition, letter.whole, letter.samples) == (0, True, 1)
+        assert letter.payload == (item.value or b"")[:65_536]
+        assert letter.payload_bytes == len(item.value or b"")
     assert all(update.loss < 10 for update in job.updates)
-    assert job.log("worker-0").count("dead_lettered") == len(expected)
+    assert sum(job.log(f"worker-{n}").count("dead_lettered") for n in (0, 1)) == len(expected)
 
 
 def test_a_packed_record_in_which_one_sample_is_bad_gives_its_others(points: Any) -> None:
@@ -249,17 +271,21 @@ def test_garbage_on_the_control_topics_is_counted_and_refused(points: Any) -> No
             Join(worker=n, process="x"),
         ):
             job.control("commands", record, n)
+    # Headers whose keys are no text, which two client libraries fail to read.
+    no_text = [raw_batches.record(b"garbage", headers=[(b"\xff\xfe", b"v")])]
+    for kind, number in (("events", 0), ("commands", 0), ("commands", 1)):
+        assert raw_batches.send(job.services.kafka, job.config.topic(kind), number, no_text) == 0
     job.send([point(i) for i in range(800)])
     job.until_finished()
     report = job.assert_audit_ok()
-    assert (report.version, report.dead) == (60, 0)
+    assert (report.version, report.dead, job.restarts) == (60, 0, [])
     refused = job.counters()
-    assert refused["refused_record"] == len(forged_events)
+    assert refused["refused_record"] == len(forged_events) + 1
     assert refused["refused_unknown_worker"] == 3
     assert refused["refused_fenced"] == 5
     assert refused["refused_evaluated"] == 1
     for n in (0, 1):
-        assert job.log(f"worker-{n}").count("record_refused") == len(forged_events) - 1
+        assert job.log(f"worker-{n}").count("record_refused") == len(forged_events)  # all but one, and `no_text`
 
 
 IDS = """

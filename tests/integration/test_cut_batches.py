@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from doll.records.control import SourceEnded, Update
+from job_policies import some
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]  # starts servers
 
@@ -19,7 +20,10 @@ def until_learned(job: Any, samples: int) -> None:
     job.until(lambda: learned(job.updates) >= samples, f"{samples} samples in the model")
 
 
-@pytest.mark.parametrize("policy", ["{name: bsp}", "{name: doll, group_size: 3}", "{name: ssp, staleness: 1}"])
+QUIET = ["{name: bsp}", "{name: doll, group_size: 3}", "{name: ssp, staleness: 1}"]
+
+
+@pytest.mark.parametrize("policy", some(QUIET, "bsp", "ssp"))
 def test_a_quiet_partition_holds_up_no_group_and_no_record_counts_twice(make_pipeline: Any, policy: str) -> None:
     """One partition gets full batches, the others few records, while workers and the server are killed."""
     job = make_pipeline(f"training.policy={policy}", "data.workers=3", "data.batch_size=8", "data.cut_after_s=0.3")
@@ -72,7 +76,7 @@ POLICIES = [
 ]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", some(POLICIES, "doll", "isp", "wsp", "diloco"))
 def test_a_source_that_ends_is_learned_to_its_last_record(make_pipeline: Any, policy: str) -> None:
     """`doll produce` sends a number of samples that fills neither batches nor groups. A worker is killed meanwhile."""
     samples = 8 * 5 * 7 + 3

@@ -12,12 +12,12 @@ import pytest
 from confluent_kafka import Consumer, KafkaError, TopicPartition
 from confluent_kafka.admin import AdminClient
 from doll.cli.app import app
-from doll.cli.dead import printable
 from doll.config import JobConfig
 from doll.errors import ServiceUnavailableError
 from doll.kafka.clients import kafka_settings
 from doll.ledger import dead_letters
 from doll.ledger.dead_letters import replay, replay_publisher
+from doll.records.bounded import printable
 from doll.records.control import DeadLetter
 from typer.testing import CliRunner
 

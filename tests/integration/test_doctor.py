@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +30,11 @@ from doll.kafka.reader import Partition, Reader
 from doll.kafka.topic_plan import TOPIC_KINDS
 from doll.local import kafka_jars
 from doll.local.redis_server import LocalRedis
+from doll.records.check import Check
 from doll.run.doctor.gather import examine
-from doll.run.doctor.report import Check
 from doll.run.target import open_target
 from doll.services import Services
+from forked_commands import Command, Program
 from secured_kafka import SecuredKafka
 from waiting import until
 
@@ -139,7 +137,9 @@ def checks_of(folder: Path, *roles: Role) -> dict[str, Check]:
     return {check.name: check for check in report.checks}
 
 
-def test_each_role_works_with_what_it_is_said_to_need(guarded: Guarded, tmp_path: Path, job_name: str) -> None:
+def test_each_role_works_with_what_it_is_said_to_need(
+    guarded: Guarded, tmp_path: Path, job_name: str, doll: Program
+) -> None:
     """The server makes the topics; a user for each role, and an audit at the end."""
     job = guarded.write_job(tmp_path, job_name)
     config = load(job)
@@ -150,28 +150,23 @@ def test_each_role_works_with_what_it_is_said_to_need(guarded: Guarded, tmp_path
     commands = {
         "server": ["ps"], "worker": ["worker"], "producer": ["produce", "--until-finished"], "evaluator": ["evaluate"],
     }  # fmt: skip
-    processes: dict[str, subprocess.Popen[bytes]] = {}
+    processes: dict[str, Command] = {}
 
     def start(user: str) -> None:
         more = [] if user == "producer" else ["--run-folder", str(tmp_path / "run")]
-        words = [sys.executable, "-m", "doll", *commands[user], "--job", str(job), *more]
-        environment = os.environ | {"DOLL_KAFKA_USERNAME": user, "DOLL_KAFKA_PASSWORD": PASSWORD}
-        with (tmp_path / f"{user}.log").open("w") as log:
-            processes[user] = subprocess.Popen(words, stdout=log, stderr=log, env=environment, cwd=tmp_path)
+        log_in = {"DOLL_KAFKA_USERNAME": user, "DOLL_KAFKA_PASSWORD": PASSWORD}
+        words = (*commands[user], "--job", str(job), *more)
+        processes[user] = doll.start(*words, err=tmp_path / f"{user}.log", cwd=tmp_path, **log_in)
 
     def said() -> dict[str, str]:
         return {user: (tmp_path / f"{user}.log").read_text() for user in processes}
 
-    try:
-        start("server")
-        existing = load(guarded.write_job(tmp_path, job_name, as_super_user=True)), super_services(guarded)
-        until(lambda: len(topics.describe(*existing)) == len(TOPIC_KINDS), "the server makes the topics")
-        for user in ("worker", "producer", "evaluator"):
-            start(user)
-        until(lambda: all(process.poll() is not None for process in processes.values()), lambda: str(said()), 120)
-    finally:
-        for process in processes.values():
-            process.kill()
+    start("server")
+    existing = load(guarded.write_job(tmp_path, job_name, as_super_user=True)), super_services(guarded)
+    until(lambda: len(topics.describe(*existing)) == len(TOPIC_KINDS), "the server makes the topics")
+    for user in ("worker", "producer", "evaluator"):
+        start(user)
+    until(lambda: all(process.poll() is not None for process in processes.values()), lambda: str(said()), 120)
     assert {user: process.returncode for user, process in processes.items()} == dict.fromkeys(commands, 0), said()
     for log in said().values():
         # Only the server may ask for the topics' settings.
@@ -179,11 +174,7 @@ def test_each_role_works_with_what_it_is_said_to_need(guarded: Guarded, tmp_path
         assert "authorization" not in text.lower(), text
         assert "lacks" not in text, text
         assert "hush" not in text
-    audited = subprocess.run(
-        [sys.executable, "-m", "doll", "audit", str(tmp_path / "super.yaml"), "--run-folder", str(tmp_path / "run"),
-         "--json"],
-        capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path,
-    )  # fmt: skip
+    audited = doll("audit", tmp_path / "super.yaml", "--run-folder", tmp_path / "run", "--json")
     assert audited.returncode == 0, audited.stderr
     assert json.loads(audited.stdout)["applied"] >= 160
 
@@ -266,14 +257,10 @@ def test_topics_that_could_not_be_created_are_found_without_creating_any(
 
 
 def test_services_that_are_not_there_and_wrong_secrets_fail_with_what_to_do(
-    guarded: Guarded, config: JobConfig, tmp_path: Path
+    guarded: Guarded, config: JobConfig, tmp_path: Path, doll: Program
 ) -> None:
-    environment = {"DOLL_KAFKA_USERNAME": "worker", "DOLL_KAFKA_PASSWORD": "wr0ng-hush"}
-    done = subprocess.run(
-        [sys.executable, "-m", "doll", "doctor", str(tmp_path / "job.yaml"), "--json", "--set",
-         "redis.address=redis://127.0.0.1:1/0"],
-        capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path, env=os.environ | environment,
-    )  # fmt: skip
+    log_in = {"DOLL_KAFKA_USERNAME": "worker", "DOLL_KAFKA_PASSWORD": "wr0ng-hush"}
+    done = doll("doctor", tmp_path / "job.yaml", "--json", "--set", "redis.address=redis://127.0.0.1:1/0", **log_in)
     assert done.returncode == 1, done.stderr
     assert "hush" not in done.stdout + done.stderr
     report = json.loads(done.stdout)

@@ -7,46 +7,45 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
+import signal
 from typing import Any
 
 import numpy as np
 import pytest
 from doll.local.forks import Role
-from doll.process.fault_points import ENV, MARKER_ENV, POINTS, fault_point
+from doll.local.supervisor import Restart, RoleSpec, Supervisor
+from doll.process.fault_points import ENV, POINTS, fault_point
 from paths import DOCS
 
-# The hit at which a process dies: late enough that the job is under way, and sure to come within the first ten updates,
-# of which two checkpoints at least are made.
-HITS = {
-    "worker.after_dead_letter": 1,
-    "worker.after_guard": 1,
-    "worker.mid_set": 4,
-    "worker.after_sum": 4,
-    "worker.after_announce": 4,
-    "worker.after_blob": 4,
-    "worker.after_push": 4,
-    "worker.after_durable": 1,
-    "ps.after_claim": 1,
-    "ps.after_first_checkpoint": 1,
-    "ps.after_weights": 8,
-    "ps.after_grant": 9,
-    "ps.after_apply": 8,
-    "ps.after_update": 8,
-    "ps.mid_checkpoint": 7,  # five parts each: in the second checkpoint, which follows that of version 0
-    "ps.after_checkpoint": 2,
-    "ps.after_durable": 2,
-}
+# What the processes of a name die at, one after the other: each process has one such point, and the last one has none.
+# The hit is late enough that the process is at work, and sure to come within the next ten updates.
+DEATHS: dict[str, dict[str, list[str]]] = {
+    "ps, from its claim to an update": {
+        "ps": ["ps.after_claim@1", "ps.after_first_checkpoint@1", "ps.after_weights@8", "ps.after_grant@9"],
+    },
+    "ps, from an update to its durability": {
+        # Three of the five parts of a checkpoint are written.
+        "ps": [
+            "ps.after_apply@8", "ps.after_update@8", "ps.mid_checkpoint@3", "ps.after_checkpoint@1",
+            "ps.after_durable@1",
+        ],
+    },
+    "workers": {
+        "worker-0": ["worker.after_dead_letter@1", "worker.after_announce@4", "worker.after_push@4"],
+        "worker-1": ["worker.after_guard@1", "worker.after_blob@4", "worker.after_durable@1"],
+    },
+    "workers in a set of batches": {"worker-0": ["worker.mid_set@4"], "worker-1": ["worker.after_sum@4"]},
+}  # fmt: skip
+ROUND = 10  # updates
 # Of both classes: for whatever the model says, one of them is wrong, and its gradient far too long.
 HUGE = [np.array([3e38, 3e38, 3e38, 3e38, y], "<f4").tobytes() for y in (0, 1)]
-# Points inside a set of several batches: twice as many batches in a group as there are workers.
-GROUP_SIZES = {"worker.mid_set": 4, "worker.after_sum": 4}
 OPERATIONS = DOCS / "operations.md"
 
 
 def test_every_point_is_tested_and_explained() -> None:
     # Those of a regrid and of a rollback: tests/e2e/test_regrid.py, test_rollback.py
-    assert set(HITS) == {point for point in POINTS if not point.startswith(("regrid.", "rollback."))}
+    tested = [death.partition("@")[0] for job in DEATHS.values() for deaths in job.values() for death in deaths]
+    assert sorted(tested) == sorted(point for point in POINTS if not point.startswith(("regrid.", "rollback.")))
     rows = re.findall(r"^\| `((?:worker|ps|regrid|rollback)\.\w+)` \|", OPERATIONS.read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(POINTS)
 
@@ -67,37 +66,46 @@ def test_a_point_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, w
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("point", HITS)
-def test_a_death_in_the_gap_costs_nothing(make_pipeline: Any, tmp_path: Path, point: str) -> None:
-    group_size = GROUP_SIZES.get(point, 2)
+@pytest.mark.parametrize("who", DEATHS)
+def test_deaths_in_the_gaps_cost_nothing(make_pipeline: Any, who: str) -> None:
+    deaths = DEATHS[who]
+    rounds = max(map(len, deaths.values()))
+    # In a set of several batches: a group has twice as many of them as there are workers.
+    group_size, updates = (4 if who.endswith("set of batches") else 2), ROUND * (rounds + 1)
     job = make_pipeline(
-        "stop.updates=20", "checkpoint.every_updates=4", "checkpoint.every_s=1000",
+        f"stop.updates={updates}", "checkpoint.every_updates=4", "checkpoint.every_s=1000",
         f"training.policy.group_size={group_size}",
     )  # fmt: skip
-    marker = tmp_path / "died"
-    victim = "ps" if point.startswith("ps.") else "worker-0"
-    environment = {ENV: f"{point}@{HITS[point]}", MARKER_ENV: str(marker)}
-    for name, role, *more in (("ps", "ps_role"), ("worker-0", "worker_role", 0), ("worker-1", "worker_role", 1)):
-        spec = job.spec(name, role, *more)
-        job.pids[name] = job.supervisor.start(
-            dataclasses.replace(spec, env=environment) if name == victim else spec
-        ).pid
-    samples = job.samples(10 * group_size * 8)
-    poison = {"worker.after_dead_letter": [b"poison"], "worker.after_guard": HUGE}.get(point, [])
-    samples[: 2 * len(poison) : 2] = poison  # of worker 0
-    job.send(samples)
-    job.until(marker.exists, f"the death at {point}")
+    left = {name: iter(points) for name, points in deaths.items()}
+
+    def launch(spec: RoleSpec) -> Role:
+        point = next(left.get(spec.name, iter(())), "")
+        role: Role = job.forks.launch(dataclasses.replace(spec, env={**spec.env, ENV: point}))
+        return role
+
+    def on_restart(restart: Restart) -> None:
+        job.restarts.append(restart)
+        job.supervisor.reset_failures(restart.name)  # it was killed on purpose: no longer wait than for the first
+
+    job.supervisor = Supervisor(launch, on_restart=on_restart)
+    job.start()
+    poison = {}  # by the number of the sample: the even ones are worker 0's
+    if who == "workers":
+        poison = {0: b"poison", 1: HUGE[0], 3: HUGE[1]}
+    for number in range(rounds):
+        samples = job.samples(ROUND * group_size * 8)
+        for at, value in poison.items() if number == 0 else ():
+            samples[at] = value
+        job.send(samples)
+        dead = sum(min(len(points), number + 1) for points in deaths.values())
+        job.until(lambda dead=dead: len(job.restarts) >= dead, f"death {number + 1} of {deaths}")
     # More than the stop rule needs of both streams: one of them may be ahead when its worker dies.
-    job.send(job.samples(10 * group_size * 8 + 160))
-    job.until(lambda: _runs_again(job, victim), f"the successor of {victim}")
+    job.send(job.samples(ROUND * group_size * 8 + 160))
     job.until_finished()
+    died = sorted((restart.name, restart.exit_code) for restart in job.restarts)
+    assert died == sorted((name, -signal.SIGKILL) for name, points in deaths.items() for _ in points)
     report = job.assert_audit_ok()
-    assert report.version == 20
-    assert report.applied + report.dead == 20 * group_size * 8
-    assert min(1, len(poison)) <= report.dead <= len(poison)
-    assert report.term == (2 if victim == "ps" else 1)
-
-
-def _runs_again(job: Any, name: str) -> bool:
-    handle = job.supervisor.handles().get(name)
-    return job.finished is not None or (isinstance(handle, Role) and handle.pid != job.pids[name])
+    assert report.version == updates
+    assert report.applied + report.dead == updates * group_size * 8
+    assert min(2, len(poison)) <= report.dead <= len(poison)
+    assert report.term == 1 + len(deaths.get("ps", []))

@@ -50,7 +50,7 @@ def test_the_bill_is_what_was_expected(
             feed_with_losses(job, world, lambda: are_ready(provision))
             out, _ = process.communicate(timeout=WAIT_TIMEOUT_S)
             assert process.returncode == 0, job.log("provision-0")
-            assert "done" in out.decode()
+            assert "done" in out
         finally:
             provision.close()
     journal = provision.journal()

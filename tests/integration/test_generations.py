@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -18,12 +14,11 @@ from doll.kafka.clients import kafka_settings
 from doll.kafka.publisher import Publisher
 from doll.ledger.admission import AFTER_TERM_ENV, read_lineage
 from doll.ledger.audit import audit
-from doll.local.processes import end, spawn
 from doll.records.control import Finished
 from doll.run.folder import RunFolder
 from doll.run.status import require_finished
 from doll.run.target import Target
-from doll.services import BLOBS_ENV, KAFKA_ENV, REDIS_ENV
+from doll.services import BLOBS_ENV
 from doll.storage.file_checkpoints import FileCheckpointStore
 from record_builders import term_started
 from waiting import WAIT_TIMEOUT_S, until
@@ -120,23 +115,20 @@ def test_a_samples_topic_that_was_deleted_and_created_again_is_refused_by_all(ma
     # In containers a check comes before everything else; what it tells the user to do works.
     for name in list(job.supervisor.handles()):
         job.supervisor.release(name)[1].kill()
-    code, said = doll_ps(job, "--check")
-    assert code == 2
-    assert "FRESH=1 docker compose up" in said
+    checked = job.doll("ps", "--check").finished()
+    assert checked.returncode == 2
+    assert "FRESH=1 docker compose up" in checked.stderr
     terms = job.store.newest_term()
-    assert doll_ps(job, "--check", "--fresh") == (0, "")
+    assert job.doll("ps", "--check", "--fresh").wait() == 0
     assert job.store.newest_term() == terms  # nothing is claimed
     job._write_job(job.job_path, job.config.model_copy(update={"stop": StopConfig(updates=4)}))
     job.finished = None
-    server = doll_ps_command(job, "--fresh")
-    with contextlib.ExitStack() as ended:
-        process = spawn(server, job.run / "logs" / "ps-fresh.log", doll_environment(job))
-        ended.callback(end, process, 5.0)
-        job.start_worker(0, "worker-0-fresh")
-        job.start_worker(1, "worker-1-fresh")
-        job.send(job.samples(64))
-        job.until(lambda: job.finished is not None, "the end of the job")
-        assert process.wait(WAIT_TIMEOUT_S) == 0
+    server = job.doll("ps", "--fresh", log="ps-fresh", **{BLOBS_ENV: job.services.blobs})
+    job.start_worker(0, "worker-0-fresh")
+    job.start_worker(1, "worker-1-fresh")
+    job.send(job.samples(64))
+    job.until(lambda: job.finished is not None, "the end of the job")
+    assert server.wait(WAIT_TIMEOUT_S) == 0
     after = job.assert_audit_ok()
     assert (after.version, after.applied) == (4, 64)
     require_finished(target_of(job))
@@ -161,20 +153,3 @@ def target_of(job: Any) -> Target:
     folder = RunFolder(job.run)
     folder.write_stack(job.services)
     return Target(job.config, folder, is_run_folder=True, path=job.job_path)
-
-
-def doll_ps_command(job: Any, *options: str) -> list[str]:
-    return [sys.executable, "-m", "doll", "ps", str(job.job_path), "--run-folder", str(job.run), *options]
-
-
-def doll_environment(job: Any) -> dict[str, str]:
-    return {KAFKA_ENV: job.services.kafka, REDIS_ENV: job.services.redis, BLOBS_ENV: job.services.blobs}
-
-
-def doll_ps(job: Any, *options: str) -> tuple[int, str]:
-    """Exit code of `doll ps`, and its message for people if it fails."""
-    done = subprocess.run(
-        doll_ps_command(job, *options), env={**os.environ, **doll_environment(job)}, capture_output=True, text=True,
-        timeout=WAIT_TIMEOUT_S,
-    )  # fmt: skip
-    return done.returncode, done.stderr if done.returncode else ""

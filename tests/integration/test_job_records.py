@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from confluent_kafka import ConsumerGroupTopicPartitions, TopicPartition
-from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 from doll.config import load
 from doll.errors import ServiceUnavailableError
 from doll.kafka.clients import kafka_settings
@@ -111,7 +111,15 @@ def test_a_position_outside_of_what_is_kept_starts_at_the_earliest(job: Any) -> 
 
 
 def test_old_letters_have_their_writers_time_and_new_ones_ours(job: Any) -> None:
-    """Clocks need not agree: nothing is from the future, and what comes while we listen comes now."""
+    """Clocks need not agree: nothing is from the future, and what comes while we listen comes now. In a topic from
+    before the broker's clock was asked for; in others it is the only one."""
+    topic = ConfigResource(ResourceType.TOPIC, job.config.topic("updates"))
+    topic.add_incremental_config(
+        ConfigEntry("message.timestamp.type", "CreateTime", incremental_operation=AlterConfigOpType.SET)
+    )
+    admin = AdminClient(kafka_settings(job.config, job.services))  # the answer comes only while it lives
+    for done in admin.incremental_alter_configs([topic]).values():
+        done.result(60.0)
     start_s = time.time()
     stamped(job, "updates", update(1, 1), start_s - HOUR_S)
     stamped(job, "updates", update(1, 2), start_s + HOUR_S)

@@ -12,11 +12,11 @@ import pytest
 import yaml
 from doll.config import JobConfig, KubernetesFleetConfig, parse
 from doll.errors import ConfigError, ServiceUnavailableError
-from doll.provisioner.fleets.findings import Finding
 from doll.provisioner.fleets.kubernetes.diagnosis import ask_kubernetes
 from doll.provisioner.fleets.kubernetes.fleet import connect, pod_template
 from doll.provisioner.fleets.port import EndReason, Fleet, Instance, InstanceState, LaunchError, LaunchFailure, Order
 from doll.provisioner.machines import open_machines
+from doll.records.check import Check
 from doll.theory.cost import Prices
 from fleet_rigs import refused
 from kube_nodes import Nodes, container_status
@@ -76,9 +76,9 @@ def test_doctor_names_each_right_that_is_missing_and_what_a_pod_would_meet(
 ) -> None:
     namespace = "doctors"
 
-    def ask(user: Path, **fleet: Any) -> dict[str, Finding]:
-        findings = ask_kubernetes(job(tmp_path, user, **{"namespace": namespace, **fleet}))
-        return {finding.what: finding for finding in findings}
+    def ask(user: Path, **fleet: Any) -> dict[str, Check]:
+        checks = ask_kubernetes(job(tmp_path, user, **{"namespace": namespace, **fleet}))
+        return {check.name: check for check in checks}
 
     asked = ask(cluster.user("provisioner"), owner="my-job")
     rights = asked["Kubernetes: rights on pods"]
@@ -184,21 +184,21 @@ def test_bad_input_is_one_line(cluster: kube_cluster.KubeCluster, tmp_path: Path
         assert machines.fleet.instances() == []
         error = refused(machines.fleet, Order(0, 1, "spot"))
         assert (error.failure, 'namespaces "nowhere" not found' in str(error)) == (LaunchFailure.CONFIG, True)
-    # An image that cannot be pulled, as a kubelet reports it: the next order says so.
-    with open_machines(job(tmp_path, cluster.kubeconfig, cluster="bad-image"), tmp_path) as machines:
+    # An image that cannot be pulled, as a kubelet reports it: the pod is given back, and the next order says so.
+    bad_image = {"cluster": "bad-image", "node_timeout_s": 0.001}
+    with open_machines(job(tmp_path, cluster.kubeconfig, **bad_image), tmp_path) as machines:
         made = machines.fleet.launch(Order(0, 1, "on_demand"))
+        nodes = Nodes(cluster)
+        nodes.bind(made.id)
         waiting = {"reason": "ImagePullBackOff", "message": "Back-off pulling image doll:local"}
-        Nodes(cluster).report(made.id, containerStatuses=[container_status({"waiting": waiting})])
-        assert listed(machines.fleet)[made.id].state is InstanceState.PENDING
-        error = refused(machines.fleet, Order(1, 1, "on_demand"))
-        assert error.failure is LaunchFailure.CONFIG
+        nodes.report(made.id, containerStatuses=[container_status({"waiting": waiting})])
+        assert listed(machines.fleet)[made.id].end_reason is EndReason.FAILED
+        error = refused(machines.fleet, Order(1, 1, "spot"))
+        assert error.failure is LaunchFailure.REFUSED
         assert "container worker: ImagePullBackOff: Back-off pulling image doll:local; correct" in str(error)
         # A pod of this name that is not ours.
         stranger = {"metadata": {"name": "doll-bad-image-5-1-spot"}, "spec": yaml.safe_load(POD)["spec"]}
         cluster.call("POST", PODS, stranger)
-        machines.fleet.instances()
-        machines.fleet.terminate([made.id])
-        machines.fleet.instances()
         error = refused(machines.fleet, Order(5, 1, "spot"))
         assert "which is no worker of cluster bad-image" in str(error)
     # A quota, and an API server that is not there.

@@ -16,6 +16,10 @@ import pytest
 from browser import axe_source, chromium, console_errors, memory, prefer, resize, serious_findings
 from doll.dashboard.model_server import WithModelServer
 from doll.dashboard.runs_folder import RunsFolder
+from doll.dashboard.saved_page import save_run
+from doll.monitor.state.watched_job import ProcessEvent
+from doll.monitor.views.panels import staleness_panel, timeline
+from doll.records.control import Finished
 from doll.serving.metrics import ServeMetrics
 from page_feed import MadeUpJob, leave_run, served
 from waiting import until
@@ -49,6 +53,8 @@ def made_up() -> MadeUpJob:
 def show(driver: Any, port: int, *, size: tuple[int, int] = LAPTOP, scheme: str = "light") -> None:
     resize(driver, *size)
     prefer(driver, scheme)
+    driver.get("about:blank")
+    console_errors(driver)  # of an earlier page, whose server has ended
     driver.get(f"http://127.0.0.1:{port}/")
     until(lambda: driver.execute_script("return document.body.dataset.ready"), "the state", 60)
 
@@ -79,7 +85,7 @@ def test_four_questions_fit_a_laptop_and_news_come(driver: Any, made_up: MadeUpJ
         assert text(driver, "#name") == "clicks"
         assert text(driver, "#state") == "running"
         assert text(driver, "#learning .verdict").startswith("✔yes: held-out accuracy 0.93")
-        assert text(driver, "#progress .verdict") == "✔yes: expected end 262 s of 300 s"
+        assert text(driver, "#progress .verdict") == "✔yes: expected end 4:22 of 5:00"
         assert text(driver, "#safety .verdict") == "▲yes, but 1 record could not be learned"
         assert text(driver, "#work .verdict") == "▲7 of 8 workers are live"
         lowest = driver.execute_script(
@@ -150,6 +156,35 @@ def test_nothing_keeps_people_out(driver: Any, made_up: MadeUpJob, scheme: str, 
         keep_picture(driver, f"narrow-{scheme}")
 
 
+def test_a_saved_page_needs_no_server_and_runs_no_text_of_a_record(
+    driver: Any, made_up: MadeUpJob, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    assert pytestconfig.cache is not None
+    hostile = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\">"
+    made_up.refuse(131, hostile, b"")
+    shown = [
+        timeline("Worker 0, measured", [("stage 0", [(0.0, 0.5, "F", "1"), (0.5, 1.0, "B", "1")])], 1.0),
+        staleness_panel({"reads": {-1: 3, 0: 1}}, bars=True),
+    ]
+    path = tmp_path / "report.html"
+    made_up.read(lambda state: save_run(state, path, shown))
+    resize(driver, *LAPTOP)
+    prefer(driver, "light")
+    driver.get("about:blank")
+    console_errors(driver)
+    driver.get(path.as_uri())
+    assert driver.execute_script("return document.body.dataset.ready") == "true"
+    assert text(driver, "#learning .verdict").startswith("✔yes: held-out accuracy 0.93")
+    assert hostile in text(driver, "#letters")
+    assert driver.title.startswith("clicks: ")
+    assert driver.execute_script("return document.querySelectorAll('#panels canvas').length") == 2
+    driver.execute_script("document.querySelector('button[data-open=\"update/480\"]').click()")
+    until(lambda: text(driver, "#detail-title") == "Update 480", "the dialog", 30)
+    assert console_errors(driver) == []
+    assert serious_findings(driver, axe_source(pytestconfig.cache.mkdir("axe"))) == []
+    keep_picture(driver, "saved")
+
+
 def test_the_market_and_the_model_server_are_shown_where_there_are_some(
     driver: Any, made_up: MadeUpJob, pytestconfig: pytest.Config
 ) -> None:
@@ -161,7 +196,7 @@ def test_the_market_and_the_model_server_are_shown_where_there_are_some(
         both.look(second)
     with served(both) as port:
         show(driver, port)
-        assert "1 200" in text(driver, "#served .facts")
+        assert "1,200" in text(driver, "#served .facts")
         assert pytestconfig.cache is not None
         assert serious_findings(driver, axe_source(pytestconfig.cache.mkdir("axe"))) == []
         assert text(driver, "#market-title") == "The market"
@@ -195,6 +230,50 @@ def test_runs_stand_side_by_side_and_a_click_opens_one(
         assert console_errors(driver) == []
 
 
+def test_a_page_says_how_old_it_is(driver: Any, made_up: MadeUpJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process stands still, without a connection that breaks; later its server ends."""
+    with served(made_up) as port:
+        show(driver, port)
+        with made_up.paused():
+            driver.execute_script("const now = Date.now; Date.now = () => now() + 35_000")
+            until(partial(has_text, driver, "#state", "not connected: what is shown is"), "the header", 30)
+            for question in ("learning", "progress", "safety", "work"):
+                until(partial(has_text, driver, f"#{question} .verdict", "…"), question, 30)
+                assert " s ago: " in text(driver, f"#{question} .verdict")
+            keep_picture(driver, "old")
+        until(partial(has_text, driver, "#state", "running"), "the page goes on", 30)
+        assert text(driver, "#work .verdict") == "▲7 of 8 workers are live"
+    until(partial(has_text, driver, "#state", "not connected: what is shown is"), "the server is away", 30)
+    console_errors(driver)  # that it cannot connect
+    with served(made_up) as port:
+        show(driver, port)
+        made_up.feed(Finished(term=1, version=480, reason="updates: 480 reached", time_s=made_up.now_s))
+        until(partial(has_text, driver, "#state", "ended: updates"), "the end", 30)
+    until(lambda: console_errors(driver), "the connection to break", 30)
+    assert text(driver, "#state") == "ended: updates: 480 reached", "what has ended does not get old"
+
+
+def test_a_long_text_takes_two_lines_and_a_phone_shows_lag_and_note(driver: Any, made_up: MadeUpJob) -> None:
+    reason = "no JSON: " + 40 * "expected a value of the field age and got a list of lists "
+    made_up.watched.note(ProcessEvent(made_up.now_s, reason))
+    made_up.refuse(131, reason)
+    with served(made_up) as port:
+        for size in (LAPTOP, (400, 800)):
+            show(driver, port, size=size)
+            height = "return document.querySelector(arguments[0]).getBoundingClientRect().height"
+            assert driver.execute_script(height, "#events details") < 45
+            assert driver.execute_script(height, "#letters td:last-child") < 45
+        for name in ("lag", "note"):
+            box = driver.execute_script(
+                f"const box = document.querySelector('#workers th.{name}').getBoundingClientRect();"
+                "return [box.left, box.right]"
+            )
+            assert 0 < box[0] < box[1] <= 400, name
+        keep_picture(driver, "phone")
+        driver.execute_script("document.querySelector('#events summary').click()")
+        assert driver.execute_script(height, "#events details") > 100
+
+
 def test_it_is_small(driver: Any, made_up: MadeUpJob) -> None:
     paints, sizes = [], []
     with served(made_up) as port:
@@ -226,7 +305,7 @@ def test_after_an_hour_it_is_as_small_as_after_ten_minutes(driver: Any) -> None:
         used = []
         for minute in range(10, 61):
             made_up.run(60)
-            shown = f"{made_up.watched.progress.history.version:,}".replace(",", " ")
+            shown = f"{made_up.watched.progress.history.version:,}"
             until(partial(has_text, driver, "#doing", shown), shown, 30)
             if minute in (10, 60):
                 used.append(memory(driver))
@@ -242,7 +321,7 @@ def test_a_thousand_workers_are_no_burden_for_a_browser(driver: Any) -> None:
     made_up.run(5)
     with served(made_up) as port:
         show(driver, port)
-        assert text(driver, "#work .verdict") == "✔1000 of 1000 workers are live"
+        assert text(driver, "#work .verdict") == "✔1,000 of 1,000 workers are live"
         assert driver.execute_script("return document.querySelectorAll('#workers tbody tr').length") < 60
         driver.execute_script("document.getElementById('workers-place').scrollTop = 1e9")
         until(lambda: driver.find_elements("css selector", 'button[data-open="worker/999"]'), "the last row", 30)

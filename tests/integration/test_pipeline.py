@@ -22,6 +22,7 @@ from doll.records.packing import pack
 from doll.storage.blobs import decode_blob, decode_latest, latest_key
 from doll.storage.redis_blobs import RedisBlobs
 from doll.storage.redis_client import connect_redis
+from job_policies import some
 from paths import EXAMPLES
 
 pytestmark = pytest.mark.integration
@@ -85,7 +86,10 @@ def test_adam_on_packed_records_with_more_batches_than_workers(make_pipeline: An
     }
 
 
-@pytest.mark.parametrize("policy", [name for name in POLICIES.built_in if name != "doll"])
+OTHERS = [name for name in POLICIES.built_in if name != "doll"]
+
+
+@pytest.mark.parametrize("policy", some(OTHERS, "bsp", "ssp", "isp", "wsp", "diloco"))
 def test_other_policies_and_batch_norm(make_pipeline: Any, tmp_path: Path, policy: str) -> None:
     (tmp_path / "bn.py").write_text(BATCH_NORM_TASK)
     sizes = {"wsp": ", wave_batches: 2", "diloco": ", local_batches: 1"}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +10,13 @@ import numpy as np
 import pytest
 from confluent_kafka.admin import AdminClient, NewTopic
 from doll.consumers.channels import kafka_channel
+from doll.kafka import reader
 from doll.local.processes import free_port
-from doll.records.control import Hello, Stop
+from doll.producers.main import run_producer
+from doll.records.control import Finished, Hello, Stop
 from doll.services import Services
+from forked_commands import Program, environment
+from record_builders import term_started
 from waiting import WAIT_TIMEOUT_S
 
 pytestmark = pytest.mark.integration
@@ -26,45 +28,34 @@ data: {{workers: 2, batch_size: 8}}
 """
 
 
-def doll(*arguments: str, kafka: str, redis: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """A command, to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "doll", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=cwd,
-        env=os.environ | {"DOLL_KAFKA": kafka, "DOLL_REDIS": redis},
-    )
-
-
-@pytest.mark.parametrize("role", ["worker", "ps"])
-def test_kafka_and_redis_are_not_there(tmp_path: Path, job_name: str, role: str) -> None:
+def test_kafka_and_redis_are_not_there(tmp_path: Path, job_name: str, doll: Program) -> None:
     (tmp_path / "job.yaml").write_text(JOB.format(job=job_name))
     kafka, redis = f"127.0.0.1:{free_port()}", f"redis://127.0.0.1:{free_port()}/0"
-    done = doll(role, "job.yaml", kafka=kafka, redis=redis, cwd=tmp_path)
-    assert done.returncode == 1
-    assert f"Kafka at {kafka}" in done.stderr
-    assert f"Redis at {redis} does not answer" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "start it" in done.stderr
+    env = environment(Services(kafka, redis))
+    for role in [doll.start(name, "job.yaml", cwd=tmp_path, **env) for name in ("worker", "ps")]:
+        done = role.finished()
+        assert done.returncode == 1
+        assert f"Kafka at {kafka}" in done.stderr
+        assert f"Redis at {redis} does not answer" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert "start it" in done.stderr
 
 
-def test_only_redis_is_not_there(tmp_path: Path, job_name: str, services: Services) -> None:
+def test_only_redis_is_not_there(tmp_path: Path, job_name: str, services: Services, doll: Program) -> None:
     (tmp_path / "job.yaml").write_text(JOB.format(job=job_name))
     redis = f"redis://127.0.0.1:{free_port()}/0"
-    done = doll("ps", "job.yaml", kafka=services.kafka, redis=redis, cwd=tmp_path)
+    done = doll("ps", "job.yaml", cwd=tmp_path, **environment(Services(services.kafka, redis)))
     assert done.returncode == 1
     assert f"Redis at {redis} does not answer" in done.stderr
     assert "Kafka" not in done.stderr
 
 
-def test_a_topic_has_too_few_partitions(tmp_path: Path, job_name: str, services: Services) -> None:
+def test_a_topic_has_too_few_partitions(tmp_path: Path, job_name: str, services: Services, doll: Program) -> None:
     (tmp_path / "job.yaml").write_text(JOB.format(job=job_name))
     topic = f"doll.{job_name}.samples"
     admin = AdminClient({"bootstrap.servers": services.kafka})
     admin.create_topics([NewTopic(topic, 1)])[topic].result(WAIT_TIMEOUT_S)
-    done = doll("ps", "job.yaml", kafka=services.kafka, redis=services.redis, cwd=tmp_path)
+    done = doll("ps", "job.yaml", cwd=tmp_path, **environment(services))
     assert done.returncode == 2
     assert f"topic {topic}: expected 2 partitions, found 1" in done.stderr
     assert "set data.partitions to 1" in done.stderr
@@ -129,24 +120,24 @@ def test_a_worker_of_another_job_file_is_refused_with_the_difference(make_pipeli
     job.assert_audit_ok()
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("import no_such_library\n", "cannot import 'mine.py': ModuleNotFoundError: No module named 'no_such_library'"),
-        ("def broken(:\n", "cannot import 'mine.py': SyntaxError"),
-        ("class Other: ...\n", "'mine.py' has no class 'Mine'"),
-        ("class Mine: ...\n", "expected a subclass of doll.Task"),
-        ("from doll import Task\nclass Mine(Task): ...\n", "must define build_model()"),
-    ],
-    ids=["import", "syntax", "no class", "no task", "no model"],
-)
-def test_a_task_that_does_not_load(make_pipeline: Any, text: str, said: str) -> None:
+TASKS = {
+    "import no_such_library\n": "cannot import '{file}': ModuleNotFoundError: No module named 'no_such_library'",
+    "def broken(:\n": "cannot import '{file}': SyntaxError",
+    "class Other: ...\n": "'{file}' has no class 'Mine'",
+    "class Mine: ...\n": "expected a subclass of doll.Task",
+    "from doll import Task\nclass Mine(Task): ...\n": "must define build_model()",
+}
+
+
+def test_a_task_that_does_not_load(make_pipeline: Any) -> None:
     job = make_pipeline("task.class=mine.py:Mine", "task.args={}")
-    (job.folder / "mine.py").write_text(text)
-    for name, role, more in (("ps", "ps_role", ()), ("worker-0", "worker_role", (0,))):
-        code, log = started(job, name, role, *more)
-        assert code == 2
-        assert said in log.splitlines()[-1]
+    for number, (text, said) in enumerate(TASKS.items()):
+        (job.folder / f"mine{number}.py").write_text(text)
+        job_path = other(job, f"task.class=mine{number}.py:Mine")
+        for name, role, more in (("ps", "ps_role", ()), ("worker-0", "worker_role", (0,))):
+            code, log = started(job, f"{name}-{number}", role, *more, job_path=job_path)
+            assert code == 2, text
+            assert said.format(file=f"mine{number}.py") in log.splitlines()[-1]
 
 
 def test_a_worker_that_starts_after_the_end_of_the_job_is_told_so(
@@ -154,7 +145,7 @@ def test_a_worker_that_starts_after_the_end_of_the_job_is_told_so(
 ) -> None:
     """Its predecessor died on the last message: without this it would wait for a server that never comes."""
     job = make_pipeline("ps.lease_s=2")
-    monkeypatch.setattr(kafka_channel, "_ENDED_AFTER_S", 0.0)
+    monkeypatch.setattr(kafka_channel, "RESUME_GRACE_S", 0.0)
     job.control("commands", Stop(term=1, reason="updates: 20 reached"), partition=1)
     late = kafka_channel.WorkerChannel(job.config, job.services, 1)
     try:
@@ -164,11 +155,17 @@ def test_a_worker_that_starts_after_the_end_of_the_job_is_told_so(
         assert late.join("new", lambda: next(polls, True), after_term=1) is None
     finally:
         late.close()
+    monkeypatch.setattr(reader, "RESUME_GRACE_S", 0.0)
+    assert not reader.has_finished(job.config, job.services, lambda: False), "it has not begun"
+    job.control("updates", Finished(term=1, version=20, reason="updates: 20 reached", time_s=0.0))
+    assert run_producer(job.config, job.services, until_finished=True, stop=threading.Event(), say=print) == 0
+    job.control("updates", term_started(2, 20))
+    assert not reader.has_finished(job.config, job.services, lambda: False), "it was resumed"
 
 
 def test_a_job_that_ended_and_was_resumed_has_not_ended(make_pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     job = make_pipeline("ps.lease_s=2")
-    monkeypatch.setattr(kafka_channel, "_ENDED_AFTER_S", 0.0)
+    monkeypatch.setattr(kafka_channel, "RESUME_GRACE_S", 0.0)
     job.control("commands", Stop(term=1, reason="updates: 20 reached"), partition=1)
     job.control("commands", Hello(term=2), partition=1)
     worker = kafka_channel.WorkerChannel(job.config, job.services, 1)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,18 +16,19 @@ pytestmark = pytest.mark.integration
 DRAIN_S = 3.0
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.15, 0.3, 0.6])
-def test_a_worker_that_has_just_joined_leaves_on_sigterm(make_pipeline: Any, delay_s: float) -> None:
+def test_a_worker_that_has_just_joined_leaves_on_sigterm(make_pipeline: Any) -> None:
     """Between its own start-up and Faust's there was a moment in which the signal was heard and forgotten."""
     job = make_pipeline(f"worker.drain_s={DRAIN_S}")
     job.start_ps()
-    worker: Role = job.launch("worker-0", "worker_role", 0)
-    job.until(lambda: "joined" in job.log("worker-0"), "the worker to join")
-    told_s = time.monotonic() + delay_s
-    job.until(lambda: time.monotonic() >= told_s, "the moment")
-    worker.terminate()
-    job.until(lambda: worker.poll() is not None, "the end of the worker")
-    assert worker.exitcode == 0
+    for delay_s in (0.0, 0.05, 0.15, 0.3, 0.6):  # one after the other: each holds the slot that the one before has left
+        name = f"worker-0-after-{delay_s:g}"
+        worker: Role = job.launch(name, "worker_role", 0)
+        job.until(lambda name=name: "joined" in job.log(name), f"{name} to join")
+        told_s = time.monotonic() + delay_s
+        job.until(lambda told_s=told_s: time.monotonic() >= told_s, "the moment")
+        worker.terminate()
+        job.until(lambda worker=worker: worker.poll() is not None, f"the end of {name}")
+        assert worker.exitcode == 0, name
 
 
 NEVER = ("worker.lease_s=600", "worker.grant_timeout_s=600")  # who waited for a ghost would wait for longer than a test
@@ -74,25 +74,6 @@ class Held(Gaussian):
             hold.read_bytes()  # a FIFO: this waits for a writer, and nobody writes
         return super().loss(outputs, y)
 """
-# As a watcher of spot notices does it: from a thread of its own, at any moment.
-NOTICED = """
-import sys, threading
-from pathlib import Path
-from doll.config import load
-from doll.consumers.lifecycle.departure import Departure
-from doll.consumers.main import run_worker
-from doll.services import Services
-
-config = load(Path(sys.argv[1]))
-departure = Departure()
-
-def watch():
-    sys.stdin.readline()
-    departure.leave_within(config.worker.notice_s, "notice")
-
-threading.Thread(target=watch, daemon=True).start()
-sys.exit(run_worker(config, Services(sys.argv[2], sys.argv[3]), 1, Path(sys.argv[4]), departure=departure))
-"""
 
 
 def test_a_notice_ends_a_worker_in_time_and_its_gradient_is_computed_by_another(
@@ -104,18 +85,17 @@ def test_a_notice_ends_a_worker_in_time_and_its_gradient_is_computed_by_another(
     job.start_ps()
     job.start_worker(0)
     os.mkfifo(tmp_path / "hold")
-    arguments = [str(job.job_path), job.services.kafka, job.services.redis, str(job.run)]
-    with subprocess.Popen([sys.executable, "-c", NOTICED, *arguments], stdin=subprocess.PIPE, text=True) as noticed:
-        try:
-            job.send(job.samples(GROUP * BATCH), partition=1)
-            job.until_status(lambda status: status.computing_batches == GROUP, "the grants")
-            assert noticed.stdin is not None
-            noticed.stdin.write("now\n")
-            noticed.stdin.flush()
-            job.until(lambda: noticed.poll() is not None, "the end of the worker")
-        finally:
-            noticed.kill()
-        assert noticed.returncode == 0
+    os.mkfifo(tmp_path / "notice")
+    spec = job.spec("noticed", "worker_role", str(tmp_path / "notice"))
+    noticed: Role = job.forks.launch(dataclasses.replace(spec, target="noticed_worker:run"))
+    try:
+        job.send(job.samples(GROUP * BATCH), partition=1)
+        job.until_status(lambda status: status.computing_batches == GROUP, "the grants")
+        (tmp_path / "notice").write_text("now")
+        job.until(lambda: noticed.poll() is not None, "the end of the worker")
+    finally:
+        noticed.kill()
+    assert noticed.exitcode == 0
     (tmp_path / "hold").unlink()
     job.until_status(lambda status: status.counters.get("requeued") == GROUP, "the batches to come back")
     job.send(job.samples(GROUP * BATCH), partition=0)

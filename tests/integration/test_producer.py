@@ -27,6 +27,7 @@ from doll.records import control as records
 from doll.records import packing
 from doll.services import Services
 from doll.task.base import load_task
+from forked_commands import Program, environment
 from paths import ROOT
 from stacked import stack
 from waiting import WAIT_TIMEOUT_S, until
@@ -373,7 +374,9 @@ def test_a_stream_pauses_while_its_worker_is_down(services: Services, job_name: 
         grown(0, 100)
 
 
-def test_a_file_goes_on_where_a_killed_producer_was(tmp_path: Path, services: Services, job_name: str) -> None:
+def test_a_file_goes_on_where_a_killed_producer_was(
+    tmp_path: Path, services: Services, job_name: str, doll: Program
+) -> None:
     """SIGKILL in mid-file, twice, with others' records and an old generation's in between: each line comes once."""
     lines = [b"line %d" % number for number in range(3001)]
     (tmp_path / "d.csv").write_bytes(b"\n".join(lines))
@@ -398,11 +401,10 @@ def test_a_file_goes_on_where_a_killed_producer_was(tmp_path: Path, services: Se
     )
     stray.produce(config.topic("updates"), records.encode(started), partition=0)
     assert stray.flush(60) == 0
-    command = [sys.executable, "-m", "doll", "produce", "--job", str(tmp_path / "job.yaml")]
-    env = {**os.environ, "DOLL_KAFKA": services.kafka, "DOLL_REDIS": services.redis}
+    command = ("produce", "--job", tmp_path / "job.yaml")
     for count in (300, 700):
         before = sum(map(len, _read(config, services)))
-        process = subprocess.Popen(command, env=env, cwd=tmp_path)
+        process = doll.start(*command, **environment(services))
         try:
             # At most half of what is left, wherever the run before was when it was killed.
             left = len(lines) // 4 - before
@@ -413,7 +415,7 @@ def test_a_file_goes_on_where_a_killed_producer_was(tmp_path: Path, services: Se
         for stream in range(3):  # as a replayed dead letter would be
             stray.produce(samples, b"of somebody else", partition=stream)
         assert stray.flush(60) == 0
-    assert subprocess.run(command, env=env, cwd=tmp_path, check=False).returncode == 0
+    assert doll(*command, **environment(services)).returncode == 0
     held = _read(config, services)
     ours = [
         [line for value in stream if not value.startswith(b"of ") for line in packing.unpack(value, 4).samples()]

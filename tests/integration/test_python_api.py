@@ -15,7 +15,8 @@ from typing import Any
 import doll
 import numpy as np
 import pytest
-from doll.monitor.state.event_log import EventLog
+from doll.monitor.state.folder_logs import EventLog
+from doll.services import Services
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]  # starts servers
 
@@ -41,18 +42,27 @@ def _pairs(seed: int = 0) -> Iterator[tuple[np.ndarray[Any, Any], int]]:
         yield _CENTRES[label] + rng.normal(0, 0.3, 8).astype(np.float32), label
 
 
-def test_pairs_of_a_generator_become_an_audited_model(tmp_path: Path) -> None:
+@pytest.fixture
+def shared(services: Services, job_name: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A name for a job on the session's broker and Redis: it starts none of its own."""
+    monkeypatch.setenv("DOLL_KAFKA", services.kafka)
+    monkeypatch.setenv("DOLL_REDIS", services.redis)
+    return job_name
+
+
+def test_pairs_of_a_generator_become_an_audited_model(tmp_path: Path, shared: str) -> None:
     held_out = [pair for pair, _ in zip(_pairs(1), range(200), strict=False)]
     run = doll.train(
-        Blobs, _pairs(), held_out=held_out, stop=_STOP, settings=_SETTINGS, runs_folder=tmp_path, progress=False
-    )
+        Blobs, _pairs(), name=shared, held_out=held_out, stop=_STOP, settings=_SETTINGS, runs_folder=tmp_path,
+        progress=False,
+    )  # fmt: skip
     assert not run.is_running
     assert run.samples >= _STOP["samples"]
     audit = run.audit()
     assert (audit["ok"], audit["applied"]) == (True, run.samples)
     table = run.metrics(frame="dict")
     assert int(float(table["samples_total"][-1])) == run.samples
-    assert run.report["job"] == "blobs"
+    assert run.report["job"] == shared
     _check_model(run, held_out)
     again = doll.open(run.folder)
     assert (again.samples, again.version) == (run.samples, run.version)
@@ -60,12 +70,12 @@ def test_pairs_of_a_generator_become_an_audited_model(tmp_path: Path) -> None:
 
     # Another run begins with its weights: one more update leaves them as good as they are.
     warm = doll.train(
-        Blobs, _pairs(2), init_from={"from": run.folder, "strict": True}, stop={"updates": 1}, settings=_SETTINGS,
-        runs_folder=tmp_path / "warm", progress=False,
+        Blobs, _pairs(2), name=f"{shared}-warm", init_from={"from": run.folder, "strict": True}, stop={"updates": 1},
+        settings=_SETTINGS, runs_folder=tmp_path / "warm", progress=False,
     )  # fmt: skip
     report = json.loads((warm.folder / "init_from.json").read_text())
     assert (report["taken"], report["source"].partition(" (")[0]) == (
-        ["weight", "bias"], f"version {run.version} of blobs"
+        ["weight", "bias"], f"version {run.version} of {shared}"
     )  # fmt: skip
     assert warm.version < 5
     _check_model(warm, held_out)
@@ -80,7 +90,7 @@ def _check_model(run: doll.Run, held_out: list[tuple[np.ndarray[Any, Any], int]]
     assert (predicted == y).mean() > 0.9
 
 
-def test_a_killed_producer_loses_and_repeats_nothing_and_stop_ends_in_order(tmp_path: Path) -> None:
+def test_a_killed_producer_loses_and_repeats_nothing_and_stop_ends_in_order(tmp_path: Path, shared: str) -> None:
     given: list[int] = []
 
     def counted() -> Iterator[tuple[np.ndarray[Any, Any], int]]:
@@ -89,7 +99,7 @@ def test_a_killed_producer_loses_and_repeats_nothing_and_stop_ends_in_order(tmp_
             yield x, label
 
     settings = {**_SETTINGS, "arrivals": {"process": "poisson", "rate_per_s": 400}}
-    run = doll.train(Blobs, counted(), settings=settings, runs_folder=tmp_path, wait=False, progress=False)
+    run = doll.train(Blobs, counted(), name=shared, settings=settings, runs_folder=tmp_path, wait=False, progress=False)
     _until(run, lambda: run.samples > 300)
     producer = json.loads((run.folder / "roles.json").read_text())["producer"]
     os.kill(producer, signal.SIGKILL)
@@ -112,7 +122,7 @@ def _until(run: doll.Run, holds: Any) -> None:
         process._events.get(timeout=120)
 
 
-def test_what_the_source_raises_ends_the_run_in_order(tmp_path: Path) -> None:
+def test_what_the_source_raises_ends_the_run_in_order(tmp_path: Path, shared: str) -> None:
     def broken() -> Iterator[tuple[np.ndarray[Any, Any], int]]:
         for number, pair in enumerate(_pairs()):
             if number == 500:
@@ -120,7 +130,7 @@ def test_what_the_source_raises_ends_the_run_in_order(tmp_path: Path) -> None:
             yield pair
 
     with pytest.raises(ZeroDivisionError, match="in the program's generator"):
-        doll.train(Blobs, broken(), settings=_SETTINGS, runs_folder=tmp_path, progress=False)
+        doll.train(Blobs, broken(), name=shared, settings=_SETTINGS, runs_folder=tmp_path, progress=False)
     (folder,) = tmp_path.iterdir()
     assert doll.open(folder).audit()["ok"]
 
@@ -230,7 +240,9 @@ class Visits(doll.Task):
         return Texts.losses(self, output, target)  # type: ignore[arg-type]
 
 
-def test_dicts_sequences_and_weights_become_an_audited_model_that_its_event_log_makes_again(tmp_path: Path) -> None:
+def test_dicts_sequences_and_weights_become_an_audited_model_that_its_event_log_makes_again(
+    tmp_path: Path, shared: str
+) -> None:
     from doll.config import load
     from doll.drill.replay_check import check_replay
     from doll.storage.stores import open_store
@@ -240,7 +252,7 @@ def test_dicts_sequences_and_weights_become_an_audited_model_that_its_event_log_
     samples = [doll.Sample(*visit(rng, int(rng.integers(1, 513))), weight=float(rng.integers(3))) for _ in range(1600)]
     held_out = [visit(rng, 1 + at) for at in range(60)]
     run = doll.train(
-        Visits, samples, held_out=held_out, runs_folder=tmp_path, progress=False,
+        Visits, samples, name=shared, held_out=held_out, runs_folder=tmp_path, progress=False,
         settings={**_SETTINGS, "checkpoint.event_log": True},
     )  # fmt: skip
     audit = run.audit()

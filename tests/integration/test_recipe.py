@@ -15,6 +15,7 @@ from doll.optim.optimizer import AVERAGE, WEIGHTS
 from doll.records.control import Scale, TermStarted, Update
 from doll.run.export import ExportOptions, export_model
 from doll.task.base import load_task
+from job_policies import some
 from safetensors.torch import load_file
 from stacked import stack
 from torch.optim import lr_scheduler as schedulers
@@ -88,7 +89,10 @@ def test_the_model_is_that_of_a_plain_loop_through_kills(make_pipeline: Any) -> 
     assert (replay.differences, replay.terms) == ((), 3)
 
 
-@pytest.mark.parametrize("policy", ["{name: ssp, staleness: 2}", "{name: diloco, local_batches: 2, grace_s: 0.2}"])
+STEPS = ["{name: ssp, staleness: 2}", "{name: diloco, local_batches: 2, grace_s: 0.2}"]
+
+
+@pytest.mark.parametrize("policy", some(STEPS, "ssp"))
 def test_workers_step_by_a_class_through_kills(make_pipeline: Any, policy: str) -> None:
     """Their moments begin again with their processes, so no plain loop makes this model; a replay does."""
     job = make_pipeline(*RECIPE, f"training.policy={policy}", "stop.updates=60", "checkpoint.event_log=true")

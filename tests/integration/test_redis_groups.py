@@ -17,7 +17,7 @@ import pytest
 import redis
 from certificates import Authority
 from doll.consumers.lifecycle.redis_slots import SlotLeases
-from doll.control.redis_streams import Streams, server_stream
+from doll.control.redis_streams import ControlStreams, server_stream
 from doll.local import processes
 from doll.local.kafka_broker import LocalKafka
 from doll.local.redis_server import find_executable, supports_tls
@@ -78,7 +78,7 @@ def check_all_users(services: Services) -> None:
     leases.release(0)
     assert leases.free() == [0, 1, 2, 3]
     client.close()
-    streams = Streams(services, server_stream(JOB, 1), time.monotonic())
+    streams = ControlStreams(services, server_stream(JOB, 1), time.monotonic())
     assert delete_keys(services, f"{key_prefix(JOB)}:control:*") == 1
     streams.close()
     facts = ask_redis(services, JOB)

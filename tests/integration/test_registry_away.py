@@ -7,16 +7,17 @@ DOLL_REGISTRY_AWAY_S=60 python -m pytest -n0 -s tests/integration/test_registry_
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import apicurio
+import commands
 import pytest
 from apicurio import Apicurio
 from fake_registry import avro, fake_registry, schema
+from forked_commands import environment
 
 pytestmark = pytest.mark.integration
 
@@ -75,9 +76,9 @@ def job(make_pipeline: Any, tmp_path: Path) -> Any:
 
 
 def status_of(job: Any) -> str:
-    command = [sys.executable, "-m", "doll", "status", str(job.job_path)]
-    env = os.environ | {"DOLL_KAFKA": job.services.kafka, "DOLL_REDIS": job.services.redis}
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, env=env).stdout
+    done = commands.doll("status", job.job_path, **environment(job.services))
+    assert done.exit_code == 0, done.output
+    return done.stdout
 
 
 def go_through(job: Any, first: int, second: int, leave: Any, come_back: Any) -> None:

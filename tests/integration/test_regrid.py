@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -14,12 +11,6 @@ from doll.ps.checkpointing import decode_snapshot
 from doll.storage.stores import open_store
 
 pytestmark = pytest.mark.integration
-
-
-def doll(command: str, job: Any, *options: str) -> subprocess.CompletedProcess[str]:
-    arguments = [sys.executable, "-m", "doll", command, str(job.job_path), "--run-folder", str(job.run), *options]
-    env = {**os.environ, "DOLL_KAFKA": job.services.kafka, "DOLL_REDIS": job.services.redis}
-    return subprocess.run(arguments, capture_output=True, text=True, timeout=300, check=False, env=env)
 
 
 def test_a_deployed_job_goes_on_in_another_grid_from_an_earlier_version(make_pipeline: Any) -> None:
@@ -32,14 +23,14 @@ def test_a_deployed_job_goes_on_in_another_grid_from_an_earlier_version(make_pip
 
     job.config = load(job.job_path, ["data.batch_size=12", "training.policy={name: asp}", "stop.samples=700"])
     job.job_path.write_text(dump(job.config))
-    led = doll("regrid", job)
+    led = job.doll("regrid").finished()
     assert led.returncode == 2, led.stderr
     assert "a parameter server leads" in led.stderr
     ps.terminate()
     job.until(lambda: ps.poll() is not None, "the end of the parameter server")
     saved = job.checkpoint()
 
-    done = doll("regrid", job)
+    done = job.doll("regrid").finished()
     assert done.returncode == 0, done.stderr
     assert f"at version {saved.version}: batches of 12 records from offsets" in done.stdout
     assert (job.checkpoint().version, job.checkpoint().term) == (saved.version, saved.term + 1)
@@ -49,7 +40,7 @@ def test_a_deployed_job_goes_on_in_another_grid_from_an_earlier_version(make_pip
 
     # An earlier version goes on in a third grid, and what was learned since is skipped.
     to = min(version for _, version in open_store(job.config, job.run).versions())
-    back = doll("rollback", job, "--to", str(to), "--skip")
+    back = job.doll("rollback", "--to", str(to), "--skip").finished()
     assert back.returncode == 0, back.stderr
     assert f"from version {saved.version} to {to}, which is version {saved.version + 1} now" in back.stdout
     rolled_back = decode_snapshot(job.checkpoint())

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +11,6 @@ import pytest
 from doll.config import dump, load
 from doll.provisioner.state_store import FileStateStore
 from doll.records.control import Leave
-from doll.services import KAFKA_ENV, REDIS_ENV
 from waiting import WAIT_TIMEOUT_S
 
 pytestmark = pytest.mark.integration
@@ -39,19 +35,9 @@ def job(request: pytest.FixtureRequest, make_pipeline: Callable[..., Any]) -> An
 
 def test_a_worker_leaves_in_order_and_comes_back(job: Any) -> None:
     """The knee, the release, the Leave, the move, the recall by the job file, and the audit at the end."""
-    env = os.environ | {KAFKA_ENV: job.services.kafka, REDIS_ENV: job.services.redis}
-    argv = [sys.executable, "-m", "doll", "provision", "run", "--job", str(job.job_path), "--run-folder", str(job.run)]
-    log = job.run / "logs" / "provision.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as file:
-        provisioner = subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL, stderr=file)
-    try:
-        play(job)
-        assert provisioner.wait(WAIT_TIMEOUT_S) == 0, job.log("provision")
-    finally:
-        if provisioner.poll() is None:
-            provisioner.kill()
-        provisioner.wait()
+    provisioner = job.doll("provision run", log="provision")
+    play(job)
+    assert provisioner.wait(WAIT_TIMEOUT_S) == 0, job.log("provision")
     report = job.assert_audit_ok()
     assert report.applied + report.pending == job.sent
     entries = journal(job)

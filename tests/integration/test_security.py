@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import select
 import socket
 import ssl
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +26,7 @@ from doll.local.redis_server import LocalRedis, find_executable, supports_tls
 from doll.service_checks import require_services
 from doll.services import Services
 from doll.storage.redis_client import connect_redis, redis_problem
+from forked_commands import Program
 
 pytestmark = pytest.mark.integration
 
@@ -150,16 +148,12 @@ def config(secured: Secured) -> JobConfig:
     return parse(JOB.format(job="secure", kafka=secured.services.kafka, redis=secured.services.redis))
 
 
-def test_a_whole_job_over_tls_with_log_ins(secured: Secured, tmp_path: Path, job_name: str) -> None:
+def test_a_whole_job_over_tls_with_log_ins(secured: Secured, tmp_path: Path, job_name: str, doll: Program) -> None:
     """librdkafka and redis-py all log in; afterwards no file that the run left holds a secret."""
     (tmp_path / "job.yaml").write_text(
         JOB.format(job=job_name, kafka=secured.services.kafka, redis=secured.services.redis)
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "doll", "up", "job.yaml", "--json"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False,
-        env={**os.environ, **secured.environment},
-    )  # fmt: skip
+    done = doll("up", "job.yaml", "--json", cwd=tmp_path, **secured.environment)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["updates"], report["kafka_kind"], report["redis_kind"]) == (20, "given", "given")

@@ -6,9 +6,7 @@ Redis stays, with the weights that were published last, so nothing but the check
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import signal
 import threading
 import urllib.error
 import urllib.request
@@ -25,13 +23,6 @@ from waiting import WAIT_TIMEOUT_S, until
 
 pytestmark = pytest.mark.integration
 FEATURES = 4
-
-
-def doll(job: Any, command: str, *options: str) -> subprocess.Popen[str]:
-    arguments = [sys.executable, "-m", "doll", command, str(job.job_path), "--run-folder", str(job.run), *options]
-    env = {**os.environ, "DOLL_KAFKA": job.services.kafka, "DOLL_REDIS": job.services.redis}
-    with (job.run / "logs" / f"{command}.log").open("w") as log:
-        return subprocess.Popen(arguments, stdout=log, stderr=subprocess.STDOUT, text=True, env=env)
 
 
 class Asker:
@@ -93,7 +84,7 @@ def test_the_server_and_the_page_follow_the_line_that_goes_on(job: Any) -> None:
     port = free_port()
     asker = Asker(port, job.config.job)
     job.until(lambda: len(job.store.versions()) >= 2, "two versions")
-    server = doll(job, "serve", "--port", str(port), "--split", "latest=50,stable=50")
+    server = job.doll("serve", "--port", str(port), "--split", "latest=50,stable=50", log="serve")
     shown = RunningJob(job.config, job.run)
     try:
         with shown.followed(job.services):
@@ -105,7 +96,7 @@ def test_the_server_and_the_page_follow_the_line_that_goes_on(job: Any) -> None:
             to = min(version for _, version in job.store.versions())
             job.supervisor.stop(grace_s=60)
             with asker.asking():
-                back = doll(job, "rollback", "--to", str(to), "--skip")
+                back = job.doll("rollback", "--to", str(to), "--skip", log="rollback")
                 assert back.wait(WAIT_TIMEOUT_S) == 0, job.log("rollback")
                 again = job.checkpoint()
                 assert (again.version, again.term > left.term) == (left.version + 1, True)
@@ -139,5 +130,5 @@ def test_the_server_and_the_page_follow_the_line_that_goes_on(job: Any) -> None:
         report = job.assert_audit_ok()
         assert report.skipped > 0
     finally:
-        server.terminate()
+        server.send_signal(signal.SIGTERM)
         server.wait()

@@ -16,10 +16,7 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.mark.parametrize("model", ["small", "large"])
-@pytest.mark.parametrize("wipe", [False, True])
-def test_a_job_learns_every_sample_once_also_when_it_is_wiped(
-    make_pipeline: Any, tmp_path: Path, wipe: bool, model: str
-) -> None:
+def test_a_job_learns_every_sample_once_also_when_it_is_wiped(make_pipeline: Any, tmp_path: Path, model: str) -> None:
     """The blobs of the large model (1.2 MB) are in files that are used again."""
     large = ["task.args.hidden=[400,700]"] if model == "large" else []
     job = make_pipeline("stop.updates=200", "worker.stall_timeout_s=600", *large)
@@ -31,13 +28,12 @@ def test_a_job_learns_every_sample_once_also_when_it_is_wiped(
     job.until_version(10)
     assert list(folder.iterdir()), "the weights are not in shared memory"
     assert (model == "large") == bool(list(folder.glob(".segment-*")))
-    if wipe:
-        for _ in range(5):
-            shutil.rmtree(folder, ignore_errors=True)  # may meet a blob that is being written
-            version = job.version
-            job.send(job.samples(160))  # what was sent before may have been learned before
-            job.until_version(version + 5)
-        assert job.restarts == []
+    for _ in range(5):
+        shutil.rmtree(folder, ignore_errors=True)  # may meet a blob that is being written
+        version = job.version
+        job.send(job.samples(160))  # what was sent before may have been learned before
+        job.until_version(version + 5)
+    assert job.restarts == []
     job.send(job.samples(1700))
     job.until_finished()
     report = job.assert_audit_ok()

@@ -7,19 +7,23 @@ from typing import Any
 import numpy as np
 import pytest
 from doll.producers import sources
-from doll.producers.sources import criteo, ratings, synthetic_clicks
+from examples.clicks import task as clicks
+from examples.ratings import task as ratings
+from fuzzing import ALL_EXAMPLES
+from job_policies import some
 
 pytestmark = pytest.mark.integration
 
 CLICKS = (
     "task.class=examples.clicks.task:Clicks", "task.args={columns: 4096}", "data.batch_size=64",
     "data.samples_per_record=16",
-    "source={kind: synthetic_clicks, categories: 5, density: 0.5}", "arrivals.process=asap",
-    "training.optimizer={name: adam, lr: 0.02}",
+    "source={kind: python, of: 'examples.clicks.task:made_up', args: {categories: 5, density: 0.5}}",
+    "arrivals.process=asap", "training.optimizer={name: adam, lr: 0.02}",
 )  # fmt: skip
 FACTORS = (
     "task.class=examples.ratings.task:MatrixFactorization", "task.args={users: 100, items: 80}", "data.batch_size=64",
-    "data.samples_per_record=16", "source={kind: synthetic_ratings, users: 100, items: 80, observed: 0.5}",
+    "data.samples_per_record=16",
+    "source={kind: python, of: 'examples.ratings.task:made_up', args: {users: 100, items: 80, observed: 0.5}}",
     "arrivals.process=asap", "training.optimizer={name: sgd, lr: 5}", "training.policy.group_size=1",
 )  # fmt: skip
 
@@ -30,7 +34,7 @@ def mean_loss(job: Any, first: int, last: int) -> float:
     return float(np.average([update.loss for update in updates], weights=[update.n_samples for update in updates]))
 
 
-@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("sparse", [False, True] if ALL_EXAMPLES else [True])  # dense models: see the factors below
 def test_clicks_are_learned_down_to_the_bayes_log_loss(make_pipeline: Any, sparse: bool) -> None:
     task = f"task.args={{columns: 4096, sparse: {str(sparse).lower()}}}"
     job = make_pipeline(*CLICKS, task, "source.limit_samples=60000", "stop.updates=400")
@@ -40,8 +44,8 @@ def test_clicks_are_learned_down_to_the_bayes_log_loss(make_pipeline: Any, spars
     job.assert_audit_ok()
     source = job.config.source
     rng = sources.child_rng(job.config.seed, sources.CONCEPT)
-    truth = synthetic_clicks.draw_truth(source.categories, source.zipf, source.density, rng)
-    bayes = synthetic_clicks.bayes_log_loss(truth, np.random.default_rng(0), 100_000)
+    truth = clicks.draw_truth(source.args["categories"], 1.1, source.args["density"], rng)
+    bayes = clicks.bayes_log_loss(truth, np.random.default_rng(0), 100_000)
     # Of 12,800 samples the log-loss has a standard error of about 0.004.
     assert mean_loss(job, 0, 20) > bayes + 0.1
     assert bayes - 0.015 < mean_loss(job, 300, 400) < bayes + 0.03
@@ -109,14 +113,17 @@ def test_lines_of_criteo_are_learned_as_packed_records_are(make_pipeline: Any) -
     )
     line = b"\t".join([b"1", *[b"5"] * 13, *[b"1a2b3c4d"] * 26])
     job.start()
-    job.send([line, criteo.pack_line(line)] * 32)
+    job.send([line, clicks.pack_line(line)] * 32)
     job.until_finished()
     report = job.assert_audit_ok()
     assert (report.applied, report.dead) == (64, 0)
     assert job.updates[-1].loss < job.updates[0].loss
 
 
-@pytest.mark.parametrize("policy", ["{name: ssp, staleness: 2}", "{name: isp, significance: 0.7}"])
+STEPS = ["{name: ssp, staleness: 2}", "{name: isp, significance: 0.7}"]
+
+
+@pytest.mark.parametrize("policy", some(STEPS, "isp"))
 def test_factors_are_learned_by_steps_of_the_workers_too(make_pipeline: Any, policy: str) -> None:
     job = make_pipeline(
         *FACTORS, "training.optimizer={name: sgd, lr: 2}", f"training.policy={policy}", "source.limit_samples=160000",

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from typing import Any
 
@@ -82,15 +79,12 @@ def test_a_standby_leaves_with_the_job_and_when_it_is_told_to(make_pipeline: Any
     assert leader.wait(WAIT_TIMEOUT_S) == 0
     assert standby.wait(WAIT_TIMEOUT_S) == 0
     job.assert_audit_ok()
-
-
-def doll_ps(job: Any, *options: str) -> subprocess.Popen[str]:
-    """`doll ps`, as a supervisor on another machine runs it."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "doll", "ps", "--job", str(job.job_path), "--run-folder", str(job.run), *options],
-        env={**os.environ, "DOLL_KAFKA": job.services.kafka, "DOLL_REDIS": job.services.redis},
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    # A supervisor that restarts whatever the exit code is starts nothing again.
+    again, another = job.doll("ps"), job.doll("ps", "--standby")
+    job.until(lambda: again.poll() is not None and another.poll() is not None, "the end of both")
+    assert (again.returncode, another.returncode) == (0, 0)
+    assert job.store.newest_term() == 1, "a server of a finished job claims nothing"
+    assert [started.term for started in job.term_starts] == [1]
 
 
 def test_a_plain_server_leaves_a_living_leader_alone_and_succeeds_a_dead_one(make_pipeline: Any) -> None:
@@ -101,28 +95,21 @@ def test_a_plain_server_leaves_a_living_leader_alone_and_succeeds_a_dead_one(mak
         job.start_worker(worker)
     job.send(job.samples(200))
     job.until_version(5)
-    with doll_ps(job) as second:
-        try:
-            job.until(lambda: second.poll() is not None, "the end of the second server")
-        finally:
-            second.kill()
-        assert second.returncode == 1
-        assert second.stderr is not None
-        assert "another parameter server leads" in (stderr := second.stderr.read())
-        assert "--standby" in stderr
+    second = job.doll("ps")  # as a supervisor on another machine runs it
+    job.until(lambda: second.poll() is not None, "the end of the second server")
+    assert second.returncode == 1
+    assert "another parameter server leads" in (stderr := second.communicate()[1])
+    assert "--standby" in stderr
     assert leader.poll() is None
     assert [started.term for started in job.term_starts] == [1]
     job.send(job.samples(200))
     leader.kill()
     assert leader.wait(WAIT_TIMEOUT_S) == -signal.SIGKILL
-    with doll_ps(job) as third:
-        try:
-            job.send(job.samples(600))
-            job.until_finished()
-            job.until(lambda: third.poll() is not None, "the end of the third server")
-        finally:
-            third.kill()
-        assert third.returncode == 0, third.stderr.read() if third.stderr is not None else ""
+    third = job.doll("ps")
+    job.send(job.samples(600))
+    job.until_finished()
+    job.until(lambda: third.poll() is not None, "the end of the third server")
+    assert third.returncode == 0, third.communicate()[1]
     assert [started.term for started in job.term_starts] == [1, 2]
     job.assert_audit_ok()
 

@@ -15,6 +15,7 @@ from doll.storage.sections import RowRequest, encode_row_request
 from doll.storage.stores import open_blobs
 from doll.tables.rows import TableShape
 from doll.task.base import load_task
+from job_policies import some
 
 pytestmark = pytest.mark.integration
 
@@ -22,7 +23,8 @@ COLUMNS = 1_000_000
 NAME = "table.weight"
 CLICKS = (
     "task.class=examples.clicks.task:Clicks", f"task.args={{columns: {COLUMNS}, sparse: true}}", "data.batch_size=64",
-    "data.samples_per_record=16", "source={kind: synthetic_clicks, categories: 1000, density: 0.5}",
+    "data.samples_per_record=16",
+    "source={kind: python, of: 'examples.clicks.task:made_up', args: {categories: 1000, density: 0.5}}",
     "arrivals={process: deterministic, rate_per_s: 1500}", "training.optimizer={name: adam, lr: 0.02}",
 )  # fmt: skip
 POLICIES = {
@@ -32,12 +34,12 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize(("policy", "control"), [("doll", "kafka"), ("essp", "auto"), ("wsp", "auto")])
-def test_tables_outlive_server_and_workers(make_pipeline: Any, policy: str, control: str) -> None:
+@pytest.mark.parametrize("policy", some(list(POLICIES), "doll", "wsp"))
+def test_tables_outlive_server_and_workers(make_pipeline: Any, policy: str) -> None:
     job = make_pipeline(
         *CLICKS,
         f"training.policy={POLICIES[policy]}",
-        f"control.kind={control}",
+        f"control.kind={'kafka' if policy == 'doll' else 'auto'}",
         "stop.updates=260",
         "source.limit_samples=45000",
     )

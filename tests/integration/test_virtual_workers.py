@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from doll.process.children import children_of
+from doll.drill.actions import children_of
 
 pytestmark = pytest.mark.integration
 

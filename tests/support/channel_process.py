@@ -29,7 +29,7 @@ from doll.consumers.protocol.worker_core import (
     Batch,
 )
 from doll.consumers.tables.row_client import RowClient
-from doll.consumers.tables.table_rows import TableRows
+from doll.consumers.tables.table_rows import WorkerTables
 from doll.model.flat_model import FlatModel, build
 from doll.optim.optimizer import Contribution
 from doll.optim.row_optimizer import row_optimizers
@@ -141,6 +141,10 @@ class Recorder:
         return tuple(self._inner.holds)
 
     @property
+    def absent(self) -> int:
+        return int(self._inner.absent)
+
+    @property
     def holds_back(self) -> bool:
         return bool(self._inner.holds_back)
 
@@ -206,18 +210,19 @@ class Process(worlds.Process):
     def __init__(self, world: World, worker: int, name: str) -> None:
         super().__init__(worker, name)
         self.expected, self._rng, self._world = world.expected, world.rng, world
+        self.numbers: dict[int, int] = {}  # of the batches of the order, by the seeds of their random numbers
         config = world.config
         self.model = replica(config, world.task, worker)
         self.computer = GradientComputer(world.task, self.model)
         self.num_parameters = self.model.num_parameters
         self.sends_steps = config.training.policy.sends_steps
         self._size = config.data.records_per_batch
-        self.tables: TableRows | None = None
+        self.tables: WorkerTables | None = None
         shapes = {} if self.model.tables is None else self.model.tables.shapes
         if shapes:
             self.client = AtOnce(config, world.blobs, dict(shapes))
             self.client.connect(lambda request: world.get_rows(self, request))
-            self.tables = TableRows(
+            self.tables = WorkerTables(
                 self.client, 2000,
                 optimizers=row_optimizers(config.training, self.client.tables) if self.sends_steps else None,
                 threshold=config.training.policy.filter_threshold,
@@ -272,8 +277,9 @@ class Process(worlds.Process):
         number = self.grant.grant_ids[batch - self.grant.first]
         self.expected.added[self.grant.term, self.worker, batch, number] = added
 
-    def compute(self, x: Any, y: Any, weight: Any, group: Any, *, batch: int) -> GuardedGradient:
+    def compute(self, x: Any, y: Any, weight: Any, group: Any, *, seed: int) -> GuardedGradient:
         """`BatchComputer`: a gradient that depends on the worker, the batch and the view."""
+        batch = self.numbers[seed]
         rng = np.random.default_rng([self.worker, batch])
         weights, n = self.computer.weights, self.num_parameters
         values = np.zeros_like(weights)
@@ -317,5 +323,7 @@ class Process(worlds.Process):
         lo, hi = served.bounds(self._size).span(number)
         self.expected.read[served.number, number].add((lo, hi))
         count = 0 if (served.number * 7 + number) % 11 == 0 else hi - lo
-        data = SimpleNamespace(samples=SampleBatch(np.zeros(count), np.zeros(count)), span=(served.number, lo, hi))
+        data = SimpleNamespace(
+            samples=SampleBatch(np.zeros(count), np.zeros(count)), span=(served.number, lo, hi), offsets=range(lo, hi)
+        )
         return Batch(number, data, count, 0.0, partition=served.number)

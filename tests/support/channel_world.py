@@ -14,6 +14,7 @@ from typing import Final
 
 import numpy as np
 from channel_process import PLACES, WORKERS, Process, job_of, takes_tables
+from doll.consumers.compute.gradient_engine import batch_seed
 from doll.consumers.protocol.grants import part_of
 from doll.consumers.protocol.worker_core import (
     Compute,
@@ -268,6 +269,9 @@ class World(worlds.World[Process]):
         while batches and not process.is_dead and (begun := core.begin(grant)) is not None:
             grant = begun
             self.expected.computes(process, grant, batches)
+            process.numbers = {
+                batch_seed(self.config.seed, batch): batch.number for batch in batches if batch.num_samples
+            }
             on_their_way = [record for queue in process.to_server.values() for record in queue]
             self.counts["begun ahead of a push"] += any(isinstance(record, Push) for record in on_their_way)
             self.counts["weights of a later grant"] += begun.version > order.grant.version

@@ -8,6 +8,6 @@ from doll.cli.app import app
 from typer.testing import CliRunner, Result
 
 
-def doll(*arguments: str | Path | float) -> Result:
-    """Run one command to its end."""
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+def doll(*arguments: str | Path | float, **env: str) -> Result:
+    """Run one command to its end, with these variables of the environment too."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env=env)

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import yaml
-from doll.local import compose
 from paths import ROOT
 
-FILE = ROOT / compose.FILE_NAME
+FILE = ROOT / "docker-compose.yml"
 DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "doll.json"
 ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"
 IN_FOREIGN_IMAGES = {"kafka", "redis", "prometheus", "grafana"}

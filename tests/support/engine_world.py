@@ -15,7 +15,7 @@ import numpy as np
 from doll.config import StopConfig
 from doll.config.policy import POLICIES as registered
 from doll.config.policy import PolicyConfig, policy_section
-from doll.consumers.intake.batching import Batcher
+from doll.consumers.intake.batching import PartitionBatcher
 from doll.consumers.protocol.grants import part_of
 from doll.consumers.protocol.worker_core import (
     Batch,
@@ -95,7 +95,9 @@ class Ordered:
     def add(self, contribution: Contribution) -> None:
         self._added.append(float(contribution[0]))
 
-    def apply(self, contributions: Sequence[Contribution], scale: float, weight: float, into: Any = None) -> None:
+    def apply(
+        self, contributions: Sequence[Contribution], scale: float, weight: float, into: Any = None, absent: int = 0
+    ) -> None:
         for contribution in contributions:
             self.add(contribution)
         assert self._added == sorted(self._added), "contributions are added in the order of their sets"
@@ -129,7 +131,7 @@ class Process(worlds.Process):
     def __init__(self, worker: int, name: str, incarnation: int, reads_from: int) -> None:
         super().__init__(worker, name, incarnation)
         self.reads_from = reads_from
-        self.batcher: Batcher[int] | None = None
+        self.batcher: PartitionBatcher[int] | None = None
         self.position = self.in_set = self.kept_term = 0
         self.kept: list[tuple[int, int, int]] = []
         self.holds: list[tuple[int, int]] = []
@@ -403,7 +405,7 @@ class World(worlds.World[Process]):
     def begin_to_read(self, process: Process, origin: int) -> None:
         """`origin`: offset of batch 0."""
         served = process.protocol.served[process.worker]
-        process.batcher = Batcher(
+        process.batcher = PartitionBatcher(
             origin=origin,
             records_per_batch=self.settings.records_per_batch,
             next_batch=served.next_batch,

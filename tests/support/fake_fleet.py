@@ -121,7 +121,7 @@ class FakeFleet:
         self.calls.append(Call("terminate", self._clock(), ids=frozenset(ids)))
         self._fail("terminate")
         for id_ in ids:
-            if id_ in self._machines and self._now(id_).is_alive:
+            if id_ in self._machines and self._now(id_).is_endable:
                 self._ending_at_s[id_] = self._clock() + self._ending_s
                 self._put(id_, state=InstanceState.ENDING)
 
@@ -134,7 +134,12 @@ class FakeFleet:
         """All instances except instances that ended more than `ended_s` ago; no call of the port."""
         now_s = self._clock()
         instances = [self._now(id_) for id_ in self._machines]
-        return [instance for instance in instances if instance.ended_s is None or now_s - instance.ended_s <= ended_s]
+        return [
+            instance
+            for instance in instances
+            if instance.state is not InstanceState.ENDED
+            or now_s - self._ending_at_s.get(instance.id, instance.ended_s or now_s) <= ended_s
+        ]
 
     def alive(self) -> list[Instance]:
         """What runs or boots; no call of the port."""
@@ -184,6 +189,14 @@ class FakeFleet:
             self._put(id_, notice_s=at_s)
         return at_s
 
+    def stop_instance(self, id_: str) -> None:
+        """A person stops the machine, which keeps its volume."""
+        self._put(id_, state=InstanceState.STOPPED, ended_s=self._clock(), end_reason=EndReason.TERMINATED)
+
+    def start_instance(self, id_: str) -> None:
+        """A person starts a stopped machine, which launches it again."""
+        self._put(id_, state=InstanceState.RUNNING, launched_s=self._clock(), ended_s=None, end_reason=EndReason.NONE)
+
     def fail_instance(self, id_: str) -> None:
         """The machine ends by itself."""
         if self._now(id_).is_alive:
@@ -221,7 +234,8 @@ class FakeFleet:
         elif machine.state is InstanceState.PENDING and now_s >= machine.launched_s + self._boot_s:
             self._put(id_, state=InstanceState.RUNNING)
         elif machine.state is InstanceState.ENDING and now_s >= self._ending_at_s[id_]:
-            self._put(id_, state=InstanceState.ENDED, ended_s=self._ending_at_s[id_], end_reason=EndReason.TERMINATED)
+            ended_s = self._ending_at_s[id_] if machine.ended_s is None else machine.ended_s
+            self._put(id_, state=InstanceState.ENDED, ended_s=ended_s, end_reason=EndReason.TERMINATED)
         return self._machines[id_]
 
     def _put(self, id_: str, **changes: Any) -> None:

@@ -56,7 +56,8 @@ class Rig:
 
     Attributes:
         can: of "dry" (a market can run dry), "interrupt", "throttle", "lose_answer", "boot", "pools" (more than one),
-            "away" (its owner may not answer), "starve" (no node takes an instance), "quota".
+            "away" (its owner may not answer), "starve" (no node takes an instance), "quota", "stop" (a person may stop
+            a machine that costs on), "hang", "jobs" (several on one cluster).
         fleet: made again by `crash`.
     """
 
@@ -85,8 +86,20 @@ class Rig:
         """The machine ends by itself."""
         raise NotImplementedError
 
+    def stop(self, id_: str) -> None:
+        """A person stops the machine, which can be started again."""
+        raise NotImplementedError
+
+    def hang(self, id_: str) -> None:
+        """What runs on the machine does not hear that it should end."""
+        raise NotImplementedError
+
     def strangers(self) -> Fleet:
         """The fleet of another cluster with the same owner."""
+        raise NotImplementedError
+
+    def second_job(self) -> Fleet:
+        """The fleet of another job, "ads", on the same cluster."""
         raise NotImplementedError
 
     def run_dry(self, market: str) -> None:
@@ -123,7 +136,7 @@ class Rig:
 
 
 class FakeRig(Rig):
-    can = frozenset({"dry", "interrupt", "throttle", "lose_answer", "boot", "pools", "away", "quota"})
+    can = frozenset({"dry", "interrupt", "throttle", "lose_answer", "boot", "pools", "away", "quota", "stop"})
 
     def __init__(self) -> None:
         self.clock = VirtualClock()
@@ -140,6 +153,9 @@ class FakeRig(Rig):
 
     def fail_instance(self, id_: str) -> None:
         self.fake.fail_instance(id_)
+
+    def stop(self, id_: str) -> None:
+        self.fake.stop_instance(id_)
 
     def strangers(self) -> Fleet:
         return FakeFleet(self.clock)
@@ -166,7 +182,7 @@ class FakeRig(Rig):
 
 
 class Ec2Rig(Rig):
-    can = frozenset({"dry", "interrupt", "throttle", "lose_answer", "boot", "pools", "away", "quota"})
+    can = frozenset({"dry", "interrupt", "throttle", "lose_answer", "boot", "pools", "away", "quota", "stop", "jobs"})
     types = ("c5.xlarge", "c6i.xlarge", "m5.xlarge")
 
     def __init__(self, market: MotoMarket, clock: VirtualClock) -> None:
@@ -200,9 +216,10 @@ class Ec2Rig(Rig):
 
     def make(self, cluster: str = "digits", **changes: Any) -> Ec2Fleet:
         settings: dict[str, Any] = {
-            "cluster": cluster, "launch_template": self.template, "version": 1, "subnets": self.subnets,
-            "instance_types": self.types, "notices": Ec2Notices(self.sqs, self.queue_url, clock=self.clock),
-            "api_calls_per_s": 1e6, "clock": self.clock, "page_size": 5,
+            "cluster": cluster, "job": "digits", "launch_template": self.template, "version": 1,
+            "subnets": self.subnets, "instance_types": self.types,
+            "notices": Ec2Notices(self.sqs, self.queue_url, clock=self.clock), "api_calls_per_s": 1e6,
+            "clock": self.clock, "page_size": 5,
         }  # fmt: skip
         return Ec2Fleet(self.ec2, **{**settings, **changes})
 
@@ -218,8 +235,14 @@ class Ec2Rig(Rig):
     def fail_instance(self, id_: str) -> None:
         self.market.shut_down_from_inside(id_)
 
+    def stop(self, id_: str) -> None:
+        self.market.stop(id_)
+
     def strangers(self) -> Fleet:
         return self.make("strangers", notices=None)
+
+    def second_job(self) -> Fleet:
+        return self.make(job="ads", notices=None)
 
     def run_dry(self, market: str) -> None:
         kind = market.replace("_", "-")
@@ -247,7 +270,7 @@ class Ec2Rig(Rig):
 class ComposeRig(Rig):
     """`docker` is a likeness of docker 27 (tests/support/fake_docker.py): tests find no engine."""
 
-    can = frozenset({"throttle", "lose_answer", "away"})
+    can = frozenset({"throttle", "lose_answer", "away", "hang", "jobs"})
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -275,7 +298,7 @@ class ComposeRig(Rig):
 
     def make(self, cluster: str = "digits", **changes: Any) -> ComposeFleet:
         settings: dict[str, Any] = {
-            "cluster": cluster, "project": "doll", "file": self.folder / "docker-compose.yml",
+            "cluster": cluster, "job": "digits", "project": "doll", "file": self.folder / "docker-compose.yml",
             "docker": str(self.folder / "docker"), "clock": self.clock, "timeout_s": 120.0,
             "environment": {"FAKE_DOCKER": str(self.folder), "PATH": os.environ["PATH"]},
         }  # fmt: skip
@@ -298,8 +321,14 @@ class ComposeRig(Rig):
         }  # fmt: skip
         self.change(containers=containers)
 
+    def hang(self, id_: str) -> None:
+        self.change(stubborn=[*self.state()["stubborn"], id_])
+
     def strangers(self) -> Fleet:
         return self.make("strangers")
+
+    def second_job(self) -> Fleet:
+        return self.make(job="ads")
 
     def throttle(self) -> None:
         self.change(fail_before={"compose": DAEMON})
@@ -330,7 +359,7 @@ class BoxMarket(SpotMarket):
 class ProcessRig(Rig):
     """Real processes that ignore SIGTERM, on a virtual clock."""
 
-    can = frozenset({"dry", "interrupt", "boot"})
+    can = frozenset({"dry", "interrupt", "boot", "hang"})
     fleet: ProcessFleet
 
     def __init__(self, forks: ForkServer, folder: Path) -> None:
@@ -370,6 +399,9 @@ class ProcessRig(Rig):
         assert machine.pid is not None
         os.kill(machine.pid, signal.SIGKILL)
         self._until(lambda: machine.exit_code is not None)
+
+    def hang(self, id_: str) -> None:
+        until((self.folder / "run" / id_).exists, f"{id_} to ignore SIGTERM")
 
     def strangers(self) -> Fleet:
         return self.make("strangers")
@@ -429,7 +461,7 @@ class Wire(PodApi):
 class KubernetesRig(Rig):
     """A real API server, in real time; the kubelet is played: `advance` lets it do what it would have done by then."""
 
-    can = frozenset({"interrupt", "throttle", "lose_answer", "boot", "away", "starve", "quota"})
+    can = frozenset({"interrupt", "throttle", "lose_answer", "boot", "away", "starve", "quota", "jobs"})
     grace_s = 30
 
     def __init__(self, cluster: kube_cluster.KubeCluster) -> None:
@@ -445,7 +477,7 @@ class KubernetesRig(Rig):
         self.nodes = Nodes(cluster, self.namespace)
         self.crash()
 
-    def make(self, cluster: str = "digits", **changes: Any) -> KubernetesFleet:
+    def make(self, cluster: str = "digits", job: str = "digits", **changes: Any) -> KubernetesFleet:
         settings = KubernetesFleetConfig(kind="kubernetes", pod_template=Path("pod.yaml"), **changes)
         template = {
             "apiVersion": "v1", "kind": "Pod", "spec": {
@@ -453,7 +485,7 @@ class KubernetesRig(Rig):
                 "containers": [{"name": "worker", "image": "doll:local"}],
             },
         }  # fmt: skip
-        return KubernetesFleet(self.wire, cluster=cluster, template=template, settings=settings)
+        return KubernetesFleet(self.wire, cluster=cluster, job=job, template=template, settings=settings)
 
     def advance(self, seconds: float) -> None:
         for pod in self.nodes.pods():
@@ -463,9 +495,7 @@ class KubernetesRig(Rig):
                     self.nodes.forget(name)
             elif pod["status"]["phase"] == "Pending":
                 if not pod["spec"].get("nodeName"):
-                    binding = {"metadata": {"name": name}, "target": {"kind": "Node", "name": "a-node"}}
-                    path = f"/api/v1/namespaces/{self.namespace}/pods/{name}/binding"
-                    self.cluster.call("POST", path, binding)
+                    self.nodes.bind(name)
                 self.nodes.report(name, phase="Running")
 
     def crash(self) -> None:
@@ -480,6 +510,9 @@ class KubernetesRig(Rig):
 
     def strangers(self) -> Fleet:
         return self.make("strangers")
+
+    def second_job(self) -> Fleet:
+        return self.make(job="ads")
 
     def throttle(self) -> None:
         self.wire.before["POST"] = (429, b'{"message": "Too many requests, please try again later."}')
@@ -512,7 +545,7 @@ class RayWire(RayApi):
     """Calls that may go wrong: before Ray sees one of this name, or before its answer comes."""
 
     def __init__(self) -> None:
-        super().__init__((["sleep", "3600"], "", None, {}), {"num_cpus": 1}, 60.0)
+        super().__init__((["sleep", "3600"], "", None, {}, "no-lease"), {"num_cpus": 1}, 60.0)
         self.before: set[str] = set()
         self.after: set[str] = set()
         self.asked: set[str] = set()  # actors whose end somebody has asked for
@@ -546,12 +579,14 @@ class RayWire(RayApi):
 class RayRig(Rig):
     """A real cluster, in real time: `advance` waits for what has been asked of Ray."""
 
-    can = frozenset({"interrupt", "throttle", "lose_answer", "boot", "away", "starve"})
+    can = frozenset({"interrupt", "throttle", "lose_answer", "boot", "away", "starve", "hang", "jobs"})
 
     def __init__(self, cluster: ray_cluster.RayCluster) -> None:
         self.cluster = cluster
         self._have_nodes()
-        self.clock = time.time
+        self.ahead_s = 0.0
+        self.hung: set[str] = set()
+        self.clock = lambda: time.time() + self.ahead_s
         self.name = f"c-{uuid.uuid4().hex[:8]}"
         self.wire = RayWire()
         self.crash()
@@ -560,9 +595,9 @@ class RayRig(Rig):
         for market, count in (("spot", 2), ("on-demand", 1)):
             self.cluster.ensure(market, count)
 
-    def make(self, cluster: str, **changes: Any) -> RayFleet:
+    def make(self, cluster: str, job: str = "digits", **changes: Any) -> RayFleet:
         settings = RayFleetConfig(kind="ray", **changes)
-        return RayFleet(self.wire, cluster=cluster, settings=settings, drain_s=10.0)
+        return RayFleet(self.wire, cluster=cluster, job=job, settings=settings, drain_s=10.0, clock=self.clock)
 
     def rows(self) -> dict[str, Actor]:
         both = (self.name, f"{self.name}-strangers")
@@ -575,6 +610,10 @@ class RayRig(Rig):
                 for name, row in self.rows().items()
             )
 
+        if self.hung:  # the fleet kills them when their time is over
+            self.ahead_s += seconds
+            self.fleet.instances()
+            self.hung.clear()
         until(settled, lambda: f"actors: {self.rows()}")
 
     def crash(self) -> None:
@@ -584,15 +623,24 @@ class RayRig(Rig):
         self.wire.before.add("list")
 
     def fail_instance(self, id_: str) -> None:
-        from ray._private.state import state
-
-        pid = next(row["Pid"] for row in state.actor_table(None).values() if row["Name"] == id_)
-        (worker,) = psutil.Process(pid).children()
+        (worker,) = self._host(id_).children()
         worker.kill()
         self.wire.asked.add(id_)
 
+    def hang(self, id_: str) -> None:
+        self._host(id_).suspend()
+        self.hung.add(id_)
+
+    def _host(self, id_: str) -> psutil.Process:
+        from ray._private.state import state
+
+        return psutil.Process(next(row["Pid"] for row in state.actor_table(None).values() if row["Name"] == id_))
+
     def strangers(self) -> Fleet:
         return self.make(f"{self.name}-strangers")
+
+    def second_job(self) -> Fleet:
+        return self.make(self.name, "ads")
 
     def throttle(self) -> None:
         self.wire.before.add("create")

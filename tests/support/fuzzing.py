@@ -18,10 +18,27 @@ import pytest
 _ASKED = os.environ.get("DOLL_FUZZ", "")
 SEED = int(_ASKED) if _ASKED.isdigit() else 1
 SHARE = 1.0 if _ASKED else 0.05  # of the 100 000 inputs
+ALL_EXAMPLES = os.environ.get("DOLL_EXAMPLES", "") == "all"  # `make test-all`; `make test` takes a fifth
 MAX_INPUT_S = 10.0  # of processor time for one input: far above all that was seen, far below a hang
+# Pieces that break readers of JSON: depth, numbers without end, values of another type, halves of characters.
+JSON_WORDS = [
+    b"[" * 3_000, b"[" * 100_000 + b"]" * 100_000, b'{"a":' * 3_000, b"[]", b"{}", b"null", b"true", b"-1", b"1e999",
+    b"-Infinity", b"NaN", b"9" * 5_000, b'""', b'"\\ud800"', b'"\\u0000"', b"\xff\xfe", b"\xf0\x9f", b"\0",
+    b'"0001-01-01T00:00:00"', b'"9999-12-31T23:59:59.999999-23:59"',
+]  # fmt: skip
 
 # Lengths, counts and signs that break arithmetic.
 INTERESTING = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFF_FFFF, 0xFFFF_FFFF, 2**63 - 1, 2**63, 2**64 - 1)
+
+
+def examples(count: int) -> int:
+    """The number of Hypothesis' examples of a test that has `count` of them in `make test-all`."""
+    return count if ALL_EXAMPLES else max(5, count // 5)
+
+
+def seeds(count: int) -> range:
+    """The seeds of a random test that has `count` of them in `make test-all`."""
+    return range(count if ALL_EXAMPLES else -(-count // 5))
 
 
 def mutated(rng: random.Random, valid: bytes, other: bytes) -> bytes:

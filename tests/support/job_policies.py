@@ -1,8 +1,12 @@
-"""Every policy, as `training.policy` of the small jobs of integration tests."""
+"""Every policy, as `training.policy` of the small jobs of integration tests, and which of them meet what."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Final
+
+from fuzzing import ALL_EXAMPLES
 
 POLICIES: Final = [
     "{name: asp}",
@@ -15,3 +19,17 @@ POLICIES: Final = [
     "{name: wsp, wave_batches: 2, clock_distance: 2}",
     "{name: diloco, local_batches: 2, grace_s: 0.2}",
 ]
+
+
+def some(policies: Sequence[str], *names: str) -> list[str]:
+    """Those of these names; all of them in `make test-all`.
+
+    In `make test` each policy meets some kinds of trouble, and each kind meets some policies of unlike families: groups
+    of gradients (doll, bsp), steps one by one (asp, ssp, essp, vap), steps that are held back (isp), waves (wsp), and
+    rounds (diloco).
+    """
+    if ALL_EXAMPLES:
+        return list(policies)
+    chosen = [policy for policy in policies if re.findall(r"\w+", policy.removeprefix("{name: "))[0] in names]
+    assert len(chosen) == len(names), (policies, names)
+    return chosen

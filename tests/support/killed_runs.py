@@ -1,14 +1,16 @@
-"""A run of `doll up` that was killed with all its processes, and the command line as a program."""
+"""A run of `doll up` that was killed with all its processes."""
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
+import commands
+import psutil
+from doll.errors import ConfigError
+from doll.run.folder import RunFolder
+from forked_commands import Program
+from process_checks import is_gone
 from waiting import until
 
 JOB = """
@@ -24,35 +26,36 @@ worker: {{lease_s: 3}}
 """
 
 
-def doll(*arguments: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "doll", *(str(argument) for argument in arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=800, check=False, cwd="/", env={**os.environ, **env}
-    )
-
-
-def killed_run(folder: Path, job: str, *options: str, **env: str) -> Path:
+def killed_run(doll: Program, folder: Path, job: str, *options: str, **env: str) -> Path:
     """The folder of a run of `doll up` that was killed, with all its processes, after 20 updates."""
     (folder / "job.yaml").write_text(JOB.format(job=job))
-    command = [sys.executable, "-m", "doll", "up", str(folder / "job.yaml"), "--parent-folder", str(folder / "runs")]
     err = folder / "err.txt"
-    with err.open("w") as file:
-        process = subprocess.Popen(
-            [*command, *options], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=file, cwd=folder,
-            env={**os.environ, **env},
-        )  # fmt: skip
+    process = doll.start(
+        "up", folder / "job.yaml", "--parent-folder", folder / "runs", *options, err=err, cwd=folder, **env
+    )
     try:
         until(lambda: re.search(r"run folder (\S+)", err.read_text()), err.read_text)
         (path,) = (folder / "runs").iterdir()
         until(lambda: version(path) >= 20, err.read_text)
-        refused = doll("resume", path)
-        assert refused.returncode == 2, refused.stderr
+        refused = commands.doll("resume", path)
+        assert refused.exit_code == 2, refused.stderr
         assert "this run is still running" in refused.stderr
+        started = psutil.Process(process.pid).children(recursive=True)
     finally:
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         process.wait()
     until(lambda: not left(path), lambda: "\n".join(left(path)))
+    until(lambda: all(map(is_gone, started)), lambda: str(started))
+    until(lambda: not is_locked(path), lambda: f"{path} is locked by a process that was started meanwhile")
     return path
+
+
+def is_locked(run: Path) -> bool:
+    try:
+        with RunFolder(run).locked():
+            return False
+    except ConfigError:
+        return True
 
 
 def version(run: Path) -> int:

@@ -6,8 +6,9 @@ import random
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import numpy as np
-from doll.config import JobConfig, parse
+from doll.config import JobConfig, dump, parse
 from doll.consumers.protocol.grants import part_of
 from doll.model.flat_model import build, fingerprint
 from doll.ps.engine import events as ev
@@ -78,7 +79,7 @@ class LoggedRun:
         held = store.load_newest(mark)
         start = Start(term, self.now, (0, 10, 20)) if held is None else Start.resume(term, self.now, held)
         self.path = folder / f"ps-{term}.log"
-        self.log = FileEventLog(self.path, start)
+        self.log = FileEventLog(self.path, msgspec.structs.replace(start, job=dump(self.config)))
         host = LocalModelHost(self.config, term, self.updater, self.blobs)
         self.server = ParameterServer(
             self.config, engine=make_engine(self.config, start, host, mark), host=host, store=store, outbox=self.outbox,

@@ -112,6 +112,18 @@ class MotoMarket:
         """The machine shuts down from inside."""
         self._end(_instance(id_), "Client.InstanceInitiatedShutdown", "User initiated")
 
+    def stop(self, id_: str) -> None:
+        """A person stops it in the console; its volume stays, and is paid for."""
+        instance, code = _instance(id_), "Client.UserInitiatedShutdown"
+        instance._state, instance.state_reason = InstanceState("stopped", 80), StateReason(f"{code}: stopped", code)
+        instance._reason = f"User initiated ({datetime.fromtimestamp(self.clock(), UTC):%Y-%m-%d %H:%M:%S} GMT)"
+
+    def start(self, id_: str) -> None:
+        """A person starts a stopped one, which launches it again."""
+        instance = _instance(id_)
+        instance._state, instance.state_reason, instance._reason = InstanceState("running", 16), StateReason("", ""), ""
+        instance.launch_time = datetime.fromtimestamp(self.clock(), UTC).replace(tzinfo=None)
+
     def forget_ended(self) -> None:
         """An hour goes by: what has ended is listed no longer. Client tokens are remembered for a day."""
         reservations = _backend().reservations

@@ -50,21 +50,39 @@ plan: {updates: 900, deadline_s: 300, budget_usd: 3}
 BATCH = 32
 
 
-def job(workers: int) -> JobConfig:
-    return parse(JOB, [f"data.workers={workers}", f"data.batch_size={BATCH}"])
+Errors = Callable[[int], tuple[float, float]]
+
+
+def job(workers: int, *overrides: str) -> JobConfig:
+    return parse(JOB, [f"data.workers={workers}", f"data.batch_size={BATCH}", *overrides])
+
+
+def falling(version: int) -> tuple[float, float]:
+    """Loss and accuracy of a job that learns."""
+    progress = math.exp(-version / 160)
+    return 0.1 + 2.2 * progress, 0.98 - 0.88 * progress
 
 
 class MadeUpJob:
     """A job whose records this process makes: four updates and a status per second of its own clock.
 
+    Args:
+        errors: its loss and accuracy at a version.
+        plan: section of the job file.
+
     Attributes:
         now_s: its Unix time.
+        problem: why what is shown may be old.
     """
 
     is_live = True
 
-    def __init__(self, workers: int = 8, *, members: int = 4, seed: int = 3) -> None:
-        self.config = job(workers)
+    def __init__(
+        self, workers: int = 8, *, members: int = 4, seed: int = 3, errors: Errors = falling, plan: str = ""
+    ) -> None:
+        self.config = job(workers, *([f"plan={plan}"] if plan else []))
+        self.problem = ""
+        self._errors = errors
         self.watched = WatchedJob(self.config, 0.0)
         self.now_s = self._start_s = 1_795_000_000.0
         self._workers, self._members = workers, members
@@ -80,7 +98,7 @@ class MadeUpJob:
     def read(self, view: Callable[[PageState], T]) -> T:
         with self._lock:
             elapsed_s = self.now_s - self._start_s
-            return view(self.watched.state(elapsed_s, self.now_s))
+            return view(self.watched.state(elapsed_s, self.now_s, problem=self.problem))
 
     def kept_versions(self) -> KeptVersions | None:
         return None
@@ -88,6 +106,12 @@ class MadeUpJob:
     def feed(self, record: Any) -> None:
         with self._lock:
             self.watched.feed(record)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within the context nobody can read its state."""
+        with self._lock:
+            yield
 
     def run(self, seconds: int) -> None:
         """Go on for so many seconds of its clock."""
@@ -154,8 +178,12 @@ class MadeUpJob:
         )
         self.feed(letter)
 
-    def status(self, **fields: Any) -> None:
-        """What the parameter server says each second."""
+    def status(self, *, unread: int = 400, **fields: Any) -> None:
+        """What the parameter server says each second.
+
+        Args:
+            unread: records at each worker, at most.
+        """
         elapsed_s = self.now_s - self._start_s
         workers = [
             gone_worker(n, restarts=1)
@@ -166,7 +194,7 @@ class MadeUpJob:
                 market="spot" if n % 8 < 5 else "on_demand",
                 control="local",
                 partitions=1,
-                lag_records=self._random.randrange(400),
+                lag_records=self._random.randrange(unread + 1),
                 retained_batches=self._random.randrange(6),
                 batch_s=0.05,
             )
@@ -204,7 +232,7 @@ class MadeUpJob:
         chosen = [live[(self._version * self._members + at) % len(live)] for at in range(self._members)]
         members = tuple(self._member(n) for n in sorted(chosen))
         self._samples += BATCH * len(members)
-        progress = math.exp(-self._version / 160)
+        loss, accuracy = self._errors(self._version)
         noise = self._random.uniform(-0.04, 0.04)
         self.feed(
             Update(
@@ -212,8 +240,8 @@ class MadeUpJob:
                 version=self._version,
                 members=members,
                 n_samples=BATCH * len(members),
-                loss=0.1 + 2.2 * progress + noise,
-                metrics={"accuracy": 0.98 - 0.88 * progress + noise / 4},
+                loss=loss + noise,
+                metrics=_known({"accuracy": accuracy + noise / 4}),
                 samples_total=self._samples,
                 batches_total=self._version * self._members,
                 apply_s=0.012,
@@ -238,14 +266,18 @@ class MadeUpJob:
         )
 
     def _evaluate(self) -> None:
-        progress = math.exp(-self._version / 160)
+        loss, accuracy = self._errors(self._version)
         values = {
             "version": self._version,
             "term": 1,
-            "loss": 0.11 + 2.1 * progress,
-            "accuracy": 0.975 - 0.87 * progress,
+            "loss": 0.015 + 0.955 * loss,
+            "accuracy": 0.006 + 0.989 * accuracy,
         }
-        self.feed(Metric(source="evaluator", values=values, time_s=self.now_s))
+        self.feed(Metric(source="evaluator", values=_known(values), time_s=self.now_s))
+
+
+def _known(values: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if not math.isnan(value)}
 
 
 def leave_run(made_up: MadeUpJob, folder: Path, **outcome: Any) -> None:

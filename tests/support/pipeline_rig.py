@@ -17,7 +17,7 @@ from doll.consumers.compute.gradient import GradientComputer
 from doll.consumers.compute.guard import Guard
 from doll.consumers.compute.step_model import StepModel
 from doll.consumers.intake.dead_letters import DeadLetters
-from doll.consumers.intake.decoding import Decoded
+from doll.consumers.intake.decoding import DecodedBatch
 from doll.consumers.lifecycle.departure import Departure
 from doll.consumers.pipeline.pipeline_engine import PipelineGradientEngine
 from doll.consumers.pipeline.stage_processes import start_stages
@@ -101,7 +101,8 @@ class Rig:
             version=weights.version, min_version=min_version, key=weights.key, included=weights.included,
         )  # fmt: skip
         count = batch.num_samples
-        decoded = Decoded(batch.x, batch.y, np.arange(count), weight=batch.weight, group=batch.group)
+        offsets = first_offset(number) + np.arange(count)
+        decoded = DecodedBatch(batch.x, batch.y, offsets, weight=batch.weight, group=batch.group)
         held = Batch(number, decoded, count, 0.0)
         return self.engine.submit(order, [held], lambda batch, grant_id: self.wanted(batch, grant_id))
 
@@ -121,6 +122,11 @@ class Rig:
         model = build(self.config, self.task)
         computer = GradientComputer(self.task, model)
         return StepModel("unit", self.blobs, self.config.training, model, computer)
+
+
+def first_offset(number: int) -> int:
+    """The offset of the first sample of batch `number`: batches with the same offsets would draw the same numbers."""
+    return 1_000 * number
 
 
 def answer(future: Future[GradientDone | None]) -> GradientDone:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from doll.provisioner.state_store import FileStateStore
-from doll.services import KAFKA_ENV, REDIS_ENV
+from forked_commands import Command
 from waiting import WAIT_TIMEOUT_S
 
 
@@ -19,16 +16,11 @@ class Provisioner:
 
     def __init__(self, job: Any) -> None:
         self.job = job
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[Command] = []
 
-    def __call__(self, *arguments: str) -> subprocess.Popen[bytes]:
-        env = os.environ | {KAFKA_ENV: self.job.services.kafka, REDIS_ENV: self.job.services.redis}
-        log = self.job.run / "logs" / f"provision-{len(self.processes)}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        argv = [sys.executable, "-m", "doll", "provision", arguments[0], "--job", str(self.job.job_path)]
-        argv += ["--run-folder", str(self.job.run), *arguments[1:]]
-        with log.open("wb") as file:
-            self.processes.append(subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=file))
+    def __call__(self, *arguments: str) -> Command:
+        log = f"provision-{len(self.processes)}"
+        self.processes.append(self.job.doll(f"provision {arguments[0]}", *arguments[1:], log=log))
         return self.processes[-1]
 
     def ask(self, *arguments: str) -> dict[str, Any]:
@@ -44,9 +36,8 @@ class Provisioner:
 
     def close(self) -> None:
         for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-            process.communicate()
+            process.kill()
+            process.wait()
 
 
 def journal_of(folder: Path, job: Any, kind: str = "") -> list[dict[str, Any]]:

@@ -10,11 +10,11 @@ from doll.ledger.lineage import UpdatesRecord
 from doll.ledger.valid_updates import DurableModel
 from doll.records.control import (
     Announce,
+    BatchRange,
     DeadLetter,
     Finished,
     Grant,
     Member,
-    Run,
     Served,
     TermStarted,
     Update,
@@ -25,7 +25,7 @@ from doll.records.control import (
 def announce(worker: int, session: int, first: int, until: int, *, partition: int | None = None) -> Announce:
     """Batches of a partition, by default the worker's own."""
     return Announce(
-        worker=worker, session=session, runs=(Run(worker if partition is None else partition, first, until),)
+        worker=worker, session=session, runs=(BatchRange(worker if partition is None else partition, first, until),)
     )
 
 
@@ -115,9 +115,10 @@ def balance(
     present: Sequence[Range] = (),
     lows: Sequence[int] | None = None,
     loss_allowed: bool = False,
+    is_whole: bool = False,
 ) -> LedgerReport:
     """The report of a `Ledger` with its letters."""
     ledger = Ledger(durable, records)
     for letter in dead_letters:
         ledger.add_dead_letter(letter)
-    return ledger.report(ends, present=present, lows=lows, loss_allowed=loss_allowed)
+    return ledger.report(ends, present=present, lows=lows, loss_allowed=loss_allowed, is_whole=is_whole)

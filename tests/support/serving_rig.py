@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 from doll.config import JobConfig, load
 from doll.model.flat_model import build, fingerprint
+from doll.process.connections import ServerAccess
 from doll.process.http_access import LOOPBACK, listen
 from doll.records.rollbacks import Rollback
 from doll.services import Services
-from doll.serving.connections import Access
 from doll.serving.main import ServedJob, ServeOptions, serve_here
 from doll.serving.metrics import ServeMetrics
 from doll.storage.blobs import Latest, encode_blob, encode_latest, latest_key, weights_key
@@ -76,7 +76,7 @@ class ServingRig:
     """
 
     def __init__(
-        self, folder: Path, *, access: Access | None = None, task: str = TASK, job: str = JOB, **options: Any
+        self, folder: Path, *, access: ServerAccess | None = None, task: str = TASK, job: str = JOB, **options: Any
     ) -> None:  # fmt: skip
         (folder / "line.py").write_text(task)
         (folder / "job.yaml").write_text(job)
@@ -90,7 +90,7 @@ class ServingRig:
         self.fingerprint = fingerprint(self.config, self.model)
         self.has_ended = False
         self._options = ServeOptions(**{"wanted": {"latest": 100.0}, "name": "line", **options})
-        self._access = access or Access()
+        self._access = access or ServerAccess()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._listener: socket.socket | None = None

@@ -19,7 +19,7 @@ from doll.consumers.intake.dead_letters import DeadLetters
 from doll.consumers.intake.decoding import RawRecords
 from doll.consumers.protocol.worker_core import Batch, Compute, OfferWeights, Send, WorkerCore
 from doll.consumers.tables.row_client import RowClient
-from doll.consumers.tables.table_rows import TableRows
+from doll.consumers.tables.table_rows import WorkerTables
 from doll.errors import BlobError
 from doll.model.flat_model import build
 from doll.optim.row_optimizer import row_optimizers
@@ -56,12 +56,12 @@ class Worker:
         self.task = load_task(config)
         model = build(config, self.task, with_rows=False)
         computer = GradientComputer(self.task, model)
-        self.rows: TableRows | None = None
+        self.rows: WorkerTables | None = None
         optimizes = config.training.policy.sends_steps and not self.task.defines_step
         if model.tables is not None:
             self.client = RowClient(config, job.blobs, model.tables.shapes, job.scope)
             self.client.connect(lambda request: job.send_rows(self.client, request))
-            self.rows = TableRows(
+            self.rows = WorkerTables(
                 self.client, config.worker.row_cache_bytes,
                 max_rows={name: bounds.max_rows for name, bounds in model.tables.bounds.items()},
                 optimizers=row_optimizers(config.training, self.client.tables) if optimizes else None,
@@ -84,9 +84,7 @@ class Worker:
             tables = {} if model.tables is None else model.tables.shapes
             compressor = Compressor(job.scope, model.num_parameters, tables)
         self.local = local
-        guard = (
-            OwnSteps(config, self.task, model, number) if self.task.defines_step else Guard(config, self.task, computer)
-        )
+        guard = OwnSteps(config, self.task, model) if self.task.defines_step else Guard(config, self.task, computer)
         self.handler = GrantHandler(
             config, local_model=local, guard=guard, compressor=compressor, blobs=job.blobs,
             dead_letters=self.letters, contribution=contribution, rows=self.rows, scope=job.scope,

@@ -16,7 +16,7 @@ from doll.pipeline.runtime.virtual_worker import (
     PullWeights,
     SendDown,
     StartBatch,
-    Submitted,
+    Submission,
     VirtualWorkerCore,
     Void,
     Wave,
@@ -176,7 +176,7 @@ class World:
         self.pulled: tuple[Weights, Steps] | None = None  # in the memory that all stages read
         self.pushed = Memory()
         self.answers: Counter[tuple[str, int | None]] = Counter()
-        self.orders: deque[tuple[Submitted, Weights]] = deque()
+        self.orders: deque[tuple[Submission, Weights]] = deque()
         self.in_stages: deque[Flight] = deque()
         self.in_flight: deque[Flight] = deque()  # started, and not complete
         self.returned: list[tuple[Backward, Flight]] = []
@@ -205,7 +205,7 @@ class World:
         self.min_version = max(self.min_version, self.version - self.random.randrange(3))
         num_samples = 0 if (batch * 7919 + 13) % 9 == 0 else 8
         flight = Flight(self.term, self.next_grant, batch, self.min_version)
-        submitted = Submitted(batch, self.term, self.min_version, num_samples, flight)
+        submitted = Submission(batch, self.term, self.min_version, num_samples, flight)
         self.orders.append((submitted, Weights(self.term, self.version, self.key(), self.applied)))
 
     def take_back(self, batch: int) -> None:
@@ -325,7 +325,7 @@ class World:
             self.take_back(flight.batch)
             self.is_gone = False
 
-    def done(self, submitted: Submitted, version: int, wave: int | None) -> None:
+    def done(self, submitted: Submission, version: int, wave: int | None) -> None:
         flight: Flight = submitted.token
         assert version >= flight.min_version, "computed on older weights than the grant allows"
         steps = NOTHING

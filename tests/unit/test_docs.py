@@ -16,8 +16,10 @@ DOCUMENTS = sorted(
     (
         *(
             ROOT / "README.md",
-            ROOT / "CONTRIBUTING.md",
+            ROOT / "AGENTS.md",
             ROOT / "CHANGELOG.md",
+            ROOT / "CONTRIBUTING.md",
+            ROOT / "llms.txt",
             ROOT / "deploy" / "terraform" / "README.md",
         ),
         *(ROOT / "docs").rglob("*.md"),
@@ -81,13 +83,14 @@ def options(command: Any) -> dict[str, Any]:
 
 def wrong(line: str) -> str:
     """What `doll` would refuse of a command line: its command, an option, an option without its value."""
-    words, command = shlex.split(line), typer.main.get_command(app)
+    words = shlex.split(line)
+    command: Any = typer.main.get_command(app)
     while words and hasattr(command, "commands"):
         if words[0].startswith("-"):
             break
         if words[0] not in command.commands:
             return f"no command {words[0]}"
-        command = command.commands[words.pop(0)]
+        command = command.get_command(None, words.pop(0))
     known = options(command)
     while words:
         word, _, value = words.pop(0).partition("=")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+from typing import Final
 
 import pytest
 from paths import ROOT
@@ -21,7 +22,12 @@ def test_there_are_examples_to_run() -> None:
     assert {"doll.theory.planning", "benchmarks.paper.formulas", "doll.provisioner.planning.estimators"} <= set(MODULES)
 
 
-@pytest.mark.parametrize("name", MODULES)
+TORCH: Final = {"doll.model.random_numbers"}  # load torch, so they are no fast tests
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in TORCH else name for name in MODULES]
+)
 def test_examples(name: str) -> None:
     outcome = doctest.testmod(importlib.import_module(name))
     assert outcome.failed == 0

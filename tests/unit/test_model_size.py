@@ -18,13 +18,15 @@ CONFIG = parse('{job: j, task: {class: "examples.synthetic.task:Gaussian"}, data
 
 
 class Wide(Task):
-    """Its parameters have a size and no memory."""
+    """A task whose large layer has a size and the memory of one number."""
 
     input_shape = (10_000,)
     num_classes = 2
 
     def build_model(self) -> Any:
-        return torch.nn.Sequential(torch.nn.Linear(10_000, 13_000, device="meta"), torch.nn.Linear(13_000, 2))
+        wide = torch.nn.Linear(10_000, 13_000, bias=False, device="meta")
+        wide.weight = torch.nn.Parameter(torch.zeros(()).expand(13_000, 10_000))
+        return torch.nn.Sequential(wide, torch.nn.Linear(13_000, 2))
 
     def decode(self, record: bytes) -> Sample:
         raise NotImplementedError

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from doll.config import parse
 from doll.consumers.protocol.worker_core import Exit, WorkerCore
+from doll.ledger.admission import new_run_id
 from doll.monitor.state.history import History
 from doll.ps.checkpointing import encode_snapshot
 from doll.ps.engine.engine import Engine
 from doll.ps.policies import make_policy
-from doll.ps.start import Start, engine_settings, make_engine, new_run_id
+from doll.ps.start import Start, engine_settings, make_engine
 from doll.records.control import Hello, TermStarted
 from doll.storage.checkpoints import Checkpoint
 from memory_stores import MemoryBlobs
@@ -77,10 +78,11 @@ class Tensors:
         return {}
 
 
-def test_a_checkpoint_keeps_the_id_and_one_of_an_earlier_release_gets_one() -> None:
+def test_a_server_has_the_id_that_its_session_gives_it_else_that_of_the_checkpoint() -> None:
+    """Two copies of a run folder have one checkpoint, and are to share no name on one Redis."""
     config = parse(JOB % (GAUSSIAN, 2, "{name: bsp}", SGD))
     first = engine(Start(1, 0.0, (0, 0), run_id="aa"))
-    for kept, offered, expected in (("aa", "bb", "aa"), ("", "bb", "bb")):
+    for kept, offered, expected in (("aa", "bb", "bb"), ("aa", "", "aa"), ("", "bb", "bb")):
         snapshot = msgspec.structs.replace(first.snapshot(0.0), run_id=kept)
         checkpoint = Checkpoint(
             job="unit", fingerprint="f", term=1, version=0, state=encode_snapshot(snapshot), tensors={}

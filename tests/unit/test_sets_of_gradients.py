@@ -52,11 +52,28 @@ def records(worker: int, batch: int) -> RawRecords:
     return RawRecords(range(BATCH * batch, BATCH * (batch + 1)), rows)
 
 
+class Experts(torch.nn.Module):
+    """Which of its experts a batch uses depends on it, and one is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(6, 2) for _ in range(10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.experts[int(x[0, 0] * 10) % 9](x)
+        return output
+
+
+class Mixed(Gaussian):
+    def build_model(self) -> torch.nn.Module:
+        return Experts()
+
+
 class Job:
     """A server and two workers in one process; each has a model of its own, and they share a blob store."""
 
-    def __init__(self, task: Task, *, whole_sets: bool) -> None:
-        self.config: JobConfig = parse(JOB)
+    def __init__(self, task: Task, *overrides: str, whole_sets: bool) -> None:
+        self.config: JobConfig = parse(JOB, overrides)
         self.whole_sets = whole_sets
         self.blobs, self.store, self.sent = MemoryBlobs(), MemoryCheckpointStore("unit"), list[AnyRecord]()
         model = build(self.config, task)
@@ -161,3 +178,31 @@ def test_a_group_computed_as_sets_makes_the_step_of_the_mean_gradient(task: Any,
         counter = weights[job.num_floats :].view(np.int64)
         assert counter.tolist() == [3], "batches seen: one per version, as of a single batch"
         assert np.abs(weights[job.num_parameters : job.num_floats]).max() > 0.1, "the statistics have moved"
+
+
+@pytest.mark.parametrize("whole_sets", [True, False])
+def test_a_parameter_that_no_sample_of_an_update_has_used_stays_as_torch_leaves_it(whole_sets: bool) -> None:
+    """As a loop of torch's: weight decay and momentum are for parameters with a gradient."""
+    optimizer = "{name: adam, lr: 0.01, weight_decay: 0.3}"
+    job = Job(Mixed(features=6), f"training.optimizer={optimizer}", whole_sets=whole_sets)
+    job.run(4)
+    module = build(job.config, Mixed(features=6)).module
+    parameters = [torch.nn.Parameter(parameter.detach().clone()) for parameter in module.parameters()]
+    plain, num_absent = torch.optim.Adam(parameters, lr=0.01, weight_decay=0.3), 0
+    for update in range(4):
+        theirs = Experts()
+        theirs.load_state_dict(dict(zip(theirs.state_dict(), parameters, strict=True)))
+        for batch in range(3 * update, 3 * update + 3):
+            for worker in range(WORKERS):
+                rows = torch.tensor(
+                    np.array([np.frombuffer(raw or b"", "<f4") for raw in records(worker, batch).values])
+                )
+                loss = torch.nn.functional.cross_entropy(theirs(rows[:, :-1]), rows[:, -1].long())
+                torch.autograd.backward(loss / GROUP)
+        for parameter, with_gradient in zip(parameters, theirs.parameters(), strict=True):
+            parameter.grad = with_gradient.grad
+            num_absent += with_gradient.grad is None
+        plain.step()
+    assert 2 * 4 < num_absent < 2 * 4 * 8
+    expected = torch.cat([parameter.detach().flatten() for parameter in parameters])
+    np.testing.assert_allclose(job.updater.weights, expected, atol=1e-5)

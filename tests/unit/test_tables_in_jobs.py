@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from doll.consumers.tables.row_cache import OpLog, RowCache
-from doll.consumers.tables.table_rows import TableRows
+from doll.consumers.tables.table_rows import WorkerTables
 from doll.errors import ConfigError
 from doll.evaluation.stored_weights import StoredWeights
 from doll.model.flat_model import build
@@ -116,7 +116,8 @@ class Watched:
         self.steps: list[dict[int, Rows]] = [{} for _ in range(WORKERS)]  # worker: batch -> its step
         self.looked_up = self.old = 0
         self.problems: list[str] = []
-        apply, begin, look_up, close = LocalModelHost.apply, TableRows.begin, TableRows.look_up, TableRows.close
+        tables = WorkerTables
+        apply, begin, look_up, close = LocalModelHost.apply, tables.begin, tables.look_up, tables.close
         grants: dict[int, Grant] = {}
 
         def watched_apply(host: LocalModelHost, update: Any) -> int:
@@ -128,28 +129,28 @@ class Watched:
             self.versions.append(host.tensors()[f"table.{NAME}.values"].copy())
             return done
 
-        def watched_begin(table_rows: TableRows, grant: Grant, is_wanted: Any) -> None:
+        def watched_begin(table_rows: WorkerTables, grant: Grant, is_wanted: Any) -> None:
             grants[id(table_rows)] = grant
             # A batch that is computed again has no step: what was void is taken back.
             for batch in [batch for batch in self.steps[grant.worker] if batch >= grant.first]:
                 del self.steps[grant.worker][batch]
             begin(table_rows, grant, is_wanted)
 
-        def watched_look_up(table_rows: TableRows, name: str, ids: Ids) -> Floats:
+        def watched_look_up(table_rows: WorkerTables, name: str, ids: Ids) -> Floats:
             got, grant = look_up(table_rows, name, ids), grants[id(table_rows)]
             for at, row in zip(ids, got, strict=True):
                 self._check(grant, int(at), row)
             return got
 
-        def watched_close(table_rows: TableRows, batch: int) -> dict[str, Rows]:
+        def watched_close(table_rows: WorkerTables, batch: int) -> dict[str, Rows]:
             closed = close(table_rows, batch)
             self.steps[grants[id(table_rows)].worker][batch] = closed[NAME]
             return closed
 
         monkeypatch.setattr(LocalModelHost, "apply", watched_apply)
-        monkeypatch.setattr(TableRows, "begin", watched_begin)
-        monkeypatch.setattr(TableRows, "look_up", watched_look_up)
-        monkeypatch.setattr(TableRows, "close", watched_close)
+        monkeypatch.setattr(WorkerTables, "begin", watched_begin)
+        monkeypatch.setattr(WorkerTables, "look_up", watched_look_up)
+        monkeypatch.setattr(WorkerTables, "close", watched_close)
         self.job = job(policy, seed, sparse=True)
 
     def _check(self, grant: Grant, at: int, row: Floats) -> None:
@@ -244,7 +245,7 @@ def test_workers_read_the_rows_that_the_server_has_at_the_grant_s_version(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of ids that have a row, have lost it, or have got it again."""
-    read, look_up = BoundedTable.read, TableRows.look_up
+    read, look_up = BoundedTable.read, WorkerTables.look_up
     tables: list[BoundedTable] = []
     looked_up = 0
 
@@ -252,7 +253,7 @@ def test_workers_read_the_rows_that_the_server_has_at_the_grant_s_version(
         tables[:] = [table]
         return read(table, ids)
 
-    def watched_look_up(rows: TableRows, name: str, ids: Ids) -> Floats:
+    def watched_look_up(rows: WorkerTables, name: str, ids: Ids) -> Floats:
         nonlocal looked_up
         values = look_up(rows, name, ids)
         assert values.tobytes() == read(tables[0], ids).values.tobytes()
@@ -260,7 +261,7 @@ def test_workers_read_the_rows_that_the_server_has_at_the_grant_s_version(
         return values
 
     monkeypatch.setattr(BoundedTable, "read", watched_read)
-    monkeypatch.setattr(TableRows, "look_up", watched_look_up)
+    monkeypatch.setattr(WorkerTables, "look_up", watched_look_up)
     done = bounded_job(POLICIES[policy], 5, ids=60)
     assert looked_up > 500
     assert done.host.table_totals()[NAME].evicted > 0

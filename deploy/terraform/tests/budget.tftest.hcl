@@ -24,6 +24,7 @@ run "budget" {
     region               = "us-east-1"
     kms_key_arn          = "arn:aws:kms:us-east-1:123456789012:key/none"
     alarm_email          = "a@example.com"
+    alarm_topic_arn      = null
     control_instance_id  = "i-0123456789abcdef0"
     roles_log_group      = "doll-clicks"
     budget_usd_per_month = 500

@@ -101,8 +101,9 @@ provider "aws" {
 }
 
 variables {
-  name      = "test"
-  image_tag = "v1"
+  name        = "test"
+  image_tag   = "v1"
+  alarm_email = "a@example.com"
 }
 
 # Real passwords are made where the stack is applied, as by make tf-apply-local.
@@ -115,7 +116,13 @@ override_module {
     producer_name        = "doll/test/producer"
     schema_registry_arn  = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/schema-registry-abcdef"
     schema_registry_name = "doll/test/schema-registry"
-    msk_arn              = "arn:aws:secretsmanager:us-east-1:123456789012:secret:AmazonMSK_doll_test-abcdef"
+    cache_arn            = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/cache-abcdef"
+    worker_arn           = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/worker-abcdef"
+    worker_name          = "doll/test/worker"
+    msk_arns = [
+      "arn:aws:secretsmanager:us-east-1:123456789012:secret:AmazonMSK_doll_test-abcdef",
+      "arn:aws:secretsmanager:us-east-1:123456789012:secret:AmazonMSK_doll_test_worker-abcdef",
+    ]
     authority_arns = {
       kafka = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/kafka-authority-abcdef"
       cache = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/cache-authority-abcdef"
@@ -199,7 +206,6 @@ run "serverless_and_all_that_is_optional" {
     nat_mode                        = "none"
     cache_image                     = "123456789012.dkr.ecr.us-east-1.amazonaws.com/doll-test:valkey-8.1"
     budget_usd_per_month            = 500
-    alarm_email                     = "a@example.com"
     create_spot_service_linked_role = true
     producer_cidrs                  = ["10.1.0.0/16"]
     image_tag                       = "sha256:0000000000000000000000000000000000000000000000000000000000000000"
@@ -238,6 +244,37 @@ run "a_schema_registry_with_all_that_it_may_need" {
   }
 }
 
+# --- who hears the alarms ---
+
+run "without_a_receiver_the_plan_says_that_nobody_hears_the_alarms" {
+  command = plan
+  variables {
+    alarm_email = null
+  }
+  expect_failures = [check.alarms_have_a_receiver]
+}
+
+run "alarms_go_to_a_topic_of_the_users" {
+  variables {
+    alarm_email     = null
+    alarm_topic_arn = "arn:aws:sns:us-east-1:123456789012:oncall"
+  }
+  assert {
+    condition     = output.names.alarm_topic == "arn:aws:sns:us-east-1:123456789012:oncall"
+    error_message = "alarms do not go where the user wants them"
+  }
+}
+
+run "an_address_that_nobody_has_confirmed_is_no_receiver" {
+  command = plan
+  override_resource {
+    target          = module.observability.aws_sns_topic_subscription.email
+    override_during = plan
+    values          = { pending_confirmation = true }
+  }
+  expect_failures = [check.alarm_email_is_confirmed]
+}
+
 # --- invalid values ---
 
 run "wrong_values" {
@@ -254,6 +291,7 @@ run "wrong_values" {
     cache_mode            = "memcached"
     control_instance_type = "xlarge"
     alarm_email           = "nobody"
+    alarm_topic_arn       = "oncall"
     log_retention_days    = 2
     schema_registry_ca    = "-----BEGIN PRIVATE KEY-----"
     schema_registry_cidrs = ["0.0.0.0/0"]
@@ -261,7 +299,8 @@ run "wrong_values" {
   }
   expect_failures = [
     var.name, var.image_tag, var.region, var.zone_count, var.vpc_cidr, var.producer_cidrs, var.worker_instance_types,
-    var.worker_ami_id, var.cache_mode, var.control_instance_type, var.alarm_email, var.log_retention_days,
+    var.worker_ami_id, var.cache_mode, var.control_instance_type, var.alarm_email, var.alarm_topic_arn,
+    var.log_retention_days,
     var.schema_registry_ca, var.schema_registry_cidrs, var.schema_registry_port,
   ]
 }
@@ -274,6 +313,12 @@ run "values_that_do_not_go_together" {
     kafka_broker_count    = 2
     nat_mode              = "none"
     worker_instance_types = ["c5.xlarge"]
+  }
+  # Unknown before the apply, and a test takes a check that cannot be evaluated as failed.
+  override_resource {
+    target          = module.observability.aws_sns_topic_subscription.email
+    override_during = plan
+    values          = { pending_confirmation = false }
   }
   expect_failures = [var.kafka_broker_count, var.kafka_image, var.cache_image, var.worker_instance_types]
 }

@@ -22,8 +22,9 @@ provider "aws" {
 }
 
 variables {
-  name      = "test"
-  image_tag = "v1"
+  name        = "test"
+  image_tag   = "v1"
+  alarm_email = "a@example.com"
 }
 
 override_data {
@@ -46,6 +47,12 @@ override_data {
   target = module.observability.data.aws_caller_identity.this
   values = { account_id = "123456789012" }
 }
+# Unknown before the apply, and a test takes a check that cannot be evaluated as failed.
+override_resource {
+  target          = module.observability.aws_sns_topic_subscription.email
+  override_during = plan
+  values          = { pending_confirmation = false }
+}
 override_data {
   target = module.cache.data.aws_secretsmanager_random_password.this
   values = { random_password = "none" }
@@ -61,7 +68,13 @@ override_module {
     producer_name        = "doll/test/producer"
     schema_registry_arn  = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/schema-registry-abcdef"
     schema_registry_name = "doll/test/schema-registry"
-    msk_arn              = "arn:aws:secretsmanager:us-east-1:123456789012:secret:AmazonMSK_doll_test-abcdef"
+    cache_arn            = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/cache-abcdef"
+    worker_arn           = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/worker-abcdef"
+    worker_name          = "doll/test/worker"
+    msk_arns = [
+      "arn:aws:secretsmanager:us-east-1:123456789012:secret:AmazonMSK_doll_test-abcdef",
+      "arn:aws:secretsmanager:us-east-1:123456789012:secret:AmazonMSK_doll_test_worker-abcdef",
+    ]
     authority_arns = {
       kafka = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/kafka-authority-abcdef"
       cache = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/cache-authority-abcdef"
@@ -72,8 +85,21 @@ override_module {
 run "self_managed" {
   command = plan
   variables {
-    kafka_mode = "self_managed"
-    nat_mode   = "per_az"
+    kafka_mode            = "self_managed"
+    nat_mode              = "per_az"
+    worker_instance_types = ["c5.xlarge", "c5a.xlarge", "m5.xlarge"]
+  }
+  assert {
+    condition = toset([
+      for statement in data.aws_iam_policy_document.control.statement : join(" ", concat(
+        tolist(statement.actions),
+        flatten([for condition in statement.condition : [condition.test, condition.values] if condition.variable == "ec2:InstanceType"]),
+      )) if startswith(statement.sid, "LaunchWorkerTypes")
+      ]) == toset([
+      "ec2:CreateFleet StringEqualsIfExists c5.xlarge c5a.xlarge m5.xlarge",
+      "ec2:RunInstances StringEquals c5.xlarge c5a.xlarge m5.xlarge",
+    ])
+    error_message = "the provisioner may launch machines of other types than the workers'"
   }
 }
 
@@ -84,7 +110,6 @@ run "msk_and_all_that_is_optional" {
     cache_mode                      = "elasticache"
     nat_mode                        = "none"
     budget_usd_per_month            = 500
-    alarm_email                     = "a@example.com"
     create_spot_service_linked_role = true
     producer_cidrs                  = ["10.1.0.0/16"]
     worker_ami_id                   = "ami-0123456789abcdef0"

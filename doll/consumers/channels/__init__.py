@@ -1,1 +1,1 @@
-"""How a worker's records travel: through Kafka, and over a control link where there is one."""
+"""How a worker's records travel: through Kafka, and over a control link if there is one."""

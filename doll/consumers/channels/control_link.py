@@ -79,7 +79,7 @@ class ControlLink:
     def send(self, record: AnyRecord) -> bool:
         """Send on the link; False: it has to go through Kafka.
 
-        A push on a link that breaks at this moment is sent by the change that follows, behind those before it.
+        A push on a link that breaks at this moment is sent by the change that follows, after those before it.
         """
         welcome, link = self._welcome, self._link
         if link is None or welcome is None or getattr(record, "term", welcome.term) != welcome.term:
@@ -248,7 +248,7 @@ class ControlLink:
         return None
 
     def _report(self, endpoint: str, error: LinkError) -> None:
-        """This endpoint takes no link now; a refusal: it is not the server's."""
+        """Report that this endpoint takes no link now; a refusal: it is not the server's."""
         if not error.is_refusal:
             log.info("control_link_unavailable", endpoint=endpoint, reason=str(error))
             return

@@ -7,6 +7,7 @@ samples, or every fetch of samples would have to be short (ADR 0006).
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -14,10 +15,10 @@ from typing import Final, TypeAlias
 
 from doll.config import JobConfig
 from doll.errors import FencedError, ServiceUnavailableError
-from doll.kafka.clients import make_consumer
+from doll.kafka.clients import is_away, make_consumer
 from doll.kafka.publisher import Publisher
 from doll.kafka.range_reader import RangeReader
-from doll.kafka.reader import Partition, Reader, bounds_of_partitions, partition_bounds
+from doll.kafka.reader import RESUME_GRACE_S, Partition, Reader, bounds_of_partitions, partition_bounds
 from doll.process.metric_names import worker_source
 from doll.records.control import AnyRecord, DeadLetter, Fence, Hello, Join, Metric, Stop, Welcome
 from doll.services import Services
@@ -28,10 +29,9 @@ log = get_logger(__name__)
 Commands: TypeAlias = list[tuple[int, bytes | None]]  # (offset, value), in order
 
 _LOOKUP_S: Final = 5.0
+_MAX_LOOKUP_S: Final = 20.0  # a worker that is to leave meanwhile does so after this
 _JOIN_RETRY_S: Final = 2.0
 _LOG_AGAIN_S: Final = 10.0
-# How long a server may stay away after an earlier one's Stop before that is believed, beyond the lease of a standby.
-_ENDED_AFTER_S: Final = 30.0
 _POLL_S: Final = 0.2  # how soon the thread that reads commands sees that it must stop
 
 
@@ -42,7 +42,7 @@ class JobEndedError(Exception):
 class WorkerChannel:
     """Kafka, as one worker uses it beside Faust. `send` and `send_dead_letters` may be called from any thread.
 
-    What reads raises ServiceUnavailableError where Kafka does not answer.
+    What reads raises ServiceUnavailableError if Kafka does not answer.
     """
 
     def __init__(self, config: JobConfig, services: Services, worker: int) -> None:
@@ -52,7 +52,7 @@ class WorkerChannel:
         self._dead_topic = config.topic("dead")
         self._commands = Partition(config.topic("commands"), worker)
         self._key = str(worker).encode()
-        self._ended_after_s = config.ps.lease_s + _ENDED_AFTER_S
+        self._ended_after_s = config.ps.lease_s + RESUME_GRACE_S
         self._publisher = Publisher(config, services)
         # On a connection of its own: a request for watermarks would wait behind the fetch of commands, and librdkafka
         # would poll for its answer a thousand times a second.
@@ -110,7 +110,7 @@ class WorkerChannel:
         return False
 
     def read_values(self, topic: str, partition: int, offsets: Collection[int]) -> dict[int, bytes]:
-        """What the log holds at these offsets, without offsets that it does not hold any more."""
+        """The values that the log holds at these offsets, without offsets that it does not hold any more."""
         if not offsets:
             return {}
         with RangeReader(self._config, self._services) as reader:
@@ -135,10 +135,9 @@ class WorkerChannel:
         """
         # Commands from before this moment are not for this process, with one exception: a Stop as the last of them
         # means that the job has ended and nobody will answer, unless a resumed server soon does.
-        reader = self._reader = Reader(
-            self._config, self._services, "commands", [self._commands], lambda _, low, high: max(low, high - 1),
-            lookup_timeout_s=_LOOKUP_S,
-        )  # fmt: skip
+        reader = self._reader = self._open_commands(should_stop)
+        if reader is None:
+            return None
         first_new = reader.ends[self._commands]
         ended: Stop | None = None
         asked_s = logged_s = float("-inf")
@@ -170,6 +169,29 @@ class WorkerChannel:
                         asked_s = float("-inf")
                     case Stop():
                         raise JobEndedError(record.reason)
+        return None
+
+    def _open_commands(self, should_stop: Callable[[], bool]) -> Reader | None:
+        """A reader of this worker's commands, from the last one; None if `should_stop` returned True.
+
+        It waits for a broker that does not keep up, as where a thousand workers start at once: before it asks again it
+        pauses for a random time, so that they do not all come back together."""
+        timeout_s = _LOOKUP_S
+        while not should_stop():
+            try:
+                return Reader(
+                    self._config, self._services, "commands", [self._commands], lambda _, low, high: max(low, high - 1),
+                    lookup_timeout_s=timeout_s,
+                )  # fmt: skip
+            except ServiceUnavailableError as exc:
+                if not is_away(exc):
+                    raise
+                pause_s = random.uniform(0.0, timeout_s)
+                log.warning("waiting_for_kafka", reason=str(exc), pause_s=round(pause_s, 1))
+                timeout_s = min(2.0 * timeout_s, _MAX_LOOKUP_S)
+                again_s = time.monotonic() + pause_s
+                while time.monotonic() < again_s and not should_stop():
+                    time.sleep(_POLL_S)
         return None
 
     def read_commands(self, deliver: Callable[[Commands], object]) -> None:

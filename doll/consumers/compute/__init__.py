@@ -1,1 +1,1 @@
-"""From a grant to a push: weights, the gradient or the task's steps, the sample guard, filter and compression."""
+"""The way from a grant to a push: weights, the gradient or the task's steps, sample guard, filter and compression."""

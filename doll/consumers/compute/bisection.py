@@ -49,7 +49,7 @@ def failing(part: Sequence[int], problem_of: Callable[[Sequence[int]], str]) -> 
     """The samples of `part` that fail by themselves, with the reason of each.
 
     Args:
-        problem_of: what is wrong with a part; "" where nothing is. A part whose halves both pass is left alone.
+        problem_of: the problem of a part; "" if it has none. A part whose halves both pass is left alone.
     """
     failures: dict[int, str] = {}
     waiting = [part]
@@ -83,8 +83,8 @@ def usual_norm(norms: Sequence[float]) -> float:
 def harmful(before: float, wrong: float, after: float) -> bool:
     """Whether a step harms ordinary samples: their loss was `before` and is `after`.
 
-    It does where the loss at least doubles, and rises by at least a quarter of what wrong targets would cost (`wrong`).
-    Doubling alone means nothing where the loss is next to zero.
+    It does if the loss at least doubles, and rises by at least a quarter of what wrong targets would cost (`wrong`).
+    Doubling alone means nothing if the loss is next to zero.
     """
     if not math.isfinite(after):
         return True

@@ -1,4 +1,4 @@
-"""Newer weights from those that a worker has read before and what has changed since."""
+"""Newer weights from those that a worker has read before and the changes since."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DeltaReader:
         self.num_bytes = 0  # of the last `read`
 
     def keep(self, weights: Weights, source: Grant | NewVersion) -> None:
-        """These are the weights that `source` names; shape (numel,). They are copied."""
+        """Keep a copy of these weights, which `source` names; shape (numel,)."""
         self._weights[:] = weights
         self._place = (source.term, source.version)
 
@@ -41,7 +41,7 @@ class DeltaReader:
         """The weights that `source` names, shape (numel,), valid until the next call.
 
         Returns:
-            None where the whole must be read: it is shorter, or what lies between is not in the blob store.
+            None if the whole must be read: it is shorter, or what lies between is not in the blob store.
         """
         self.num_bytes = 0
         term, version = self._place

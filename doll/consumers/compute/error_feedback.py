@@ -2,7 +2,7 @@
 
 Seide et al., 1-bit stochastic gradient descent (Interspeech 2014); Karimireddy et al., Error feedback fixes SignSGD
 (ICML 2019). The error is the worker's own: it is not in a checkpoint, and goes with the process. Nor is it taken back
-where a contribution is refused and its batches are computed again. Either way, what is lost or counts twice is at most
+if a contribution is refused and its batches are computed again. Either way, what is lost or counts twice is at most
 the rounding of one contribution.
 """
 
@@ -21,14 +21,14 @@ _LARGEST: Final = 15  # numbers of float16 are below 2 ** 16; one bit is left fo
 
 
 class ErrorFeedback:
-    """Of one worker. Not thread-safe: one thread computes."""
+    """The error feedback of one worker. Not thread-safe: one thread computes."""
 
     def __init__(self, form: Literal["bf16", "fp16"]) -> None:
         self._form = form
         self._error: torch.Tensor | None = None
 
     def round(self, values: npt.NDArray[np.float32]) -> Rounded | None:
-        """`values`, shape (numel,), and the error so far, rounded; None where a number is not finite: it is sent as it
+        """`values`, shape (numel,), and the error so far, rounded; None if a number is not finite: it is sent as it
         is, and refused by the server."""
         wanted = torch.from_numpy(np.array(values))
         if self._error is not None:

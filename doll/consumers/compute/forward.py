@@ -19,7 +19,7 @@ class ForwardPasses:
     """Runs forward and loss. Not thread-safe: one thread computes.
 
     `bf16` is `torch.autocast`: parameters, gradients and the sum of a set stay float32. A module that is compiled is
-    the same module with the same parameters; where compiled code fails and the module itself does not, the rest of the
+    the same module with the same parameters; if compiled code fails and the module itself does not, the rest of the
     job runs without it.
     """
 
@@ -33,7 +33,7 @@ class ForwardPasses:
         self._compiled: Any = torch.compile(module) if compiles else None
 
     def run(self, forward: Callable[[torch.nn.Module], T], undo: Callable[[], None]) -> T:
-        """What `forward` returns of the module, which it may call more than once.
+        """The result of `forward` for the module, which it may call more than once.
 
         Args:
             undo: puts the module back to what it was before a pass. Compiled code that fails may have run in part, and

@@ -17,8 +17,9 @@ from doll.consumers.compute.delta_reader import DeltaReader
 from doll.consumers.compute.forward import ForwardPasses
 from doll.consumers.compute.weights_ahead import WeightsAhead
 from doll.consumers.protocol.grants import grant_id_of
-from doll.errors import BlobError, IllegalEventError
+from doll.errors import BlobError, IllegalEventError, TaskError
 from doll.model.flat_model import FlatModel
+from doll.model.random_numbers import draw_from
 from doll.optim.optimizer import length
 from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import Blobs, decode_blob
@@ -46,13 +47,14 @@ class Gradient(NamedTuple):
     loss_sum: float  # sum of the sample losses at the given weights, before learning from them
     metric_sums: dict[str, float]  # sums of the task's metrics over the samples
     weight: float  # sum of the samples' weights, which each of them is multiplied by here
-    norm: float = 0.0  # of the part of the parameters and of `rows`; infinite where a number of it is not finite
+    norm: float = 0.0  # of the part of the parameters and of `rows`; infinite if a number of it is not finite
     buffer_change: float = 0.0  # norm of the change of the float buffers; infinite as above
     rows: Mapping[str, Rows] = {}  # of the tables that took part, by name; their memory stays as it is
+    absent: int = 0  # parameters that no sample has used, see `FlatModel.absent`
 
     @property
     def values(self) -> npt.NDArray[np.float32]:
-        """`vector` in this machine's memory: a view where it is there, else a copy."""
+        """`vector` in this machine's memory: a view if it is there, else a copy."""
         array: npt.NDArray[np.float32] = self.vector.cpu().numpy()
         return array
 
@@ -62,7 +64,7 @@ class Gradient(NamedTuple):
         return self.vector.numel() + sum(rows.values.size for rows in self.rows.values())
 
     def problem(self) -> str:
-        """What is not finite; "" where all is."""
+        """The reason why loss, gradient or statistics are not finite; "" if all are."""
         if not math.isfinite(self.loss_sum):
             return f"the loss is {self.loss_sum}"
         if not math.isfinite(self.norm):
@@ -71,7 +73,13 @@ class Gradient(NamedTuple):
 
 
 class GradientComputer:
-    """One worker's replica of the model. Not thread-safe: one thread computes."""
+    """One worker's replica of the model. Not thread-safe: one thread computes.
+
+    Attributes:
+        seed: of the random numbers of each pass, see `doll.model.random_numbers`; None: they go on.
+    """
+
+    seed: int | None = None
 
     def __init__(self, task: Task, model: FlatModel, passes: ForwardPasses | None = None) -> None:
         self._task = task
@@ -81,14 +89,14 @@ class GradientComputer:
 
     @property
     def weights(self) -> npt.NDArray[np.float32]:
-        """What the replica holds: float32, shape (numel,). The caller may change it between two passes."""
+        """The weights of the replica: float32, shape (numel,). The caller may change it between two passes."""
         self._is_behind = True
         array: npt.NDArray[np.float32] = self._model.host.numpy()
         return array
 
     @property
     def num_values(self) -> int:
-        """Of `weights`."""
+        """The number of values in `weights`."""
         return self._model.host.numel()
 
     def _catch_up(self) -> None:
@@ -116,30 +124,39 @@ class GradientComputer:
 
         Args:
             use_running_stats: let batch norm use the statistics so far, so that samples do not influence each other.
+
+        Raises:
+            TaskError: the loss has no gradient, is no loss, or a buffer of the model has another shape by now.
         """
         model, batch = self._model, SampleBatch(x, y, weight, group)
         self._catch_up()
         flat = model.flat.detach()
         buffers = flat[model.num_parameters :].clone()
         try:
-            model.grad.zero_()
+            model.begin_gradient()
             if model.tables is not None:
                 model.tables.reset()
             # One sample has no variance, and torch refuses it: a batch with one usable sample would end
             # the worker. Its normalisation uses the statistics so far and does not change them.
             uses_running_stats = use_running_stats or batch.num_samples == 1
             output, loss, inputs = self._forward(batch, buffers, use_running_stats=uses_running_stats)
+            if not loss.total.requires_grad:
+                raise TaskError(
+                    f"{type(self._task).__name__}: expected a loss with a gradient, got one without: compute it from "
+                    "the model's output with torch, without detach(), item(), numpy, argmax or torch.no_grad()"
+                )
             torch.autograd.backward(loss.total)
             with torch.no_grad():
                 metrics = passes.metric_sums(self._task, trees.mapped(torch.Tensor.detach, output), inputs)
             model.restore_buffers()
+            absent = model.absent()
             vector, floats = model.grad, slice(model.num_parameters, model.num_floats)
             rows = {} if model.tables is None else model.tables.gradients()
             norm = math.hypot(length(vector[: model.num_parameters]), norm_of_rows(rows))
             buffer_change = length(flat[floats] - buffers[: model.num_buffers]) if model.num_buffers else 0.0
             torch.mul(flat[floats], inputs.total_weight, out=vector[floats])
             vector[model.num_floats :] = flat[model.num_floats :]
-            return Gradient(vector, loss.value, metrics, inputs.total_weight, norm, buffer_change, rows)
+            return Gradient(vector, loss.value, metrics, inputs.total_weight, norm, buffer_change, rows, absent)
         finally:
             self._undo_pass(buffers)
 
@@ -184,7 +201,7 @@ class GradientComputer:
         return gradient._replace(vector=torch.from_numpy(self._model.copied(gradient.values)))
 
     def new_sum(self) -> GradientSum:
-        """For the gradients of one set."""
+        """Make an empty sum for the gradients of one set."""
         return GradientSum(self._model.num_parameters, self._model.num_floats)
 
     @property
@@ -212,6 +229,8 @@ class GradientComputer:
         self, batch: SampleBatch, buffers: torch.Tensor, *, use_running_stats: bool
     ) -> tuple[Any, passes.Loss, passes.Inputs]:  # fmt: skip
         """Output, loss, and what the task got. `buffers`: a copy of what the module has before."""
+        if self.seed is not None:
+            draw_from(self.seed, self._model.device)
         module = self._model.module.train()
         if use_running_stats:
             for part in module.modules():
@@ -235,13 +254,14 @@ class GradientSum:
     """
 
     def __init__(self, num_parameters: int, num_floats: int) -> None:
-        """`num_floats`: of parameters and float buffers; what is behind is not numbers."""
+        """`num_floats`: of parameters and float buffers; what comes after is not numbers."""
         self._num_parameters = num_parameters
         self._num_floats = num_floats
         self._memory: torch.Tensor | None = None  # where the gradients are; allocated when a set has two
         self._is_kept = False  # `_memory` holds those before `_last`
         self._last: torch.Tensor | None = None
         self._bound = 0.0  # no number of the sum is larger
+        self.absent = 0
         self._rows: dict[str, list[Rows]] = {}
         self._grant: Grant | None = None
         self._holds: list[tuple[int, int]] = []
@@ -267,13 +287,14 @@ class GradientSum:
         return True
 
     def add(self, gradient: Gradient, *, batch: int) -> bool:
-        """False where float32 may not hold the sum."""
+        """False if float32 may not hold the sum."""
         self._expect_later(batch)
         floats = gradient.vector[self._num_parameters : self._num_floats]
         bound = self._bound + max(gradient.norm, float(floats.abs().max()) if len(floats) else 0.0)
         if (self._is_kept or self._last is not None) and not bound < _MAX_SUM:
             return False
         self.keep()
+        self.absent = gradient.absent if self._last is None and not self._is_kept else self.absent & gradient.absent
         self._last, self._bound = gradient.vector, bound
         for name, rows in gradient.rows.items():
             self._rows.setdefault(name, []).append(rows)
@@ -304,7 +325,7 @@ class GradientSum:
         self._is_kept, self._last = True, None
 
     def values(self) -> npt.NDArray[np.float32] | None:
-        """The sum: on the CPU in this object's memory, or in the gradient's where it is one alone; else a copy."""
+        """The sum: on the CPU in this object's memory, or in the gradient's if it is one alone; else a copy."""
         if self._is_kept:
             self.keep()
         vector = self._memory if self._is_kept else self._last
@@ -317,7 +338,7 @@ class GradientSum:
 def stored_weights(
     blobs: Blobs, key: str, *, job: str, version: int, numel: int
 ) -> npt.NDArray[np.float32] | None:  # fmt: skip
-    """The weights under `key`, shape (numel,), which may be a view; None where the store does not hold them whole."""
+    """The weights under `key`, shape (numel,), which may be a view; None if the store does not hold them whole."""
     if (blob := blobs.get(key)) is None:
         return None
     try:
@@ -339,21 +360,21 @@ class LocalModel(Protocol):
 
     @property
     def delta_bytes(self) -> int:
-        """That the last read took instead of those of the whole weights; 0: it took the whole."""
+        """The bytes that the last read took instead of those of the whole weights; 0: it took the whole."""
 
     def load(self, grant: Grant) -> int | None:
         """Bring weights that `grant` allows into the replica.
 
         Returns:
-            The version they are of; None where the blob store does not hold them whole.
+            The version they are of; None if the blob store does not hold them whole.
 
         Raises:
             ServiceUnavailableError: the blob store is unreachable, and waiting for it was given up.
         """
 
 
-class Refreshed(NamedTuple):
-    """What the replica holds now."""
+class ReplicaState(NamedTuple):
+    """The state of the replica after a refresh."""
 
     version: int
     is_new: bool = False  # it was fetched, and nothing else is in the replica
@@ -369,7 +390,7 @@ class CachedVersion:
     ) -> None:  # fmt: skip
         """Args:
         background: of one thread, which reads what is offered; None: it is read when the next batch begins.
-        deltas: reads what has changed, where the server publishes that; None: whole weights are read.
+        deltas: reads what has changed, if the server publishes that; None: whole weights are read.
         """
         self._deltas = deltas
         self._ahead = None if background is None else WeightsAhead(self._stored, background)
@@ -395,8 +416,8 @@ class CachedVersion:
         """The replica is not what was fetched any more: the next `refresh` fetches."""
         self._cached = _NONE
 
-    def refresh(self, grant: Grant) -> Refreshed | None:
-        """As `load`: the newest weights that the worker knows of. What it has is never replaced by older ones."""
+    def refresh(self, grant: Grant) -> ReplicaState | None:
+        """Load the newest weights that the worker knows of. What it has is never replaced by older ones."""
         offered = self._offered if self._offered is not None and self._offered.term == grant.term else None
         has, version = self._cached[0] == grant.term, self._cached[1]
         sources: list[Grant | NewVersion] = [grant]
@@ -404,14 +425,14 @@ class CachedVersion:
             sources.insert(0, offered)
         is_allowed = has and grant.min_version <= version <= sources[0].version
         if is_allowed and (offered is None or offered.version <= version):
-            return Refreshed(version)
+            return ReplicaState(version)
         for source in sources:
             if is_allowed and source.version <= version:
                 break
             if self._read(source):
                 self._cached = (source.term, source.version)
-                return Refreshed(source.version, is_new=True, included=source.included)
-        return Refreshed(version) if is_allowed else None
+                return ReplicaState(source.version, is_new=True, included=source.included)
+        return ReplicaState(version) if is_allowed else None
 
     def _read(self, source: Grant | NewVersion) -> bool:
         weights = None if self._deltas is None else self._deltas.read(source)

@@ -1,4 +1,4 @@
-"""Where a worker's gradients are computed, away from its event loop, and Algorithm 2 from grant to blob.
+"""The place where a worker's gradients are computed, away from its event loop, and Algorithm 2 from grant to blob.
 
 That is one thread of the worker's process, or a pipeline of stages (`doll.consumers.pipeline.pipeline_engine`), which
 takes several grants at once. `GrantHandler` does in that thread what a grant asks for: weights, guarded gradient, sum
@@ -18,6 +18,7 @@ from doll.config import JobConfig
 from doll.consumers.intake.dead_letters import DeadLetters, usable_samples
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch, GradientDone
 from doll.errors import BlobError
+from doll.model.random_numbers import seed_of
 from doll.optim.optimizer import Contribution
 from doll.process.fault_points import fault_point
 from doll.records.control import Grant, NewVersion
@@ -30,7 +31,7 @@ from doll.telemetry import get_logger
 if TYPE_CHECKING:
     from doll.consumers.compute.gradient import Gradient, LocalModel
     from doll.consumers.compute.guard import GuardedGradient
-    from doll.consumers.tables.table_rows import TableRows
+    from doll.consumers.tables.table_rows import WorkerTables
 
 log = get_logger(__name__)
 
@@ -54,7 +55,7 @@ class GradientEngine(Protocol):
     def submit(self, grant: Grant, batches: Sequence[Batch], goes_on: GoesOn) -> Future[GradientDone | None]:
         """The sum of the gradients of `batches` at weights that `grant` allows, stored; None: these weights are gone.
 
-        The set may end early, after its first batch or later: where `goes_on` says so, or where it has taken as long as
+        The set may end early, after its first batch or later: if `goes_on` says so, or if it has taken as long as
         a set may take. The caller submits the rest.
 
         Futures are done in the order of submission: the server takes a stream's gradients in their order only.
@@ -63,8 +64,7 @@ class GradientEngine(Protocol):
         ...
 
     def offer(self, weights: NewVersion) -> None:
-        """There are newer weights: what is submitted from now on is not computed on older ones, if its grant allows
-        these."""
+        """Note newer weights: what is submitted from now on uses these or later ones, if its grant allows that."""
 
     def store_rest(self, until: int) -> Future[GradientDone]:
         """Store what was computed and is not pushed: kept for a later push, or held back of the steps of batches below
@@ -76,7 +76,7 @@ class GradientEngine(Protocol):
         `GradientDone` of no batches."""
 
     def close(self) -> None:
-        """Wait for what is under way, and drop the rest."""
+        """Wait for the batches under way, and drop the others."""
 
 
 class ThreadGradientEngine:
@@ -121,7 +121,7 @@ class ThreadGradientEngine:
 
 
 class SetContribution(Protocol):
-    """What a set of batches adds to an update: the sum of their gradients, or of the worker's own steps.
+    """The contribution of a set of batches to an update: the sum of their gradients, or of the worker's own steps.
 
     It takes the gradients of a set's batches, in their order, and knows which batches it has added, for which grants: a
     push names these and no others (docs/decisions/0042). Not thread-safe.
@@ -129,7 +129,11 @@ class SetContribution(Protocol):
     Attributes:
         holds_back: `values` did not return the whole of what was added; `rest` has it.
         holds: (batch, grant id) of what `values` or `rest` returned last, in the order of addition.
+        absent: parameters without a gradient in all of that, see `FlatModel.absent`.
     """
+
+    @property
+    def absent(self) -> int: ...
 
     @property
     def holds_back(self) -> bool: ...
@@ -139,10 +143,10 @@ class SetContribution(Protocol):
 
     def begin(self, grant: Grant) -> bool:
         """The batches of `grant` are computed next. What was added of its first batch or of later ones does not count
-        any more, nor what was added for another server. Where a push takes several grants, what is before stays.
+        any more, nor what was added for another server. If a push takes several grants, what is before stays.
 
         Returns:
-            False where its first batch is in the model already: nothing has changed, and nothing may be added.
+            False if its first batch is in the model already: nothing has changed, and nothing may be added.
         """
         ...
 
@@ -152,32 +156,32 @@ class SetContribution(Protocol):
         Its memory must not change until `keep`.
 
         Returns:
-            False where the set cannot hold it as well: it is the first of another one.
+            False if the set cannot hold it as well: it is the first of another one.
 
         Raises:
-            IllegalEventError: a batch must come behind the batches that were added before.
+            IllegalEventError: a batch must come after the batches that were added before.
         """
         ...
 
     def skip(self, batch: int) -> None:
-        """As `add`, of a batch without a usable sample: it belongs to what is pushed, and adds nothing to it."""
+        """Add a batch without a usable sample: it belongs to what is pushed, and adds nothing to it."""
 
     def keep(self) -> None:
         """The memory of the gradient that `add` has taken may change from now on."""
 
     def values(self) -> Contribution | None:
-        """What is pushed, float32, shape (numel,), as `doll.model.flat_model` lays out a gradient; None without any.
+        """The dense part of the push, float32, shape (numel,), as in `doll.model.flat_model`; None without any.
 
         It may be this object's memory, until the next `add`.
         """
         ...
 
     def rows(self) -> Mapping[str, Rows]:
-        """What is pushed of tables, by name. Called once, behind `values`."""
+        """The rows of tables to push, by name. Called once, after `values`."""
         ...
 
     def rest(self, until: int) -> Contribution | None:
-        """What was added and is not pushed, of batches below `until` where something is held back; None: nothing.
+        """The part that was added and not pushed, of batches below `until` if something is held back; None: nothing.
 
         Raises:
             IllegalEventError: what is held back of these cannot be told from what is held back of later ones.
@@ -185,24 +189,33 @@ class SetContribution(Protocol):
         ...
 
     def rest_stored(self) -> None:
-        """What `rest` returned is stored, and held back no longer. Until then `rest` returns it again."""
+        """Note that `rest`'s result is stored, and held back no longer. Until then `rest` returns it again."""
 
 
 class BatchComputer(Protocol):
     """Computes the gradient of a batch without the samples that must not be learned, or the step that a task makes.
 
     Attributes:
-        usual: what is usual of the batches so far, for the next process that begins; () where nothing is.
+        usual: what is usual of the batches so far, for the next process that begins; () if nothing is.
     """
 
     @property
     def usual(self) -> tuple[float, ...]: ...
 
     def compute(
-        self, x: Tree, y: Tree, weight: Array | None, group: Array | None, *, batch: int
+        self, x: Tree, y: Tree, weight: Array | None, group: Array | None, *, seed: int
     ) -> GuardedGradient:  # fmt: skip
-        """Of samples as in `doll.task.batches.SampleBatch`, of batch `batch` of the worker's stream."""
+        """The counts of samples, as in `doll.task.batches.SampleBatch`.
+
+        Args:
+            seed: of the random numbers, see `doll.model.random_numbers`.
+        """
         ...
+
+
+def batch_seed(seed: int, batch: Batch) -> int:
+    """The seed of a batch that has samples, for whoever computes it; `seed`: of the job."""
+    return seed_of(seed, batch.partition, int(batch.data.offsets[0]))
 
 
 class GrantHandler:
@@ -218,13 +231,14 @@ class GrantHandler:
         blobs: Blobs,
         dead_letters: DeadLetters,
         contribution: SetContribution,
-        rows: TableRows | None = None,
+        rows: WorkerTables | None = None,
         scope: str = "",
     ) -> None:
         """Args:
         scope: as in `doll.storage.blobs.scope_of`; default: the job, of a run without an id.
         """
         self._scope = scope or config.job
+        self._seed = config.seed
         self._ttl_s = config.blobs.ttl_s
         self._local_model = local_model
         self._guard = guard
@@ -247,8 +261,8 @@ class GrantHandler:
         """Compute the gradients of `batches`, one after the other, and store their sum; None: the weights, or rows of
         tables, are not available.
 
-        No batch is begun once the set has taken as long as a set may take (`WorkerConfig.set_limit_s`), or where
-        `goes_on` says no; the first one always is. Where a push takes several batches and these are not yet all,
+        No batch is begun once the set has taken as long as a set may take (`WorkerConfig.set_limit_s`), or if
+        `goes_on` says no; the first one always is. If a push takes several batches and these are not yet all,
         nothing is stored.
 
         Raises:
@@ -320,6 +334,7 @@ class GrantHandler:
             return done
         term, grant_id, version = self._last
         key = gradient_key(self._scope, term, grant_id) + suffix
+        absent = self._contribution.absent
         begun_s = time.perf_counter()
         parts = self._compressor.compress(values, version=version, rows=self._contribution.rows())
         is_there = True
@@ -329,12 +344,15 @@ class GrantHandler:
             is_there = self._blobs.put_soon(key, parts, self._ttl_s)
         fault_point("worker.after_blob")
         store_s = done.store_s + time.perf_counter() - begun_s
-        return replace(done, key=key, store_s=store_s, is_on_its_way=not is_there)
+        return replace(
+            done, key=key, store_s=store_s, is_on_its_way=not is_there,
+            absent=absent.to_bytes((absent.bit_length() + 7) // 8, "little"),
+        )  # fmt: skip
 
     def _compute(self, batch: Batch, version: int) -> ComputedBatch | None:
-        """One batch of the set; None where the sum cannot hold it: it is the first of another set."""
+        """Compute one batch of the set; None if the sum cannot hold it: it is the first of another set."""
         begun_s = time.perf_counter()
-        gradient, bad = self._guard.compute(*batch.data.samples, batch=batch.number)
+        gradient, bad = self._guard.compute(*batch.data.samples, seed=batch_seed(self._seed, batch))
         if gradient is None or not gradient.weight:
             self._contribution.skip(batch.number)
         elif not self._contribution.add(gradient, batch=batch.number):

@@ -1,7 +1,7 @@
 """The gradient of a batch without harmful samples: samples that cannot be computed or would break the model.
 
 A batch that is computed and looks as usual costs one norm. Only a batch that fails, or whose gradient is far longer
-than those of earlier batches, is inspected; so is the first batch where no process of the job has told what is usual.
+than those of earlier batches, is inspected; so is the first batch if no process of the job has told what is usual.
 A sample that fails by itself is refused. In a batch that is only unusual, a sample is refused if its gradient is far
 longer than the gradients of usual samples, also of usual samples with wrong targets, *and* its step would break the
 model for ordinary samples: a hard or rare sample late in training passes (ADR 0011). What is refused here is written to
@@ -34,6 +34,10 @@ _INSPECT_FROM_SHARE: Final = 0.3
 # For so many learned batches an inspection's measure of usual samples stands: it costs 32 passes of one sample, and the
 # batches of a model that gets most of them right are often unusual.
 _USUAL_BATCHES: Final = 256
+# A model whose loss on samples that it has learned is so many times what it was at first diverges, and any sample may
+# look harmful then.
+_DIVERGED: Final = 100.0
+_FIRST_BATCHES: Final = 10  # that show what the loss was at first
 _MAX_REASON_CHARS: Final = 300
 _TINY: Final = 1e-30
 _MOST_MOMENTUM: Final = 0.999
@@ -72,6 +76,8 @@ class Guard:
         if len(usual) == 2 and all(map(math.isfinite, usual)):
             for median, value in zip((self._norms, self._buffer_changes), usual, strict=True):
                 median.add(value)
+        self._first_losses: list[float] = []  # of a sample, in the first batches that this process has learned
+        self._has_diverged = False
         self._last: SampleBatch | None = None  # the batch that was learned last
         self._usual, self._usual_batches = 0.0, 0  # of one sample, by the last inspection; batches for which it stands
 
@@ -87,21 +93,26 @@ class Guard:
         return None if self._last is None else _few(self._last)
 
     def compute(
-        self, x: Tree, y: Tree, weight: Array | None = None, group: Array | None = None, *, batch: int = 0
-    ) -> GuardedGradient:
+        self, x: Tree, y: Tree, weight: Array | None = None, group: Array | None = None, *,
+        seed: int | None = None,
+    ) -> GuardedGradient:  # fmt: skip
         """The gradient of samples, as in `SampleBatch`, without the bad ones of them.
 
         Whether a sample would do harm is judged as if its weight were 1: a weight of 2 is the same sample twice.
+
+        Args:
+            seed: of the random numbers of each pass; None: they go on.
 
         Raises:
             TaskError: the fault is the task's, or the model's, and not the samples'.
             MemoryError, OSError: the fault is this machine's.
         """
         samples = SampleBatch(x, y, weight, group)
+        self._computer.seed = seed
         left: Sequence[int] = range(samples.num_samples)
         bad: dict[int, str] = {}
         while left:
-            here = samples if not bad else samples.of(left)
+            here = samples if not bad else samples.take(left)
             gradient, problem = self._try(here)
             rejected: dict[int, str] = {}
             if problem:
@@ -117,19 +128,28 @@ class Guard:
         return GuardedGradient(None, bad)
 
     def _try(self, samples: SampleBatch, *, use_running_stats: bool = False) -> tuple[Gradient | None, str]:
-        """The gradient, or what is wrong with it."""
+        """The gradient, or its problem."""
         try:
             gradient = self._computer.compute(*samples, use_running_stats=use_running_stats)
-        except (MemoryError, OSError, BlobError, ServiceUnavailableError):  # the last two: rows of tables do not come
-            raise
-        except TaskError:  # weights that the task's loss does not take
-            raise
         except Exception as exc:  # the user's forward, loss or metrics may raise anything
-            if "allocate memory" in str(exc) or "out of memory" in str(exc):
-                raise MemoryError(str(exc)) from exc
-            return None, f"{type(exc).__name__}: {exc}"[:_MAX_REASON_CHARS]
+            return None, _reason(exc)
         problem = gradient.problem()
         return (None, problem) if problem else (gradient, "")
+
+    def _loss(self, samples: SampleBatch, *, stepped: bool = False) -> float:
+        """The mean loss of samples whose gradient can be computed; infinite if the weights are `stepped` and the
+        task's loss fails there.
+
+        Raises:
+            TaskError: it fails on all of them together.
+        """
+        try:
+            return self._computer.loss(*samples)
+        except Exception as exc:
+            reason = _reason(exc)
+            if stepped:
+                return math.inf
+            raise TaskError(_fails_together(self._config, reason)) from exc
 
     def is_unusual(self, gradient: Gradient) -> bool:
         """Whether a batch that can be computed is not like those before it."""
@@ -144,7 +164,10 @@ class Guard:
 
     def _may_do_harm(self, gradient: Gradient, count: int) -> bool:
         """Whether the step of an unusual batch may harm the model. Streams change, and late in training most hard
-        batches do not: this test costs passes of a few samples, an inspection passes of all."""
+        batches do not: this test costs passes of a few samples, an inspection passes of all. Nor is a sample to blame
+        if the model diverges."""
+        if self._diverges():
+            return False
         if self._canary is None or self._buffer_changes.unusual(
             gradient.buffer_change, self._factor * _INSPECT_FROM_SHARE
         ):
@@ -153,15 +176,29 @@ class Guard:
         if ordinary is None:
             return True
         self._usual, self._usual_batches = ordinary.usual, _USUAL_BATCHES
-        before, wrong = self._computer.loss(*ordinary.samples), self._computer.loss(*ordinary.mistaken)
+        before, wrong = self._loss(ordinary.samples), self._loss(ordinary.mistaken)
         usual_weight = gradient.weight / count  # of its samples; the step divides by it
         return harmful(before, wrong, self._loss_after(gradient, self._norms.usual, ordinary.samples, usual_weight))
 
+    def _diverges(self) -> bool:
+        if self._canary is None or len(self._first_losses) < _FIRST_BATCHES:
+            return False
+        loss, at_first = self._loss(self._canary, stepped=True), max(map(abs, self._first_losses))
+        before, self._has_diverged = self._has_diverged, loss > _DIVERGED * at_first > 0
+        if self._has_diverged and not before:
+            log.warning(
+                "model_diverges", loss=loss, at_first=at_first, action="no sample is refused for its gradient",
+                hint="lower training.optimizer.lr, or set training.clip_norm",
+            )  # fmt: skip
+        return self._has_diverged
+
     def learned(self, gradient: Gradient, samples: SampleBatch) -> None:
-        """This gradient is used: what is usual is judged by it."""
+        """Learn the usual size from this gradient, which is used."""
         if not gradient.weight:
             return
         self._norms.add(gradient.norm / gradient.weight)
+        if len(self._first_losses) < _FIRST_BATCHES:
+            self._first_losses.append(gradient.loss_sum / gradient.weight)
         self._buffer_changes.add(gradient.buffer_change)
         self._last = samples
         self._usual_batches -= 1
@@ -178,25 +215,22 @@ class Guard:
                 "training.optimizer.lr, set training.clip_norm, or correct the task"
             )
         everything = range(samples.num_samples)
-        rejected = failing(everything, lambda part: self._try(samples.of(part), use_running_stats=True)[1])
+        rejected = failing(everything, lambda part: self._try(samples.take(part), use_running_stats=True)[1])
         if len(rejected) > 1:
             rejected = self._failing_together(samples, problem, rejected)
         if not rejected:
             # Each alone can be computed, all together cannot: their sum overflows.
             rejected = self._spikes(samples)
         if not rejected:
-            raise TaskError(
-                f"{self._config.task.cls} fails on a batch ({problem}) and on none of its samples alone: expected a "
-                "loss that is finite for a batch whose samples it is finite for"
-            )
+            raise TaskError(_fails_together(self._config, problem))
         return rejected
 
     def _failing_together(self, samples: SampleBatch, problem: str, alone: dict[int, str]) -> dict[int, str]:
         """The samples of `alone` that fail together with good ones too: a loss may need several samples."""
         good = [at for at in range(samples.num_samples) if at not in alone]
-        good_samples = self._canary or (_few(samples.of(good)) if good else self._held_out())
+        good_samples = self._canary or (_few(samples.take(good)) if good else self._held_out())
         if good_samples is not None and not self._try(good_samples)[1]:
-            rejected = failing(list(alone), lambda part: self._try(joined([samples.of(part), good_samples]))[1])
+            rejected = failing(list(alone), lambda part: self._try(joined([samples.take(part), good_samples]))[1])
             return rejected or (alone if good else {})
         if good:
             return alone
@@ -223,13 +257,13 @@ class Guard:
         if reference is None:
             return {}
         ordinary, wrong, usual = reference
-        suspects = beyond(range(samples.num_samples), self._factor * usual, lambda part: self._norm(samples.of(part)))
-        before, wrong_loss = self._computer.loss(*ordinary), self._computer.loss(*wrong)
+        suspects = beyond(range(samples.num_samples), self._factor * usual, lambda part: self._norm(samples.take(part)))
+        before, wrong_loss = self._loss(ordinary), self._loss(wrong)
         rejected, usual_with = {}, dict[bytes, float]()
         if suspects and self._any_sample_does_harm(wrong, usual, ordinary, before, wrong_loss):
             return {}
         for at in suspects:
-            sample = samples.of([at])
+            sample = samples.take([at])
             if (target := trees.bytes_of(sample.y)) not in usual_with:
                 usual_with[target] = max(usual, self._usual_with_its_target(sample, ordinary))
             its_usual = usual_with[target]
@@ -247,7 +281,7 @@ class Guard:
         return {**rejected, **self._drifts(samples, rest, ordinary, wrong_loss)}
 
     def _ordinary(self, canary: SampleBatch) -> Ordinary | None:
-        """The samples of the canary that define what is usual; None where they do not.
+        """The samples of the canary that define what is usual; None if they do not.
 
         A bad sample may be among them: while the model happens to get it right it has no gradient, and is learned. With
         a wrong target its long gradient shows, and it is left out: its loss would rise with any good step.
@@ -259,7 +293,7 @@ class Guard:
             return None
         both = zip(norms, mistaken_norms, strict=True)
         kept = [at for at, pair in enumerate(both) if max(pair) <= self._factor * usual]
-        return Ordinary(canary.of(kept), mistaken.of(kept), usual) if kept else None
+        return Ordinary(canary.take(kept), mistaken.take(kept), usual) if kept else None
 
     def _any_sample_does_harm(
         self, wrong: SampleBatch, usual: float, ordinary: SampleBatch, before: float, wrong_loss: float
@@ -267,7 +301,7 @@ class Guard:
         """Whether ordinary samples with wrong targets would break the model too: then the learning rate is at fault."""
         norms = self._norms_of(wrong)
         middle = sorted(range(len(norms)), key=lambda at: norms[at])[len(norms) // 2]
-        gradient, _ = self._try(wrong.of([middle]), use_running_stats=True)
+        gradient, _ = self._try(wrong.take([middle]), use_running_stats=True)
         return gradient is None or harmful(before, wrong_loss, self._loss_after(gradient, usual, ordinary))
 
     def _drifts(
@@ -277,7 +311,7 @@ class Guard:
         if not self._computer.num_buffers:
             return {}
         count = ordinary.num_samples
-        parts = [ordinary.of(slice(at, min(at + 4, count))) for at in range(0, count - 1, 4)]
+        parts = [ordinary.take(slice(at, min(at + 4, count))) for at in range(0, count - 1, 4)]
         moves = [self._buffer_change(part) for part in parts]
         calm = min(moves, default=math.inf)
         if not calm < math.inf:
@@ -290,11 +324,11 @@ class Guard:
         suspects = beyond(
             rest,
             self._factor * usual.buffer_change,
-            lambda part: self._buffer_change(joined([samples.of(part), good_samples])),
+            lambda part: self._buffer_change(joined([samples.take(part), good_samples])),
         )
-        before, statistics, rejected = self._computer.loss(*good_samples), self._computer.buffers(usual), {}
+        before, statistics, rejected = self._loss(good_samples), self._computer.buffers(usual), {}
         for at in suspects:
-            gradient, _ = self._try(joined([samples.of([at]), good_samples]))
+            gradient, _ = self._try(joined([samples.take([at]), good_samples]))
             after, extreme = math.inf, True
             if gradient is not None:
                 # An untrained model shows no harm, and would keep such statistics for hundreds of updates.
@@ -303,7 +337,7 @@ class Guard:
                 share = (good_samples.num_samples + 1) / (self._config.data.batch_size * self._config.group_size)
                 change = share * (self._computer.buffers(gradient) - statistics)
                 with self._computer.buffers_changed_by(change):
-                    after = self._computer.loss(*good_samples)
+                    after = self._loss(good_samples, stepped=True)
             if extreme or harmful(before, wrong_loss, after):
                 rejected[at] = (
                     "it would change the statistics of normalisation so much that the loss of ordinary samples goes "
@@ -316,7 +350,7 @@ class Guard:
         return math.inf if gradient is None else gradient.buffer_change
 
     def _norms_of(self, samples: SampleBatch) -> list[float]:
-        return [self._norm(samples.of([at])) for at in range(samples.num_samples)]
+        return [self._norm(samples.take([at])) for at in range(samples.num_samples)]
 
     def _norm(self, samples: SampleBatch) -> float:
         gradient, _ = self._try(samples, use_running_stats=True)
@@ -358,7 +392,28 @@ class Guard:
         if training.clip_norm is not None:
             share = min(share, training.clip_norm / max(gradient.norm, _TINY))
         with self._computer.stepped_by(gradient, -rate * share):
-            return self._computer.loss(*ordinary)
+            return self._loss(ordinary, stepped=True)
+
+
+def _reason(exc: Exception) -> str:
+    """The reason for which a sample is dead, from the task's exception.
+
+    Raises:
+        Exception: `exc`, if it does not depend on the samples: this machine, rows of tables that do not come, or
+            a task that is wrong.
+    """
+    if isinstance(exc, MemoryError | OSError | BlobError | ServiceUnavailableError | TaskError):
+        raise exc
+    if "allocate memory" in str(exc) or "out of memory" in str(exc):
+        raise MemoryError(str(exc)) from exc
+    return f"{type(exc).__name__}: {exc}"[:_MAX_REASON_CHARS]
+
+
+def _fails_together(config: JobConfig, problem: str) -> str:
+    return (
+        f"{config.task.cls} fails on a batch ({problem}) and on none of its samples alone: expected a loss that can be "
+        "computed, and is finite, for a batch if it is for each of its samples; compare the shapes of output and target"
+    )
 
 
 def _rates(optimizer: OptimizerConfig) -> tuple[float, float, bool]:

@@ -7,6 +7,8 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
+from functools import reduce
+from operator import and_
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +18,7 @@ from doll.config import TrainingConfig
 from doll.consumers.compute.delta_reader import DeltaReader
 from doll.consumers.compute.gradient import CachedVersion, Gradient, GradientComputer
 from doll.consumers.protocol.grants import grant_id_of
-from doll.consumers.tables.table_rows import TableRows
+from doll.consumers.tables.table_rows import WorkerTables
 from doll.errors import IllegalEventError
 from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import Contribution, diverged
@@ -28,7 +30,7 @@ from doll.tables.rows import Rows, add_in_order
 
 
 class _Step(NamedTuple):
-    """What one batch has changed."""
+    """The change that one batch has made."""
 
     batch: int
     # float32, shape (numel,): of parameters the change, of float buffers the value after the batch times its weight,
@@ -36,6 +38,7 @@ class _Step(NamedTuple):
     values: npt.NDArray[np.float32] | None  # None: no sample was usable
     rows: Mapping[str, Rows]  # of tables the change, by name; the caches hold it as well
     grant_id: int = 0
+    absent: int = 0  # see `FlatModel.absent`
 
 
 class StepModel:
@@ -46,7 +49,7 @@ class StepModel:
 
     def __init__(
         self, job: str, blobs: Blobs, training: TrainingConfig, model: FlatModel, computer: GradientComputer,
-        *, takes_steps: bool = False, rows: TableRows | None = None, background: Executor | None = None,
+        *, takes_steps: bool = False, rows: WorkerTables | None = None, background: Executor | None = None,
         deltas: DeltaReader | None = None,
     ) -> None:  # fmt: skip
         """Args:
@@ -63,11 +66,13 @@ class StepModel:
         self._clip_norm = training.clip_norm if clips_here and training.clip_norm is not None else math.inf
         self._rows = rows
         self._pushed_rows: Mapping[str, Rows] = {}
+        self._tells_absent = training.policy.outer_step is not None  # else the server adds what it gets
+        self.absent = 0
         self._takes_sum = training.reduction == "sum"
         self._term = -1
         self._included = 0  # batches below it are in weights that were published, with their steps
         self._pushed: deque[_Step] = deque()  # the weights that were fetched last do not hold them
-        self._kept: deque[_Step] = deque()  # behind these, and not pushed
+        self._kept: deque[_Step] = deque()  # after these, and not pushed
         self._filters = training.policy.filter_threshold > 0
         self._residual = Residual(training.policy.filter_threshold, model.num_parameters)
         self._version = 0  # of the published weights below the view
@@ -97,7 +102,7 @@ class StepModel:
                 if step.values is not None:
                     parameters += step.values[: self._model.num_parameters]
             self._residual.add_to(parameters)
-        # Where a later process of this worker has taken its place, these weights may hold the batch already.
+        # If a later process of this worker has taken its place, these weights may hold the batch already.
         return refreshed.version if grant.first >= self._included else None
 
     def _forget_from(self, batch: int) -> bool:
@@ -153,9 +158,9 @@ class StepModel:
             weights[:n] += gradient.values[:n]
         else:
             self._optimizer.go_to(self._version)
-            self._optimizer.apply([gradient.values], scale, gradient.weight)
+            self._optimizer.apply([gradient.values], scale, gradient.weight, absent=gradient.absent)
         np.subtract(weights[:n], step[:n], out=step[:n])
-        self._kept.append(_Step(batch, step, rows, grant_id_of(self._grant, batch)))
+        self._kept.append(_Step(batch, step, rows, grant_id_of(self._grant, batch), gradient.absent))
         return True
 
     def skip(self, batch: int) -> None:
@@ -191,6 +196,8 @@ class StepModel:
         self._pushed_rows = {
             name: add_in_order([step.rows[name] for step in steps if name in step.rows]) for name in names
         }
+        made = [step.absent for step in steps if step.values is not None]
+        self.absent = reduce(and_, made) if made and self._tells_absent else 0
         total, n = self._sum([step.values for step in steps if step.values is not None]), self._model.num_parameters
         if total is None:
             return None
@@ -212,7 +219,7 @@ class StepModel:
     def rest(self, until: int) -> Contribution | None:
         if self._kept:
             return self.values()
-        self._holds = ()
+        self._holds, self.absent = (), 0
         held = self._residual.of(until)
         self._pushed_rows = {} if self._rows is None else self._rows.rest(until)
         if held is None and not self._pushed_rows:

@@ -16,6 +16,7 @@ from doll.consumers.compute.gradient import Gradient
 from doll.consumers.compute.guard import GuardedGradient
 from doll.errors import BlobError, ServiceUnavailableError, TaskError
 from doll.model.flat_model import FlatModel
+from doll.model.random_numbers import draw_from
 from doll.tables.embedding_tables import norm as norm_of_rows
 from doll.tables.rows import Floats, Ids, Rows
 from doll.task import passes, trees
@@ -29,24 +30,21 @@ _MAX_REASON_CHARS: Final = 300
 class OwnSteps:
     """`BatchComputer` that asks the task for the change of the weights.
 
-    The random numbers of a batch depend on the job's seed, the worker and the batch's number only: a batch that is
-    computed again draws the same ones.
+    The random numbers of a batch depend on its seed only: whoever computes it again draws the same ones.
     """
 
     usual: tuple[float, ...] = ()  # no batch is inspected
 
-    def __init__(self, config: JobConfig, task: Task, model: FlatModel, worker: int) -> None:
+    def __init__(self, config: JobConfig, task: Task, model: FlatModel) -> None:
         self._name = config.task.cls
-        self._seed = config.seed
         self._task = task
         self._model = model
-        self._worker = worker
 
     def compute(
-        self, x: Tree, y: Tree, weight: Array | None = None, group: Array | None = None, *, batch: int
+        self, x: Tree, y: Tree, weight: Array | None = None, group: Array | None = None, *, seed: int
     ) -> GuardedGradient:
-        """Without the samples at which the task fails; `values` is the change of the weights, loss and metrics are of
-        the weights before it.
+        """Compute without the samples at which the task fails; `values` is the change of the weights, loss and metrics
+        are of the weights before it.
 
         Raises:
             TaskError: the task fails on all of them, or on none alone.
@@ -55,30 +53,30 @@ class OwnSteps:
         """
         samples = SampleBatch(x, y, weight, group)
         everything = range(samples.num_samples)
-        gradient, problem = self._try(samples, batch)
+        gradient, problem = self._try(samples, seed)
         if gradient is not None:
             return GuardedGradient(gradient, {})
-        bad = failing(everything, lambda part: self._try(samples.of(part), batch)[1])
+        bad = failing(everything, lambda part: self._try(samples.take(part), seed)[1])
         left = [at for at in everything if at not in bad]
         if not bad or not left:
             raise TaskError(
                 f"{self._name}.step() fails on {'no sample alone' if not bad else 'every sample'} of a batch, but on "
                 f"the batch: {problem}; correct the task or its records"
             )
-        gradient, problem = self._try(samples.of(left), batch)
+        gradient, problem = self._try(samples.take(left), seed)
         if gradient is None:
             raise TaskError(f"{self._name}.step() fails on samples that it takes one by one: {problem}")
         return GuardedGradient(gradient, bad)
 
-    def _try(self, samples: SampleBatch, batch: int) -> tuple[Gradient | None, str]:
-        """The step, or what is wrong with it."""
+    def _try(self, samples: SampleBatch, seed: int) -> tuple[Gradient | None, str]:
+        """The step, or its problem."""
         weights: npt.NDArray[np.float32] = self._model.host.numpy()
         before = weights.copy()
+        draw_from(seed)
         try:
             inputs = passes.inputs_of(self._task, samples)
             loss_sum, metric_sums = self._loss(inputs)
-            rng = np.random.default_rng([self._seed, self._worker, batch])
-            step, rows = self._step(weights, inputs, rng)
+            step, rows = self._step(weights, inputs, np.random.default_rng(seed))
         except (MemoryError, OSError, BlobError, ServiceUnavailableError, TaskError):
             raise
         except Exception as exc:  # the user's code may raise anything

@@ -23,7 +23,7 @@ Weights: TypeAlias = npt.NDArray[np.float32]
 Read: TypeAlias = Callable[[Grant | NewVersion], Weights | None]
 
 
-class _Reading(NamedTuple):
+class _WeightsReading(NamedTuple):
     place: tuple[int, int]  # term, version
     weights: Future[Weights | None]
 
@@ -38,14 +38,14 @@ class WeightsAhead:
     def __init__(self, read: Read, executor: Executor) -> None:
         """
         Args:
-            read: what the store has under a key, float32, shape (numel,), checked; None where it is not whole.
+            read: what the store has under a key, float32, shape (numel,), checked; None if it is not whole.
             executor: of one thread. Its owner shuts it down.
         """
         self._read = read
         self._executor = executor
         self._lock = threading.Lock()
         self._offered: NewVersion | None = None  # not being read yet
-        self._reading: _Reading | None = None  # is read, or was
+        self._reading: _WeightsReading | None = None  # is read, or was
 
     def offer(self, weights: NewVersion) -> None:
         """Read these as soon as the read that is under way is done."""
@@ -56,10 +56,10 @@ class WeightsAhead:
             self._executor.submit(self._read_offered)
 
     def take(self, source: Grant | NewVersion) -> Weights | None:
-        """The weights that `source` names, which this object holds no longer. Waits where they are being read.
+        """The weights that `source` names, which this object holds no longer. Waits if they are being read.
 
         Returns:
-            None where they were not read, or could not be: the caller reads them, and learns what is wrong.
+            None if they were not read, or could not be: the caller reads them, and learns what is wrong.
         """
         place = _place(source)
         with self._lock:
@@ -77,7 +77,7 @@ class WeightsAhead:
             if offered is None:
                 return
             weights: Future[Weights | None] = Future()
-            self._reading = _Reading(_place(offered), weights)
+            self._reading = _WeightsReading(_place(offered), weights)
         try:
             weights.set_result(self._read(offered))
         except Exception as exc:

@@ -1,1 +1,1 @@
-"""From Kafka to decoded batches: fetching, cutting, decoding, dead letters."""
+"""The way from Kafka to decoded batches: fetching, cutting, decoding, dead letters."""

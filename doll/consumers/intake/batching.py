@@ -1,6 +1,6 @@
 """Algorithm 1: cut one partition into batches of offsets, and keep these until they are decoded. Pure.
 
-A batch covers `records_per_batch` offsets, or ends earlier where it is cut (`doll.records.bounds`). Its bounds do not
+A batch covers `records_per_batch` offsets, or ends earlier if it is cut (`doll.records.bounds`). Its bounds do not
 depend on when or how often records are read, once they are decided: a crash and a second reading give the same batch
 again. (The paper counts samples in memory: docs/theory.md, D1.)
 """
@@ -64,7 +64,7 @@ class RawBatch(Generic[R]):
         return offsets
 
 
-class Batcher(Generic[R]):
+class PartitionBatcher(Generic[R]):
     """Collects records of one partition into batches."""
 
     def __init__(
@@ -87,10 +87,10 @@ class Batcher(Generic[R]):
         self._batch = self._open(next_batch, Bounds(origin, records_per_batch, self._cuts).lo(next_batch))
         self.next_offset = self._batch.lo
         self._lost: deque[tuple[int, int]] = deque()  # ahead of `next_offset`, rising
-        self._leader_epoch = -1  # of the newest record, which is behind every batch that it completes
+        self._leader_epoch = -1  # of the newest record, which is after every batch that it completes
 
     def mark_lost(self, lo: int, hi: int) -> None:
-        """Records [lo, hi) were deleted before they were read; the next record that comes is behind them.
+        """Records [lo, hi) were deleted before they were read; the next record that comes is after them.
 
         What came before `lo` may still be fed.
         """
@@ -102,7 +102,7 @@ class Batcher(Generic[R]):
             self._lost.append((lo, hi))
 
     def _open(self, number: int, lo: int) -> RawBatch[R]:
-        return RawBatch(self._partition, number, lo, lo + self._size - self._cuts.of(number))
+        return RawBatch(self._partition, number, lo, lo + self._size - self._cuts.left_out_by(number))
 
     @property
     def open_batch(self) -> int | None:
@@ -136,12 +136,12 @@ class Batcher(Generic[R]):
     ) -> Iterator[RawBatch[R]]:
         """Take the next records of the log; yield every batch that they complete, in order.
 
-        Offsets below the next expected one were seen before and are ignored. Skipped offsets become gaps, or lost where
+        Offsets below the next expected one were seen before and are ignored. Skipped offsets become gaps, or lost if
         `mark_lost` named them; batches that lie wholly in these come out empty, many of them as one, so that every
         batch number appears exactly once. The time it takes grows with the number of batches and gaps, not of records.
 
         Args:
-            offsets: rising; best a `range` where none is missing.
+            offsets: rising; best a `range` if none is missing.
             values: one for each offset.
             leader_epoch: the last one's; -1: not known.
             envelopes: one for each value, of each call; or none, of no call.
@@ -161,7 +161,7 @@ class Batcher(Generic[R]):
                 yield self._close()
 
     def skip_to(self, offset: int) -> Iterator[RawBatch[R]]:
-        """No record below `offset` will come; yield every batch that this completes."""
+        """Skip to `offset`: no record below it will come. Yields every batch that this completes."""
         self._leader_epoch = -1  # a marker of a transaction may have a higher one than the last record
         yield from self._skip_to(offset)
 
@@ -202,7 +202,7 @@ class Batcher(Generic[R]):
 
 
 def _first_missing(offsets: Sequence[int], at: int, until: int) -> int:
-    """The first index behind `at` whose offset does not follow the one before it."""
+    """The first index after `at` whose offset does not follow the one before it."""
     lo, hi = at + 1, until - 1  # the offset at `hi` is too high for its index
     while lo < hi:
         middle = (lo + hi) // 2
@@ -230,7 +230,7 @@ class BatchBuffer:
     """
 
     def __init__(
-        self, batchers: Mapping[int, Batcher[Value]], capacity: int, max_bytes: int = MAX_WAITING_BYTES
+        self, batchers: Mapping[int, PartitionBatcher[Value]], capacity: int, max_bytes: int = MAX_WAITING_BYTES
     ) -> None:
         """`batchers`: by partition."""
         self._batchers = dict(batchers)
@@ -266,18 +266,18 @@ class BatchBuffer:
         leader_epoch: int = -1,
         envelopes: Sequence[Envelope | None] = (),
     ) -> bool:
-        """Take the next records of a partition, as `Batcher.feed`; whether the buffer is full.
+        """Take the next records of a partition, as `PartitionBatcher.feed`; whether the buffer is full.
 
         They are cut as far as there is room: records far apart make many empty batches.
         """
         return self._cut((partition, self._batchers[partition].feed(offsets, values, leader_epoch, envelopes)))
 
     def skip_to(self, partition: int, offset: int) -> None:
-        """No record of a partition below `offset` is to come."""
+        """Skip to `offset`: no record of the partition below it is to come."""
         self._cut((partition, self._batchers[partition].skip_to(offset)))
 
     def close(self, partition: int, *, also_gaps: bool = False) -> bool:
-        """Cut the open batch of a partition, as `Batcher.cut`; whether there is one that may be."""
+        """Cut the open batch of a partition, as `PartitionBatcher.cut`; whether there is one that may be."""
         if self._cuts:
             return False  # there is no room for what comes before it
         raw = self._batchers[partition].cut(also_gaps=also_gaps)
@@ -285,12 +285,12 @@ class BatchBuffer:
             self._put(raw)
         return raw is not None
 
-    def add(self, partition: int, batcher: Batcher[Value]) -> None:
+    def add(self, partition: int, batcher: PartitionBatcher[Value]) -> None:
         """Take the records of another partition."""
         self._batchers[partition] = batcher
 
     def remove(self, partition: int) -> None:
-        """Forget a partition, and what is held of it."""
+        """Forget a partition and its records."""
         del self._batchers[partition]
         self._cuts = deque(item for item in self._cuts if item[0] != partition)
         kept = [item for item in self._raw_batches if item[0].partition != partition]
@@ -309,7 +309,7 @@ class BatchBuffer:
         return self._is_full
 
     def take(self) -> RawBatch[Value]:
-        """The next batch; IndexError where the buffer is empty."""
+        """The next batch; IndexError if the buffer is empty."""
         raw, num_bytes = self._raw_batches.popleft()
         self._waiting_bytes -= num_bytes
         self._cut()

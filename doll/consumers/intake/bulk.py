@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from doll.consumers.intake.checks import are_classes, checked
 from doll.errors import BadRecordsError, ConfigError, RetryLater, SampleError, TaskError
-from doll.records.packing import Packed
+from doll.records.packing import PackedRecord
 from doll.task import trees
 from doll.task.base import Sample, Samples, Task
-from doll.task.batches import ANY_FORMS, Forms, Row, SampleBatch, batch_of_rows, features_of
+from doll.task.batches import ANY_FORMS, Forms, SampleBatch, SampleRow, batch_of_rows, features_of
 from doll.task.forms import NUMERIC_KINDS, Form, as_target, group_of
 from doll.task.records import Envelope, Records
 from doll.task.trees import Array, Structure, Tree
@@ -30,7 +30,7 @@ NOT_OF_RECORDS: Final = (KeyboardInterrupt, RetryLater, TaskError, ConfigError)
 _SMALL: Final = 8  # samples; a part of so many is decoded one by one once its bulk decoding failed
 _FAILURES: Final = 8  # failed calls above twice the successful ones from which on the task is not asked any more
 
-_NO_ROW: Final = Row([np.zeros(0)], None, [np.zeros(0)], None)
+_NO_ROW: Final = SampleRow([np.zeros(0)], None, [np.zeros(0)], None)
 
 Pair: TypeAlias = tuple[Tree, Tree]
 
@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
 
 class SampleBytes:
-    """The bytes of a batch's samples, as a list or, where all have one width, as one block."""
+    """The bytes of a batch's samples, as a list or, if all have one width, as one block."""
 
     def __init__(self, values: list[bytes] | None, bodies: Sequence[memoryview | bytes], width: int) -> None:
         self._values = values
@@ -57,13 +57,13 @@ class SampleBytes:
 
     @classmethod
     def unpacked(cls, values: list[bytes], widths: list[int]) -> SampleBytes:
-        """Of records that hold one sample each."""
+        """The samples of records that hold one sample each."""
         width = widths[0] if widths and widths.count(widths[0]) == len(widths) else 0
         return cls(values, values, width)
 
     @classmethod
-    def packed(cls, packs: Sequence[Packed]) -> SampleBytes:
-        """Of packed records."""
+    def packed(cls, packs: Sequence[PackedRecord]) -> SampleBytes:
+        """The samples of packed records."""
         widths = {pack.width for pack in packs}
         if len(widths) == 1 and 0 not in widths:
             return cls(None, [pack.body for pack in packs], widths.pop())
@@ -80,7 +80,7 @@ class SampleBytes:
 
     @property
     def block(self) -> memoryview:
-        """All samples, end to end; only where they have one width. Joined at most once."""
+        """All samples, end to end; only if they have one width. Joined at most once."""
         if self._block is None:
             self._block = memoryview(self._bodies[0] if len(self._bodies) == 1 else b"".join(self._bodies))
         return self._block
@@ -95,12 +95,12 @@ class SampleBytes:
 
 @dataclass(slots=True)
 class Origins:
-    """Where a batch's samples come from.
+    """The origin of each sample of a batch.
 
     Attributes:
         offsets: int64, one for each sample: of its record.
         partition: of all of them.
-        envelopes: one for each sample: of its record; None where the task does not read them.
+        envelopes: one for each sample: of its record; None if the task does not read them.
     """
 
     offsets: npt.NDArray[np.int64]
@@ -108,13 +108,13 @@ class Origins:
     envelopes: Sequence[Envelope | None] | None = None
 
     def envelope(self, place: int) -> Envelope | None:
-        """Of the record of one sample."""
+        """The envelope of one sample's record."""
         return None if self.envelopes is None else self.envelopes[place]
 
 
 @dataclass(slots=True)
 class Bulk:
-    """What bulk decoding made of a batch.
+    """The result of decoding a batch in bulk.
 
     Attributes:
         parts: what was decoded.
@@ -128,7 +128,7 @@ class Bulk:
 
 
 def decode_in_bulk(task: Task, samples: SampleBytes, origins: Origins, forms: Forms = ANY_FORMS) -> Bulk:
-    """What `task.decode_block` and `task.decode_many` make of a batch.
+    """Decode a batch with the task's `decode_block` and `decode_many`.
 
     Args:
         forms: what x and y must be; samples that are not are left.
@@ -233,7 +233,7 @@ def _halving(
 def _checked_part(
     task: Task, made: Samples | Pair | None, here: npt.NDArray[np.int64], skipped: dict[int, str], forms: Forms
 ) -> Part | None:
-    """The good samples of those at `here`; None where `made` has no arrays of the task for all that it does not skip.
+    """The good samples of those at `here`; None if `made` has no arrays of the task for all that it does not skip.
 
     The checks are the checks that a single sample must pass in `decoding`.
     """
@@ -261,7 +261,7 @@ def _checked_part(
         samples, good = _ragged(task, made, count, forms)
     else:
         weight, group = _extras(made, count) if isinstance(made, Samples) else (None, None)
-        xs, ys = features_of(xs, x_structure, forms.x), list(map(as_target, ys))
+        xs, ys = features_of(xs, x_structure, forms.x), ys if forms.y is not None else list(map(as_target, ys))
         if any(array.dtype.kind not in NUMERIC_KINDS for array in (*xs, *ys)):
             return None
         if task.input_shape is not None and (x_structure is not None or xs[0].shape[1:] != task.input_shape):
@@ -286,11 +286,11 @@ def _checked_part(
         return Part(here, samples)
     if counts is not None:
         good = ~np.isin(here, here[~good])  # a value gives all its samples or none
-    return Part(here[good], samples.of(np.flatnonzero(good).tolist()))
+    return Part(here[good], samples.take(np.flatnonzero(good).tolist()))
 
 
 def _good(tests: Sequence[npt.NDArray[np.bool_]], count: int) -> npt.NDArray[np.bool_]:
-    """Which samples pass all of these."""
+    """The samples that pass all of these."""
     good = np.ones(count, np.bool_)
     for test in tests:
         good &= test.reshape(count, -1).all(axis=1)
@@ -344,7 +344,7 @@ def _ragged(
     """
     xs, ys = trees.taken_apart(made[0], count), trees.taken_apart(made[1], count)
     more = [[None] * count if part is None else np.asarray(part).tolist() for part in made[4:]] or [[None] * count] * 2
-    rows: list[Row] = []
+    rows: list[SampleRow] = []
     good = np.ones(count, np.bool_)
     for at, (x, y, weight, group) in enumerate(zip(xs, ys, *more, strict=True)):
         try:
@@ -356,7 +356,7 @@ def _ragged(
 
 
 def _are_counts(counts: Any, length: int, most: int, reasons: Mapping[int, str]) -> bool:
-    """Whether these say how many samples each of `length` values gives: none exactly where it is skipped."""
+    """Whether these say how many samples each of `length` values gives: 0 exactly if it is skipped."""
     return (
         isinstance(counts, np.ndarray)
         and counts.dtype.kind in "iu"
@@ -367,7 +367,7 @@ def _are_counts(counts: Any, length: int, most: int, reasons: Mapping[int, str])
 
 
 def _skips(skipped: Mapping[str, npt.NDArray[np.bool_]], count: int) -> dict[int, str] | None:
-    """Which of `count` samples are skipped, and why; None where these are no masks of as many."""
+    """The mask of the skipped ones of `count` samples, and the reasons; None if these are no masks of as many."""
     reasons: dict[int, str] = {}
     for reason, mask in skipped.items():
         if not (isinstance(mask, np.ndarray) and mask.dtype == np.bool_ and mask.shape == (count,)):

@@ -1,4 +1,4 @@
-"""What a sample must be, to be learned: numbers that are finite, of the task's shape, with a class that there is."""
+"""The checks of a sample before it is learned: finite numbers, the task's shape, a class that there is."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy.typing as npt
 from doll.errors import SampleError
 from doll.task import trees
 from doll.task.base import Sample, Task
-from doll.task.batches import Forms, Row, row_of
+from doll.task.batches import Forms, SampleRow, row_of
 from doll.task.forms import NUMERIC_KINDS
 
 _MAX_SHOWN: Final = 500
 
 
-def checked(task: Task, sample: Sample | tuple[Any, Any], forms: Forms) -> Row:
+def checked(task: Task, sample: Sample | tuple[Any, Any], forms: Forms) -> SampleRow:
     """The arrays of a sample that can be learned.
 
     Raises:
@@ -46,6 +46,6 @@ def checked(task: Task, sample: Sample | tuple[Any, Any], forms: Forms) -> Row:
 
 
 def are_classes(y: npt.NDArray[Any], num_classes: int) -> npt.NDArray[np.bool_]:
-    """Which numbers are classes 0 to `num_classes` - 1."""
+    """The numbers that are classes 0 to `num_classes` - 1, as a mask."""
     are: npt.NDArray[np.bool_] = (y >= 0) & (y < num_classes)
     return are & (np.floor(y) == y) if y.dtype.kind == "f" else are

@@ -10,7 +10,7 @@ from typing import Final
 
 from doll.config import JobConfig
 from doll.consumers.channels.kafka_channel import WorkerChannel
-from doll.consumers.intake.decoding import Decoded, RawRecords, Refused, SeenForms, decode_records, refuse
+from doll.consumers.intake.decoding import DecodedBatch, RawRecords, RefusedSamples, SeenForms, decode_records, refuse
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch
 from doll.errors import RetryLater
 from doll.process.fault_points import fault_point
@@ -28,20 +28,20 @@ _MAX_PAYLOAD_BYTES: Final = 65_536  # a dead letter keeps this much of the recor
 
 
 def usable_samples(batch: Batch) -> ComputedBatch:
-    """What decoding has left of a batch, as far as it is known before its gradient."""
+    """The samples that decoding has left of a batch, as far as they are known before its gradient."""
     reasons = reasons_of(batch.data.refused) if batch.dead or batch.dead_samples else ()
     return ComputedBatch(batch.num_samples, dead=batch.dead, dead_samples=batch.dead_samples, dead_reasons=reasons)
 
 
-def reasons_of(refused: Iterable[Refused]) -> tuple[tuple[str, int], ...]:
-    """Why these were refused, and how many dead letters have each reason."""
+def reasons_of(refused: Iterable[RefusedSamples]) -> tuple[tuple[str, int], ...]:
+    """The reasons why these were refused, and how many dead letters have each reason."""
     return ReasonCounts((item.reason, 1) for item in refused).in_order()
 
 
 class DeadLetters:
-    """Decodes one worker's batches and dead-letters what is refused, then or while the gradient is computed.
+    """Decodes one worker's batches and dead-letters refused samples, then or while the gradient is computed.
 
-    `decode` and `refuse_samples` may run at once, in two threads. Every call may raise ServiceUnavailableError where
+    `decode` and `refuse_samples` may run at once, in two threads. Every call may raise ServiceUnavailableError if
     Kafka does not take a dead letter.
     """
 
@@ -57,7 +57,7 @@ class DeadLetters:
         self._worker = worker
         self._term = term
 
-    def decode(self, records: RawRecords) -> Decoded:
+    def decode(self, records: RawRecords) -> DecodedBatch:
         """The usable samples of one batch."""
         data = self._data
         decoded = decode_records(
@@ -92,7 +92,7 @@ class DeadLetters:
             dead_reasons=reasons,
         )  # fmt: skip
 
-    def _send(self, partition: int, refused: Sequence[Refused], values: Mapping[int, bytes]) -> None:
+    def _send(self, partition: int, refused: Sequence[RefusedSamples], values: Mapping[int, bytes]) -> None:
         heads, sizes = {}, {}
         for item in refused:
             value = values.get(item.offset, b"")
@@ -122,21 +122,23 @@ class Decoder:
     depth = 8  # how many batches the caller may have under way at once: those that follow wake neither thread
     waiting_for = ""  # why a batch cannot be decoded at present; "" while they can
 
-    def __init__(self, decode: Callable[[RawRecords], Decoded], wait: Callable[[float], bool] | None = None) -> None:
+    def __init__(
+        self, decode: Callable[[RawRecords], DecodedBatch], wait: Callable[[float], bool] | None = None
+    ) -> None:
         """`wait`: for so many seconds, or until it is true that this is closed; default: the time of day."""
         self._decode = decode
         self._closed = threading.Event()
         self._wait = self._closed.wait if wait is None else wait
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="decode")
 
-    def decode(self, records: RawRecords) -> Future[Decoded]:
-        """As `DeadLetters.decode`. Futures are done in the order of the calls.
+    def decode(self, records: RawRecords) -> Future[DecodedBatch]:
+        """Decode as `DeadLetters.decode` does. Futures are done in the order of the calls.
 
-        A batch that cannot be decoded now is tried again, at most every `RETRY_MAX_S`; those behind it wait.
+        A batch that cannot be decoded now is tried again, at most every `RETRY_MAX_S`; those after it wait.
         """
         return self._executor.submit(self._decode_patiently, records)
 
-    def _decode_patiently(self, records: RawRecords) -> Decoded:
+    def _decode_patiently(self, records: RawRecords) -> DecodedBatch:
         delay_s = RETRY_FIRST_S
         while True:
             try:
@@ -156,6 +158,6 @@ class Decoder:
             return decoded
 
     def close(self) -> None:
-        """Wait for what is under way, and drop the rest."""
+        """Wait for the batches under way, and drop the others."""
         self._closed.set()
         self._executor.shutdown(wait=True, cancel_futures=True)

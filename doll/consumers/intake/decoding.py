@@ -17,26 +17,27 @@ import numpy.typing as npt
 from doll.consumers.intake.bulk import NOT_OF_RECORDS, Origins, Part, SampleBytes, decode_in_bulk
 from doll.consumers.intake.checks import checked
 from doll.errors import SampleError, SkipRecord
+from doll.records.bounded import printable
 from doll.records.control import DeadLetterCode
 from doll.records.packing import unpack
 from doll.records.refusals import ReasonCounts, UnreadValue
 from doll.task import trees
 from doll.task.base import Sample, Task
-from doll.task.batches import Forms, Row, SampleBatch, batch_of_rows, fitted, joined
-from doll.task.forms import Form
+from doll.task.batches import Forms, SampleBatch, SampleRow, batch_of_rows, fitted, joined
+from doll.task.forms import Form, as_integers, beyond
 from doll.task.records import Envelope, record_of
 from doll.task.trees import Tree
 
 MAX_REASON_CHARS = 500
 TOMBSTONE = "tombstone"
 NO_SAMPLE = "no sample"
-_Row = tuple[int, Row]  # which value of the batch it comes from, and the sample
+_Row = tuple[int, SampleRow]  # which value of the batch it comes from, and the sample
 
 
 class RawRecords(NamedTuple):
     """The records of one batch, not decoded: value i is the record at offset i. In offset order, of one length.
 
-    `envelopes`: one for each value; empty where the task does not read them.
+    `envelopes`: one for each value; empty if the task does not read them.
     """
 
     offsets: Sequence[int]
@@ -45,14 +46,14 @@ class RawRecords(NamedTuple):
     envelopes: Sequence[Envelope | None] = ()
 
     @classmethod
-    def of(cls, pairs: Iterable[tuple[int, bytes | None]]) -> RawRecords:
-        """From (offset, value) pairs in offset order."""
+    def from_pairs(cls, pairs: Iterable[tuple[int, bytes | None]]) -> RawRecords:
+        """The records with these values, as (offset, value) pairs in offset order."""
         pairs = list(pairs)
         return cls([offset for offset, _ in pairs], [value for _, value in pairs])
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedSamples:
     """Samples of one record that cannot be used. `whole`: none of the record's samples can."""
 
     offset: int
@@ -61,9 +62,12 @@ class Refused:
     whole: bool
     code: DeadLetterCode = "undecodable"
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", printable(" ".join(self.reason.split())))
+
 
 @dataclass(slots=True)
-class Decoded:
+class DecodedBatch:
     """The usable samples of a batch, in stream order; x, y, weight and group as in `doll.task.batches.SampleBatch`.
 
     `offsets`, int64, shape (n,): the record that each sample came in. `skipped`: why the task has left samples out, and
@@ -73,7 +77,7 @@ class Decoded:
     x: Tree
     y: Tree
     offsets: npt.NDArray[np.int64]
-    refused: list[Refused] = field(default_factory=list)
+    refused: list[RefusedSamples] = field(default_factory=list)
     skipped: tuple[tuple[str, int], ...] = ()
     weight: npt.NDArray[np.float32] | None = None
     group: npt.NDArray[np.int64] | None = None
@@ -88,7 +92,7 @@ class Decoded:
 
 
 class SeenForms:
-    """What the samples of a task must be: as it declares it; else as the first good ones of this process are, where x
+    """The form that samples must have: the task's declaration; else that of the first good ones of this process, if x
     or y is more than one array or samples may differ in shape. Not thread-safe."""
 
     def __init__(self, task: Task) -> None:
@@ -96,10 +100,10 @@ class SeenForms:
         Raises:
             ConfigError: `Task.spec` returns something else than fields.
         """
-        self.forms = Forms.of(task)
+        self.forms = Forms.from_task(task)
 
-    def see(self, rows: Sequence[Row]) -> None:
-        """These are good, and of one structure: others must be like them."""
+    def see(self, rows: Sequence[SampleRow]) -> None:
+        """See good samples, all of one structure: others must be like them."""
         x, y, is_ragged = self.forms
         first = rows[0]
         if x is None and (is_ragged or first.x_structure is not None):
@@ -109,7 +113,7 @@ class SeenForms:
         self.forms = Forms(x, y, is_ragged)
 
     def see_part(self, samples: SampleBatch) -> None:
-        """As `see`, of samples that are stacked."""
+        """See samples that are stacked; otherwise like `see`."""
         x, y, _ = self.forms
         if (x is None and trees.is_container(samples.x)) or (y is None and trees.is_container(samples.y)):
             self.see(samples.rows(1))
@@ -118,7 +122,7 @@ class SeenForms:
 def decode_records(
     task: Task, records: RawRecords, *, samples_per_record: int, max_record_bytes: int, skip_tombstones: bool = False,
     seen: SeenForms | None = None,
-) -> Decoded:  # fmt: skip
+) -> DecodedBatch:  # fmt: skip
     """Decode the records of one batch.
 
     Args:
@@ -130,7 +134,7 @@ def decode_records(
     Raises:
         RetryLater, TaskError, ConfigError: as the task raises them. Nothing of the batch is decoded then.
     """
-    refused: list[Refused] = []
+    refused: list[RefusedSamples] = []
     skips = ReasonCounts()
     seen = SeenForms(task) if seen is None else seen
     values, widths, offsets, kept = _readable(records, max_record_bytes, refused, skips if skip_tombstones else None)
@@ -145,7 +149,7 @@ def decode_records(
             try:
                 packs.append(unpack(value, samples_per_record))
             except SampleError as exc:
-                refused.append(Refused(int(offsets[at]), str(exc), 1, True, "not_packed"))
+                refused.append(RefusedSamples(int(offsets[at]), str(exc), 1, True, "not_packed"))
             else:
                 whole.append(at)
         samples = SampleBytes.packed(packs)
@@ -165,15 +169,15 @@ def decode_records(
     for _, reason in sorted(bulk.skipped.items()):
         skips.add(reason)
     x, y, weight, group = batch
-    return Decoded(x, y, offsets[places], refused, skips.in_order(), weight, group)
+    return DecodedBatch(x, y, offsets[places], refused, skips.in_order(), weight, group)
 
 
 def _readable(
-    records: RawRecords, max_record_bytes: int, refused: list[Refused], skips: ReasonCounts | None
+    records: RawRecords, max_record_bytes: int, refused: list[RefusedSamples], skips: ReasonCounts | None
 ) -> tuple[list[bytes], list[int], npt.NDArray[np.int64], list[int] | None]:
     """The values that are neither empty nor too long, their lengths, their offsets, and which these are, None for all.
 
-    The others are refused, but for those without a value where `skips` is given, which counts them.
+    The others are refused, but for those without a value if `skips` is given, which counts them.
     """
     values = list(records.values)
     widths = [len(value) if value else 0 for value in values]
@@ -185,14 +189,14 @@ def _readable(
     kept = []
     for at, width in enumerate(widths):
         if width == 0 and isinstance(value := values[at], UnreadValue):
-            refused.append(Refused(int(offsets[at]), value.reason, 1, True, value.code))
+            refused.append(RefusedSamples(int(offsets[at]), value.reason, 1, True, value.code))
         elif values[at] is None and skips is not None:
             skips.add(TOMBSTONE)
         elif width == 0:
-            refused.append(Refused(int(offsets[at]), "empty value: expected a sample", 1, True, "empty"))
+            refused.append(RefusedSamples(int(offsets[at]), "empty value: expected a sample", 1, True, "empty"))
         elif width > max_record_bytes:
             reason = f"record of {width} bytes: expected at most {max_record_bytes} (data.max_record_bytes)"
-            refused.append(Refused(int(offsets[at]), reason, 1, True, "too_long"))
+            refused.append(RefusedSamples(int(offsets[at]), reason, 1, True, "too_long"))
         else:
             kept.append(at)
     return [cast(bytes, values[at]) for at in kept], [widths[at] for at in kept], offsets[kept], kept
@@ -204,7 +208,7 @@ def _int64(offsets: Sequence[int]) -> npt.NDArray[np.int64]:
     return np.array(offsets, np.int64)
 
 
-def refuse(decoded: Decoded, bad: Mapping[int, str]) -> list[Refused]:
+def refuse(decoded: DecodedBatch, bad: Mapping[int, str]) -> list[RefusedSamples]:
     """The records of the samples at these places of the batch, which are refused after decoding.
 
     A record without any usable sample is refused as a whole, with the samples that decoding had refused already.
@@ -217,7 +221,7 @@ def refuse(decoded: Decoded, bad: Mapping[int, str]) -> list[Refused]:
     for offset, texts in sorted(reasons.items()):
         whole = len(texts) == int((decoded.offsets == offset).sum())
         samples = len(texts) + (before.get(offset, 0) if whole else 0)
-        refused.append(Refused(offset, texts[0][:MAX_REASON_CHARS], samples, whole, "harmful"))
+        refused.append(RefusedSamples(offset, texts[0][:MAX_REASON_CHARS], samples, whole, "harmful"))
     return refused
 
 
@@ -271,8 +275,7 @@ def _several(task: Task, made: Sample | list[Sample]) -> list[Sample]:
 def _combined(
     parts: Sequence[Part], rows: list[_Row], reasons: dict[int, str], seen: SeenForms
 ) -> tuple[SampleBatch, npt.NDArray[np.int64]]:
-    """All usable samples, in order, and which values they come from; `reasons` gets why values do not suit the
-    others."""
+    """All usable samples, in order, and their values' places; `reasons` gets why others do not suit these."""
     is_ragged = seen.forms.is_ragged
     if len(parts) == 1 and not rows and not is_ragged:
         seen.see_part(parts[0].samples)
@@ -298,14 +301,14 @@ def _combined(
     seen.see_part(parts[0].samples)
     places = np.concatenate([part.places for part in parts])
     order = np.argsort(places, kind="stable")  # several samples of one value stay in order
-    return joined([part.samples for part in parts]).of(order.tolist()), places[order]
+    return joined([part.samples for part in parts]).take(order.tolist()), places[order]
 
 
 def _place(row: _Row) -> int:
     return row[0]
 
 
-def _form(row: Row) -> tuple[Any, ...]:
+def _form(row: SampleRow) -> tuple[Any, ...]:
     """Structure, shapes and types, which the arrays of a batch have in common."""
     if row.x_structure is None and row.y_structure is None:
         x, y = row.x[0], row.y[0]
@@ -313,57 +316,62 @@ def _form(row: Row) -> tuple[Any, ...]:
     return (*row.shapes, tuple(array.dtype for array in (*row.x, *row.y)))
 
 
-def _by_record(offsets: npt.NDArray[np.int64], reasons: Mapping[int, str]) -> list[Refused]:
+def _by_record(offsets: npt.NDArray[np.int64], reasons: Mapping[int, str]) -> list[RefusedSamples]:
     """The refused samples of each record, with the reason that was found first."""
     texts: dict[int, list[str]] = {}
     for place, text in reasons.items():
         texts.setdefault(int(offsets[place]), []).append(text)
     totals = Counter(offsets.tolist())
-    return [Refused(offset, own[0], len(own), len(own) == totals[offset]) for offset, own in texts.items()]
+    return [RefusedSamples(offset, own[0], len(own), len(own) == totals[offset]) for offset, own in texts.items()]
 
 
 def _same_kind(rows: list[_Row], reasons: dict[int, str]) -> list[_Row]:
-    """Samples with integers among samples with floats: integers become floats, where that does not change them."""
+    """Samples with integers among samples with floats: integers become floats, if that does not change them."""
     if not rows:
         return rows
-    for root in ("x", "y"):
-        exact = 1 << 24 if root == "x" else 1 << 53  # up to there float32 holds every integer, and float64
+    for root, rounded in (("x", np.float32), ("y", np.float64)):
         names = trees.names(root, getattr(rows[0][1], f"{root}_structure"))
         for at, name in enumerate(names):
-            arrays = _one_kind([getattr(row, root)[at] for _, row in rows], exact)
-            for (place, row), array in zip(rows, arrays, strict=True):
+            arrays = [getattr(row, root)[at] for _, row in rows]
+            given = [row.given_x[at] if root == "x" and row.given_x else getattr(row, root)[at] for _, row in rows]
+            made, expected = _one_kind(arrays, given, rounded)
+            for (place, row), array in zip(rows, made, strict=True):
                 own = getattr(row, root)
                 if array is None:
-                    text = f"expected integers in {name} as most of the batch, got {own[at].ravel()[:4].tolist()}"
+                    text = f"expected {expected} in {name} as most of the batch, got {own[at].ravel()[:4].tolist()}"
                     reasons[place] = text[:MAX_REASON_CHARS]
                 else:
                     own[at] = array
     return [row for row in rows if row[0] not in reasons]
 
 
-def _one_kind(arrays: list[npt.NDArray[Any]], exact: int) -> list[npt.NDArray[Any] | None]:
-    """Where most hold integers and some too large for floats (ids), floats must be whole numbers; None: it is not."""
+def _one_kind(
+    arrays: list[npt.NDArray[Any]], given: Sequence[Any], rounded: Any
+) -> tuple[list[npt.NDArray[Any] | None], str]:
+    """The arrays that can stand in one batch, and of what kind most of them are; None: it cannot.
+
+    If most hold integers and some that floats do not hold (ids), floats must be whole numbers. `given`: what the
+    arrays were made of, at its own precision. `rounded`: the type of floats.
+    """
     integers = [array.dtype.kind in "biu" for array in arrays]
     count = sum(integers)
-    if count == len(arrays) or 2 * count <= len(arrays) or all(
-        _within(array, exact) for array, integer in zip(arrays, integers, strict=True) if integer
-    ):  # fmt: skip
-        return list(arrays)
+    if count in (0, len(arrays)):
+        return list(arrays), ""
+    held = [not integer or beyond(array, rounded) is None for array, integer in zip(arrays, integers, strict=True)]
+    if all(held):
+        return list(arrays), ""
+    if 2 * count <= len(arrays):
+        kind = f"numbers that {np.dtype(rounded)} holds"
+        return [array if is_held else None for array, is_held in zip(arrays, held, strict=True)], kind
     return [
-        array if integer
-        else array.astype(np.int64) if _within(array, exact) and bool((np.floor(array) == array).all())
-        else None
-        for array, integer in zip(arrays, integers, strict=True)
-    ]  # fmt: skip
-
-
-def _within(array: npt.NDArray[Any], bound: int) -> bool:
-    return array.size == 0 or bool(array.max() <= bound and array.min() >= -bound)
+        array if integer else as_integers(np.asarray(value))
+        for array, value, integer in zip(arrays, given, integers, strict=True)
+    ], "integers"
 
 
 def _same_shape(rows: list[_Row], reasons: dict[int, str], is_ragged: bool) -> list[_Row]:
-    """Without a declared shape, the shape that most samples of the batch have is the right one; of samples that may
-    differ in shape, the structure and the numbers of dimensions."""
+    """Drop rows of another shape than most samples of the batch have, without a declared shape; of samples that may
+    differ in shape, the structure and the numbers of dimensions count."""
     shapes = Counter(row.dimensions if is_ragged else row.shapes for _, row in rows)
     if len(shapes) <= 1:
         return rows
@@ -377,8 +385,8 @@ def _same_shape(rows: list[_Row], reasons: dict[int, str], is_ragged: bool) -> l
     return kept
 
 
-def _difference(row: Row, usual: Row) -> str:
-    """Why a sample does not suit the others."""
+def _difference(row: SampleRow, usual: SampleRow) -> str:
+    """The reason why a sample does not suit the others."""
     structures = (row.x_structure, row.y_structure)
     if structures == (usual.x_structure, usual.y_structure) == (None, None):
         return (

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from doll.config import JobConfig
 from doll.consumers.channels.kafka_channel import WorkerChannel
-from doll.consumers.intake.batching import Batcher
+from doll.consumers.intake.batching import PartitionBatcher
 from doll.consumers.lifecycle.departure import ProcessExit
 from doll.consumers.protocol.worker_core import WorkerCore
 from doll.errors import ConfigError, DataLossError, ServiceUnavailableError
@@ -31,7 +31,7 @@ class DeletedRecords:
         config: JobConfig,
         core: WorkerCore,
         partition: int,
-        batcher: Batcher[Any],
+        batcher: PartitionBatcher[Any],
         channel: WorkerChannel,
         process_exit: ProcessExit,
         *,
@@ -85,7 +85,7 @@ class DeletedRecords:
     async def _has_newer_start(self, offset: int) -> bool:
         """Whether the durable model holds `offset` by now, which an earlier process of this worker had sent.
 
-        Then this process ends, to start behind it. The server is asked and gets time to answer: retention that deletes
+        Then this process ends, to start after it. The server is asked and gets time to answer: retention that deletes
         only what is durable deletes nothing that is needed.
         """
         self._channel.send(self._core.join())

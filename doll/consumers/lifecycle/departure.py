@@ -1,4 +1,4 @@
-"""When and why this process must leave: SIGTERM, a spot notice and other causes are all reported here.
+"""The time and cause of this process's leaving: SIGTERM, a spot notice and other causes are all reported here.
 
 Whoever learns of one calls `leave_within`, from any thread. The worker then announces nothing more,
 finishes the gradient that it owes or returns its batch, sends Leave and exits. Whatever it is doing, the process ends
@@ -43,7 +43,7 @@ class Departure:
         self.cause = ""  # why, as in its Leave: `sigterm`, `notice`
 
     def leave_within(self, seconds: float, cause: str) -> None:
-        """This process must have ended `seconds` from now. Of several times the earliest counts."""
+        """End this process at the latest `seconds` from now. Of several times the earliest counts."""
         at_s = self._clock() + seconds
         with self._lock:
             if self.by_s is not None and self.by_s <= at_s:

@@ -1,9 +1,9 @@
 """Identical workers take a slot each: a lease in Redis per slot, held by the process that has it.
 
 Containers of one service (`docker compose up --scale worker=8`) get the same command, so none has a number of its own.
-A process takes the lowest slot that is not leased and renews its lease; where none is free it waits as a spare and
+A process takes the lowest slot that is not leased and renews its lease; if none is free it waits as a spare and
 takes over when one ends. Leases only keep processes from fencing one another; correctness does not depend on them:
-where two processes have one slot all the same (Redis was wiped, a process was frozen), the parameter server fences the
+if two processes have one slot all the same (Redis was wiped, a process was frozen), the parameter server fences the
 earlier one.
 """
 
@@ -47,7 +47,7 @@ return 0
 
 
 class SlotLeases:
-    """The leases of a job's slots, as one process sees them. Calls raise RedisError where Redis does not answer.
+    """The leases of a job's slots, as one process sees them. Calls raise RedisError if Redis does not answer.
 
     Args:
         client: without `decode_responses`.
@@ -66,7 +66,7 @@ class SlotLeases:
         self._holder = (holder or uuid.uuid4().hex).encode()
 
     def take(self, at_least_s: float = 0.0) -> int | None:
-        """Take the lowest free slot, leased for `at_least_s` at first; None where all are held."""
+        """Take the lowest free slot, leased for `at_least_s` at first; None if all are held."""
         first_ms = max(self._ttl_ms, round(at_least_s * 1000))
         for slot in self.free():
             if self._client.set(self._key(slot), self._holder, nx=True, px=first_ms):
@@ -84,7 +84,7 @@ class SlotLeases:
         return [slot for slot, holder in enumerate(holders) if holder is None]
 
     def renew(self, slot: int) -> bool:
-        """Renew the lease of `slot`, also where Redis has lost it; False if another process holds it."""
+        """Renew the lease of `slot`, also if Redis has lost it; False if another process holds it."""
         return bool(self._client.eval(_RENEW, 1, self._key(slot), self._holder, self._ttl_ms))
 
     def release(self, slot: int) -> None:

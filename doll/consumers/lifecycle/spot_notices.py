@@ -1,7 +1,7 @@
 """EC2 instance metadata (IMDSv2): this machine's place in the fleet from its tags, and spot interruption notices.
 
 The metadata service is at a link-local address of the machine; `AWS_EC2_METADATA_SERVICE_ENDPOINT` names another one,
-as it does for boto3. Tags are there where the launch template has `InstanceMetadataTags=enabled`.
+as it does for boto3. Tags are there if the launch template has `InstanceMetadataTags=enabled`.
 
 Source: Amazon EC2 User Guide, "Use the Instance Metadata Service" and "Spot Instance interruption notices".
 """
@@ -57,7 +57,7 @@ class Imds:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def get(self, path: str) -> str | None:
-        """What is at `/latest/meta-data/<path>`; None where there is nothing (404).
+        """The text at `/latest/meta-data/<path>`; None if there is nothing (404).
 
         Raises:
             ServiceUnavailableError: the service does not answer, or refuses.

@@ -19,7 +19,7 @@ class StallWatch:
         self.samples_at_s = self._commands_at_s = now
 
     def record_empty(self, high: int, now: float) -> None:
-        """No record is left below offset `high`: what is there are markers of transactions."""
+        """Note that no record is left below offset `high`, only markers of transactions."""
         self.samples_at_s, self._empty_until = now, high
 
     def unread(self, next_offset: int, high: int) -> int:
@@ -38,7 +38,7 @@ class StallWatch:
         return now - self.samples_at_s > self._timeout_s
 
     def problem(self, now: float) -> str:
-        """Why this process must end; "" while it need not."""
+        """The reason why this process must end; "" while it need not."""
         stalled_s = now - min(self.samples_at_s, self._commands_at_s)
         if stalled_s <= self._timeout_s:
             return ""

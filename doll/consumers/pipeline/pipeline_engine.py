@@ -24,13 +24,14 @@ import torch
 
 from doll.config import JobConfig
 from doll.consumers.compute.gradient import Gradient, GradientComputer, stored_weights
-from doll.consumers.compute.gradient_engine import GoesOn
+from doll.consumers.compute.gradient_engine import GoesOn, batch_seed
 from doll.consumers.compute.guard import Guard
 from doll.consumers.intake.dead_letters import DeadLetters, usable_samples
 from doll.consumers.lifecycle.departure import Departure
 from doll.consumers.pipeline.stage_processes import StageLostError, StageProcesses, failure
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch, GradientDone
 from doll.errors import TaskError
+from doll.model.random_numbers import draw_from
 from doll.pipeline.links.frames import DTYPES, LinkFrameError
 from doll.pipeline.links.link import LinkClosedError
 from doll.pipeline.planner.measured import TaskLog
@@ -54,7 +55,7 @@ from doll.pipeline.runtime.virtual_worker import (
     PullWeights,
     SendDown,
     StartBatch,
-    Submitted,
+    Submission,
     VirtualWorkerCore,
     Void,
     Wave,
@@ -96,7 +97,7 @@ class Flight:
 
 
 def gradient_of(message: Backward) -> Gradient:
-    """What is known of the gradient that is at the stages."""
+    """The known part of the gradient that is at the stages."""
     return Gradient(
         torch.from_numpy(NO_VALUES), message.loss_sum, dict(message.metric_sums), message.weight,
         math.sqrt(message.squares), math.sqrt(message.buffer_squares),
@@ -104,13 +105,13 @@ def gradient_of(message: Backward) -> Gradient:
 
 
 def for_link(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """`array`, of a type that links carry, which an undivided worker would take too where that is possible."""
+    """`array`, of a type that links carry, which an undivided worker would take too if that is possible."""
     if (native := array.dtype.newbyteorder("=")) in DTYPES:
         return array.astype(native, copy=False)
     return array.astype(np.float32 if array.dtype.kind == "f" else np.int64)
 
 
-def names_of(members: Sequence[Submitted]) -> tuple[tuple[int, int], ...]:
+def names_of(members: Sequence[Submission]) -> tuple[tuple[int, int], ...]:
     """(batch, grant id) of each, whose token is its flight."""
     return tuple((item.batch, item.token.grant.grant_ids[0]) for item in members)
 
@@ -133,6 +134,7 @@ class PipelineGradientEngine:
         self.ended: Future[None] = Future()
         """Fails when the stages cannot go on, also while nothing is submitted."""
         self._scope = scope or config.job
+        self._seed = config.seed
         self._ttl_s = config.blobs.ttl_s
         self._takes_sum = config.training.reduction == "sum"
         self._clip_norm = math.inf if config.training.clip_norm is None else config.training.clip_norm
@@ -150,7 +152,7 @@ class PipelineGradientEngine:
         self._check: Callable[..., None] | None = check  # until it has been done
         self._clock = clock
         self._core = VirtualWorkerCore(self._wave, self._wave)
-        self._flights: dict[int, deque[Flight]] = {}  # by batch; more than one where it is computed again
+        self._flights: dict[int, deque[Flight]] = {}  # by batch; more than one if it is computed again
         self._in_stages: deque[Flight] = deque()  # sent, and not back
         self._returned: deque[Backward] = deque()  # that wait for an inspection
         self._suspect: Flight | None = None
@@ -182,7 +184,7 @@ class PipelineGradientEngine:
         flight = Flight(grant, batch, goes_on, future, samples)
 
         def submit() -> None:
-            submitted = Submitted(
+            submitted = Submission(
                 batch.number, grant.term, grant.min_version, num_samples, flight
             )  # fmt: skip
             self._flights.setdefault(batch.number, deque()).append(flight)
@@ -247,7 +249,7 @@ class PipelineGradientEngine:
                 self.ended.set_exception(exc)
 
     def _fail(self, error: BaseException) -> None:
-        """Nothing more is computed."""
+        """End the engine with this error: it computes nothing more."""
         with self._lock:
             self._error = error
             futures = [future for _, future in self._calls]
@@ -323,7 +325,7 @@ class PipelineGradientEngine:
                 pass
 
     def _all_have(self, stage: int, what: str, which: int | None) -> bool:
-        """This stage has answered; whether all have."""
+        """Note the answer of this stage; returns whether all have answered."""
         have = self._answers.setdefault((what, which), set())
         have.add(stage)
         if len(have) < len(self._stages.pids):
@@ -357,7 +359,9 @@ class PipelineGradientEngine:
         self._send_samples(message, flight)
 
     def _send_samples(self, message: Forward, flight: Flight) -> None:
-        """Send a minibatch down the chain; where the task cannot put it together, it comes back with this problem."""
+        """Send a minibatch down the chain; if the task cannot put it together, it comes back with this problem."""
+        seed = batch_seed(self._seed, flight.batch)
+        draw_from(seed)
         try:
             x, y = passes.collated(self._task, flight.samples)
         except Exception as exc:  # the user's collate may raise anything
@@ -371,7 +375,7 @@ class PipelineGradientEngine:
             self._call(self._judge_returned)
             return
         payload = Payload(trees.mapped(for_link, x), trees.mapped(for_link, y), *flight.samples[2:])
-        header, arrays = payload.behind(msgspec.structs.replace(message, weight=flight.samples.total_weight))
+        header, arrays = payload.behind(msgspec.structs.replace(message, weight=flight.samples.total_weight, seed=seed))
         self._send_down(header, arrays)
 
     def _send_down(self, message: Forward | Settle, arrays: Sequence[npt.NDArray[Any]]) -> None:
@@ -430,7 +434,7 @@ class PipelineGradientEngine:
 
     def _judge_returned(self) -> None:
         while self._in_stages and self._suspect is None:
-            # In order, except a batch that was computed again: it is behind others.
+            # In order, except a batch that was computed again: it comes after others.
             number = self._in_stages[0].batch.number
             at = next((at for at, message in enumerate(self._returned) if message.batch == number), None)
             if at is None:
@@ -492,7 +496,7 @@ class PipelineGradientEngine:
     # --- inspection ---------------------------------------------------------------------------------------------------
 
     def _inspect_if_due(self) -> None:
-        """With no other batch in the stages, have them show the weights: the undivided model inspects the suspect."""
+        """Have the stages show the weights if they hold no other batch: the undivided model inspects the suspect."""
         all_back = self._suspect is not None and len(self._in_stages) == len(self._returned)
         if all_back and not self._is_inspecting and not self._core.is_storing:
             self._is_inspecting = True
@@ -507,16 +511,16 @@ class PipelineGradientEngine:
             self._complete(flight, 0.0, 0.0, is_void=True)
             self._go_on()
             return
-        gradient, bad = self._guard.compute(*flight.samples, batch=number)
+        gradient, bad = self._guard.compute(*flight.samples, seed=batch_seed(self._seed, flight.batch))
         flight.bad = bad
         if gradient is None or not gradient.weight:
             flight.computed = self._computed(flight, gradient)
             self._complete(flight, 0.0, 0.0)
         else:
-            # Also where no sample is refused: what came back is of older weights, at which one may do harm that the
+            # Also if no sample is refused: what came back is of older weights, at which one may do harm that the
             # model gets right by now, with no gradient at all.
             left = [at for at in range(flight.samples.num_samples) if at not in bad]
-            flight.samples = flight.samples.of(left)
+            flight.samples = flight.samples.take(left)
             self._in_stages.appendleft(flight)
             self._send_samples(self._core.again(number, len(left)), flight)
         self._go_on()

@@ -52,7 +52,7 @@ class StageLostError(DollError):
 
 
 def failure(message: Failed) -> DollError:
-    """What a stage has reported."""
+    """The error that a stage has reported."""
     return (TaskError if message.is_task else StageLostError)(f"stage {message.stage + 1}: {message.error}")
 
 
@@ -102,7 +102,7 @@ class StageProcesses:
             )
 
     def first_end(self, number: int) -> tuple[int, str]:
-        """Which stage has ended, and how, in words; waits a moment for its end.
+        """The stage that has ended, and how, in words; waits a moment for its end.
 
         The neighbours of a stage end after it, with a code: one that a signal has ended was the first.
 
@@ -122,7 +122,7 @@ class StageProcesses:
         return number, ends.get(number, "has closed its link")
 
     def why_closed(self, number: int) -> DollError:
-        """Why the link to this stage, or to the first one, is closed.
+        """The error that says why the link to this stage, or to the first one, is closed.
 
         Returns:
             TaskError: a stage has said that the fault is the task's. StageLostError: any other.
@@ -220,7 +220,7 @@ def is_limited(config: JobConfig, worker: int) -> bool:
 
 
 def stage_fingerprint(config: JobConfig, model: FlatModel) -> str:
-    """What must agree between the stages of a worker: the job, the model, DOLL and torch."""
+    """The facts on which a worker's stages must agree: the job, the model, DOLL and torch."""
     return f"doll {doll.__version__}, torch {torch.__version__}, {fingerprint(config, model)}"
 
 
@@ -229,7 +229,6 @@ def _maker(
     in_flight: int, pipeline: PipelineConfig,
 ) -> Callable[[], Stage]:  # fmt: skip
     def make() -> Stage:
-        torch.manual_seed(config.seed + 1_000 * (worker + 1) + number)  # stages draw different numbers
         modules = [layer.module for layer in layers]
         settings = pipeline.devices_of(worker)[number]
         device = open_device(settings.device)
@@ -281,7 +280,7 @@ def _has_ended(pid: int, *, wait: bool = False) -> bool:
 
 
 def _exit_code(pid: int, *, wait: bool = False) -> int | None:
-    """Of a child; minus the signal that has ended it; None: it runs. 0 where it was asked for before."""
+    """The exit code of a child; minus the signal that has ended it; None: it runs. 0 if it was asked for before."""
     try:
         done, status = os.waitpid(pid, 0 if wait else os.WNOHANG)
     except ChildProcessError:

@@ -1,4 +1,4 @@
-"""What one worker knows of its grants: which of its batches are owed, computed, answered and void. Pure.
+"""The grants of one worker: which of its batches are owed, computed, answered and void. Pure.
 
 A message may come twice, and late: grants are sent again when the channel changes, while the other channel still
 carries the first copy. The server refuses a push that comes again. The worker computes a grant once, and knows its
@@ -14,8 +14,8 @@ import msgspec
 from doll.records.control import Grant, Nack, Push, PushedBatch
 
 
-class Grants:
-    """What a worker knows of the grants of its batches: which are owed, computed, answered and void.
+class WorkerGrants:
+    """The grants of a worker's batches: which are owed, computed, answered and void.
 
     A grant is computed once: the answer to it is known until its batch is durable. `is_wanted` may be called from any
     thread; all else from one.
@@ -43,9 +43,9 @@ class Grants:
         """A grant has come, perhaps not for the first time: answers that the server may not have; and runs of batches
         that are to be computed, with the grants that they belong to.
 
-        Grants of a worker increase with its batches. So where the grant of a batch is new, earlier grants of later
+        Grants of a worker increase with its batches. So if the grant of a batch is new, earlier grants of later
         batches are void: the server has taken all of these back. Later grants of later batches have overtaken this one:
-        where their results are in the sum by then, `computed` has them computed again.
+        if their results are in the sum by then, `computed` has them computed again.
         """
         new: list[int] = []
         answers: dict[int, Push] = {}  # by their first grants
@@ -74,10 +74,9 @@ class Grants:
             self._forget_answer(batch)
 
     def computed(self, items: Sequence[PushedBatch]) -> list[tuple[Grant, range]]:
-        """These batches are computed, and pushed now or with later ones; returns what is to be computed again, as
-        `take`.
+        """Take these results, pushed now or with later ones; returns what is to be computed again, as `take` does.
 
-        Later batches had results in the sum where their grants have overtaken those of `items`. Their steps were made
+        Later batches had results in the sum if their grants have overtaken those of `items`. Their steps were made
         without the steps of `items`, so the sum has dropped them.
         """
         dropped = [name for name in self.kept if name[0] >= items[0].batch]
@@ -88,7 +87,7 @@ class Grants:
         return [(self._owed[batch], range(batch, batch + 1)) for batch in again]
 
     def take_computed(self, names: Sequence[tuple[int, int]]) -> tuple[PushedBatch, ...]:
-        """What is known of the (batch, grant id) that one push holds; none where nobody waits for any of them."""
+        """The known batches of one push, named by (batch, grant id); none if nobody waits for any of them."""
         if not all(name in self.kept for name in names):
             return ()  # one of them has become durable: another process has taken this worker's place
         items = tuple(self.kept.pop(name) for name in names)
@@ -102,7 +101,7 @@ class Grants:
                 self._answered[item.batch] = push
 
     def refuse(self, nack: Nack) -> None:
-        """This is the answer to a grant."""
+        """Note this answer to a grant."""
         self._refused[nack.batch] = nack
 
     def unconfirmed(self, applied: int) -> list[Push | Nack]:
@@ -156,6 +155,6 @@ def part_of(grant: Grant, begin: int, end: int | None = None) -> Grant:
 
 
 def grant_id_of(grant: Grant | None, batch: int) -> int:
-    """Which of its ids grants `batch`; 0 where none does: the server has no such grant, and refuses a push of it."""
+    """The grant id of `batch`; 0 if there is none: the server has no such grant, and refuses a push of it."""
     at = -1 if grant is None else batch - grant.first
     return grant.grant_ids[at] if grant is not None and 0 <= at < len(grant.grant_ids) else 0

@@ -1,7 +1,7 @@
 """Batches of a partition that hold no record: they wait until all before them is durable, and are skipped. Pure.
 
 A grant and an empty push for each of them would cost milliseconds, hours for a hole of many millions of offsets (ADR
-47). `WorkerCore` holds at most one range of them for each partition, behind its batches.
+47). `WorkerCore` holds at most one range of them for each partition, after its batches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FIRST_AFTER_S: Final = 1.0
 _STUCK_AFTER_S: Final = 10.0
 
 
-class Skipped(NamedTuple):
+class SkippedRange(NamedTuple):
     """Batches [first, until) hold no record: `gaps` and `lost` are offset ranges, as of a batch."""
 
     first: int
@@ -30,14 +30,14 @@ class SkippedBatches:
     """The range that a worker has read of a partition and that is not durable yet; none at first."""
 
     def __init__(self) -> None:
-        self._range: Skipped | None = None
+        self._range: SkippedRange | None = None
         self._changed_at_s = float("-inf")
         self._reported = -1
 
     def __bool__(self) -> bool:
         return self._range is not None
 
-    def put(self, skipped: Skipped, next_batch: int) -> None:
+    def put(self, skipped: SkippedRange, next_batch: int) -> None:
         """
         Raises:
             ValueError: it does not begin at `next_batch`.
@@ -47,8 +47,8 @@ class SkippedBatches:
         self._range = skipped
         self._reported = -1
 
-    def take(self, now: float, reported: int, hi: int, *, waiting: int, granted: int) -> Skipped | None:
-        """The first batch of the range, where others wait for more batches, else None.
+    def take(self, now: float, reported: int, hi: int, *, waiting: int, granted: int) -> SkippedRange | None:
+        """The first batch of the range, if others wait for more batches, else None.
 
         The worker gives it like any batch. Otherwise a group that lacks a batch would wait for the range, and the
         range for the group.
@@ -66,12 +66,12 @@ class SkippedBatches:
             return None
         self._changed_at_s = now
         first, until, gaps, lost = self._range
-        front = Skipped(first, first + 1, _below(gaps, hi), _below(lost, hi))
-        self._range = Skipped(first + 1, until, _from(gaps, hi), _from(lost, hi)) if first + 1 < until else None
+        front = SkippedRange(first, first + 1, _below(gaps, hi), _below(lost, hi))
+        self._range = SkippedRange(first + 1, until, _from(gaps, hi), _from(lost, hi)) if first + 1 < until else None
         return front
 
     def end(self, next_batch: int) -> int:
-        """The batch behind the range; `next_batch` without a range."""
+        """The batch after the range; `next_batch` without a range."""
         return next_batch if self._range is None else self._range.until
 
     def passed(self, durable: int, reported: int) -> int:
@@ -82,7 +82,7 @@ class SkippedBatches:
         return until
 
     def record(self, worker: int, session: int, partition: int) -> Skip:
-        """What tells the server of the range, which there must be."""
+        """The record that tells the server of the range, which there must be."""
         assert self._range is not None
         return Skip(worker=worker, session=session, partition=partition, **self._range._asdict())
 

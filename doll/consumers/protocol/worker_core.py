@@ -18,13 +18,14 @@ from typing import Any, Literal
 import msgspec
 
 from doll.config.fingerprint import difference
-from doll.consumers.protocol.grants import Grants, part_of
-from doll.consumers.protocol.skipped_batches import Skipped, SkippedBatches
+from doll.consumers.protocol.grants import WorkerGrants, part_of
+from doll.consumers.protocol.skipped_batches import SkippedBatches, SkippedRange
 from doll.records.bounds import Bounds, Cuts
 from doll.records.control import (
     Alive,
     Announce,
     AnyRecord,
+    BatchRange,
     Durable,
     Fence,
     Flush,
@@ -36,7 +37,6 @@ from doll.records.control import (
     NewVersion,
     Push,
     PushedBatch,
-    Run,
     Served,
     Settle,
     Stop,
@@ -81,7 +81,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class ComputedBatch:
-    """What one batch of a set contributes, by this computation: at another version other samples may be dead.
+    """The contribution of one batch of a set, by this computation: at another version other samples may be dead.
 
     `dead_samples` are refused in records that are not dead as a whole; `dead_reasons`: why, and how many letters each.
     """
@@ -121,6 +121,7 @@ class GradientDone:
     holds: tuple[tuple[int, int], ...] = ()
     delta_bytes: int = 0  # see `Push`
     is_on_its_way: bool = False  # see `Push`
+    absent: bytes = b""  # see `Push`
 
 
 # --- actions --------------------------------------------------------------------------------------------------------
@@ -143,7 +144,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class OfferWeights:
-    """There are newer weights than a grant may ask for: compute on nothing older from now on."""
+    """An order to compute on nothing older than these weights, which are newer than a grant may ask for."""
 
     weights: NewVersion
 
@@ -203,7 +204,7 @@ class ServedPartition:
         included: how many of its batches are in the model, durable or not, when the server was asked last.
         leader_epoch: see `Served`.
         batches: that are held, in their order.
-        skipped: behind these.
+        skipped: after these.
         cuts: of the batches that are held, and of others that the server has decided or that are being decoded.
         flush_until: a source has ended at this offset: what is read below it is announced, full or not.
     """
@@ -273,7 +274,7 @@ class WorkerCore:
         self._new: list[Batch] = []  # not announced, in the order in which they came
         self._granted: set[tuple[int, int]] = set()  # of the batches that are held: those with a grant, or applied
         self._durable = 0  # the worker's batches below it are durable
-        self._grants = Grants()  # of this server
+        self._grants = WorkerGrants()  # of this server
         self._newest: Grant | None = None  # of this server, the one with the newest weights
         self._applied = 0  # batches below it are in the model
         self._held_back_until = 0  # of batches below it a part of the steps is only here; 0: of none
@@ -302,7 +303,7 @@ class WorkerCore:
 
     @property
     def rest(self) -> StoreRest | None:
-        """What must be stored before the worker leaves: contributions that are computed, and not sent whole."""
+        """The order to store, before the worker leaves, the contributions that are computed and not sent whole."""
         if self._grants.kept or self._held_back_until:
             return StoreRest(self.term, self._held_back_until)
         return None
@@ -310,7 +311,7 @@ class WorkerCore:
     def batch_ready(self, batch: Batch) -> list[WorkerAction]:
         """The next batch of a partition is complete and decoded.
 
-        It is announced immediately where nothing is being computed, or where the server has few announced batches left
+        It is announced immediately if nothing is being computed, or if the server has few announced batches left
         to grant; else after a tick, with those that come until then: a message for each batch would cost more than it.
 
         Raises:
@@ -323,7 +324,7 @@ class WorkerCore:
         return self._announce_if_few()
 
     def hold(self, batch: Batch) -> None:
-        """As `batch_ready`, where more batches come at the same moment: `announce` tells the server of all of them."""
+        """Keep a ready batch if more come at the same moment: `announce` tells the server of all of them."""
         partition = self.served[batch.partition]
         if (number := batch.number_in_partition) != (expected := partition.next_batch):
             raise ValueError(f"expected batch {expected} of partition {partition.number}, got {number}")
@@ -334,13 +335,13 @@ class WorkerCore:
         self._retained += 1
         self._new.append(batch)
 
-    def skip(self, partition: int, skipped: Skipped) -> list[WorkerAction]:
-        """The next batches of a partition hold no record; while `skipped`, it may give no batch behind them."""
+    def skip(self, partition: int, skipped: SkippedRange) -> list[WorkerAction]:
+        """The next batches of a partition hold no record; while `skipped`, it may give no batch after them."""
         served = self.served[partition]
         served.skipped.put(skipped, served.next_batch)
         return self._forget_durable(served) or self._announce_skipped(served)
 
-    def next_of_skipped(self, partition: int, now: float, records_per_batch: int) -> Skipped | None:
+    def next_of_skipped(self, partition: int, now: float, records_per_batch: int) -> SkippedRange | None:
         """One of the skipped batches, if it must be given to `batch_ready` now: see `SkippedBatches.take`."""
         if not self.has_room or self.busy or self.draining:
             return None
@@ -381,7 +382,7 @@ class WorkerCore:
         return []
 
     def join(self) -> Join:
-        """What to answer to a Hello."""
+        """The answer to a Hello."""
         return Join(worker=self.worker, process=self.process, session=self.session, incarnation=self.incarnation)
 
     def _on_welcome(self, record: Welcome) -> list[WorkerAction]:
@@ -421,7 +422,7 @@ class WorkerCore:
 
     def _serve(self, records: Sequence[Served]) -> list[WorkerAction]:
         """Serve these partitions and no others. What is held of the others is dropped: whoever serves them reads it
-        again. So does this worker where other batches are decided than it holds, or more are durable than it has
+        again. So does this worker if other batches are decided than it holds, or more are durable than it has
         read."""
         known = [(item, self.served[item.partition]) for item in records if item.partition in self.served]
         kept = {item.partition for item, served in known if served.agrees(item)}
@@ -507,7 +508,7 @@ class WorkerCore:
         """`grant` with the newest weights that this worker was granted.
 
         A grant may wait for its turn while others are computed. Its own weights may be gone then, and newer ones are
-        closer to the model. Its oldest version stays, so that they are read only where the worker has none as new.
+        closer to the model. Its oldest version stays, so that they are read only if the worker has none as new.
         """
         newest = self._newest
         if newest is None or newest.term != grant.term or newest.version <= grant.version:
@@ -515,7 +516,7 @@ class WorkerCore:
         return msgspec.structs.replace(grant, version=newest.version, key=newest.key, included=newest.included)
 
     def begin(self, grant: Grant) -> Grant | None:
-        """What to compute now that it is the turn of `grant`; None: nothing, since it is void or the worker leaves."""
+        """The grant to compute now that it is the turn of `grant`; None: it is void or the worker leaves."""
         if self.draining:
             self.not_begun(grant)
         return self.newest(grant) if self.is_current(grant) else None
@@ -544,7 +545,7 @@ class WorkerCore:
         return [*(self._announce_if_few() if done.is_kept else self._push(names, done)), *again]
 
     def rest_stored(self, order: StoreRest, done: GradientDone) -> list[WorkerAction]:
-        """What the worker had computed and not sent is in the blob store."""
+        """Push what the worker had computed and not sent: it is in the blob store."""
         if order.term != self.term:
             return []
         self._settling_until = 0
@@ -576,15 +577,15 @@ class WorkerCore:
         return [StoreRest(order.term, order.until)]
 
     def _push(self, names: Sequence[tuple[int, int]], done: GradientDone) -> list[WorkerAction]:
-        """Push what is stored: the sum of the batches and grants `names`."""
+        """Push the stored sum of the batches and grants `names`."""
         batches = self._grants.take_computed(names)
         if not batches:
             return []
-        # Where only a part of them is void the server takes none, and grants the others again: it must hear of it.
+        # If only a part of them is void the server takes none, and grants the others again: it must hear of it.
         push = Push(
             worker=self.worker, session=self.session, term=self.term, version=done.version, key=done.key,
             batches=batches, fetch_s=done.fetch_s, delta_bytes=done.delta_bytes, store_s=done.store_s,
-            market=self.market, holds_back=done.holds_back, is_on_its_way=done.is_on_its_way,
+            market=self.market, holds_back=done.holds_back, is_on_its_way=done.is_on_its_way, absent=done.absent,
         )  # fmt: skip
         self._held_back_until = batches[-1].batch + 1 if done.holds_back else 0
         self._grants.answer(push)
@@ -598,14 +599,14 @@ class WorkerCore:
         return [self._nack(grant, "weights")]
 
     def not_begun(self, grant: Grant) -> None:
-        """This grant's batches are not computed: the worker does not owe them."""
+        """Forget the batches of this grant: they are not computed, and the worker does not owe them."""
         if grant.term == self.term:
             for batch, number in enumerate(grant.grant_ids, grant.first):
                 self._grants.give_back(batch, number)
 
     def resend(self) -> list[WorkerAction]:
-        """What was sent may be lost: send again the pushes that are not known to be in the model, the rest, and Nacks:
-        a server whose time limit has passed meanwhile grants nothing until it has an answer."""
+        """Send again what may be lost: pushes that are not known to be in the model, the rest, and Nacks: a server
+        whose time limit has passed meanwhile grants nothing until it has an answer."""
         answers = self._grants.unconfirmed(self._applied)
         return [Send(record) for record in (*answers, *([] if self._rest is None else [self._rest]))]
 
@@ -614,9 +615,9 @@ class WorkerCore:
         self._granted.clear()
 
     def _follow(self, term: int) -> None:
-        """Nothing of an earlier server counts for the next one, which numbers its grants from one again."""
+        """Follow the server of `term`: it numbers its grants from one again, so those of earlier ones do not count."""
         if term > self.term:
-            self.term, self._grants, self._newest = term, Grants(), None
+            self.term, self._grants, self._newest = term, WorkerGrants(), None
             self._applied = self._durable = self._held_back_until = self._settling_until = self._settled_until = 0
             self._rest = None
 
@@ -637,25 +638,25 @@ class WorkerCore:
         return [Acknowledge(served.number, served.durable, left_out), *self._announce_skipped(served)]
 
     def _announce_all(self) -> list[WorkerAction]:
-        """Announce what is held, in the order in which it came."""
+        """Announce the held batches, in the order in which they came."""
         held = [batch for served in self.served.values() for batch in served.batches]
         self._new = sorted(held, key=attrgetter("order"))
         skipped = [action for served in self.served.values() for action in self._announce_skipped(served)]
         return [*self.announce(), *skipped]
 
     def _announce_if_few(self) -> list[WorkerAction]:
-        """Announce what is new, unless the server has enough to grant until the next tick."""
+        """Announce new batches, unless the server has enough to grant until the next tick."""
         waiting = self._retained - len(self._new) - len(self._granted)
         return [] if self.busy and waiting >= _ENOUGH_ANNOUNCED else self.announce()
 
     def announce(self) -> list[WorkerAction]:
-        """Announce what is not announced."""
+        """Announce the batches that are not announced."""
         if self.draining or not self._new:
             return []
         runs, self._new = self._with_cuts(_runs_of(self._new)), []
         return [Send(Announce(worker=self.worker, session=self.session, runs=runs))]
 
-    def _with_cuts(self, runs: Iterable[Run]) -> tuple[Run, ...]:
+    def _with_cuts(self, runs: Iterable[BatchRange]) -> tuple[BatchRange, ...]:
         named = []
         for run in runs:
             if (cuts := self.served[run.partition].cuts).total:
@@ -669,7 +670,7 @@ class WorkerCore:
         return [Send(served.skipped.record(self.worker, self.session, served.number))] if is_next else []
 
     def tick(self, now: float) -> list[WorkerAction]:
-        """Time has passed: announce what is new, repeat now and then what is not durable, and report being alive."""
+        """Announce new batches, now and then again those that are not durable, and report being alive."""
         actions = self.announce()
         if now - self._alive_at_s >= ALIVE_EVERY_S:
             self._alive_at_s = now
@@ -685,12 +686,11 @@ class WorkerCore:
         return actions
 
     def drain(self) -> None:
-        """This process must leave (SIGTERM, a spot notice): announce nothing more, and begin nothing more; finish the
-        batch that is being computed."""
+        """Announce and begin nothing more (SIGTERM, a spot notice); finish the batch that is being computed."""
         self.draining = True
 
     def leave(self, cause: str) -> Sequence[WorkerAction]:
-        """Leave the job: what is held goes back to the queue and waits for the next process of this worker."""
+        """Leave the job: held batches go back to the queue and wait for the next process of this worker."""
         self._void_grants()
         return [Send(Leave(worker=self.worker, session=self.session, cause=cause))]
 
@@ -704,7 +704,7 @@ def _begun(item: Served) -> ServedPartition:
 
 
 def _problem(served: ServedPartition, item: Served) -> str:
-    """Why what is held of a partition is of no use to a server that says `item` of it; "": it is."""
+    """The reason why a server that says `item` of a partition cannot use what is held of it; "": it can."""
     if item.origin != served.origin:
         # The same batch number would be other offsets: what is held here must not be announced.
         return f"the job now begins at offset {item.origin}, not at {served.origin}"
@@ -713,12 +713,12 @@ def _problem(served: ServedPartition, item: Served) -> str:
     return ""
 
 
-def _runs_of(batches: Iterable[Batch]) -> list[Run]:
+def _runs_of(batches: Iterable[Batch]) -> list[BatchRange]:
     """Batches in this order, as runs of consecutive ones of one partition; without their cuts."""
-    runs: list[Run] = []
+    runs: list[BatchRange] = []
     for batch in batches:
         if runs and (runs[-1].partition, runs[-1].until) == (batch.partition, batch.number_in_partition):
-            runs[-1] = Run(batch.partition, runs[-1].first, batch.number_in_partition + 1)
+            runs[-1] = BatchRange(batch.partition, runs[-1].first, batch.number_in_partition + 1)
         else:
-            runs.append(Run(batch.partition, batch.number_in_partition, batch.number_in_partition + 1))
+            runs.append(BatchRange(batch.partition, batch.number_in_partition, batch.number_in_partition + 1))
     return runs

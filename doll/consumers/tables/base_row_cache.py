@@ -3,7 +3,7 @@
 Own steps are added when a row is read, and are in no row that is kept. So a row is the server's of a version, to the
 bit, and becomes that of a later one by two things: the worker's own pushes that the later one includes, and the numbers
 that others have changed meanwhile (`Patch`). A checksum over all rows that the worker has says whether the two agree;
-where they do not, the rows are asked for again, whole.
+if they do not, the rows are asked for again, whole.
 """
 
 from __future__ import annotations

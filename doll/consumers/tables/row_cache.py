@@ -57,7 +57,7 @@ class OpLog:
         return rows
 
     def send_only(self, batch: int, sent: Rows) -> None:
-        """Of the steps of `batch`, the newest one, only these are pushed.
+        """Push only these steps of `batch`, the newest one.
 
         Raises:
             IllegalEventError: it is not.
@@ -67,16 +67,14 @@ class OpLog:
         self._closed[-1] = (batch, sent)
 
     def forget(self, included: int) -> list[Rows]:
-        """The rows that are fetched from now on contain the steps of all batches below `included`. These steps, by
-        batch."""
+        """Take the steps below `included`, which rows fetched from now on contain; returns them by batch."""
         forgotten = []
         while self._closed and self._closed[0][0] < included:
             forgotten.append(self._closed.popleft()[1])
         return forgotten
 
     def take_back(self, batch: int) -> Ids:
-        """Drop the steps of `batch`, of those after it and of the open one: they will be computed again. The rows that
-        they have changed."""
+        """Drop the steps of `batch`, later ones and the open one, to be computed again; returns the changed rows."""
         dropped = [self._open]
         while self._closed and self._closed[-1][0] >= batch:
             dropped.append(self._closed.pop()[1])
@@ -136,12 +134,12 @@ class RowCache:
         return self._num_used
 
     def no_rows(self) -> Rows:
-        """None of this table's rows."""
+        """Rows of this table without an id."""
         return no_rows(self._shape.width)
 
     @property
     def num_bytes(self) -> int:
-        """Of memory for rows, whether they are there or not."""
+        """The memory for rows, in bytes, whether they are there or not."""
         return self._capacity * cached_row_bytes(self._shape.width)
 
     def granted(self, version: int, included: int) -> None:
@@ -153,7 +151,7 @@ class RowCache:
     def get(self, ids: Ids, min_version: int, fetch: Fetch) -> Floats:
         """GET: rows `ids`, strictly increasing, as of `min_version` or later; float32, shape (n, width), a copy.
 
-        `fetch` is called at most once, and not where all are here.
+        `fetch` is called at most once, and not if all are here.
 
         Raises:
             BlobError: the answer is older than asked, or lacks rows: ask again.
@@ -206,7 +204,7 @@ class RowCache:
         self.drop(np.union1d(self.own.take_back(batch), also))
 
     def drop(self, ids: Ids) -> None:
-        """These rows are not used any more, where they are here."""
+        """Drop these rows, if they are here: they are not used any more."""
         self._drop(self._index.find(ids))
 
     def _checked(self, answer: FetchedRows, min_version: int) -> FetchedRows:
@@ -226,7 +224,7 @@ class RowCache:
     def merge(self, since: int, version: int, included: int, rows: Rows) -> bool:
         """The server pushes fetched rows that have changed after `since`, as of `version`.
 
-        Only rows that are here are taken. False: it came late, behind a later one, and is ignored.
+        Only rows that are here are taken. False: it came late, after a later one, and is ignored.
         """
         if version < self._newest:
             return False
@@ -277,7 +275,7 @@ class RowCache:
             end = min(self._hand + 2 * count + 64, self._capacity)
             is_next = ~self._is_recent[self._hand : end]
             taken = np.flatnonzero(is_next)[: count - len(places)]
-            # The hand stops behind the last one that it takes, if these are all.
+            # The hand stops after the last one that it takes, if these are all.
             if len(places) + len(taken) == count:
                 end = self._hand + int(taken[-1]) + 1
             self._is_recent[self._hand : end] = False

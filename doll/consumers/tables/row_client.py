@@ -106,7 +106,7 @@ class RowClient:
         return None
 
     def _read(self, name: str, answer: RowsStored) -> FetchedRows | None:
-        """The rows of an answer; None where the blob store does not hold them whole."""
+        """The rows of an answer; None if the blob store does not hold them whole."""
         try:
             stored = self.take(answer.key)
         except NotFiniteError:

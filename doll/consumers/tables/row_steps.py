@@ -1,7 +1,7 @@
 """A worker's optimizer for the rows of one table, for policies whose workers send steps: gradients in, changes out.
 
 State exists for rows that this worker has had a gradient of. It is this process's own: it begins again with each
-process and never crosses the wire, as that of `doll.consumers.compute.step_model`. It is bounded: where it is full, the
+process and never crosses the wire, as that of `doll.consumers.compute.step_model`. It is bounded: if it is full, the
 rows whose last gradient is the longest ago lose theirs, and are then as rows that this worker has never seen.
 """
 
@@ -52,11 +52,11 @@ class RowSteps:
 
     @property
     def num_bytes(self) -> int:
-        """Of memory for state, whether rows have it or not."""
+        """The memory for state, in bytes, whether rows have it or not."""
         return len(self._last_use) * self._row_bytes
 
     def step(self, rows: Floats, gradient: Rows, scale: float) -> Rows:
-        """What one step changes in these rows: what INC adds (`RowCache.inc`).
+        """The changes of one step in these rows, which INC adds (`RowCache.inc`).
 
         Args:
             rows: of `gradient.ids`, as the worker sees them, float32, shape (n, width).

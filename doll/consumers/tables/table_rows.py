@@ -27,7 +27,7 @@ _REPORT_EVERY_S: Final = 10.0
 _NO_BOUNDS: Final[Mapping[str, int]] = {}
 
 
-class TableRows:
+class WorkerTables:
     """All tables of one worker. Not thread-safe, except `offer`: the thread that computes owns it."""
 
     def __init__(
@@ -41,7 +41,7 @@ class TableRows:
             max_bytes: of all caches and `steps` together; each table has a share by its size, and holds as many rows as
                 states of rows.
             max_rows: of bounded tables.
-            optimizers: of each table's rows, where this worker steps itself; None: it sends gradients.
+            optimizers: of each table's rows, if this worker steps itself; None: it sends gradients.
             threshold: v of the filter of own steps; 0: all of them are sent.
             takes_patches: the server sends numbers of rows that have changed, and not these rows.
             report: is called with `measures` now and then.
@@ -76,7 +76,7 @@ class TableRows:
             self._offered.append(weights)
 
     def begin(self, grant: Grant, is_wanted: Callable[[], bool]) -> None:
-        """What is looked up next is for `grant`; where that is not wanted any more, nobody waits for rows."""
+        """Begin `grant`, for which rows are looked up next; if it is not wanted any more, nobody waits for rows."""
         if grant.term != self._term:  # versions of an earlier term may be void
             self._term = grant.term
             for cache in self._caches.values():
@@ -129,7 +129,7 @@ class TableRows:
     # --- own steps ----------------------------------------------------------------------------------------------------
 
     def step(self, gradients: Mapping[str, Rows], scale: float) -> dict[str, Rows]:
-        """What the optimizer changes in these rows, by table; nothing is changed yet.
+        """The changes of the optimizer in these rows, by table; nothing is changed yet.
 
         Raises:
             BlobError: the rows have not come.
@@ -169,7 +169,7 @@ class TableRows:
         return any(len(residual.held.ids) for residual in self._residuals.values())
 
     def filter(self, steps: Mapping[str, Rows], batch: int, version: int) -> dict[str, Rows]:
-        """What is sent of the steps of `batch`, the newest one, and of what was held back; see `RowResidual.split`."""
+        """The part to send of the steps of `batch`, the newest one, and of what was held back: `RowResidual.split`."""
         if not self._residuals:
             return dict(steps)
         sent = {}
@@ -183,12 +183,12 @@ class TableRows:
         return sent
 
     def rest(self, until: int) -> dict[str, Rows]:
-        """What is held back of the steps of batches below `until`, by table; see `RowResidual.of`."""
+        """The part of the steps of batches below `until` that is held back, by table; see `RowResidual.of`."""
         held = {name: residual.of(until) for name, residual in self._residuals.items()}
         return {name: rows for name, rows in held.items() if len(rows.ids)}
 
     def clear_rest(self) -> None:
-        """What was held back is pushed, or void: nothing is held, and rows with it are fetched again."""
+        """Clear what was held back: it is pushed, or void, and rows with it are fetched again."""
         for name, residual in self._residuals.items():
             cache = self._caches[name]
             cache.drop(residual.clear())

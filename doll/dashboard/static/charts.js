@@ -42,15 +42,17 @@ export class Chart {
     const css = getComputedStyle(document.documentElement);
     const color = (name) => css.getPropertyValue(name).trim();
     const axis = { stroke: color("--dim"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line"), width: 1 }, font: "11px system-ui, sans-serif" };
+    const named = (at) => (this.labels ? { label: this.labels[at], labelSize: 16, labelGap: 0, labelFont: "11px system-ui, sans-serif" } : {});
     const series = this.lines.map((line) => ({
-      label: line.label, stroke: color(line.color), width: 2, dash: line.dash, spanGaps: true, points: { show: !!line.points, size: 4 },
+      label: line.label, stroke: color(line.color), width: 2, dash: line.dash, spanGaps: true, points: { show: !!line.points, size: line.curve[0].length > 1 ? 4 : 9 },
+      paths: line.paths, fill: line.isFilled ? color(line.color) : undefined,
     }));
     const options = {
       width: Math.max(80, this.place.clientWidth), height: this.height(),
       scales: { x: { time: false, range: (u, min, max) => this.ranges.x(min, max) }, y: { range: (u, min, max) => this.ranges.y(min, max) } },
       axes: [
-        { ...axis, size: 26, space: 60, values: (u, values) => values.map(this.isTime ? clock : number) },
-        { ...axis, size: 46, values: (u, values) => values.map(number) },
+        { ...axis, ...named(0), size: 26, space: 60, values: (u, values) => values.map(this.isTime ? clock : number) },
+        { ...axis, ...named(1), size: 46, values: (u, values) => values.map(number) },
       ],
       legend: { live: false, show: series.length > 0 }, cursor: { drag: { x: false, y: false } },
       series: [{}, ...(series.length ? series : [{}])],
@@ -69,7 +71,7 @@ export class Chart {
   }
 }
 
-const wide = (min, max) => (min === max ? [min - 0.5, max + 0.5] : [min, max]);
+export const wide = (min, max) => (min === max ? [min - 0.5, max + 0.5] : [min, max]);
 
 export const fromZero = { x: (min, max) => [0, Math.max(max ?? 1, 1)], y: (min, max) => [0, 1.05 * (max || 1)] };
 
@@ -97,38 +99,22 @@ export class ErrorChart extends Chart {
 
 export class SamplesChart extends Chart {
   render(curves) {
-    const { deadline_s: deadline, samples: target } = curves.marks;
+    const { deadline_s: deadline, samples: target, per_s: perSecond } = curves.marks;
     const learned = points(curves.samples);
     const lines = [{ label: "learned", curve: learned, color: "--blue" }];
     if (deadline && target) lines.push({ label: "pace needed", curve: [[0, deadline], [0, target]], color: "--vermillion", dash: [6, 3] });
     else if (target) lines.push({ label: "target", curve: [[0, learned[0].at(-1) ?? 1], [target, target]], color: "--ink", dash: [2, 3] });
-    this.show(lines, fromZero);
-  }
-}
-
-export class CostChart extends Chart {
-  render(curves) {
-    const lines = [
-      { label: "spent", curve: points(curves.spent_usd), color: "--blue" },
-      { label: "all on-demand", curve: points(curves.all_on_demand_usd), color: "--vermillion", dash: [6, 3] },
-    ];
-    this.show(lines, fromZero);
-  }
-}
-
-export class PriceChart extends Chart {
-  render(curves) {
-    const lines = [
-      { label: "spot, USD/h", curve: points(curves.spot_usd_per_h), color: "--blue" },
-      { label: "on-demand", curve: points(curves.on_demand_usd_per_h), color: "--vermillion", dash: [6, 3] },
-    ];
+    if (perSecond && learned[0].length > 1) {
+      const [first, last] = [learned[0][0], learned[0].at(-1)];
+      lines.push({ label: "by theory", curve: [[first, last], [learned[1][0], learned[1][0] + perSecond * (last - first)]], color: "--dim", dash: [2, 3] });
+    }
     this.show(lines, fromZero);
   }
 }
 
 // One line per run. Five colours and four dashes: twenty runs look different.
-const RUN_COLORS = ["--blue", "--vermillion", "--green", "--orange", "--ink"];
-const RUN_DASHES = [[], [6, 3], [2, 3], [10, 3, 2, 3]];
+export const RUN_COLORS = ["--blue", "--vermillion", "--green", "--orange", "--ink"];
+export const RUN_DASHES = [[], [6, 3], [2, 3], [10, 3, 2, 3]];
 
 export class RunsChart extends Chart {
   constructor(place, isTime) {
@@ -146,18 +132,15 @@ export class RunsChart extends Chart {
   }
 }
 
-export class LatencyChart extends Chart {
-  render(curves) {
-    const lines = [
-      { label: "median, ms", curve: points(curves.median_ms), color: "--blue" },
-      { label: "99 % below", curve: points(curves.p99_ms), color: "--vermillion", dash: [6, 3] },
-    ];
-    this.show(lines, fromZero);
+// Curves of a state by their names, each with its label.
+export class CurvesChart extends Chart {
+  constructor(place, labels) {
+    super(place);
+    this.labelled = Object.entries(labels);
   }
-}
 
-export class RequestsChart extends Chart {
   render(curves) {
-    this.show([{ label: "requests per second", curve: points(curves.per_s), color: "--blue" }], fromZero);
+    const lines = this.labelled.map(([name, label], at) => ({ label, curve: points(curves[name]), color: RUN_COLORS[at], dash: RUN_DASHES[at] }));
+    this.show(lines, fromZero);
   }
 }

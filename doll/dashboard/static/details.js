@@ -1,18 +1,23 @@
 // What a click opens: a dialog with what the server says of a worker, an update, a dead letter, a decision, a version.
 
 import { byId, fillFacts, fillTable } from "./dom.js";
+import { saved } from "./state.js";
 
 const dialog = byId("detail");
+const WAIT_MS = 10_000;
+
+async function ask(target) {
+  if (saved) return saved.details[target] ?? { error: "this file does not have it: doll dashboard shows all of a run" };
+  try {
+    const answer = await fetch(`api/${target}`, { headers: { Accept: "application/json" }, signal: AbortSignal.timeout(WAIT_MS) });
+    return await answer.json();
+  } catch (error) {
+    return { error: `the server does not answer (${error.message})` };
+  }
+}
 
 async function open(target) {
-  const [kind, key] = target.split("/");
-  let detail;
-  try {
-    const answer = await fetch(`api/${kind}/${key}`, { headers: { Accept: "application/json" } });
-    detail = await answer.json();
-  } catch (error) {
-    detail = { error: `the server does not answer (${error.message})` };
-  }
+  const detail = await ask(target);
   byId("detail-title").textContent = detail.title ?? detail.error;
   fillFacts(dialog.querySelector("dl"), detail.facts ?? []);
   const place = dialog.querySelector(".detail-table");

@@ -24,10 +24,11 @@ export function ifChanged(node, value, draw) {
 export function fillFacts(list, facts) {
   ifChanged(list, facts, () => {
     list.replaceChildren(
-      ...facts.flatMap(([name, text]) => {
-        const value = element("dd", text);
+      ...facts.map(([name, text]) => {
+        const [pair, value] = [element("div"), element("dd", text)];
         value.title = text;
-        return [element("dt", name), value];
+        pair.append(element("dt", name), value);
+        return pair;
       }),
     );
   });

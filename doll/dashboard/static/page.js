@@ -2,10 +2,11 @@
 
 import { ErrorChart, SamplesChart } from "./charts.js";
 import { listen } from "./details.js";
-import { byId, element, fillFacts, fillTable, ifChanged, setText, timeOfDay } from "./dom.js";
+import { byId, clock, element, fillFacts, fillTable, ifChanged, setText, timeOfDay } from "./dom.js";
 import { Market } from "./market.js";
+import { Panels } from "./panels.js";
 import { ModelServer } from "./served.js";
-import { follow } from "./state.js";
+import { follow, oldText, saved } from "./state.js";
 import { Workers } from "./workers.js";
 
 const LISTS = {
@@ -14,32 +15,37 @@ const LISTS = {
   letters: ["partition-offset", "reason"],
   decisions: ["turn", "at", "what"],
 };
+const LONG = 90; // characters of an event, which take two or three lines
 const ICONS = { good: "✔", warn: "▲", bad: "✖", none: "…" };
 const workers = new Workers();
 const market = new Market();
 const served = new ModelServer();
+const panels = new Panels(byId("panels"));
 const errors = new ErrorChart(byId("error-chart"));
 const samples = new SamplesChart(byId("samples-chart"));
 let chosen = ""; // measure; "": accuracy where there is one
 let latest = null;
 
-function renderJob(job) {
-  document.title = `${job.name}: ${job.state} - DOLL`;
+function renderJob(job, age) {
+  const state = age ? oldText(age) : job.state;
+  document.title = `${job.name}: ${state} - DOLL`;
   setText(byId("name"), job.name);
-  setText(byId("state"), job.state);
-  byId("state").className = `state ${job.is_live ? "live" : "ended"}`;
+  setText(byId("state"), state);
+  byId("state").className = `state ${age || !job.is_seen ? "lost" : job.is_live ? "live" : "ended"}`;
   for (const name of ["doing", "shape", "time"]) setText(byId(name), job[name]);
 }
 
-function renderQuestion(id, question) {
+function renderQuestion(id, question, age) {
   const section = byId(id);
   const verdict = section.querySelector(".verdict");
-  ifChanged(verdict, [question.tone, question.verdict], () => {
-    const icon = element("span", ICONS[question.tone], "icon");
+  const tone = age ? "none" : question.tone;
+  const text = age ? `${clock(age)} ago: ${question.verdict}` : question.verdict;
+  ifChanged(verdict, [tone, text], () => {
+    const icon = element("span", ICONS[tone], "icon");
     icon.setAttribute("aria-hidden", "true");
-    verdict.className = `verdict ${question.tone}`;
-    verdict.title = question.verdict;
-    verdict.replaceChildren(icon, question.verdict);
+    verdict.className = `verdict ${tone}`;
+    verdict.title = text;
+    verdict.replaceChildren(icon, text);
   });
   fillFacts(section.querySelector(".facts"), question.facts);
   if (question.bars) renderBars(section.querySelector(".bars"), question.bars);
@@ -69,12 +75,19 @@ function renderErrors() {
   errors.render(curves, measure);
 }
 
+// A long text, of which a click or a key shows the rest.
+function folded(text) {
+  const all = element("details");
+  all.append(element("summary", text));
+  return all;
+}
+
 function renderLists(lists) {
   ifChanged(byId("events"), lists.events, () => {
     byId("events").replaceChildren(
       ...lists.events.map(([at, text]) => {
         const line = element("li");
-        line.append(element("time", timeOfDay(at)), element("span", text));
+        line.append(element("time", timeOfDay(at)), text.length > LONG ? folded(text) : element("span", text));
         return line;
       }),
     );
@@ -86,24 +99,27 @@ function renderLists(lists) {
 }
 
 follow(
-  (state, changed) => {
+  (state, changed, age) => {
     latest = state;
-    renderJob(state.job);
-    if (changed.has("questions")) for (const [id, question] of Object.entries(state.questions)) renderQuestion(id, question);
-    if (changed.has("curves")) {
+    const news = (part) => changed.has(part);
+    document.body.classList.toggle("old", age > 0);
+    document.body.classList.toggle("unseen", !state.job.is_seen);
+    renderJob(state.job, age);
+    if (news("questions") || news("age")) {
+      for (const [id, question] of Object.entries(state.questions)) renderQuestion(id, question, age);
+    }
+    if (news("curves")) {
       renderErrors();
       samples.render(state.curves);
     }
-    if (changed.has("workers") || changed.has("job")) workers.render(state.workers, state.job.now_s);
-    if (changed.has("market")) market.render(state.market);
-    if (changed.has("served")) served.render(state.served);
-    if (changed.has("lists")) renderLists(state.lists);
+    if (news("workers") || news("job")) workers.render(state.workers, state.job.now_s);
+    if (news("market")) market.render(state.market);
+    if (news("served")) served.render(state.served);
+    if (news("panels")) panels.render(state.panels);
+    if (news("lists")) renderLists(state.lists);
     document.body.dataset.ready = "true";
   },
-  () => {
-    byId("state").className = "state lost";
-    setText(byId("state"), "not connected: trying again");
-  },
+  (state) => !state.job.is_live,
 );
 for (const name of ["accuracy", "loss"]) {
   byId(`show-${name}`).addEventListener("click", () => {
@@ -111,5 +127,5 @@ for (const name of ["accuracy", "loss"]) {
     if (latest) renderErrors();
   });
 }
-byId("all-runs").hidden = !location.pathname.startsWith("/runs/");
+byId("all-runs").hidden = Boolean(saved) || !location.pathname.startsWith("/runs/");
 listen();

@@ -2,10 +2,12 @@
 
 import { RunsChart } from "./charts.js";
 import { byId, element, ifChanged, setText } from "./dom.js";
-import { follow } from "./state.js";
+import { Panels } from "./panels.js";
+import { follow, oldText, saved } from "./state.js";
 
 const ICONS = { good: "✔", bad: "✖", none: "…" };
 const charts = { seconds: new RunsChart(byId("seconds-chart"), true), samples: new RunsChart(byId("samples-chart"), false) };
+const panels = new Panels(byId("panels"));
 
 function renderTable(columns, runs) {
   const rows = Object.entries(runs);
@@ -25,7 +27,7 @@ function renderTable(columns, runs) {
       const icon = element("span", ICONS[tone], "icon");
       icon.setAttribute("aria-hidden", "true");
       const link = element(tone === "none" ? "span" : "a", label);
-      if (tone !== "none") link.href = `runs/${encodeURIComponent(name)}/`;
+      if (tone !== "none") link.href = saved ? `${encodeURIComponent(name)}/report.html` : `runs/${encodeURIComponent(name)}/`;
       first.append(icon, link);
       line.append(first, ...cells.slice(1).map((cell) => element("td", cell)));
       body.append(line);
@@ -35,22 +37,24 @@ function renderTable(columns, runs) {
   });
 }
 
+const isUnderWay = (state) => state.missing.length > 0 || Object.values(state.runs).some((run) => run.tone === "none");
+
 follow(
-  (state) => {
+  (state, changed, age) => {
     const labels = Object.fromEntries(Object.entries(state.runs).map(([name, run]) => [name, run.label]));
+    const runs = state.missing.length ? `to come: ${state.missing.join(", ")}` : `${Object.keys(state.runs).length} runs`;
     document.title = `${state.job}: runs - DOLL`;
+    document.body.classList.toggle("old", age > 0);
     setText(byId("name"), state.job);
     setText(byId("headline"), state.headline);
-    setText(byId("state"), state.missing.length ? `to come: ${state.missing.join(", ")}` : `${Object.keys(state.runs).length} runs`);
-    byId("state").className = `state ${state.missing.length ? "live" : "ended"}`;
+    setText(byId("state"), age ? oldText(age) : runs);
+    byId("state").className = `state ${age ? "lost" : state.missing.length ? "live" : "ended"}`;
     setText(byId("notes"), state.notes.join("; "));
     renderTable(state.columns, state.runs);
     for (const [x, chart] of Object.entries(charts)) chart.render(state.curves, labels, x, state.target);
     for (const [x, title] of [["seconds", "time"], ["samples", "samples"]]) setText(byId(`${x}-title`), `Loss (${state.kind}) over ${title}`);
+    panels.render(state.panels);
     document.body.dataset.ready = "true";
   },
-  () => {
-    byId("state").className = "state lost";
-    setText(byId("state"), "not connected: trying again");
-  },
+  (state) => !isUnderWay(state),
 );

@@ -1,13 +1,13 @@
 // The model server: which versions answer, and how long answers take.
 
-import { LatencyChart, RequestsChart } from "./charts.js";
+import { CurvesChart } from "./charts.js";
 import { byId, fillFacts, ifChanged, setText } from "./dom.js";
 
 export class ModelServer {
   constructor() {
     this.section = byId("served");
-    this.latency = new LatencyChart(byId("latency-chart"));
-    this.requests = new RequestsChart(byId("requests-chart"));
+    this.latency = new CurvesChart(byId("latency-chart"), { median_ms: "median, ms", p99_ms: "99 % below" });
+    this.requests = new CurvesChart(byId("requests-chart"), { per_s: "requests per second" });
   }
 
   render(served) {

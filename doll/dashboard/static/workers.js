@@ -12,10 +12,10 @@ const COLUMNS = [
   ["computing", "computing", (row) => (row.computing === undefined ? "" : `${row.computing} %`)],
   ["waiting", "waiting_s", (row) => (row.waiting_s === undefined ? "" : `${row.waiting_s} s`)],
   ["lag", "lag", (row) => (row.lag === undefined ? "" : row.lag.toLocaleString("en"))],
+  ["note", "note", (row) => plain(row.note)],
   ["last event", "event_s", (row) => (row.event ? `${row.event} ${timeOfDay(row.event_s)}` : "")],
   ["samples/s", "rate", (row) => plain(row.rate)],
   ["restarts", "restarts", (row) => plain(row.restarts)],
-  ["note", "note", (row) => plain(row.note)],
 ];
 const HINTS = {
   computing: "share of the time in which it computes", waiting: "from a batch's completion to its turn",
@@ -46,7 +46,7 @@ export class Workers {
   makeHead() {
     const head = element("tr");
     this.heads = COLUMNS.map(([title, key]) => {
-      const cell = element("th");
+      const cell = element("th", "", key);
       cell.scope = "col";
       const button = element("button", title);
       button.type = "button";

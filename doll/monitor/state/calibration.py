@@ -12,7 +12,7 @@ import numpy as np
 from doll.errors import InfeasiblePlanError
 from doll.monitor.state.rates import steady_update_rate
 from doll.theory.checks import Floats
-from doll.theory.fitting import CurveFit, Interval, first_crossing, fit_tail
+from doll.theory.fitting import CurveFit, FitInterval, first_crossing, fit_tail
 from doll.theory.queueing import Stability, stability
 
 Measure = Literal["error_rate", "loss"]
@@ -58,7 +58,7 @@ class Calibration:
     target_error: float | None
     fit: CurveFit | None
     no_fit_reason: str
-    updates_to_target: Interval | None
+    updates_to_target: FitInterval | None
     reached_at: float | None
     service_s: float
     service_sd_s: float
@@ -208,7 +208,7 @@ def _curve(rows: Rows, measure: Measure) -> tuple[Floats, Floats]:
     return at, np.maximum(errors, 5e-4) if measure == "error_rate" else errors
 
 
-def _updates_to(fit: CurveFit | None, reached: float | None, target: float) -> Interval | None:
+def _updates_to(fit: CurveFit | None, reached: float | None, target: float) -> FitInterval | None:
     """J(ε): where the run reached the target, widened by the fit; else extrapolated by the fit."""
     try:
         fitted = fit.updates_to(target, reached=reached is not None) if fit is not None else None
@@ -219,8 +219,8 @@ def _updates_to(fit: CurveFit | None, reached: float | None, target: float) -> I
     if reached is None:
         return fitted
     if fitted is None:
-        return Interval(reached, reached, reached)
-    return Interval(reached, min(reached, fitted.low), max(reached, fitted.high))
+        return FitInterval(reached, reached, reached)
+    return FitInterval(reached, min(reached, fitted.low), max(reached, fitted.high))
 
 
 def _service(rows: Rows) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from doll.ledger.lineage import Change, Lineage, UpdatesRecord
+from doll.ledger.lineage import Lineage, LineageChange, UpdatesRecord
 from doll.records.control import TermStarted, Update
 
 _MAX_STEPS: Final = 100_000  # updates that can be taken back; a checkpoint comes far more often
@@ -40,10 +40,10 @@ class Continuity:
     def feed(self, record: UpdatesRecord) -> None:
         """Process a record of `updates`."""
         change = self._lineage.feed(record)
-        if change is Change.FENCED:
+        if change is LineageChange.FENCED:
             return
         if isinstance(record, TermStarted):
-            if change is Change.GENERATION:
+            if change is LineageChange.GENERATION:
                 self._begin()
             self._take_back(record.resumed_version)
             if record.resumed_version == 0 or record.rolled_back_to >= 0:  # learned again, or skipped as it was told

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from doll.ledger.lineage import Change, Lineage
+from doll.ledger.lineage import Lineage, LineageChange
 from doll.process.metric_names import EVALUATOR, LEFT, PRODUCER, PROVISIONER, TERM, worker_source
 from doll.records.control import AnyRecord, Finished, Metric, ServerStatus, TermStarted, Update
 
@@ -35,7 +35,7 @@ class RoleHeartbeats:
         """Process a record; other types than metrics, the server's status and starts of terms are ignored."""
         match record:
             case TermStarted() | Update() | Finished():
-                if self._lineage.feed(record) is Change.GENERATION:
+                if self._lineage.feed(record) is LineageChange.GENERATION:
                     self._last_seen_s = {}
             case ServerStatus() if self._lineage.is_current(record.term):
                 self._seen("ps", record.time_s)

@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from doll.ledger.lineage import Change, Lineage, UpdatesRecord
+from doll.ledger.lineage import Lineage, LineageChange, UpdatesRecord
 from doll.monitor.state.prequential import LossTrend, Prequential
 from doll.records.control import AnyRecord, Finished, Member, TermStarted, Update
 
@@ -140,11 +140,11 @@ class History:
             return False
         change = self._lineage.feed(record)
         if isinstance(record, Update):
-            return self._update(record, void=change is Change.FENCED)
-        if change is Change.FENCED:
+            return self._update(record, void=change is LineageChange.FENCED)
+        if change is LineageChange.FENCED:
             return False
         if isinstance(record, TermStarted):
-            return self._term_started(record, is_new_run=change is Change.GENERATION)
+            return self._term_started(record, is_new_run=change is LineageChange.GENERATION)
         self.finished = record
         return False
 

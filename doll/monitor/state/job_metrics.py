@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
-from doll.ledger.lineage import Change, Lineage, UpdatesRecord
+from doll.ledger.lineage import Lineage, LineageChange, UpdatesRecord
 from doll.monitor.state.heartbeats import RoleHeartbeats
 from doll.monitor.state.prequential import LossTrend
 from doll.process.metric_names import TERM, worker_of, worker_source
@@ -134,10 +134,10 @@ class JobMetrics:
             case _:
                 pass
 
-    def _lineage_changed(self, record: UpdatesRecord, change: Change) -> None:
-        if change is Change.FENCED:
+    def _lineage_changed(self, record: UpdatesRecord, change: LineageChange) -> None:
+        if change is LineageChange.FENCED:
             return
-        if change is Change.GENERATION:
+        if change is LineageChange.GENERATION:
             self._loss_trend = LossTrend()
             self._by_source = {"job": self._by_source["job"]}
         if isinstance(record, Update):

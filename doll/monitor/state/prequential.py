@@ -14,6 +14,8 @@ from typing import Final, NamedTuple
 
 # Updates that can be rolled back, far more than lie between two checkpoints. Each takes 24 bytes, and 8 per metric.
 MAX_ROLLBACK_UPDATES: Final = 100_000
+# A loss that has risen so many times above its first and its best is no longer learning, whatever its samples are.
+_DIVERGED: Final = 100.0
 # A mean over fewer updates depends too much on their samples.
 _MIN_UPDATES: Final = 10
 
@@ -147,6 +149,19 @@ class LossTrend:
             self.first = mean
         if not mean >= self.best and math.isfinite(mean):
             self.best, self.best_version = mean, version
+
+    @property
+    def diverged(self) -> str:
+        """How far the loss has risen, where it is a hundred times what it was at first and at best; "" where it is not.
+        A model that has learned nothing has a loss like the first one: only steps that are too long take it far above.
+        """
+        before = max(abs(self.first), abs(self.best)) if self.best_version is not None else math.nan
+        if not self.last > _DIVERGED * before:
+            return ""
+        return (
+            f"the model diverges: its loss has risen from {self.best:.4g} at version {self.best_version} to "
+            f"{self.last:.4g}; lower training.optimizer.lr, or set training.clip_norm"
+        )
 
     @property
     def worsened(self) -> bool:

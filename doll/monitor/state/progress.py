@@ -254,7 +254,8 @@ class ProgressModel:
                 workers=status.num_workers or self.config.data.workers,
                 max_pending_batches=self.config.worker.max_pending_batches,
             )
-            self.add_event(text, None)
+            diverged = self.history.loss_trend.diverged  # before workers are blamed for it
+            self.add_event(f"{diverged} ({text})" if diverged else text, None)
         for worker in status.workers:
             text = self._slow(worker)
             if text and worker.worker not in self._slow_workers:
@@ -430,9 +431,16 @@ class ProgressModel:
             updates=history.learned_updates,
             dead=self.dead_letters(),
             skipped=self.skipped(),
-            limit=limit_text(self.config, self._status),
+            limit=self.history.loss_trend.diverged or limit_text(self.config, self._status),
             tables=() if self._status is None else self._status.tables,
         )
+
+    def waits_for_more(self) -> bool:
+        """Whether there are batches beyond the newest checkpoint, and nobody computes: too few for an update."""
+        status = self._status
+        if status is None or status.computing_batches or any(worker.is_stalled for worker in status.workers):
+            return False
+        return any(worker.retained_batches for worker in status.workers)
 
     def dead_letters(self) -> DeadLetterCounts:
         """The dead letters so far, by the newest status of the parameter server."""

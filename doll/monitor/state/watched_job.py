@@ -234,5 +234,5 @@ class WatchedJob:
             next_offsets=progress.next_offsets,
             served_by=progress.served_by,
             restarts=self._restarts,
-            problem=problem,
+            problem="" if has_ended else problem,  # whose records are all here
         )

@@ -1,1 +1,1 @@
-"""What people and Prometheus are shown of it: text, panels, reports, plots, metrics."""
+"""What people and Prometheus are shown of it: text, pages, reports, metrics."""

@@ -18,7 +18,7 @@ from doll.errors import ConfigError
 from doll.monitor.state.csv_file import read_rows
 from doll.monitor.state.formats import aligned, clock, known, number, of
 from doll.monitor.state.policy_summary import PolicySummary
-from doll.monitor.views.plots import moving_mean
+from doll.monitor.views.panels import moving_mean
 from doll.process.files import json_safe, read_json
 from doll.theory.cost import SECONDS_PER_HOUR
 
@@ -28,10 +28,24 @@ LossKind = Literal["held-out", "prequential"]
 NO_REPORT: Final = "it left no report"
 WINDOW: Final = 50  # updates of the prequential mean
 COLUMNS: Final = (
-    "policy", "time to loss", "samples to loss", "time", "samples", "updates", "loss", "gradients", "weights",
+    "policy", "step", "time to loss", "samples to loss", "time", "samples", "updates", "loss", "gradients", "weights",
     "staleness", "blocked", "USD",
 )  # fmt: skip
-_PLAIN: Final = ("ok", "outcome", "seconds", "samples", "updates", "usd", "folder")  # for `--json`, as they are
+_PLAIN: Final = (
+    "ok",
+    "outcome",
+    "seconds",
+    "samples",
+    "updates",
+    "usd",
+    "folder",
+    "step_factor",
+)  # for `--json`, as they are
+
+_UNEQUAL_STEPS: Final = (
+    "the same training.optimizer.lr makes steps of different sizes here (column step): before you call a policy worse, "
+    "run it again with the lr divided by its factor"
+)
 
 
 class Reached(NamedTuple):
@@ -90,6 +104,7 @@ class PolicyRun:
         ok: it ended by its stop rule and its audit holds.
         seconds: of learning, from the first update to the last one.
         usd: of its workers for that time; NaN without a price.
+        step_factor: see `doll.config.step_size`; NaN: not known.
     """
 
     label: str
@@ -102,6 +117,7 @@ class PolicyRun:
     summary: PolicySummary | None = None
     losses: Mapping[LossKind, LossCurve] = field(default_factory=dict)
     folder: str = ""
+    step_factor: float = math.nan
 
     @property
     def name(self) -> str:
@@ -154,6 +170,7 @@ def read_run(label: str, folder: Path, *, usd_per_h: float) -> PolicyRun:
         summary=None if measures is None else msgspec.convert(measures, PolicySummary, strict=False),
         losses=losses,
         folder=str(folder),
+        step_factor=float(report.get("step_factor") or math.nan),
     )
 
 
@@ -232,8 +249,13 @@ class Comparison:
         lines += [f"{run.label}: {'' if run.ok else 'failed: '}{_in_short(run.outcome)}" for run in self.runs]
         if self.missing:
             lines.append(f"not run: {', '.join(self.missing)}")
-        lines += [f"note: {note}" for note in self.notes]
+        notes = [*self.notes, *([_UNEQUAL_STEPS] if self._has_unequal_steps else [])]
+        lines += [f"note: {note}" for note in notes]
         return "\n".join(lines)
+
+    @property
+    def _has_unequal_steps(self) -> bool:
+        return len({f"{run.step_factor:.3g}" for run in self.runs if known(run.step_factor)}) > 1
 
     def headline(self) -> str:
         """What the times are for."""
@@ -247,6 +269,7 @@ class Comparison:
         reached, summary = self.reached(run), run.summary
         return (
             run.label,
+            f"{run.step_factor:.3g} x bsp" if known(run.step_factor) else "-",
             "-" if reached is None else clock(reached.seconds),
             "-" if reached is None else of(reached.samples, None),
             clock(run.seconds) or "-",

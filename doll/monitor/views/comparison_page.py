@@ -7,6 +7,7 @@ from typing import Any
 from doll.monitor.state.formats import known
 from doll.monitor.views.comparison import COLUMNS, Comparison, LossCurve, PolicyRun
 from doll.monitor.views.page import points
+from doll.monitor.views.panels import staleness_panel
 
 
 def comparison_page(comparison: Comparison) -> dict[str, Any]:
@@ -15,6 +16,7 @@ def comparison_page(comparison: Comparison) -> dict[str, Any]:
     columns = [(head, *cells) for head, *cells in zip(COLUMNS, *map(comparison.cells, runs), strict=True)]
     shown = [column for column in columns if set(column[1:]) != {"-"}]
     heads, *rows = zip(*shown, strict=True)
+    reads = {run.label: run.summary.staleness.histogram for run in runs if run.summary and run.summary.staleness.reads}
     return {
         "job": comparison.job,
         "headline": comparison.headline().removeprefix(f"{comparison.job}: ") if runs else "no run yet",
@@ -25,6 +27,7 @@ def comparison_page(comparison: Comparison) -> dict[str, Any]:
         **({"target": float(f"{target:.5g}")} if known(target) else {}),
         "missing": comparison.missing,
         "notes": list(comparison.notes),
+        "panels": [staleness_panel(reads)] if reads else [],
     }
 
 

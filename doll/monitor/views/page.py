@@ -15,17 +15,19 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from doll.amounts import duration, duration_range, usd, usd_range
+from doll.amounts import usd, usd_range
 from doll.ledger.balance import named
-from doll.monitor.state.formats import clock, known, number, of
+from doll.monitor.state.formats import clock, clock_range, known, number, of
 from doll.monitor.state.history import EVALUATION_COLUMNS
 from doll.monitor.state.newest_updates import MAX_UPDATES
+from doll.monitor.state.policy_summary import PolicySummary
 from doll.monitor.state.progress import WorkerLine, skipped_text
 from doll.monitor.state.watched_job import PageState
 from doll.monitor.views.page_market import market
 from doll.monitor.views.page_served import served
-from doll.monitor.views.plots import moving_mean
+from doll.monitor.views.panels import moving_mean
 from doll.monitor.views.text import table_lines, verdict
+from doll.monitor.views.verdicts import blind, elapsed_s, forecast_s, pause, silent_text, verdicts
 from doll.process.metric_names import worker_of
 from doll.provisioner.prices.shipped import estimate
 from doll.theory.cost import SECONDS_PER_HOUR
@@ -41,19 +43,13 @@ QUESTIONS: Final = {
     "work": "Who works?",
 }
 _MOST_METRICS: Final = 4
-_SLOW_S: Final = 2.0  # a forecast is "late" if it is this many standard deviations before the deadline, or later
 
 
 def page(state: PageState) -> dict[str, Any]:
     """All that the page shows without a click."""
     return {
         "job": _job(state),
-        "questions": {
-            "learning": _learning(state),
-            "progress": _progress(state),
-            "safety": _safety(state),
-            "work": _work(state),
-        },
+        "questions": _questions(state),
         "curves": _curves(state),
         "market": market(state),
         "served": served(state.served),
@@ -92,34 +88,40 @@ def _job(state: PageState) -> dict[str, Any]:
     config, snapshot = state.config, state.snapshot
     data, policy = config.data, config.training.policy.name
     ended = f"ended: {snapshot.finished}" if snapshot.finished else "not running"
+    unseen = blind(state).get("work", "") if state.is_live else ""
     return {
         "name": snapshot.job,
-        "state": "running" if state.is_live else ended,
+        "state": unseen or ("running" if state.is_live else ended),
         "is_live": state.is_live,
-        "time": clock(_elapsed_s(state)),
+        "is_seen": not unseen,
+        "time": clock(elapsed_s(state)),
         "now_s": round(state.now_s, 1),
-        "shape": f"{len(snapshot.workers)} workers, b = {data.batch_size}, K = {config.group_size}, policy {policy}",
+        "shape": f"{of(len(snapshot.workers), None)} workers, b = {data.batch_size}, K = {config.group_size}, "
+        f"policy {policy}",
         "doing": f"{of(snapshot.updates, config.stop.updates)} updates, {of(snapshot.samples, config.stop.samples)} "
         "samples",
     }
 
 
-def _question(tone: str, text: str, facts: Sequence[Fact], **more: Any) -> dict[str, Any]:
-    """Args:
-    tone: "good", "warn", "bad", or "none" where there is nothing to say yet.
-    """
-    return {"tone": tone, "verdict": text, "facts": [list(fact) for fact in facts if fact[1]], **more}
+def _questions(state: PageState) -> dict[str, dict[str, Any]]:
+    facts = {"learning": _learning, "progress": _progress, "safety": _safety, "work": _work}
+    shown: dict[str, dict[str, Any]] = {
+        name: {"tone": tone, "verdict": text, "facts": [list(fact) for fact in facts[name](state) if fact[1]]}
+        for name, (tone, text) in verdicts(state).items()
+    }
+    shown["progress"]["bars"] = _bars(state)
+    return shown
 
 
 # --- is it learning
 
 
-def _learning(state: PageState) -> dict[str, Any]:
-    snapshot, stop, history = state.snapshot, state.config.stop, state.history
-    means, trend = snapshot.prequential, history.loss_trend
+def _learning(state: PageState) -> list[Fact]:
+    snapshot, trend = state.snapshot, state.history.loss_trend
+    means = snapshot.prequential
     version = "" if snapshot.held_out_version is None else f" (version {snapshot.held_out_version})"
     accuracy = means.metrics.get("accuracy", math.nan)
-    facts = [
+    return [
         ("prequential loss", number(means.loss) if known(means.loss) else ""),
         ("held-out loss", f"{number(snapshot.held_out_loss)}{version}" if known(snapshot.held_out_loss) else ""),
         ("prequential accuracy", number(accuracy) if known(accuracy) else ""),
@@ -131,24 +133,6 @@ def _learning(state: PageState) -> dict[str, Any]:
             "" if trend.best_version is None else f"{number(trend.best)} (version {trend.best_version})",
         ),
     ]
-    held_out = history.held_out_loss_trend()
-    if not snapshot.version:
-        return _question("none", "waiting for the first update", facts)
-    if trend.worsened or held_out.worsened:
-        return _question("bad", "no: the loss is far above its best", facts)
-    if stop.accuracy is not None and known(snapshot.held_out_accuracy):
-        reached = snapshot.held_out_accuracy >= stop.accuracy
-        text = f"held-out accuracy {number(snapshot.held_out_accuracy)} of {stop.accuracy:g}"
-        return _question("good", f"yes: {text}{', reached' * reached}", facts)
-    if stop.loss is not None and known(snapshot.held_out_loss):
-        reached = snapshot.held_out_loss <= stop.loss
-        text = f"held-out loss {number(snapshot.held_out_loss)} of {stop.loss:g}"
-        return _question("good", f"yes: {text}{', reached' * reached}", facts)
-    if trend.best_version is None:
-        return _question("none", "too few updates to say", facts)
-    falls = trend.last < trend.first
-    text = f"prequential loss {number(trend.last)}, {number(trend.first)} at the start"
-    return _question("good" if falls else "warn", f"{'yes' if falls else 'not yet'}: {text}", facts)
 
 
 def _other_metrics(state: PageState) -> list[Fact]:
@@ -170,62 +154,16 @@ def _target(state: PageState) -> str:
 # --- is it on time and on budget
 
 
-def _elapsed_s(state: PageState) -> float:
-    """On the job's clock: that of the provisioner, else since the first update."""
-    decided_s = state.decisions.newest.get("elapsed_s", math.nan)
-    end_s = state.now_s if state.is_live else state.history.last_time_s
-    return float(decided_s) if known(decided_s) else end_s - state.history.first_time_s
+def _progress(state: PageState) -> list[Fact]:
+    finish_s, finish_sd_s = forecast_s(state)
+    is_open = known(finish_s) and state.is_live and not (pause(state) or "progress" in blind(state))
+    return [("expected end", clock_range(finish_s, finish_sd_s) if is_open else ""), *_cost_facts(state)]
 
 
-def _progress(state: PageState) -> dict[str, Any]:
-    snapshot, plan = state.snapshot, state.config.plan
-    decision, elapsed_s = state.decisions.newest, _elapsed_s(state)
-    deadline_s = plan.deadline_s or math.nan
-    finish_s = decision.get("expected_finish_s", elapsed_s + snapshot.eta_s)
-    finish_sd_s = decision.get("expected_finish_sd_s", math.nan) if decision else snapshot.eta_sd_s
-    limit_s = deadline_s if known(deadline_s) else state.config.stop.seconds or math.nan
-    bars = [bar for bar in (_work_bar(state), _share_bar("time", elapsed_s, limit_s, clock), _cost_bar(state)) if bar]
-    facts = [
-        ("expected end", _plus_minus(duration_range(finish_s, finish_sd_s)) if known(finish_s) else ""),
-        *_cost_facts(state),
-    ]
-    tone, text = _on_time(state, elapsed_s, deadline_s, finish_s, finish_sd_s)
-    return _question(tone, text, facts, bars=bars)
-
-
-def _on_time(
-    state: PageState, elapsed_s: float, deadline_s: float, finish_s: float, finish_sd_s: float
-) -> tuple[str, str]:
-    decision, snapshot = state.decisions.newest, state.snapshot
-    if state.report.get("error"):
-        return "bad", f"no: {state.report['error']}"
-    if not snapshot.version:
-        return "none", "waiting for the first update" if state.is_live else "there was no update"
-    if not state.is_live:
-        if not known(deadline_s):
-            return "none", f"ended after {clock(elapsed_s)}"
-        met = state.report.get("deadline_met", elapsed_s <= deadline_s)
-        if not met and elapsed_s <= deadline_s:
-            return "warn", f"ended after {clock(elapsed_s)} of {clock(deadline_s)}, before the planned work was done"
-        return "good" if met else "bad", f"{'yes' if met else 'no'}: {clock(elapsed_s)} of {clock(deadline_s)}"
-    if decision.get("phase") in ("failed", "stopped", "budget"):
-        return "bad", f"no: the provisioner has stopped ({decision['phase']})"
-    if alarms := decision.get("alarms"):
-        return "warn", str(alarms[0])
-    if not known(finish_s):
-        return "none", "no number of updates or samples to reach"
-    if not known(deadline_s):
-        return "good", f"about {_plus_minus(duration_range(finish_s - elapsed_s, finish_sd_s))} left"
-    margin_s = 0.0 if not known(finish_sd_s) else _SLOW_S * finish_sd_s
-    if decision.get("feasible") is False or finish_s > deadline_s:
-        return "bad", f"no: expected end {duration(finish_s)} of {duration(deadline_s)}"
-    if finish_s + margin_s > deadline_s and not decision:
-        return "warn", f"barely: expected end {duration(finish_s)} of {duration(deadline_s)}"
-    return "good", f"yes: expected end {duration(finish_s)} of {duration(deadline_s)}"
-
-
-def _plus_minus(text: str) -> str:
-    return text.replace("+-", "±")
+def _bars(state: PageState) -> list[dict[str, Any]]:
+    limit_s = state.config.plan.deadline_s or state.config.stop.seconds or math.nan
+    bars = (_work_bar(state), _share_bar("time", elapsed_s(state), limit_s, clock), _cost_bar(state))
+    return [bar for bar in bars if bar]
 
 
 def _share_bar(label: str, value: float, most: float, text: Any) -> dict[str, Any] | None:
@@ -259,12 +197,12 @@ def _cost_facts(state: PageState) -> list[Fact]:
     """What machines cost; where none are provisioned, what they would have cost on EC2."""
     decision, plan = state.decisions.newest, state.config.plan
     facts: list[Fact] = []
-    rough = estimate(state.config, max(0.0, _elapsed_s(state))) if known(_elapsed_s(state)) else None
+    rough = estimate(state.config, max(0.0, elapsed_s(state))) if known(elapsed_s(state)) else None
     if decision:
         expected, sd = decision.get("expected_cost_usd", math.nan), decision.get("expected_cost_sd_usd", math.nan)
         spot, on_demand = decision.get("instances_spot", math.nan), decision.get("instances_on_demand", math.nan)
         facts += [
-            ("expected cost", f"{_plus_minus(usd_range(expected, sd))} USD" if known(expected) else ""),
+            ("expected cost", f"{usd_range(expected, sd).replace('+-', '±')} USD" if known(expected) else ""),
             ("budget", f"{usd(plan.budget_usd)} USD" if plan.budget_usd else ""),
         ]
         if state.is_live:
@@ -283,13 +221,13 @@ def _cost_facts(state: PageState) -> list[Fact]:
 # --- is it safe
 
 
-def _safety(state: PageState) -> dict[str, Any]:
-    snapshot, audit = state.snapshot, state.report.get("audit")
+def _safety(state: PageState) -> list[Fact]:
+    snapshot = state.snapshot
     durable = snapshot.durable_version
     behind = "" if durable is None else f", updates after it: {snapshot.version - durable}"
     dead = snapshot.dead
     harmful = sum(letter.code == "harmful" for letter in state.letters)
-    facts = [
+    return [
         ("audit", _audit_text(state)),
         ("durable", "" if durable is None else f"version {durable}{behind if state.is_live else ''}"),
         ("dead letters", dead.text() or "none"),
@@ -297,26 +235,8 @@ def _safety(state: PageState) -> dict[str, Any]:
         ("skipped", skipped_text(snapshot.skipped)),
         ("restarts", _restarts(state)),
         ("lost", named(snapshot.lost) if snapshot.lost else ""),
-        ("silent", ", ".join(f"{role} for {clock(age_s)}" for role, age_s in state.silent_s.items())),
+        ("silent", silent_text(state)),
     ]
-    if state.problem:
-        return _question("warn", state.problem, facts)
-    if audit and not audit["ok"]:
-        return _question("bad", "no: the audit found offsets that are missing or applied twice", facts)
-    if state.continuity is not None and state.continuity.problem:
-        return _question("bad", f"no: {state.continuity.problem}", facts)
-    if snapshot.lost:
-        return _question("bad", "no: records were deleted before they were learned", facts)
-    # Workers come and go; without one of the others the job does not go on, or nobody sees it.
-    if away := [role for role in state.silent_s if worker_of(role) is None]:
-        return _question("bad", f"no: nothing is heard of {', '.join(away)}", facts)
-    if not snapshot.version:
-        return _question("none", "waiting for the first update", facts)
-    if dead.letters:
-        return _question(
-            "warn", f"yes, but {of(dead.letters, None)} record{'s' * (dead.letters > 1)} could not be learned", facts
-        )
-    return _question("good", "yes: each offset is in one update, none is missing", facts)
 
 
 def _restarts(state: PageState) -> str:
@@ -343,27 +263,26 @@ def _audit_text(state: PageState) -> str:
 # --- who works
 
 
-def _work(state: PageState) -> dict[str, Any]:
+def _work(state: PageState) -> list[Fact]:
     snapshot, policy = state.snapshot, state.snapshot.policy
-    live = sum(line.is_live is True and not line.is_spare for line in snapshot.workers)
-    needed = sum(not line.is_spare for line in snapshot.workers)
     pipeline = state.config.worker.pipeline
     measured, predicted = number(snapshot.rate_measured), number(snapshot.rate_predicted)
-    facts = [
+    return [
         ("updates per second", f"{measured}, by theory {predicted}" if known(snapshot.rate_measured) else ""),
         ("stability margin", f"{number(snapshot.margin.sufficient)} {verdict(snapshot)}".replace("? ", "?")),
-        ("staleness", "" if policy is None else policy.staleness_text),
+        ("staleness", "" if policy is None else _staleness(policy)),
         ("blocked", "" if policy is None else policy.blocked_text + policy.void_text),
         ("sent", "" if policy is None else f"gradients {policy.bytes_text}, weights {policy.weights_text}"),
         ("stages", "" if pipeline is None else f"{pipeline.stages} of each worker; a click on a worker names them"),
         *(("table", line.removeprefix("table ")) for line in table_lines(snapshot)),
     ]
-    if not state.is_live:
-        return _question("none", f"{needed} workers took part", facts)
-    if snapshot.limit:
-        return _question("warn", snapshot.limit, facts)
-    tone = "good" if live == needed else "warn" if live else "bad"
-    return _question(tone if snapshot.version or live else "none", f"{live} of {needed} workers are live", facts)
+
+
+def _staleness(policy: PolicySummary) -> str:
+    mean, p99 = policy.staleness.mean, policy.staleness.p99
+    if mean is None or p99 is None:
+        return ""
+    return f"{number(mean)} batches (99 %: {number(p99)}, lock step: -1)"
 
 
 def _worker(line: WorkerLine, state: PageState) -> dict[str, Any]:
@@ -371,7 +290,7 @@ def _worker(line: WorkerLine, state: PageState) -> dict[str, Any]:
     at_s, event = state.last_events.get(line.worker, (math.nan, ""))
     values = {
         "state": "spare" if line.is_spare else _states(state)[line.is_live],
-        "since_s": _rounded(line.since_s, 1),
+        "since_s": _rounded(line.since_s, 1) if state.is_live or not line.is_live else None,
         "market": line.market.replace("_", "-"),
         "partitions": line.partitions,
         "computing": _share(line.computing),
@@ -388,7 +307,9 @@ def _worker(line: WorkerLine, state: PageState) -> dict[str, Any]:
 
 
 def _states(state: PageState) -> dict[bool | None, str]:
-    return {None: "starting" if state.is_live else "not known", True: "live", False: "gone"}
+    if not state.is_live:
+        return {None: "not known", True: "ended", False: "gone"}
+    return {None: "starting", True: "live", False: "gone"}
 
 
 def _rounded(value: float, decimals: int) -> float | None:
@@ -430,6 +351,7 @@ def _curves(state: PageState) -> dict[str, Any]:
         "loss": stop.loss,
         "deadline_s": plan.deadline_s,
         "samples": stop.samples or state.decisions.newest.get("target_samples"),
+        "per_s": _rounded(state.snapshot.rate_predicted * state.config.group_size * state.config.data.batch_size, 1),
     }
     return {**curves, "marks": {name: value for name, value in marks.items() if value is not None}}
 

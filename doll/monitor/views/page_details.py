@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from doll.amounts import duration_range, usd, usd_range
+from doll.amounts import usd, usd_range
 from doll.config.pipeline import PipelineConfig
-from doll.monitor.state.formats import clock, known, number, of
+from doll.monitor.state.formats import clock, clock_range, known, number, of
 from doll.monitor.state.newest_updates import MAX_UPDATES
 from doll.monitor.state.watched_job import KeptVersions, PageState
 from doll.monitor.views.text import worker_state
@@ -178,7 +178,7 @@ def _decision(state: PageState, turn: int) -> Detail | None:
         "decided by": item["binding"],
         "at": clock(item.get("elapsed_s", math.nan)) + " on the job's clock",
         "deadline": "can be met" if item["feasible"] else "cannot be met",
-        "expected end": duration_range(finish_s, item.get("expected_finish_sd_s", math.nan)) if known(finish_s) else "",
+        "expected end": clock_range(finish_s, item.get("expected_finish_sd_s", math.nan)),
         "expected cost": f"{usd_range(cost, item.get('expected_cost_sd_usd', math.nan))} USD" if known(cost) else "",
         "spent": of_usd("spent_usd"),
         "all on-demand until then": of_usd("all_on_demand_usd"),

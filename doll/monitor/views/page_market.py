@@ -18,11 +18,16 @@ def market(state: PageState) -> dict[str, Any]:
     decision, history = state.decisions.newest, state.decisions.market
     if not history.points:
         return {}
+    without_spot = state.report.get("spot_unavailable_s") or [[]] * len(history.spans)
     spans = {
         str(slot): [
-            [round(span.begin_s, 1), -1 if span.end_s is None else round(span.end_s, 1), span.market] for span in spans
+            *([*gap, "unavailable"] for gap in gaps),
+            *(
+                [round(span.begin_s, 1), -1 if span.end_s is None else round(span.end_s, 1), span.market]
+                for span in spans
+            ),
         ]
-        for slot, spans in enumerate(history.spans)
+        for slot, (spans, gaps) in enumerate(zip(history.spans, without_spot, strict=False))
     }
     return {
         "facts": [list(fact) for fact in _facts(decision, state.report) if fact[1]],

@@ -9,6 +9,7 @@ from typing import Any
 
 import doll
 from doll.amounts import usd
+from doll.config.step_size import step_factor, step_text
 from doll.ledger.balance import LedgerReport
 from doll.monitor.state import spot_history
 from doll.monitor.state.formats import aligned, clock, number, of
@@ -86,6 +87,7 @@ def build_report(model: ProgressModel, outcome: RunOutcome, ledger: LedgerReport
         },
         "best_loss": held_out.best,
         "best_loss_version": held_out.best_version,
+        "diverged": history.loss_trend.diverged,
         "loss_worsened": history.loss_trend.worsened or held_out.worsened,
         "update_rate_measured_per_s": model.rate_measured(),
         "update_rate_predicted_per_s": model.rate_predicted(),
@@ -102,6 +104,8 @@ def build_report(model: ProgressModel, outcome: RunOutcome, ledger: LedgerReport
         "records_per_batch": config.data.records_per_batch,
         "group_size": config.group_size,
         "policy": config.training.policy.name,
+        "step": step_text(config),
+        "step_factor": step_factor(config),
         "measures": None if policy is None else policy.to_dict(),
         "stop": config.stop.model_dump(exclude_none=True),
         "restarts": sum(outcome.restarts.values()),
@@ -136,6 +140,7 @@ def audit_counts(ledger: LedgerReport) -> dict[str, Any]:
         "gaps": ledger.gaps,
         "lost": ledger.lost,
         "losses": ledger.losses(),
+        "unread": ledger.unread,
         "skipped": ledger.skipped,
         "rolled_back": ledger.rolled_back(),
         "summary": ledger.summary(),
@@ -158,7 +163,10 @@ def summary(report: Mapping[str, Any]) -> str:
     error = _error_line(report)
     if error:
         lines.append(f"  {error}")
-    if report["loss_worsened"]:
+    diverged = report.get("diverged") or ""  # a report of an earlier release says nothing of it
+    if diverged and diverged not in (report["error"] or ""):
+        lines.append(f"  warning: {diverged}; an earlier checkpoint may be better")
+    elif report["loss_worsened"] and not diverged:
         lines.append(f"  warning: {_worsened(report)}")
     measured, predicted = _number(report["update_rate_measured_per_s"]), _number(report["update_rate_predicted_per_s"])
     margin = _number(report["proposition_1"]["margin"])

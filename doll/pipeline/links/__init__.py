@@ -1,1 +1,1 @@
-"""What goes from stage to stage of a virtual worker: links, the form of their messages, copies between memories."""
+"""The connections of a virtual worker's stages: links, the form of their messages, copies between memories."""

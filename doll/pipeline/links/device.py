@@ -1,4 +1,4 @@
-"""What a stage computes on: copies between its memory and that of the machine, and what may cross a cut."""
+"""The device of a stage: copies between its memory and that of the machine, and what may cross a cut."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StageDevice:
     name = "cpu"
 
     def put(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        """`array` on the device, without its memory where that is possible: it must not be changed."""
+        """`array` on the device, without its memory if that is possible: it must not be changed."""
         return _tensor_of(array)
 
     def get(self, tensor: torch.Tensor) -> npt.NDArray[Any]:
@@ -35,7 +35,7 @@ class StageDevice:
         return _array_of(_plain(tensor))
 
     def finish(self) -> None:
-        """Wait for what was begun."""
+        """Wait for the work that was begun."""
 
 
 class CudaDevice(StageDevice):
@@ -71,7 +71,7 @@ class CudaDevice(StageDevice):
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """In C order, with no conjugation or sign that is still to be applied."""
+    """The tensor in C order, with no conjugation or sign that is still to be applied."""
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
@@ -83,7 +83,7 @@ def _array_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def _tensor_of(array: npt.NDArray[Any]) -> torch.Tensor:
-    """The same memory where `array` is in C order."""
+    """The same memory if `array` is in C order."""
     array = np.asarray(array, order="C")  # not ascontiguousarray, which makes a 0-d array 1-d
     if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
@@ -91,7 +91,7 @@ def _tensor_of(array: npt.NDArray[Any]) -> torch.Tensor:
 
 
 def crossing_problem(output: Any) -> str:
-    """Why `output` cannot be sent from one stage to the next; "" where it can: a tensor, or dicts, tuples and lists of
+    """Why `output` cannot be sent from one stage to the next; "" if it can: a tensor, or dicts, tuples and lists of
     tensors."""
     leaves, _ = trees.flat(output)
     if len(leaves) > MAX_CROSSING:
@@ -144,7 +144,7 @@ def as_received(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Root(torch.autograd.Function):
-    """One number behind `outputs`. Its gradient is not used: those in `gradients` are passed on.
+    """One number after `outputs`. Its gradient is not used: those in `gradients` are passed on.
 
     What `torch.autograd.graph.get_gradient_edge` is for; `backward` of torch 2.6 takes no edges.
     """

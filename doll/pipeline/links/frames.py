@@ -40,7 +40,7 @@ _NAMES: Final = ", ".join("bfloat16" if dtype == BFLOAT16 else dtype.name for dt
 
 
 class LinkFrameError(DollError):
-    """What came, or is to be sent, is not a message between stages, or one beyond the limits."""
+    """An error in a message between stages, received or to be sent: it is none, or beyond the limits."""
 
 
 class Prefix(NamedTuple):
@@ -57,7 +57,7 @@ class Prefix(NamedTuple):
 
     @property
     def rest_bytes(self) -> int:
-        """Of the table and the header, which follow the prefix."""
+        """The size of the table and the header, which follow the prefix."""
         return self.arrays * _ARRAY.size + self.header_bytes
 
 

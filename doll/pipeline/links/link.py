@@ -64,7 +64,7 @@ class StageLink:
         self._receiving = threading.RLock()
 
     def limit_sending(self, seconds: float) -> None:
-        """From now on `send` ends the link when the other end takes nothing for so long; at first it waits."""
+        """Limit `send`: it ends the link when the other end takes nothing for so long; at first it waits."""
         timeval = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))  # of the kernel: the socket still blocks
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
@@ -205,7 +205,7 @@ def shared_pair(
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     min_bytes: int = MIN_BYTES,
 ) -> tuple[StageLink, StageLink]:
-    """As `socket_pair`, with large messages in shared memory.
+    """Make a pair as `socket_pair` does, with large messages in shared memory.
 
     Args:
         segments: in each direction. A stage keeps what it has received until the backward pass: one for each minibatch

@@ -143,7 +143,7 @@ def segments_pair(count: int, segment_bytes: int, min_bytes: int = MIN_BYTES) ->
 
 
 def _starts(sizes_bytes: Sequence[int]) -> list[int]:
-    """Where arrays of these sizes start in a segment, and the end of the last one."""
+    """The start of each array of these sizes in a segment, and the end of the last one."""
     starts, end = [], 0
     for size_bytes in sizes_bytes:
         start = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

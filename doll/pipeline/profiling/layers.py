@@ -5,7 +5,7 @@ ones too; of other modules the nodes of the graph (`torch.fx`), which is cut whe
 between the blocks of a residual network.
 
 `torch.distributed.pipelining` cuts graphs as well, by `torch.export`: that fixes the number of samples of a batch,
-which differs where samples are refused.
+which differs if samples are refused.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Trial(NamedTuple):
 
 
 def trial_input(task: Task, model: torch.nn.Module, samples: int) -> Trial:
-    """Random numbers of the model's shape, else zeros as integers; held-out ones where it has no shape."""
+    """Random numbers of the model's shape, else zeros as integers; held-out ones if it has no shape."""
     reasons: list[str] = []
     tried: list[passes.Inputs] = []
     if task.input_shape is not None:
@@ -110,7 +110,7 @@ def inputs_for(x: Any) -> passes.Inputs:
 
 def only_calls(task: Task, module: torch.nn.Module, inputs: passes.Inputs) -> tuple[Any, bool]:
     """`task.forward(module, x)`, and whether that is what `module` has returned, unchanged: of a part of the model,
-    anything else belongs behind the last one."""
+    anything else belongs after the last one."""
     returned: list[tuple[Any, int]] = []
     hook = module.register_forward_hook(lambda _, __, output: returned.append((output, _version_of(output))))
     try:
@@ -121,7 +121,7 @@ def only_calls(task: Task, module: torch.nn.Module, inputs: passes.Inputs) -> tu
 
 
 def _version_of(value: Any) -> int:
-    """Which rises with each change in place."""
+    """The version of a value, which rises with each change in place."""
     return sum(leaf._version for leaf in trees.flat(value)[0] if isinstance(leaf, torch.Tensor))
 
 
@@ -129,7 +129,7 @@ def check_cut(
     task: Task, model: torch.nn.Module, layers: Sequence[Layer], inputs: passes.Inputs
 ) -> None:  # fmt: skip
     """Compare the layers with the model, for samples: output, gradient and buffers, in
-    evaluation mode and, where there are two samples or more, in training mode with the same random numbers. Model and
+    evaluation mode and, if there are two samples or more, in training mode with the same random numbers. Model and
     layers are left as they were.
 
     Raises:
@@ -171,7 +171,7 @@ def check_cut(
 
 
 class _Outcome(NamedTuple):
-    """Of one pass.
+    """The outcome of one pass.
 
     Attributes:
         output: of the whole model or of its layers.
@@ -184,7 +184,7 @@ class _Outcome(NamedTuple):
     buffers: dict[str, torch.Tensor]
 
     def difference(self, layers: _Outcome) -> str:
-        """What differs, as the reason of an error; "": nothing. `self`: of the whole model."""
+        """The difference from `layers`, as the reason of an error; "": none. `self`: of the whole model."""
         (owns, structure), (outputs, other) = trees.flat(self.output), trees.flat(layers.output)
         if structure != other:
             return f"its layers give {other}, the whole model {structure}"
@@ -257,7 +257,7 @@ def _gradient(model: torch.nn.Module, output: Any) -> dict[str, tuple[float, flo
     outputs = [part for part in trees.flat(output)[0] if isinstance(part, torch.Tensor) and part.requires_grad]
     if not outputs or not parameters:
         return {}
-    # Not ones: behind a softmax the sum is always the same.
+    # Not ones: after a softmax the sum is always the same.
     weights = [
         torch.linspace(0.5, 1.5, part.numel(), dtype=torch.float64).reshape(part.shape).to(part.dtype)
         for part in outputs
@@ -327,7 +327,7 @@ def _through(task: Task, name: str, layers: Sequence[Layer], inputs: passes.Inpu
 
 
 def _distance(expected: torch.Tensor, actual: torch.Tensor) -> float:
-    """The largest difference; 0 where it is no more than rounding. Where one is not finite, the other is the same."""
+    """The largest difference; 0 if it is no more than rounding. If one is not finite, the other is the same."""
     if torch.equal(expected, actual) or not expected.numel():
         return 0.0
     if not is_differentiable(expected):
@@ -374,7 +374,7 @@ def _check(name: str, model: torch.nn.Module, layers: Sequence[Layer]) -> None:
 
 
 def _of_graph(model: torch.nn.Module) -> list[Layer]:
-    """Cut the graph of a module behind each node whose value alone is used further on."""
+    """Cut the graph of a module after each node whose value alone is used further on."""
     name = type(model).__name__
     try:
         evaluating = _traced(model.eval()).code
@@ -408,12 +408,12 @@ def _of_graph(model: torch.nn.Module) -> list[Layer]:
 
 
 def _is_taken_apart(node: fx.Node) -> bool:
-    """It may be a tuple, which cannot be sent."""
+    """Whether it may be a tuple, which cannot be sent."""
     return all(user.op == "call_function" and user.target is operator.getitem for user in node.users)
 
 
 def _traced(model: torch.nn.Module) -> fx.GraphModule:
-    """Its graph. `fx` leaves tensors that forward() makes at the model: without them, it is as it was."""
+    """The graph of a model. `fx` leaves tensors that forward() makes at the model: without them, it is as it was."""
     before = set(vars(model))
     try:
         return fx.symbolic_trace(model)
@@ -470,7 +470,7 @@ def _joined(layers: Sequence[Layer]) -> list[Layer]:
 
 
 def _name_of(nodes: Sequence[fx.Node]) -> str:
-    """By the modules of the model that it calls, or by its last function."""
+    """The name of a layer: the modules of the model that it calls, or its last function."""
     called = [str(node.target) for node in nodes if node.op == "call_module"]
     if not called:
         return nodes[-1].name

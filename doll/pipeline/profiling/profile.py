@@ -1,4 +1,4 @@
-"""What a model's layers take: the input of the partitioner. Pure, except for reading and writing the file."""
+"""The costs of a model's layers: the input of the partitioner. Pure, except for reading and writing the file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LayerProfile:
 
 
 class StageSize(NamedTuple):
-    """Bytes of some layers, one behind the other: numbers, or arrays.
+    """Bytes of some layers, one after the other: numbers, or arrays.
 
     Attributes:
         parameter_bytes: W.
@@ -78,7 +78,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Between devices; infinite where transfers take no time."""
+    """Between devices; infinite if transfers take no time."""
 
     within_node_bytes_per_s: float = math.inf
     between_nodes_bytes_per_s: float = math.inf
@@ -88,7 +88,7 @@ class Network:
         return self.within_node_bytes_per_s if a.node == b.node else self.between_nodes_bytes_per_s
 
     def transfer_s(self, a: Device, b: Device, num_bytes: float) -> float:
-        """Time of a message of `num_bytes` from `a` to `b`."""
+        """The time of a message of `num_bytes` from `a` to `b`."""
         return self.latency_s + num_bytes / self.bytes_per_s(a, b)
 
 
@@ -118,7 +118,7 @@ class Profile:
         return [(layer.forward_s / device.speed, layer.backward_s / device.speed) for layer in self.layers]
 
     def size_of(self, first: int, stop: int) -> StageSize:
-        """Of layers [first, stop)."""
+        """The size of layers [first, stop)."""
         layers = self.layers[first:stop]
         taken = self.layers[first - 1].output_bytes if first else self.input_bytes
         return StageSize(
@@ -127,7 +127,7 @@ class Profile:
         )  # fmt: skip
 
     def to_json(self) -> bytes:
-        return msgspec.json.format(msgspec.json.encode(_File(profile=self)), indent=1) + b"\n"
+        return msgspec.json.format(msgspec.json.encode(_ProfileFile(profile=self)), indent=1) + b"\n"
 
     @classmethod
     def from_json(cls, data: bytes, origin: str = "profile") -> Profile:
@@ -136,7 +136,7 @@ class Profile:
             ConfigError: not a profile, with the field that is wrong.
         """
         try:
-            file = msgspec.json.decode(data, type=_File)
+            file = msgspec.json.decode(data, type=_ProfileFile)
         except (msgspec.DecodeError, UnicodeDecodeError) as exc:
             raise ConfigError(f"{origin}: expected a file of `doll profile`: {exc}") from exc
         if file.format != FORMAT:
@@ -181,6 +181,6 @@ class Profile:
                 )
 
 
-class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _ProfileFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     profile: Profile
     format: int = FORMAT

@@ -23,14 +23,14 @@ _WARM_UP: Final = 2
 
 
 def sample_batch(task: Task, model: torch.nn.Module, size: int, rng: np.random.Generator) -> SampleBatch:
-    """`size` samples: held-out ones of the task, repeated where there are fewer; else random ones of its shape.
+    """`size` samples: held-out ones of the task, repeated if there are fewer; else random ones of its shape.
 
     Raises:
         ConfigError: the task has no held-out samples, and its model takes no numbers of the task's shape.
     """
     held_out = batch_of(task, task.holdout(), size)
     if count := held_out.num_samples:
-        return held_out.of([at % count for at in range(size)])
+        return held_out.take([at % count for at in range(size)])
     taken, reason = trial_input(task, model, 2)
     if taken is None:
         raise ConfigError(
@@ -64,7 +64,7 @@ def profile_layers(
     input_bytes = _bytes_of_arrays(received)
     weight, group = (None if part is None else on.put(part) for part in (batch.weight, batch.group))
     inputs = passes.Inputs(None, trees.mapped(on.put, y), weight, group, batch.num_samples, batch.total_weight)
-    results: list[tuple[_Measured, int]] = []  # and the bytes that are sent to the next layer
+    results: list[tuple[_Measurement, int]] = []  # and the bytes that are sent to the next layer
     for number, layer in enumerate(layers):
         module = layer.module.to(device).train()
         is_first, is_last = number == 0, number == len(layers) - 1
@@ -95,7 +95,7 @@ def profile_layers(
     return Profile(model, batch.num_samples, device, profiles, input_bytes)
 
 
-class _Kept(NamedTuple):
+class _KeptMemory(NamedTuple):
     """Memory that autograd keeps of one layer, from its forward to its backward pass.
 
     Attributes:
@@ -111,10 +111,10 @@ class _Kept(NamedTuple):
     is_view: bool
 
 
-def _each_once(kept: Sequence[_Kept]) -> list[int]:
-    """What each layer adds: an output counts with the layer that makes it, if this layer or one behind it keeps it."""
+def _each_once(kept: Sequence[_KeptMemory]) -> list[int]:
+    """The memory that each layer adds: an output counts with its layer, if this layer or a later one keeps it."""
     sizes: list[int] = []
-    is_needed = False  # by the layers behind
+    is_needed = False  # by a later layer
     for layer in reversed(kept):
         has_output = layer.keeps_output or is_needed
         sizes.append(layer.inside_bytes + (layer.output_bytes if has_output and not layer.is_view else 0))
@@ -122,18 +122,18 @@ def _each_once(kept: Sequence[_Kept]) -> list[int]:
     return sizes[::-1]
 
 
-class _Measured(NamedTuple):
+class _Measurement(NamedTuple):
     forward_s: float
     backward_s: float
-    kept: _Kept
+    kept: _KeptMemory
 
 
 def _measure(
     run: Callable[[Tree], Tree], module: torch.nn.Module, received: Tree, on: StageDevice,
     is_first: bool, repeats: int, clock: Callable[[], float],
-) -> _Measured:  # fmt: skip
+) -> _Measurement:  # fmt: skip
     forward_s, backward_s = [], []
-    largest = _Kept(0, 0, False, False, False)
+    largest = _KeptMemory(0, 0, False, False, False)
     for repeat in range(_WARM_UP + repeats):
         x = trees.mapped(lambda array: on.put(array.copy()), received)  # a layer may change it in place
         if not is_first:
@@ -163,12 +163,12 @@ def _measure(
         inside_bytes = sum(size for at, size in kept.items() if at not in begins and at not in ends)
         largest = max(
             largest,
-            _Kept(
+            _KeptMemory(
                 inside_bytes, sum(ends.values()), not begins.keys().isdisjoint(kept), not ends.keys().isdisjoint(kept),
                 ends.keys() <= begins.keys(),
             ),
         )  # fmt: skip
-    return _Measured(statistics.median(forward_s), statistics.median(backward_s), largest)
+    return _Measurement(statistics.median(forward_s), statistics.median(backward_s), largest)
 
 
 def _memory_of(tree: Tree) -> dict[int, int]:

@@ -1,7 +1,7 @@
 """Records between a virtual worker's coordinator and its stages.
 
 `Forward` and `Settle` go down the chain, from the coordinator to the last stage, and `Backward` comes up again; arrays
-travel behind them. Each stage takes what it receives in the order in which it comes, so all stages make the same steps
+travel after them. Each stage takes what it receives in the order in which it comes, so all stages make the same steps
 in the same order. The other records go between the coordinator and one stage.
 """
 
@@ -43,7 +43,7 @@ class Forward(_Message, frozen=True):
     """Compute this minibatch, on the weights of `version` with the worker's own steps that these do not hold.
 
     Arrays: those of x for the first stage, or the activations of the stage before for the others; those of y; weights
-    and groups where there are any.
+    and groups if there are any.
 
     Attributes:
         received, target: x or activations, and y, as `doll.task.trees.plain_of` has them: their numbers are places
@@ -53,6 +53,7 @@ class Forward(_Message, frozen=True):
         slot: of the N_m in which its weights are kept until its backward pass.
         included: batches of this worker's stream that `version` holds.
         commits: come before it.
+        seed: of its random numbers; each stage has its own of it.
     """
 
     batch: int
@@ -60,6 +61,7 @@ class Forward(_Message, frozen=True):
     num_samples: int
     version: int
     included: int
+    seed: int = 0
     commits: tuple[Commit, ...] = ()
     received: Any = 0
     target: Any = 1
@@ -69,14 +71,14 @@ class Forward(_Message, frozen=True):
 
 
 class Settle(_Message, frozen=True):
-    """What comes between two minibatches.
+    """The orders between two minibatches.
 
     Attributes:
         commits: come first.
         forget_from: the steps of this batch and later ones are void; None: none are.
         store: write the sum of the steps of the wave that ends below this batch to the shared file; None: nothing.
         show: write the weights with all own steps there.
-        version, included: as in `Forward`, where a stage before has failed on a minibatch that was to be computed on
+        version, included: as in `Forward`, if a stage before has failed on a minibatch that was to be computed on
             them; -1: none has.
     """
 
@@ -89,7 +91,7 @@ class Settle(_Message, frozen=True):
 
 
 class StageTask(msgspec.Struct, frozen=True, array_like=True):
-    """What one stage did when, in seconds of the machine's monotonic clock. `kind`: F, B, or FB."""
+    """The work of one stage, in seconds of the machine's monotonic clock. `kind`: F, B, or FB."""
 
     stage: int
     kind: str
@@ -99,7 +101,7 @@ class StageTask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Backward(_Message, frozen=True):
-    """The gradient of this minibatch is in its slot at the stage that sends this, and at all behind it.
+    """The gradient of this minibatch is in its slot at the stage that sends this, and at all after it.
 
     Arrays: the gradients of the activations that the receiver had sent, of those that have one.
 
@@ -145,7 +147,7 @@ class Adopted(_Message, frozen=True):
 
 
 class Stored(_Message, frozen=True):
-    """What `Settle` asked for is in the shared file; `until` is its `store`, None for `show`."""
+    """The answer to `Settle`: all is in the shared file; `until` is its `store`, None for `show`."""
 
     stage: int
     until: int | None
@@ -178,7 +180,7 @@ AnyMessage: TypeAlias = Down | Backward | ToStage | FromStage
 
 
 class Payload(NamedTuple):
-    """What goes down the chain with a minibatch; trees of arrays, see `doll.task.trees`.
+    """The payload that goes down the chain with a minibatch; trees of arrays, see `doll.task.trees`.
 
     Attributes:
         received: x, or the activations of the stage before.
@@ -203,7 +205,7 @@ class Payload(NamedTuple):
         return whole, [*received, *target, *more]
 
     @classmethod
-    def of(cls, message: Forward, arrays: Sequence[Array]) -> Payload:
+    def from_message(cls, message: Forward, arrays: Sequence[Array]) -> Payload:
         """
         Raises:
             ValueError: these are not the arrays of this message.

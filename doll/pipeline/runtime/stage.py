@@ -25,6 +25,7 @@ import torch
 from doll.config import TrainingConfig
 from doll.errors import ConfigError, TaskError
 from doll.model.flat_model import FlatModel
+from doll.model.random_numbers import draw_from
 from doll.optim.optimizer import Optimizer, square_length
 from doll.pipeline.links.device import Sent, StageDevice, as_received, crossing_problem, is_differentiable
 from doll.pipeline.profiling.layers import only_calls
@@ -87,21 +88,21 @@ def home(tensor: torch.Tensor, flat: torch.Tensor) -> int:
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """As `FlatModel` lays them out, without empty ones."""
+    """The tensors in the order in which `FlatModel` lays them out, without empty ones."""
     parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     buffers = sorted(module.named_buffers(), key=lambda item: not item[1].is_floating_point())
     return ((name, tensor) for name, tensor in (*parameters, *buffers) if tensor.numel())
 
 
-class Loss(NamedTuple):
-    """Of one minibatch, at the last stage: sums over its samples."""
+class StageLoss(NamedTuple):
+    """The loss of one minibatch, at the last stage: sums over its samples."""
 
     loss_sum: float
     metric_sums: Mapping[str, float]
 
 
 class StageGradient(NamedTuple):
-    """What a stage knows of a minibatch's gradient.
+    """The facts that a stage knows of a minibatch's gradient.
 
     Attributes:
         of_input: of each of the activations that it received; None: this one has no gradient. Empty: none has.
@@ -123,7 +124,7 @@ class _Wave(NamedTuple):
 
 @dataclass(slots=True)
 class _InFlight:
-    """What one minibatch needs between its passes."""
+    """The state of one minibatch between its passes."""
 
     replica: FlatModel
     buffers: torch.Tensor  # before its forward pass
@@ -159,11 +160,12 @@ class Stage:
         self._local = FlatModel(module, device=device.name, may_be_empty=True)
         self.ranges: tuple[VectorRange, ...] = ranges_of(self._local, homes)
         self._optimizer = Optimizer(self._local, training.optimizer, sum_in=self._local.grad)
-        # Free ones; there are as many as were needed at once. A minibatch needs no copy where nothing steps on the
+        # Free ones; there are as many as were needed at once. A minibatch needs no copy if nothing steps on the
         # weights or adopts others between its passes: the last stage does both at once.
         self._replicas = [self._local] if slots == 1 or is_last else []
         self._in_flight: dict[int, _InFlight] = {}
         self._buffer_squares: dict[int, float] = {}
+        self._absent: dict[int, int] = {}  # by slot, of the gradients there: see `FlatModel.absent`
         # By number: a slot's gradient below `slots`, then the steps of waves.
         numel = self._local.flat.numel()
         self._vectors: Vectors = VectorsInFile(numel) if is_limited else VectorsInMemory(numel, device.name)
@@ -208,9 +210,9 @@ class Stage:
             gradient = self._local.grad
             self._vectors.read(commit.slot, 0, gradient)
             self._optimizer.add(gradient)  # where it is
-            # The slot has the weights before the step now, and behind them the buffers of the minibatch.
+            # The slot has the weights before the step now, and after them the buffers of the minibatch.
             self._vectors.write(commit.slot, 0, weights[:n])
-            self._optimizer.apply([], commit.scale, commit.weight)
+            self._optimizer.apply([], commit.scale, commit.weight, absent=self._absent[commit.slot])
             self._add_to_wave(commit.slot)
         if commit.slot >= 0:
             self._vectors.free(commit.slot)
@@ -265,7 +267,10 @@ class Stage:
 
     # --- minibatches ------------------------------------------------------------------------------------------------
 
-    def forward(self, slot: int, x: Tree, num_samples: int, weight: float = -1.0, group: Array | None = None) -> Tree:
+    def forward(
+        self, slot: int, x: Tree, num_samples: int, weight: float = -1.0, group: Array | None = None, *,
+        seed: int | None = None,
+    ) -> Tree:  # fmt: skip
         """Output of this stage for `x`: samples of shape (num_samples, ...) at the first stage, else activations, whose
         leading dimension may be any: (time, samples, ...), or samples and time in one. Each is an array, or dicts,
         tuples and lists of arrays.
@@ -273,10 +278,11 @@ class Stage:
         Args:
             weight: sum of the samples' weights; -1: their number.
             group: of the samples, see `Task.forward`.
+            seed: of the random numbers of this pass and of the loss; None: they go on.
 
         Raises:
             TaskError: the output is nothing that the next stage can take, or `Task.forward` does something with it that
-                belongs behind the last stage.
+                belongs after the last stage.
         """
         self.drop(slot)
         replica = self._take_replica()
@@ -286,6 +292,8 @@ class Stage:
         buffers = self.weights[parameters:].clone()
         weight = float(num_samples) if weight < 0 else weight
         self._in_flight[slot] = item = _InFlight(replica, buffers, [], _NOTHING, num_samples, weight)
+        if seed is not None:
+            draw_from(seed, self.device.name)
         module = replica.module.train()
         n = num_samples
         if n == 1:
@@ -299,7 +307,7 @@ class Stage:
             if not is_all:
                 raise TaskError(
                     f"{type(self._task).__name__}.forward does more than to call the model and to return its output: "
-                    "the first stage has a part of the model only; put what comes behind it into the model"
+                    "the first stage has a part of the model only; put what comes after it into the model"
                 )
         else:
             for tensor in trees.arrays_of(received):
@@ -315,8 +323,8 @@ class Stage:
         item.output = output if self._is_last else Sent(trees.arrays_of(output))
         return trees.mapped(torch.Tensor.detach, output)
 
-    def loss(self, slot: int, y: Tree, weight: Array | None = None, group: Array | None = None) -> Loss:
-        """At the last stage: the loss, whose gradient `backward` then takes, before the next `forward`.
+    def loss(self, slot: int, y: Tree, weight: Array | None = None, group: Array | None = None) -> StageLoss:
+        """Compute the loss, at the last stage; `backward` then takes its gradient, before the next `forward`.
 
         Args:
             weight, group: of the samples, as in `doll.task.batches.SampleBatch`.
@@ -330,23 +338,24 @@ class Stage:
         with torch.no_grad():
             metrics = passes.metric_sums(self._task, trees.mapped(torch.Tensor.detach, output), inputs)
         item.output = loss.total
-        return Loss(loss.value, metrics)
+        return StageLoss(loss.value, metrics)
 
     def backward(self, slot: int, gradients_of: Sequence[Array | None] = ()) -> StageGradient:
         """Backward pass; then the slot holds the gradient instead of the weights.
 
         Args:
-            gradients_of: of each output; empty at the last stage, and where no output has a gradient.
+            gradients_of: of each output; empty at the last stage, and if no output has a gradient.
         """
         item = self._in_flight[slot]
         replica = item.replica
         gradients = replica.grad
-        gradients.zero_()
+        replica.begin_gradient()
         if isinstance(item.output, Sent):
             if any(part is not None for part in gradients_of):
                 item.output.backward([None if part is None else self.device.put(part) for part in gradients_of])
         elif item.output.requires_grad:
             torch.autograd.backward(item.output)
+        self._absent[slot] = replica.absent()
         flat, n, floats = replica.flat.detach(), self._local.num_parameters, self._local.num_floats
         flat[n:floats] *= item.weight
         self._vectors.write(slot, 0, gradients[:n])
@@ -358,7 +367,7 @@ class Stage:
         return result
 
     def drop(self, slot: int) -> None:
-        """There will be no backward pass (any more)."""
+        """Drop a slot that needs no backward pass (any more)."""
         item = self._in_flight.pop(slot, None)
         if item is not None:
             self._replicas.append(item.replica)
@@ -392,7 +401,7 @@ def _replica(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _use_running_stats(module: torch.nn.Module) -> None:
-    """One sample has no variance: its normalisation uses the statistics so far."""
+    """Use the statistics so far for normalisation: one sample has no variance."""
     for part in module.modules():
         if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
             part.eval()

@@ -18,6 +18,7 @@ import msgspec
 import numpy.typing as npt
 
 from doll.errors import ConfigError, TaskError
+from doll.model.random_numbers import seed_of
 from doll.pipeline.links.frames import LinkFrameError
 from doll.pipeline.links.link import LinkClosedError, StageLink
 from doll.pipeline.runtime.messages import (
@@ -98,7 +99,7 @@ class StageProcess:
         self._stage: Stage
 
     def run(self) -> int:
-        """Returns: 0 where the coordinator has ended the stage, 1 after a failure."""
+        """Returns: 0 if the coordinator has ended the stage, 1 after a failure."""
         try:
             self._stage = self._make_stage()
             self._links.control.send(encode(Ready(stage=self._number, fingerprint=self._fingerprint)))
@@ -125,7 +126,7 @@ class StageProcess:
         return 1
 
     def leave_within(self, within_s: float, cause: str) -> None:
-        """This stage's machine goes away: the virtual worker leaves as one. May be called from a signal handler."""
+        """Leave with the virtual worker, as this stage's machine goes away. A signal handler may call it."""
         # The thread that receives sends it: a handler may have interrupted another message.
         self._leaving = Leaving(stage=self._number, within_s=within_s, cause=cause)
 
@@ -188,12 +189,13 @@ class StageProcess:
         for commit in message.commits:
             self._stage.commit(commit)
         self._use(message.version, message.included)
-        payload = Payload.of(message, arrays)
+        payload = Payload.from_message(message, arrays)
         following = self._links.following
         start_s = self._clock()
         try:
             output = self._stage.forward(
-                message.slot, payload.received, message.num_samples, message.weight, payload.group
+                message.slot, payload.received, message.num_samples, message.weight, payload.group,
+                seed=seed_of(message.seed, self._number),
             )  # fmt: skip
             loss = self._stage.loss(message.slot, *payload[1:]) if following is None else None
             sent = None if following is None else trees.mapped(self._stage.device.get, output)
@@ -234,7 +236,7 @@ class StageProcess:
     def _send_back(
         self, message: Backward, of_outputs: Sequence[Array | None], own: list[StageTask], kind: str, start_s: float
     ) -> None:
-        """Compute the gradient of this stage, and send it on with what `message` has of the stages behind."""
+        """Compute the gradient of this stage, and send it on with what `message` has of the later stages."""
         try:
             gradient = self._stage.backward(message.slot, of_outputs)
             sent = {at: self._stage.device.get(part) for at, part in enumerate(gradient.of_input) if part is not None}
@@ -274,7 +276,7 @@ class StageProcess:
             self._links.following.send(encode(message))
 
     def _task(self, kind: str, batch: int, start_s: float) -> StageTask:
-        """What has been computed since `start_s`; a slow device takes longer."""
+        """The work since `start_s`; a slow device takes longer."""
         self._stage.device.finish()
         if self._slowdown > 1:
             self._sleep((self._slowdown - 1) * (self._clock() - start_s))
@@ -282,10 +284,10 @@ class StageProcess:
 
 
 def _problem(exc: Exception) -> str:
-    """What is wrong with a minibatch, where the fault may be its samples'.
+    """The problem of a minibatch, if the fault may be its samples'.
 
     Raises:
-        Exception: `exc`, where it is this machine's fault, or the task's whatever the samples are.
+        Exception: `exc`, if it is this machine's fault, or the task's whatever the samples are.
     """
     if isinstance(exc, MemoryError | OSError | LinkClosedError | TaskError):
         raise exc

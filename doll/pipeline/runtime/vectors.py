@@ -1,7 +1,7 @@
 """Vectors that a stage keeps beside its weights, in memory or in files.
 
 A file is for a stage whose memory is limited: no process holds what is in it. The kernel keeps its pages while there is
-room, and writes them to the disk where there is none.
+room, and writes them to the disk if there is none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 PIECE: Final = 1 << 17
 """Numbers that are read or written at once: 512 KiB, which a processor's cache holds. Arrays of 1 MiB and more are
-mapped again each time where freed memory is returned (`doll.process.memory`)."""
+mapped again each time freed memory is returned (`doll.process.memory`)."""
 
 
 def pieces(begin: int, end: int) -> Iterator[slice]:
@@ -42,7 +42,7 @@ class VectorFile:
         os.ftruncate(self._fd, 4 * numel)
 
     def read(self, at: int, into: torch.Tensor) -> None:
-        """Copy what is at `at` into `into`, float32, shape (n,), on any device."""
+        """Copy the values at `at` into `into`, float32, shape (n,), on any device."""
         for part in pieces(0, len(into)):
             if into.device.type == "cpu":
                 self._read(at + part.start, into[part].numpy())
@@ -52,7 +52,7 @@ class VectorFile:
                 into[part].copy_(torch.from_numpy(piece))
 
     def write(self, at: int, values: torch.Tensor) -> None:
-        """Copy `values`, float32, shape (n,), on any device, to `at`; the file grows where it is too short."""
+        """Copy `values`, float32, shape (n,), on any device, to `at`; the file grows if it is too short."""
         for part in pieces(0, len(values)):
             view = values[part].cpu().numpy().view(np.uint8).data
             offset = 4 * (at + part.start)
@@ -76,13 +76,13 @@ class VectorFile:
 
 
 class Vectors(Protocol):
-    """Vectors of one length, by number. What is read was written before."""
+    """Vectors of one length, by number. They are written before they are read."""
 
     def write(self, number: int, at: int, values: torch.Tensor) -> None:
         """Copy `values`, float32, shape (n,), to `at` of vector `number`."""
 
     def read(self, number: int, at: int, into: torch.Tensor) -> None:
-        """Copy what is at `at` of vector `number` into `into`, float32, shape (n,)."""
+        """Copy the values at `at` of vector `number` into `into`, float32, shape (n,)."""
 
     def free(self, number: int) -> None:
         """Vector `number` is not read before it is written again."""
@@ -121,4 +121,4 @@ class VectorsInFile:
         self._file.read(number * self._numel + at, into)
 
     def free(self, number: int) -> None:
-        """Nothing: the next vector of this number is written to the same place."""
+        """Do nothing: the next vector of this number is written to the same place."""

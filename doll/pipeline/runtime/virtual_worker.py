@@ -33,7 +33,7 @@ class Weights(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Submitted:
+class Submission:
     """A minibatch to compute, on weights of its term that are not older than `min_version`. `token` is the caller's."""
 
     batch: int
@@ -60,10 +60,10 @@ class PullWeights:
 
 @dataclass(frozen=True, slots=True)
 class StartBatch:
-    """Send this down the chain, with the samples of `submitted` behind it."""
+    """Send this down the chain, with the samples of `submitted` after it."""
 
     message: Forward
-    submitted: Submitted
+    submitted: Submission
 
 
 class Wave(NamedTuple):
@@ -71,17 +71,17 @@ class Wave(NamedTuple):
     of that version too. `members`: all that the sum holds, in order, also those without a usable sample."""
 
     until: int
-    last: Submitted
+    last: Submission
     version: int
-    members: tuple[Submitted, ...]
+    members: tuple[Submission, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SendDown:
-    """Send this down the chain. Where it asks for something to be stored, report `stored` when all stages have.
+    """Send this down the chain. If it asks for something to be stored, report `stored` when all stages have.
 
     Attributes:
-        wave: what is to be stored, where it is steps.
+        wave: what is to be stored, if it is steps.
     """
 
     message: Settle
@@ -93,24 +93,24 @@ class Done:
     """This minibatch is computed, in order. `wave`: the steps of the wave that ends with it are stored, below that
     batch; None: it is not the last of its wave, or its wave has no steps. `members`: of the wave that ends with it."""
 
-    submitted: Submitted
+    submitted: Submission
     version: int
     wave: int | None = None
-    members: tuple[Submitted, ...] = ()
+    members: tuple[Submission, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Void:
     """This minibatch has no part in any push: nobody waits for it any more, or it was not begun."""
 
-    submitted: Submitted
+    submitted: Submission
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
     """The weights that this minibatch may be computed on are not available."""
 
-    submitted: Submitted
+    submitted: Submission
 
 
 Action = PullWeights | StartBatch | SendDown | Done | Void | Missing
@@ -118,7 +118,7 @@ Action = PullWeights | StartBatch | SendDown | Done | Void | Missing
 
 @dataclass(slots=True)
 class _Computing:
-    submitted: Submitted
+    submitted: Submission
     slot: int
     version: int
     is_void: bool = False
@@ -128,31 +128,31 @@ class _Computing:
 
 
 class VirtualWorkerCore:
-    """One virtual worker. Each call returns what is to be done, in order."""
+    """One virtual worker. Each call returns the actions to take, in order."""
 
     def __init__(self, in_flight: int, wave_batches: int) -> None:
         """
         Args:
             in_flight: N_m >= 1, minibatches in flight.
-            wave_batches: of a push; waves end behind batches k n - 1 of the stream.
+            wave_batches: of a push; waves end after batches k n - 1 of the stream.
         """
         self._in_flight = in_flight
         self._wave = wave_batches
         self._slots = deque(range(in_flight))  # free
-        self._waiting: deque[Submitted] = deque()
+        self._waiting: deque[Submission] = deque()
         self._computing: deque[_Computing] = deque()
         self._commits: list[Commit] = []  # not sent yet
         self._results: deque[Done | Void] = deque()  # in order; `Done` of a wave that is not stored holds the rest up
         self._to_store: deque[Wave] = deque()  # waves that are complete; the first one may be under way
-        self._storing: Wave | None = None  # in the shared file; not in `_to_store` any more where it is void
+        self._storing: Wave | None = None  # in the shared file; not in `_to_store` any more if it is void
         self._is_showing = False
         self._has_steps = False  # the wave under way
-        self._members: list[Submitted] = []  # of the wave under way: the committed ones
+        self._members: list[Submission] = []  # of the wave under way: the committed ones
         self._term = -1
         self._next: int | None = None  # batch that comes next
         self._first = 0  # batch of this term
         self._committed_until = 0
-        self._last: tuple[Submitted, int] | None = None  # that was committed, and its version
+        self._last: tuple[Submission, int] | None = None  # that was committed, and its version
         self._forget_from: int | None = None
         self._known: Weights | None = None  # the newest of this term
         self._spare: Weights | None = None  # in the file that the stages read, not in use
@@ -187,9 +187,9 @@ class VirtualWorkerCore:
 
     # --- what is to be computed -------------------------------------------------------------------------------------
 
-    def submit(self, submitted: Submitted, weights: Weights) -> list[Action]:
+    def submit(self, submitted: Submission, weights: Weights) -> list[Action]:
         """
-        It is missing where those before it are: it was granted with them, and is granted again with them.
+        It is missing if those before it are: it was granted with them, and is granted again with them.
 
         Args:
             weights: the newest that its grant names.
@@ -209,7 +209,7 @@ class VirtualWorkerCore:
         return self._advance()
 
     def offer(self, weights: Weights) -> list[Action]:
-        """There are newer weights."""
+        """Take newer weights."""
         self._learn_of(weights)
         return self._advance()
 
@@ -231,8 +231,8 @@ class VirtualWorkerCore:
         if weights.term == self._term and (self._known is None or weights.version > self._known.version):
             self._known = weights
 
-    def _begin_term(self, submitted: Submitted) -> None:
-        """Another server: what was computed for the one before is in its checkpoint, or computed again."""
+    def _begin_term(self, submitted: Submission) -> None:
+        """Follow another server: results for the one before are in its checkpoint, or computed again."""
         self._term = submitted.term
         self._void_from(0)
         if self._next is not None:
@@ -242,7 +242,7 @@ class VirtualWorkerCore:
         self._members = []
 
     def _rewind(self, batch: int) -> None:
-        """Batch `batch` and those behind it are computed again."""
+        """Batch `batch` and those after it are computed again."""
         self._void_from(batch)
         if batch < self._committed_until:
             if batch % self._wave and batch > self._first:
@@ -316,7 +316,7 @@ class VirtualWorkerCore:
         return self._advance()
 
     def stored(self, until: int | None) -> list[Action]:
-        """All stages have stored what was asked for: the steps of the wave below `until`; None: the weights."""
+        """All stages have stored as asked: the steps of the wave below `until`; None: the weights."""
         if until is None:
             self._is_showing = False
         return self._advance()
@@ -445,16 +445,16 @@ class VirtualWorkerCore:
             return True
         return bool(self._slots) and self._is_answered_by(self._spare or self._base, self._waiting[0])
 
-    def _is_answered_by(self, base: Weights | None, item: Submitted) -> bool:
+    def _is_answered_by(self, base: Weights | None, item: Submission) -> bool:
         """`item` may be computed on these weights: not on older ones than it says, nor on ones that lack the steps of
         more waves than the stages keep."""
         if base is None or base.version < item.min_version:
             return False
         return self._committed_until - base.included <= MAX_WAVES_BEHIND * self._wave
 
-    def _start(self, submitted: Submitted) -> Sequence[Action]:
+    def _start(self, submitted: Submission) -> Sequence[Action]:
         if not submitted.num_samples:
-            # Its push is of this version where it ends a wave, and must be of one that its grant allows.
+            # Its push is of this version if it ends a wave, and must be of one that its grant allows.
             version = max(submitted.min_version, -1 if self._base is None else self._base.version)
             self._computing.append(_Computing(submitted, NO_SLOT, version, is_complete=True))
             return ()

@@ -6,7 +6,7 @@ A new source is a section in `doll.config.source`, and its opener in `OPENERS`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,22 +14,20 @@ import numpy as np
 
 from doll.config import JobConfig
 from doll.config.source import (
-    CriteoSource,
     CsvSource,
     DatasetSource,
     DigitsSource,
     IdxSource,
     JsonlSource,
     ParquetSource,
-    RatingsSource,
+    PythonSource,
     SourceSection,
     StdinSource,
-    SyntheticClicksSource,
-    SyntheticRatingsSource,
     SyntheticSource,
     TextSource,
 )
 from doll.errors import ConfigError
+from doll.extras import lacking
 
 # Which child of the job's seed feeds what: another draw can be added without changing these.
 ARRIVALS, SAMPLES, CONCEPT, ORDER = range(4)
@@ -59,6 +57,36 @@ class StreamStarts:
         """Where each stream goes on in a file whose sample i is that of stream i mod N."""
         count = len(self.positions)
         return [n + position * count for n, position in enumerate(self.positions)]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One stream of a source of kind python: the first argument of its function.
+
+    Attributes:
+        number, count: it is stream `number` of 0 .. count - 1.
+        sent: samples that the stream holds already.
+        seed: of the job.
+        max_record_bytes: a longer record would be refused.
+    """
+
+    number: int
+    count: int
+    sent: int
+    seed: int
+    max_record_bytes: int
+
+    def rng(self) -> np.random.Generator:
+        """The generator of this stream, which draws other numbers after other `sent`."""
+        return child_rng(self.seed, SAMPLES, self.number, self.sent)
+
+    def shared_rng(self) -> np.random.Generator:
+        """A generator that is the same in all streams and at each start: of what all streams have in common."""
+        return child_rng(self.seed, CONCEPT)
+
+    def order_rng(self, number: int) -> np.random.Generator:
+        """As `shared_rng`, for the order of pass `number` over a file."""
+        return child_rng(self.seed, ORDER, number)
 
 
 def open_streams(config: JobConfig, starts: Sequence[int], positions: Sequence[int] = ()) -> list[Iterator[bytes]]:
@@ -93,9 +121,7 @@ def _open_digits(config: JobConfig, source: DigitsSource, start: StreamStarts) -
     return [images.augmented(*stream_part, rng) for rng in start.rngs]
 
 
-def _open_lines(
-    config: JobConfig, source: CsvSource | JsonlSource | CriteoSource, start: StreamStarts
-) -> list[Iterator[bytes]]:
+def _open_lines(config: JobConfig, source: CsvSource | JsonlSource, start: StreamStarts) -> list[Iterator[bytes]]:
     from doll.records import lines
 
     path, count = config.path(source.path), config.data.num_partitions
@@ -121,7 +147,7 @@ def _open_parquet(config: JobConfig, source: ParquetSource, start: StreamStarts)
     try:
         from doll.producers.sources import parquet, table_rows
     except ImportError as exc:
-        raise _lacks_extra(source.kind, "pyarrow", "parquet") from exc
+        raise lacking("source.kind: parquet", "parquet") from exc
     files = parquet.ParquetFiles(config.path(source.path), source.columns)
     return [
         table_rows.records(files, first, len(start.positions), source.repeat, config.data.max_record_bytes)
@@ -133,7 +159,7 @@ def _open_dataset(config: JobConfig, source: DatasetSource, start: StreamStarts)
     try:
         from doll.producers.sources import huggingface, table_rows
     except ImportError as exc:
-        raise _lacks_extra(source.kind, "datasets", "datasets") from exc
+        raise lacking("source.kind: dataset", "datasets") from exc
     rows = huggingface.DatasetRows(config.path(source.path), source.split, source.columns)
     return [
         table_rows.records(rows, first, len(start.positions), source.repeat, config.data.max_record_bytes)
@@ -141,57 +167,32 @@ def _open_dataset(config: JobConfig, source: DatasetSource, start: StreamStarts)
     ]
 
 
-def _lacks_extra(kind: str, package: str, extra: str) -> ConfigError:
-    return ConfigError(f"source.kind: {kind} needs the package {package} (pip install 'doll-online[{extra}]')")
+def _open_python(config: JobConfig, source: PythonSource, start: StreamStarts) -> list[Iterator[bytes]]:
+    from doll.task.base import load_function
 
-
-def _open_criteo(config: JobConfig, source: CriteoSource, start: StreamStarts) -> list[Iterator[bytes]]:
-    from doll.producers.sources import criteo
-
-    return [criteo.records(lines_of_stream) for lines_of_stream in _open_lines(config, source, start)]
-
-
-def _open_synthetic_clicks(
-    config: JobConfig, source: SyntheticClicksSource, start: StreamStarts
-) -> list[Iterator[bytes]]:
-    from doll.producers.sources import synthetic_clicks
-
-    rng = child_rng(config.seed, CONCEPT)
-    truth = synthetic_clicks.draw_truth(source.categories, source.zipf, source.density, rng)
-    return [synthetic_clicks.samples(truth, rng) for rng in start.rngs]
-
-
-def _open_ratings(config: JobConfig, source: RatingsSource, start: StreamStarts) -> list[Iterator[bytes]]:
-    from doll.producers.sources import ratings
-    from doll.records import lines
-
-    path, count = config.path(source.path), config.data.num_partitions
-
-    def rated(repeat: bool) -> Iterator[bytes]:
-        read = lines.read_file(path, header=source.header, repeat=repeat, max_bytes=config.data.max_record_bytes)
-        return ratings.records(read, source.holdout_one_in)
-
-    if not source.shuffle:
-        return [itertools.islice(rated(source.repeat), first, None, count) for first in start.first_places]
-    values = list(rated(repeat=False))
-    if not values:
-        raise ConfigError(f"source.holdout_one_in: expected ratings of {path} that are not held out, got none")
+    count, longest = len(start.samples), config.data.max_record_bytes
+    streams = [Stream(n, count, sent, config.seed, longest) for n, sent in enumerate(start.samples)]
+    function = load_function(config, "source", source.of, source.args)
     return [
-        ratings.shuffled(
-            values, first, count, lambda number: child_rng(config.seed, ORDER, number), repeat=source.repeat
-        )
-        for first in start.first_places
+        itertools.islice(_records_of(source, function(stream)), position, None)
+        for stream, position in zip(streams, start.positions, strict=True)
     ]
 
 
-def _open_synthetic_ratings(
-    config: JobConfig, source: SyntheticRatingsSource, start: StreamStarts
-) -> list[Iterator[bytes]]:
-    from doll.producers.sources import ratings
+def _records_of(source: PythonSource, values: Iterable[Any]) -> Iterator[bytes]:
+    from doll.task.base import described
 
-    rng, streams = child_rng(config.seed, CONCEPT), config.data.num_partitions
-    observed = ratings.observe(source.users, source.items, source.rank, source.noise, source.observed, rng)
-    return [ratings.samples(observed, n, streams, rng) for n, rng in enumerate(start.rngs)]
+    try:
+        for value in values:
+            if not isinstance(value, bytes | str):
+                raise ConfigError(
+                    f"source.of: {source.of}: expected records of bytes or text, got {type(value).__name__}"
+                )
+            yield value.encode() if isinstance(value, str) else value
+    except ConfigError:
+        raise
+    except Exception as exc:  # the user's function may raise anything
+        raise ConfigError(f"source.of: {source.of}: {described(exc)}") from exc
 
 
 def _open_text(config: JobConfig, source: TextSource, start: StreamStarts) -> list[Iterator[bytes]]:
@@ -251,11 +252,8 @@ OPENERS: dict[type[SourceSection], Callable[[JobConfig, Any, StreamStarts], list
     JsonlSource: _open_lines,
     ParquetSource: _open_parquet,
     DatasetSource: _open_dataset,
-    CriteoSource: _open_criteo,
-    SyntheticClicksSource: _open_synthetic_clicks,
-    RatingsSource: _open_ratings,
-    SyntheticRatingsSource: _open_synthetic_ratings,
     SyntheticSource: _open_synthetic,
+    PythonSource: _open_python,
     TextSource: _open_text,
 }
 """What opens the streams of each source but `stdin`, by the class of its section. A new source adds its opener here."""

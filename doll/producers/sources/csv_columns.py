@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from doll.errors import ConfigError
-from doll.records.bounded import short
+from doll.records.bounded import long_cells, short
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -44,6 +44,7 @@ class Picked:
         self.count = len(names)
         self.places = [names.index(name) for name in columns]
 
+    @long_cells()
     def cells(self, line: str) -> list[str]:
         """The cells of a line.
 

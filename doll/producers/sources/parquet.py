@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from doll.errors import ConfigError
 from doll.producers.sources.table_rows import BLOCK_ROWS, check_columns
+
+_HIDDEN: Final = "._"  # first letters of what other programs leave there: `._a.parquet` of macOS, `_metadata` of Spark
 
 
 class _File(NamedTuple):
@@ -37,7 +39,9 @@ class ParquetFiles:
         self._columns = list(columns) or None
         self._files: list[_File] = []
         self.count = 0
-        paths = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+        paths = (
+            sorted(file for file in path.glob("*.parquet") if file.name[0] not in _HIDDEN) if path.is_dir() else [path]
+        )
         if not paths:
             raise ConfigError(f"{path}: expected files *.parquet in the folder, got none")
         for file in paths:

@@ -59,7 +59,7 @@ def records(rows: TableRows, first: int, step: int, repeat: bool, max_bytes: int
             own = range(place - begin - at, len(table), step)
             if not own:
                 continue
-            for index, value in zip(own, _values(table.take(list(own))), strict=True):
+            for index, value in zip(own, _values(_without_views(table).take(list(own))), strict=True):
                 if isinstance(value, _Unreadable):
                     row = at_in_file + index
                     reason = f"{file}, row {row}, column {value.column}: {value.reason}"
@@ -70,6 +70,15 @@ def records(rows: TableRows, first: int, step: int, repeat: bool, max_bytes: int
                 else:
                     yield value[: max_bytes + 1]
             place += step * len(own)
+
+
+def _without_views(table: Any) -> Any:
+    """The table with views of texts and bytes as plain ones: Arrow takes no rows of views."""
+    for at, field in enumerate(table.schema):
+        if "_view" in str(field.type):
+            plain = table.column(at).cast(_plain(field.type), safe=False)
+            table = table.set_column(at, field.with_type(plain.type), plain)
+    return table
 
 
 class _Unreadable:
@@ -120,6 +129,10 @@ def _plain(kind: Any) -> Any:
         return pa.duration("us")
     if types.is_float16(kind):
         return pa.float32()
+    if types.is_string_view(kind):
+        return pa.large_string()
+    if types.is_binary_view(kind):
+        return pa.large_binary()
     if types.is_struct(kind):
         return pa.struct([field.with_type(_plain(field.type)) for field in kind])
     if types.is_fixed_size_list(kind):

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 log = telemetry.get_logger(__name__)
 
 POOL: Final = "container/engine"
-CLUSTER_LABEL, WORKER_LABEL, INCARNATION_LABEL, MARKET_LABEL = (
+CLUSTER_LABEL, JOB_LABEL, WORKER_LABEL, INCARNATION_LABEL, MARKET_LABEL = (
     "doll.cluster",
+    "doll.job",
     "doll.worker",
     "doll.incarnation",
     "doll.market",
@@ -85,6 +86,8 @@ class ComposeFleet:
 
     Args:
         cluster: value of the label `doll.cluster`.
+        job: value of the label `doll.job`. Containers of another job are left alone; those of an earlier release, which
+            gave none, are the job's.
         project, file, service: which service of which compose file under which project name.
         timeout_s: a docker command that takes longer has failed.
         clock: Unix seconds, as the engine's.
@@ -95,6 +98,7 @@ class ComposeFleet:
         self,
         *,
         cluster: str,
+        job: str = "",
         project: str,
         file: Path,
         service: str = "worker",
@@ -104,6 +108,7 @@ class ComposeFleet:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._cluster = cluster
+        self._job = job
         self._compose = [docker, "compose", "--project-name", project, "--file", str(file)]
         self._service = service
         self._docker = docker
@@ -202,6 +207,7 @@ class ComposeFleet:
             WORKER_LABEL: str(order.slot),
             INCARNATION_LABEL: str(order.incarnation),
             MARKET_LABEL: order.market,
+            JOB_LABEL: self._job,
         }
         try:
             self._run([
@@ -251,6 +257,8 @@ class ComposeFleet:
             market, worker, incarnation = (
                 labels.get(key, "") for key in (MARKET_LABEL, WORKER_LABEL, INCARNATION_LABEL)
             )
+            if labels.get(JOB_LABEL, self._job) != self._job:
+                continue
             ours = labels.get(CLUSTER_LABEL) == self._cluster
             if not ours or market not in get_args(Market) or not worker.isdecimal() or not incarnation.isdecimal():
                 log.warning("invalid_worker_tags", id=name, cluster=self._cluster)
@@ -258,6 +266,7 @@ class ComposeFleet:
             instance = Instance(
                 id=name, slot=int(worker), incarnation=int(incarnation), market=cast("Market", market), pool=POOL,
                 state=_STATES.get(state["Status"], InstanceState.ENDING), launched_s=_unix_s(description["Created"]),
+                job=labels.get(JOB_LABEL, ""),
             )  # fmt: skip
             if instance.state is InstanceState.ENDED:
                 ended_s = _unix_s(state["FinishedAt"])
@@ -312,8 +321,8 @@ def connect(config: JobConfig) -> ComposeFleet:
     if not file.is_file():
         raise ConfigError(f"fleet.file: expected a compose file, got {file}, which does not exist or is no file")
     return ComposeFleet(
-        cluster=config.cluster, project=settings.project, file=file, service=settings.service, docker=settings.docker,
-        timeout_s=settings.timeout_s,
+        cluster=config.cluster, job=config.job, project=settings.project, file=file, service=settings.service,
+        docker=settings.docker, timeout_s=settings.timeout_s,
     )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""What fleets whose owner places instances have in common: an order's name and identity, and markets without nodes."""
+"""What fleets whose owner places instances have in common: an order's name and identity, markets without nodes, and
+instances that cannot start."""
 
 from __future__ import annotations
 
@@ -30,6 +31,45 @@ def identity(order: Order, instance: str) -> dict[str, str]:
         "DOLL_INSTANCE": instance,
         "DOLL_MARKET": order.market,
     }
+
+
+class FailedStarts:
+    """Whether the job's instances can start, as they have shown lately.
+
+    Orders are refused for a while after one could not: in both markets, since all have the same image. One that runs
+    shows that the image is right, and that another's failure is its node's. What another process has launched says
+    nothing: a person may have corrected it.
+
+    Args:
+        remedy: what a person should correct.
+        clock: Unix seconds.
+    """
+
+    def __init__(self, remedy: str, clock: Callable[[], float]) -> None:
+        self._remedy = remedy
+        self._clock = clock
+        self._until_s = 0.0
+        self._why = ""
+
+    def put(self, why: str) -> None:
+        """An instance could not start."""
+        self._until_s, self._why = self._clock() + DRY_S, why
+
+    def clear(self) -> None:
+        """An instance runs."""
+        self._until_s = 0.0
+
+    def check(self, name: str) -> None:
+        """Refuse an order whose instance would not start either.
+
+        Raises:
+            LaunchError: a person must act.
+        """
+        if self._clock() < self._until_s:
+            raise LaunchError(
+                f"{name}: instances of this job do not start: {self._why}; {self._remedy}",
+                failure=LaunchFailure.REFUSED, code="DoesNotStart",
+            )  # fmt: skip
 
 
 class DryMarkets:

@@ -24,6 +24,7 @@ class InstanceState(enum.StrEnum):
     PENDING = "pending"
     RUNNING = "running"
     ENDING = "ending"
+    STOPPED = "stopped"  # it has not run since `ended_s`, and what is left of it costs until it is ended
     ENDED = "ended"
 
 
@@ -65,10 +66,13 @@ class Instance:
     Attributes:
         pool: instance type and zone, "c5.xlarge/us-east-1a"; prices and capacity are the pool's.
         launched_s: when it was asked for.
-        ended_s: when it ended; None while it has not.
+        ended_s: when it ended, or was stopped; None while it has not.
         notice_s: when it will be taken, by the notice that it has; None without a notice.
         job: whose worker it was launched for; "" where the fleet does not say.
         machines: how many machines it is. Each is billed from its launch to its end.
+        costs_from_s: since when it is billed, where that is not its launch: an owner may have to find it a node first.
+            The time at which it was listed while it has none.
+        trouble: what its owner says keeps it from running; "" where nothing does.
     """
 
     id: str
@@ -83,11 +87,18 @@ class Instance:
     notice_s: float | None = None
     job: str = ""
     machines: int = 1
+    costs_from_s: float | None = None
+    trouble: str = ""
 
     @property
     def is_alive(self) -> bool:
         """It runs, or will."""
         return self.state in (InstanceState.PENDING, InstanceState.RUNNING)
+
+    @property
+    def is_endable(self) -> bool:
+        """Nobody has asked for its end yet: it is alive, or stopped."""
+        return self.is_alive or self.state is InstanceState.STOPPED
 
 
 class LaunchFailure(enum.StrEnum):
@@ -140,7 +151,10 @@ class Fleet(Protocol):
         ...
 
     def terminate(self, ids: Collection[str]) -> None:
-        """End these instances; unknown and ended ones are no error."""
+        """End these instances; unknown and ended ones are no error.
+
+        What an owner keeps of an ended one may go with it: `instances` still has it.
+        """
         ...
 
     def close(self) -> None:

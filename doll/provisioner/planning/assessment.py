@@ -22,8 +22,7 @@ from doll.provisioner.planning.state import Alpha, Bools, PlannerSettings, Plann
 from doll.theory import checks
 from doll.theory.checks import Floats
 from doll.theory.cost import Prices, cost_ratio, effective_of_sorted, unequal_cost_usd
-from doll.theory.planning import best_assignment, check_budget, tail
-from doll.theory.preemption import uptime_variance_s2
+from doll.theory.planning import best_assignment, check_budget, late_prob
 from doll.theory.queueing import Stability, smallest_stable_batch, stability, update_rate_per_s
 
 
@@ -224,15 +223,19 @@ def assess(request: PlanRequest) -> Assessment:
 
 
 def risk_curve(request: PlanRequest) -> tuple[Floats, Floats]:
-    """Expected cost in USD and P(miss) of every mix "the n slowest on spot", n = 0 .. N; shape (N + 1,) each."""
+    """Expected cost in USD and P(miss) of every mix "the n slowest on spot", n = 0 .. N; shape (N + 1,) each.
+
+    P(miss) is computed for 65 mixes and interpolated between them.
+    """
     ascending = np.sort(request.rates_per_s)
     costs = unequal_cost_usd(request.planner.samples, ascending, request.alpha, request.prices)
     limit = request.planner.deadline_s
-    effective = effective_of_sorted(ascending, request.alpha)
-    squares = np.concatenate(([0.0], np.cumsum(ascending**2)))
-    variance = squares * uptime_variance_s2(limit, request.alpha, request.planner.cycle_s) + request.total_per_s * limit
-    z = (effective * limit - request.planner.samples) / np.sqrt(variance)
-    return costs, np.array([tail(float(value)) for value in z])
+    mixes = np.unique(np.linspace(0, len(ascending), 65).astype(int))
+    late = [
+        late_prob(request.planner.samples, ascending, int(n), request.alpha, request.planner.cycle_s, limit)
+        for n in mixes
+    ]
+    return costs, np.interp(np.arange(len(costs)), mixes, late)
 
 
 def _with_longer_deadline(request: PlanRequest, error: InfeasiblePlanError) -> InfeasiblePlanError:
@@ -267,8 +270,9 @@ def _state(request: PlanRequest, on_spot: Bools) -> PlannerState:
 
 
 def _settings(request: PlanRequest, *, adaptive: bool) -> PlannerSettings:
-    # A job of a minute is not re-planned once a minute.
-    settings = replace(request.planner, risk=None, replan_s=min(60.0, request.planner.deadline_s / 100))
+    # A job of a minute is not re-planned once a minute; by its work, so that a later deadline changes nothing else.
+    replan_s = min(60.0, request.planner.samples / request.total_per_s / 100)
+    settings = replace(request.planner, risk=None, replan_s=replan_s)
     return settings if adaptive else replace(settings, boot_s=0.0, rule="theorem", guard=False, margin=0.0)
 
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from doll.errors import InfeasiblePlanError
+from doll.extras import lacking
 from doll.provisioner.kept_state import KeptState
 from doll.provisioner.planning.state import Alpha, Bools, PlannerSettings
 from doll.theory import checks
@@ -44,7 +45,10 @@ def alpha_quantile(
     >>> round(alpha_quantile(0.5, 50, 50, 9000.0, 1000.0), 3)
     0.9
     """
-    from scipy.special import betaincinv
+    try:
+        from scipy.special import betaincinv
+    except ImportError as error:
+        raise lacking("an estimate of the availability of spot", "provision") from error
 
     checks.positive(up_s=up_s, down_s=down_s, prior=prior)
     checks.non_negative(ends_of_up=ends_of_up, ends_of_down=ends_of_down)
@@ -179,6 +183,7 @@ class RateEstimator(KeptState):
         checks.positive(prior_s=prior_s, half_life_s=half_life_s)
         self._prior = checks.rates(prior_per_s)
         self._half_life_s = half_life_s
+        self._first_s = prior_s
         self._prior_s = np.full(len(self._prior), prior_s)
         self._samples = np.zeros(len(self._prior))
         self._up_s = np.zeros(len(self._prior))
@@ -190,6 +195,15 @@ class RateEstimator(KeptState):
         self._samples = self._samples * keep + np.asarray(samples, dtype=np.float64)
         self._up_s = self._up_s * keep + more_s
         self._prior_s = self._prior_s * keep
+
+    def adopt(self, earlier: RateEstimator) -> None:
+        """What `earlier` knows of the first streams, which it has."""
+        for name in ("_samples", "_up_s", "_prior_s"):
+            getattr(self, name)[: len(earlier._prior)] = getattr(earlier, name)
+
+    def forget(self, stream: int, per_s: float) -> None:
+        """What was seen of this stream says nothing any more; as of a prior, this rate is believed instead."""
+        self._samples[stream], self._up_s[stream], self._prior_s[stream] = per_s * self._first_s, self._first_s, 0.0
 
     def per_s(self) -> Floats:
         """λ̂ > 0, samples per second of each stream while its worker is up, shape (N,)."""

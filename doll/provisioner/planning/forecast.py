@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
+import numpy as np
+
+from doll.provisioner.planning import market_rules
+from doll.provisioner.planning.market_rules import Slack
 from doll.provisioner.planning.state import Bools, PlannerSettings, PlannerState
+from doll.theory.checks import Floats
 from doll.theory.cost import SECONDS_PER_HOUR
 from doll.theory.planning import quantile, tail
-from doll.theory.preemption import uptime_variance_s2
-
-if TYPE_CHECKING:
-    from doll.provisioner.planning.market_rules import Slack
+from doll.theory.preemption import shortfall_prob, uptime_variance_s2
 
 # `Alpha.low` and `Alpha.high` bound 90 % (signals.py); half of that width in standard deviations.
 _Z_INTERVAL = quantile(0.95)
@@ -54,7 +55,10 @@ def forecast(on_spot: Bools, state: PlannerState, settings: PlannerSettings, sla
     sure_rate = slack.total_per_s - spot_rate
     moving = on_spot != state.on_spot
     work = slack.work + slack.boot_lost + settings.boot_s * float(rates[moving].sum())
-    rate = sure_rate + alpha * spot_rate
+    always = (
+        market_rules.covered_at_once(on_spot, state, settings) if settings.rule == "pace" else np.zeros_like(on_spot)
+    )
+    rate = sure_rate + alpha * spot_rate + (1 - alpha) * float(rates[always].sum())
     left_s = settings.deadline_s - state.elapsed_s
     kept_s = work / rate if rate > 0 else math.inf
     covers = settings.rule == "pace" and kept_s > slack.time_s > 0
@@ -72,16 +76,12 @@ def forecast(on_spot: Bools, state: PlannerState, settings: PlannerSettings, sla
     cost = on_demand_h * prices.on_demand_usd_per_h
     cost_sd = 0.0
     if num_spot:
-        mean_spot_rate = spot_rate / num_spot
-        to_h = 1 / mean_spot_rate / SECONDS_PER_HOUR
-        dearer = prices.on_demand_usd_per_h - prices.spot_usd_per_h
-        from_spot = work - sure_rate * end_s
-        cost += from_spot * prices.spot_usd_per_h * to_h
+        covered = _covered(rates[on_spot], work - sure_rate * end_s, alpha, end_s) if covers else float(always.sum())
+        cost += alpha * num_spot * end_s / SECONDS_PER_HOUR * prices.spot_usd_per_h
+        cost += covered * market_rules.covering_usd_per_h(state, settings) * end_s / SECONDS_PER_HOUR
         if covers:
-            covered = max(0.0, from_spot - alpha * spot_rate * end_s)
-            cost += dearer * min(covered * to_h + _idle_h(num_spot, covered, spot_rate, alpha, end_s, settings),
-                                 _never_back_h(covered, spot_rate, alpha, end_s) * num_spot)  # fmt: skip
-            cost_sd = abs(dearer) * math.sqrt(outages_var) * to_h
+            dearer = prices.on_demand_usd_per_h - prices.spot_usd_per_h
+            cost_sd = abs(dearer) * math.sqrt(outages_var) * num_spot / spot_rate / SECONDS_PER_HOUR
     if covers:
         finish_sd = math.sqrt(arrivals_var) / slack.total_per_s
     else:
@@ -100,8 +100,8 @@ def forecast(on_spot: Bools, state: PlannerState, settings: PlannerSettings, sla
         if covers and spare > 0:
             miss = tail(settings.margin * settings.deadline_s * slack.total_per_s / math.sqrt(arrivals_var))
     else:
-        swing = squares * uptime_variance_s2(left_s, alpha, settings.cycle_s) + (spot_rate * left_s * sigma_alpha) ** 2
-        miss = tail((rate * left_s - work) / math.sqrt(swing + slack.total_per_s * left_s))
+        noise = slack.total_per_s * left_s + (spot_rate * left_s * sigma_alpha) ** 2
+        miss = shortfall_prob(work - sure_rate * left_s, rates[on_spot], alpha, settings.cycle_s, left_s, noise)
     total = state.spent_usd + cost
     return Forecast(
         expected_cost_usd=total,
@@ -113,17 +113,16 @@ def forecast(on_spot: Bools, state: PlannerState, settings: PlannerSettings, sla
     )
 
 
-def _idle_h(
-    num_spot: int, covered: float, spot_rate: float, alpha: float, end_s: float, settings: PlannerSettings
-) -> float:
-    """Hours that covered workers stay on-demand although spot is back: a dwell and a boot for each covered outage."""
-    lost = (1 - alpha) * spot_rate * end_s
-    share = min(1.0, covered / lost) if lost > 0 else 0.0
-    return num_spot * end_s / settings.cycle_s * share * (settings.dwell + settings.boot_s) / SECONDS_PER_HOUR
+def _covered(rates_per_s: Floats, needed: float, alpha: float, end_s: float) -> float:
+    """How many of the workers on spot, in the mean, have their outages covered on-demand, the fastest first.
 
-
-def _never_back_h(covered: float, spot_rate: float, alpha: float, end_s: float) -> float:
-    """Hours that each spot worker, on average, gives up to on-demand in Theorem 4's mix, from which none returns."""
-    lost = (1 - alpha) * spot_rate * end_s
-    share = min(1.0, covered / lost) if lost > 0 else 0.0
-    return share * end_s / SECONDS_PER_HOUR
+    Args:
+        rates_per_s: rates of the workers on spot.
+        needed: samples that these workers have to make by `end_s`.
+    """
+    fastest_first = np.sort(rates_per_s)[::-1]
+    missing = needed / end_s - alpha * np.sum(fastest_first)
+    if missing <= 0 or alpha >= 1:
+        return 0.0
+    others = np.cumsum(fastest_first) - fastest_first
+    return float(np.clip((missing / (1 - alpha) - others) / fastest_first, 0.0, 1.0).sum())

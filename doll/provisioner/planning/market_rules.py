@@ -81,6 +81,40 @@ def cheaper_on_spot(state: PlannerState) -> Bools:
     return best_assignment(1.0, rates, alpha, 2.0 / (alpha * float(rates.sum())), state.prices).spot
 
 
+def covering_usd_per_h(state: PlannerState, settings: PlannerSettings) -> float:
+    """Price of covering the outages of a worker on spot, for each hour of the job, beside what its time on spot costs.
+
+    A covered worker stays on-demand for a dwell and a boot after spot is back. Where that is longer than the time until
+    the next outage it never returns, as in Theorem 4's mix.
+    """
+    down, prices = 1 - state.alpha.point, state.prices
+    on_demand_share = min(1.0, down + (settings.dwell + settings.boot_s) / settings.cycle_s)
+    return down * prices.spot_usd_per_h + on_demand_share * (prices.on_demand_usd_per_h - prices.spot_usd_per_h)
+
+
+def covered_at_once(on_spot: Bools, state: PlannerState, settings: PlannerSettings) -> Bools:
+    """Workers on spot whose outages are covered however late the deadline is: waiting for them costs more.
+
+    While a job waits for a stream that is much faster than the mean, all other workers are paid for longer. A stream is
+    covered where that costs less per sample than the job does with the faster streams covered.
+    """
+    rates, alpha, prices = state.rates_per_s, state.alpha.point, state.prices
+    slots = np.flatnonzero(on_spot)
+    chosen = np.zeros(len(rates), dtype=np.bool_)
+    if not slots.size or alpha >= 1 or not prices.spot_is_cheaper:
+        return chosen
+    order = slots[np.argsort(-rates[slots], kind="stable")]
+    fastest_first, faster = rates[order], np.arange(len(order))
+    usd_per_h = covering_usd_per_h(state, settings)
+    spent = alpha * len(order) * prices.spot_usd_per_h + faster * usd_per_h
+    spent += (len(rates) - len(order)) * prices.on_demand_usd_per_h
+    made = float(rates[~on_spot].sum() + alpha * fastest_first.sum())
+    learned = made + (1 - alpha) * (np.cumsum(fastest_first) - fastest_first)
+    waits = usd_per_h * learned >= spent * (1 - alpha) * fastest_first
+    chosen[order[: int(np.argmax(waits)) if waits.any() else len(order)]] = True
+    return chosen
+
+
 def pace(state: PlannerState, settings: PlannerSettings, slack: Slack, worth: Bools) -> Bools:
     """Wait for spot while the slack allows, cover slots that are down when it does not.
 
@@ -92,6 +126,8 @@ def pace(state: PlannerState, settings: PlannerSettings, slack: Slack, worth: Bo
     """
     chosen = state.on_spot.copy()
     down = chosen & ~state.spot_available
+    chosen &= ~(down & covered_at_once(chosen, state, settings))
+    down &= chosen
     reserve_s = settings.detection_delay + settings.boot_s if settings.guard else 0.0
     sooner = replace(slack, time_s=slack.time_s - reserve_s)
     span_s = settings.deadline_s * (1 - settings.margin) - reserve_s

@@ -14,7 +14,8 @@ from typing import Protocol, Self
 import numpy as np
 
 from doll.errors import ConfigError
-from doll.provisioner.traces.model import Pool, Series
+from doll.provisioner.planning.state import Bools
+from doll.provisioner.traces.model import Floats, Pool, Series
 
 
 class Preemption(Protocol):
@@ -135,3 +136,24 @@ def pool_of_workers(pool: Pool, machines_per_worker: int, num_workers: int) -> P
         return pool
     num_up = Series(pool.num_up.times_s, np.floor(pool.num_up.values / machines_per_worker))
     return replace(pool, num_machines=pool.num_machines // machines_per_worker, num_up=num_up)
+
+
+def slots_up(pool: Pool, times_s: Floats, num_slots: int, rng: np.random.Generator) -> Bools:
+    """Which slots have a spot machine at these times, shape (len(times_s), num_slots).
+
+    The recorded share of machines that are up is the share of slots that are. When it falls, slots that lose their
+    machine are drawn among those that have one, when it rises, among those that have none: recordings count machines,
+    and no slot may be luckier than the others by its number.
+    """
+    wanted = np.rint(pool.num_up.at(times_s) * (num_slots / pool.num_machines)).astype(int)
+    up = np.zeros((len(times_s), num_slots), dtype=np.bool_)
+    now = np.zeros(num_slots, dtype=np.bool_)
+    have = 0
+    for tick, want in enumerate(wanted.tolist()):
+        if want != have:
+            changing = np.flatnonzero(now if want < have else ~now)
+            now = now.copy()
+            now[rng.choice(changing, abs(want - have), replace=False)] = want > have
+            have = want
+        up[tick] = now
+    return up

@@ -22,10 +22,9 @@ import numpy as np
 from doll.config import JobConfig, PlanConfig, ProcessesFleetConfig
 from doll.errors import ConfigError
 from doll.provisioner.planning.state import Bools
-from doll.provisioner.traces.availability import Markov, all_up, pool_of_workers
+from doll.provisioner.traces.availability import Markov, all_up, pool_of_workers, slots_up
 from doll.provisioner.traces.model import Floats, Pool, Series, constant
 from doll.provisioner.traces.recordings import pool_of
-from doll.provisioner.traces.windows import slots_up
 from doll.theory.cost import Prices
 from doll.theory.preemption import gang_availability
 
@@ -180,6 +179,16 @@ class SpotMarket:
             intervals.append(self._next(slot))
             starts.append(intervals[-1].start_s)
         return intervals[max(0, bisect_right(starts, at_s) - 1)]
+
+    def gaps(self, slot: int, until_s: float) -> list[tuple[float, float]]:
+        """When spot was not available for this slot before `until_s`: begin and end of each time, in order."""
+        found, at_s = [], 0.0
+        while at_s < until_s:
+            interval = self.interval(slot, at_s)
+            if not interval.up:
+                found.append((round(at_s, 1), round(min(interval.end_s, until_s), 1)))
+            at_s = interval.end_s
+        return found
 
     def is_up(self, slot: int, at_s: float) -> bool:
         """Spot is available for this slot, or its spot machine runs without a notice."""

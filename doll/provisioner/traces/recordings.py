@@ -8,17 +8,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+from doll import extensions
 from doll.errors import ConfigError
-from doll.provisioner.traces.formats import loader_of
-from doll.provisioner.traces.formats.ec2_prices import ON_DEMAND
-from doll.provisioner.traces.formats.form import Loader
 from doll.provisioner.traces.model import AVAILABILITY, POOLS, PRICES, Pool, TraceSet, read_folder
 from doll.provisioner.traces.tables import text_lines
 from doll.records.bounded import short
 
 _MOST_CHARS: Final = 1000  # of a reason
 _SUFFIXES: Final = (".csv", ".jsonl", ".txt", ".json", ".tsv")
-_NO_RECORDINGS: Final = ("readme", "license", "licence", "notice", "citation", ON_DEMAND.split(".")[0])
+_NO_RECORDINGS: Final = ("readme", "license", "licence", "notice", "citation", "on_demand")
+
+Parts = list[tuple[str, str]]
+"""Parts of a file that were skipped, and why."""
+Loader = Callable[[Path], tuple[list[TraceSet], Parts]]
+"""Reads one file. Raises `ConfigError` where nothing in it can be used; the message names the file."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class Survey:
 
 
 def survey(folder: Path) -> Survey:
-    """All trace sets in `folder` and its sub-folders: normal form, or a format of `doll.provisioner.traces.formats`.
+    """All trace sets in `folder` and its sub-folders: normal form, or a format of doll-lab
+    (`doll_lab.traces`), where that is installed.
 
     A format is recognised by the first line of a file, else by its name. Sets of one name
     get the name of their folder or file too.
@@ -160,7 +164,7 @@ def _folders(folder: Path, result: Survey) -> list[Path]:
         return []
 
 
-Read = Callable[[], tuple[list[TraceSet], list[tuple[str, str]]]]
+Read = Callable[[], tuple[list[TraceSet], Parts]]
 
 
 def _readers(folder: Path, result: Survey) -> Iterable[tuple[Path, Read]]:
@@ -196,11 +200,14 @@ def _loader_of(path: Path, plain: str, result: Survey) -> Loader | None:
     except ConfigError as error:
         result.skipped.append(LeftOut(str(path), str(error)))
         return None
-    loader = loader_of(first, plain)
+    loader_of = extensions.find(extensions.TRACE_FORMATS, "public")
+    loader: Loader | None = loader_of and loader_of(first, plain)
     if loader is None:
         why = f"of no form that is known (docs/traces.md); it begins with {short(first, 60)!r}" if first else "empty"
         if plain in (PRICES, AVAILABILITY):
             why = f"expected {POOLS} beside it, or a recording of a known form (docs/traces.md); {why}"
+        if loader_of is None:
+            why += "; doll-lab, which reads public data sets, is not installed"
         result.skipped.append(LeftOut(str(path), why))
     return loader
 

@@ -1,1 +1,1 @@
-"""How the server's records travel: through Kafka, and over control links where there are any."""
+"""How the server's records travel: through Kafka, and over control links if there are any."""

@@ -38,7 +38,7 @@ _POLL_S: Final = 0.2  # how soon the thread that reads `events` sees that it mus
 
 
 class Incoming(msgspec.Struct, frozen=True):
-    """What came in one poll, to be handled in this order.
+    """The events of one poll, to be handled in this order.
 
     Attributes:
         records: from links.
@@ -71,11 +71,11 @@ class ControlChannel:
         self._thread.start()
 
     def report(self) -> tuple[Mapping[int, str], Mapping[str, int]]:
-        """What carries the grants of each worker that has a link, and counts of links opened, broken and refused."""
+        """The kind of each worker's link, if it has one, and counts of links opened, broken and refused."""
         return ({}, {}) if self._links is None else (self._links.kinds(), self._links.counters)
 
     def poll(self, timeout_s: float) -> Incoming:
-        """What has come, waiting for it at most `timeout_s`.
+        """The events that have come, after a wait of at most `timeout_s`.
 
         Raises:
             ServiceUnavailableError: Kafka refuses to serve this process.

@@ -101,15 +101,15 @@ class ControlLinks:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """As in `Welcome.endpoints`."""
+        """The addresses that `Welcome.endpoints` holds."""
         return tuple(listener.endpoint for listener in self._listeners)
 
     def kinds(self) -> dict[int, str]:
-        """What each attached worker uses."""
+        """The kind of link of each attached worker."""
         return {worker: peer.link.kind for worker, peer in self._of_worker.items()}
 
     def poll(self, timeout_s: float) -> None:
-        """Read what has come, waiting for it at most `timeout_s`."""
+        """Read the records that have come, waiting for them at most `timeout_s`."""
         for key, _ in self.selector.select(timeout_s):
             key.data()
         now = self._clock()
@@ -125,7 +125,7 @@ class ControlLinks:
         return changed, received
 
     def welcome(self, record: Welcome) -> None:
-        """This Welcome is about to be sent: only its session may attach from now on."""
+        """Note a Welcome that is about to be sent: only its session may attach from now on."""
         self._sessions[record.worker] = record.session
         peer = self._of_worker.get(record.worker)
         if peer is not None and peer.session != record.session:
@@ -134,7 +134,7 @@ class ControlLinks:
     def send(self, worker: int, record: Grant | NewVersion | RowsStored) -> bool:
         """Send on the worker's link; False: it has to go through Kafka.
 
-        A grant on a link that breaks at this moment is sent by the `GrantsLost` that follows, behind those before it.
+        A grant on a link that breaks at this moment is sent by the `GrantsLost` that follows, after those before it.
         """
         peer = self._of_worker.get(worker)
         if peer is None or (not isinstance(record, NewVersion) and record.session != peer.session):
@@ -164,7 +164,7 @@ class ControlLinks:
         return self._clock()
 
     def opened(self, link: ServerLink, listener: LinkListener) -> None:
-        """There is a new link, whose worker is not known yet."""
+        """Take a new link, whose worker is not known yet."""
         self._peers[link] = _Peer(link, listener, self._clock())
 
     def received(self, link: ServerLink, records: list[AnyRecord]) -> None:

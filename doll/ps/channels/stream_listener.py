@@ -10,7 +10,7 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from doll.control.link_state import TO_SERVER, LinkError, LinkState
-from doll.control.redis_streams import ServerStreamLink, Streams, link_and_frame, server_stream
+from doll.control.redis_streams import ControlStreams, ServerStreamLink, link_and_frame, server_stream
 from doll.process.platform import WakeUp
 from doll.records.control import Attach
 from doll.telemetry import get_logger
@@ -36,9 +36,9 @@ class StreamListener:
         self._links = links
         self._services = services
         self._max_links = max_links
-        self._streams: Streams | None = None
+        self._streams: ControlStreams | None = None
         self._open: dict[bytes, ServerStreamLink] = {}
-        self._opened: Streams | None = None  # set by the thread
+        self._opened: ControlStreams | None = None  # set by the thread
         self._opened_s = 0.0
         self._pause_s = 0.0  # before the next attempt
         self._wake = WakeUp()
@@ -79,7 +79,7 @@ class StreamListener:
     def _open_streams(self) -> None:
         while not self._closed.wait(self._pause_s):
             try:
-                self._opened = Streams(self._services, self._name, self._links.now())
+                self._opened = ControlStreams(self._services, self._name, self._links.now())
             except LinkError as exc:
                 self._lengthen_pause()
                 log.info("control_streams_not_open", reason=str(exc), again_s=self._pause_s)
@@ -116,7 +116,7 @@ class StreamListener:
         log.warning("control_redis_lost", reason=str(error), again_s=self._pause_s)
         self._start_opening()
 
-    def _unregister(self, streams: Streams) -> None:
+    def _unregister(self, streams: ControlStreams) -> None:
         for descriptor in streams.filenos():
             self._links.selector.unregister(descriptor)
 

@@ -14,7 +14,7 @@ import msgspec
 
 from doll.ps.engine.events import EngineSnapshot
 from doll.ps.engine.membership import Worker
-from doll.ps.engine.partition_state import Partition
+from doll.ps.engine.partition_state import PartitionState
 from doll.ps.engine.settings import EngineSettings
 
 # A move must lower the larger load of the two workers by this share of the mean load: few partitions move.
@@ -61,7 +61,7 @@ def reassigned_by_load(current: Sequence[int], workers: Collection[int], loads: 
 
     Partitions of other workers go first, the largest to whoever has least. Then partitions go from the
     worker with most to the one with least, as long as that lowers the larger of both loads by a tenth of the mean. Each
-    worker has a partition, where there are enough. It is its own: assigned again by the same loads, nothing moves.
+    worker has a partition, if there are enough. It is its own: assigned again by the same loads, nothing moves.
 
     Args:
         loads: of each partition, not negative, in any unit.
@@ -107,7 +107,7 @@ def reassigned_by_load(current: Sequence[int], workers: Collection[int], loads: 
 
 
 def largest_load(assignment: Sequence[int], loads: Sequence[float]) -> float:
-    """Of any worker."""
+    """The largest load of a worker."""
     totals: dict[int, float] = {}
     for worker, load in zip(assignment, loads, strict=True):
         totals[worker] = totals.get(worker, 0.0) + load
@@ -117,7 +117,7 @@ def largest_load(assignment: Sequence[int], loads: Sequence[float]) -> float:
 def first_snapshot(
     settings: EngineSettings, origins: Sequence[int], *, policy: str, generation: int, samples_id: str, run_id: str
 ) -> EngineSnapshot:
-    """What the engine of a new job begins with."""
+    """The snapshot with which the engine of a new job begins."""
     n, p = settings.num_workers, len(origins)
     return EngineSnapshot(
         version=0, origins=tuple(origins), records_per_batch=settings.records_per_batch, applied=(0,) * p,
@@ -128,10 +128,10 @@ def first_snapshot(
 
 
 def partitions_by_worker(
-    assignment: Sequence[int], partitions: Sequence[Partition], num_workers: int
-) -> list[dict[int, Partition]]:
+    assignment: Sequence[int], partitions: Sequence[PartitionState], num_workers: int
+) -> list[dict[int, PartitionState]]:
     """The partitions that each worker serves, by number, in the order of the workers."""
-    served: list[dict[int, Partition]] = [{} for _ in range(num_workers)]
+    served: list[dict[int, PartitionState]] = [{} for _ in range(num_workers)]
     for worker, partition in zip(assignment, partitions, strict=True):
         served[worker][partition.number] = partition
     return served
@@ -175,9 +175,9 @@ def for_workers(snapshot: EngineSnapshot, num_workers: int, max_workers: int) ->
 
 
 def as_they_stand(
-    snapshot: EngineSnapshot, partitions: Sequence[Partition], owners: Sequence[Worker], workers: Sequence[Worker]
+    snapshot: EngineSnapshot, partitions: Sequence[PartitionState], owners: Sequence[Worker], workers: Sequence[Worker]
 ) -> EngineSnapshot:
-    """`snapshot` with what is known of each partition and of each worker now.
+    """`snapshot` with the present state of each partition and of each worker.
 
     Args:
         owners: the worker that serves each partition.

@@ -15,9 +15,9 @@ from itertools import islice, repeat
 from operator import is_
 from typing import NamedTuple
 
-from doll.ps.engine.partition_state import Partition
+from doll.ps.engine.partition_state import PartitionState
 from doll.ps.policies.base import BatchId
-from doll.records.control import Push, Run
+from doll.records.control import BatchRange, Push
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +39,7 @@ class ActiveGrant:
 
     number: int
     worker: int
-    partition: Partition
+    partition: PartitionState
     batch_id: BatchId
     batch: int
     version: int
@@ -52,7 +52,7 @@ class ActiveGrant:
 
 
 def left_out_of(grants: Sequence[ActiveGrant]) -> tuple[tuple[int, int], ...]:
-    """What a Grant says of the cuts of these batches (`Grant.left_out`)."""
+    """The records that cuts of these batches leave out, as a Grant holds them (`Grant.left_out`)."""
     if not any(grant.partition.cuts.total for grant in grants):
         return ()
     return tuple(grant.partition.cuts.at(grant.batch_id.number) for grant in grants)
@@ -69,7 +69,7 @@ class PushedSet:
 
     @property
     def number(self) -> int:
-        """Its first grant's."""
+        """The number of its first grant."""
         return self.grants[0].number
 
 
@@ -88,7 +88,7 @@ class LatePush:
 class WaitingBatch(NamedTuple):
     """A batch that is announced and not granted."""
 
-    partition: Partition
+    partition: PartitionState
     batch_id: BatchId
 
 
@@ -107,7 +107,7 @@ class BatchQueue:
         timed_out_since_s: when the limited time began.
     """
 
-    partitions: dict[int, Partition]
+    partitions: dict[int, PartitionState]
     applied: int
     settled: int = field(init=False)
     whole: int = field(init=False)
@@ -138,7 +138,7 @@ class BatchQueue:
     def granted(self) -> int:
         return self.received + len(self.computing_grants)
 
-    def announce(self, run: Run, room: int) -> int | None:
+    def announce(self, run: BatchRange, room: int) -> int | None:
         """The batches of `run` are complete; how many of them are new, at most `room`. None: it leaves some out, or
         those before it ended elsewhere.
 
@@ -157,20 +157,20 @@ class BatchQueue:
         return count
 
     def forget_waiting(self) -> None:
-        """What was announced and not granted has to be announced again."""
+        """Forget the batches that are announced and not granted: workers announce them again."""
         self.timed_out = ()
         self.pending -= len(self.waiting)
         for batch in self.waiting:
             batch.partition.forget_waiting()
         self.waiting.clear()
 
-    def withdraw(self, partition: Partition) -> None:
-        """What was announced of one partition and not granted has to be announced again, perhaps by another worker."""
+    def withdraw(self, partition: PartitionState) -> None:
+        """Forget one partition's batches that are announced and not granted: perhaps another worker announces them."""
         self.pending -= partition.announced - partition.granted
         partition.forget_waiting()
         self.waiting = deque(batch for batch in self.waiting if batch.partition is not partition)
 
-    def give(self, partition: Partition, taker: BatchQueue) -> None:
+    def give(self, partition: PartitionState, taker: BatchQueue) -> None:
         """Let another worker serve a partition of which nothing is announced and not applied."""
         taker.partitions[partition.number] = self.partitions.pop(partition.number)
         self.pending -= partition.unsaved
@@ -252,7 +252,7 @@ class BatchQueue:
         self.applied += 1
         return self.held_grants.popleft()
 
-    def skip(self, partition: Partition, until: int) -> int:
+    def skip(self, partition: PartitionState, until: int) -> int:
         """The batches of this partition below `until` that are not applied hold no record, and none of them is
         announced: they count as applied. How many they are."""
         count = until - partition.announced

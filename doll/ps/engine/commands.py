@@ -1,4 +1,4 @@
-"""What the engine tells workers: what they serve, their grants, and the weights that these name. Pure."""
+"""The engine's records for workers: their partitions, their grants, and the weights that the grants name. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from doll.records.control import Grant, NewVersion, Welcome
 from doll.storage.blobs import scope_of, weights_key
 
 
-class Commands:
+class WorkerCommands:
     """Commands of one engine. Weights are published with the first command that names them."""
 
     def __init__(
@@ -30,8 +30,8 @@ class Commands:
         self._published = -1  # the newest version that is in the blob store, by this server
 
     def welcome(self, worker: Worker, incarnation: int) -> Welcome:
-        """What this worker serves; it may have joined before."""
-        served = tuple(part.served(self._ending.of(at)) for at, part in sorted(worker.queue.partitions.items()))
+        """The Welcome of this worker, which may have joined before."""
+        served = tuple(part.served(self._ending.end_of(at)) for at, part in sorted(worker.queue.partitions.items()))
         return Welcome(
             term=self._term, worker=worker.number, process=worker.process, session=worker.session, served=served,
             fingerprint=self._fingerprint, incarnation=incarnation, samples_id=self._start.samples_id,
@@ -40,8 +40,7 @@ class Commands:
         )  # fmt: skip
 
     def grants(self, worker: Worker, grants: Sequence[ActiveGrant]) -> Iterator[EngineAction]:
-        """Grants of consecutive batches of one worker. One that is sent again is the same message: its weights still
-        live."""
+        """Grants of consecutive batches of one worker. One sent again is the same message: its weights still live."""
         size = max(1, len(grants)) if self._takes_sets else 1
         for at in range(0, len(grants), size):
             first, sent = grants[at], grants[at : at + size]

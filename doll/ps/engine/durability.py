@@ -1,4 +1,4 @@
-"""When a checkpoint is due, what it makes durable, and what workers hold back, which must be in the model before. Pure.
+"""The times of checkpoints, what each makes durable, and what workers hold back, which the model needs before. Pure.
 
 Under a policy with a filter a batch is applied while a part of its step may still be at its worker. "Counted once" then
 means that its whole step is in the model, once. So a checkpoint is stored only when nothing is held back: the server
@@ -17,10 +17,10 @@ from typing import Final
 
 from doll.ps.engine.events import AppliedSet
 from doll.ps.engine.membership import Worker
-from doll.ps.engine.partition_state import Partition
+from doll.ps.engine.partition_state import PartitionState
 from doll.records.control import Push, Settle
 
-_ASK_AGAIN_S: Final = 3.0  # where no answer has come: the message may be lost
+_ASK_AGAIN_S: Final = 3.0  # if no answer has come: the message may be lost
 
 
 class Durability:
@@ -32,7 +32,7 @@ class Durability:
     """
 
     def __init__(
-        self, partitions: Sequence[Partition], owners: Sequence[Worker], *, version: int, now: float,
+        self, partitions: Sequence[PartitionState], owners: Sequence[Worker], *, version: int, now: float,
         every_updates: int, every_s: float, max_pending_batches: int, costs_rests: bool = False,
     ) -> None:  # fmt: skip
         """
@@ -56,11 +56,11 @@ class Durability:
 
     @property
     def is_kept(self) -> bool:
-        """What was decided beside updates is in a stored checkpoint."""
+        """Whether a stored checkpoint holds all decisions that were made beside updates."""
         return not (self._must_keep or self._is_keeping)
 
     def applied(self, worker: Worker, count: int) -> None:
-        """So many batches of this worker have been applied."""
+        """Note that so many batches of this worker have been applied."""
         self._unsaved[worker.number] += count
         self.max_unsaved = max(self.max_unsaved, self._unsaved[worker.number])
 
@@ -133,7 +133,7 @@ class Durability:
 
 @dataclass(slots=True)
 class _Rest:
-    """What a worker had held back, on its way into the model."""
+    """A worker's rest on its way into the model."""
 
     number: int
     worker: Worker
@@ -143,7 +143,7 @@ class _Rest:
 
 
 class Settling:
-    """Which workers hold something back, and the rests that they have sent.
+    """The workers that hold something back, and the rests that they have sent.
 
     Attributes:
         is_under_way: a checkpoint waits for rests: no batch is started.
@@ -235,7 +235,7 @@ class Settling:
         return [(AppliedSet(rest.push, rest.received_at_s, (), rest.number), rest.worker) for rest in rests.values()]
 
     def ask(self, now: float) -> list[Settle]:
-        """Ask for what is held back; again where no answer has come for a while."""
+        """Ask for the held-back parts; again if no answer has come for a while."""
         if self._asked_at_s is not None and now - self._asked_at_s < _ASK_AGAIN_S:
             return []
         self._asked_at_s = now
@@ -246,11 +246,11 @@ class Settling:
         ]
 
     def stop(self) -> None:
-        """Nothing more is applied, except for rests: what a contribution brings that is not applied is missing too."""
+        """Apply nothing more, except for rests: what a contribution brings that is not applied is missing too."""
         self._is_last = True
         coming = {rest.worker.number for rest in self.rests.values()}
         self._unsettled = {number: worker for number, worker in self._incomplete.items() if number not in coming}
 
     def end(self) -> None:
-        """Nothing is asked for any more."""
+        """Ask for nothing any more."""
         self.is_under_way, self._asked_at_s = False, None

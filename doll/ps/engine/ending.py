@@ -1,4 +1,4 @@
-"""What is left of a source that has ended: it is learned too, in batches and groups that are not full. Pure.
+"""The last records of a source that has ended: they are learned too, in batches and groups that are not full. Pure.
 
 A source says where the partitions ended when it had sent its last record (`SourceEnded`). Workers cut what they have
 read up to there. Once all of that is announced, no batch will come that a group could wait for, and policies are told
@@ -13,22 +13,24 @@ from itertools import zip_longest
 from typing import Final
 
 from doll.ps.engine.membership import Worker
-from doll.ps.engine.partition_state import Partition
+from doll.ps.engine.partition_state import PartitionState
 from doll.records.control import Flush, Settle
 
 _ASK_AGAIN_S: Final = 0.5  # a worker that is computing does not answer
 
 
 class Ending:
-    """Where sources have ended, and how many batches are left before that.
+    """The offsets at which sources have ended, and the number of batches that are left before them.
 
     Attributes:
         ends: of each partition, offsets, also of some that were added and that the engine does not know yet; () while
             no source has ended.
-        num_left: batches that are announced and not in the model, where no more will come; None: more may.
+        num_left: batches that are announced and not in the model, if no more will come; None: more may.
     """
 
-    def __init__(self, partitions: Sequence[Partition], records_per_batch: int, ends: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, partitions: Sequence[PartitionState], records_per_batch: int, ends: tuple[int, ...] = ()
+    ) -> None:
         """`partitions`: for all parts of the engine; there may be more of them later."""
         self.ends = ends
         self.num_left: int | None = None
@@ -39,23 +41,23 @@ class Ending:
         self._asked_at_s = float("-inf")
 
     def end(self, ends: Sequence[int]) -> bool:
-        """A source has ended where the partitions ended there; whether that is behind what was known."""
+        """A source has ended where the partitions ended there; whether that is after what was known."""
         later = tuple(map(max, zip_longest(self.ends, ends, fillvalue=0)))
         if later == self.ends:
             return False
         self.ends, self._is_open, self._is_new = later, True, True
         return True
 
-    def of(self, partition: int) -> int:
-        """Where this partition ended; 0: nobody has said so."""
+    def end_of(self, partition: int) -> int:
+        """The offset at which this partition ended; 0: nobody has reported its end."""
         return self.ends[partition] if partition < len(self.ends) else 0
 
     def flushes(self, workers: Sequence[Worker], term: int) -> list[Flush]:
-        """What the workers that are here are told."""
+        """The Flush records for these workers."""
         return [
             Flush(
                 term=term, worker=worker.number,
-                until={number: end for number in sorted(worker.queue.partitions) if (end := self.of(number))},
+                until={number: end for number in sorted(worker.queue.partitions) if (end := self.end_of(number))},
             )
             for worker in workers
             if worker.is_live
@@ -93,12 +95,11 @@ class Ending:
         else:
             self._behind[worker.number] = known
 
-    def _is_reached(self, partition: Partition) -> bool:
-        return partition.bounds(self._size).lo(partition.announced) >= self.of(partition.number)
+    def _is_reached(self, partition: PartitionState) -> bool:
+        return partition.bounds(self._size).lo(partition.announced) >= self.end_of(partition.number)
 
     def _count(self, workers: Sequence[Worker]) -> int | None:
-        """Batches that are announced and not in the model, where all are announced; None: more may come, or all is
-        learned."""
+        """The announced batches outside the model, if all are announced; None: more may come, or none is left."""
         if self._behind or any(self.ends[len(self._partitions) :]):
             return None
         left = sum(len(worker.queue.waiting) + worker.computing + worker.held for worker in workers)

@@ -49,7 +49,7 @@ from doll.ps.engine.events import (
 )
 from doll.ps.engine.grants import is_allowed
 from doll.ps.engine.membership import Worker
-from doll.ps.engine.partition_state import Partition, behind, is_possible
+from doll.ps.engine.partition_state import PartitionState, behind, is_possible
 from doll.ps.engine.state import EngineState
 from doll.ps.engine.stopping import progress_reached, target_reached, time_reached
 from doll.ps.policies.base import BatchId
@@ -78,10 +78,10 @@ _NAMING_GRANTS: Final = 2
 
 
 class Engine(EngineState):
-    """What events do to the job; it changes only through `handle`."""
+    """The engine's answers to events; the job's state changes only through `handle`."""
 
     def handle(self, event: Event, now: float) -> list[EngineAction]:
-        """Take one event at time `now` (seconds, monotonic) and say what is to be done, in this order.
+        """Take one event at time `now` (seconds, monotonic) and return the actions to take, in this order.
 
         Refused messages (late, duplicate, fenced, out of range) change nothing but a counter.
 
@@ -178,8 +178,8 @@ class Engine(EngineState):
             self._welcome_again(self.moves.scale(event.workers, released, self._now))
             self._durability.keep()  # a later server is to know of it
 
-    def _freeze(self, giver: Worker, partition: Partition) -> None:
-        """Grant nothing more of a partition that is to move, and take back what is computed of it, with what is behind
+    def _freeze(self, giver: Worker, partition: PartitionState) -> None:
+        """Grant nothing more of a partition that is to move, and take back what is computed of it, with what is after
         it. A wave is taken back whole: without this partition it may never be full."""
         self._skips.pop(partition.number, None)
         self._forget_late(giver)
@@ -193,7 +193,7 @@ class Engine(EngineState):
         self._grants.note_change(giver)
 
     def _welcome_again(self, workers: Iterable[int]) -> None:
-        """These workers serve other partitions than they know of. They go on with what they compute."""
+        """Tell these workers which partitions they serve now. They go on with what they compute."""
         for number in workers:
             if (worker := self._workers[number]).joined:  # else it learns of it when it joins
                 self._actions.append(self._commands.welcome(worker, worker.incarnation))
@@ -235,7 +235,7 @@ class Engine(EngineState):
             self._actions.append(ReleaseWeights(grant.version))
 
     def _forget_waiting(self, worker: Worker) -> None:
-        """What this worker has announced or pushed late does not count: its process holds other batches now."""
+        """Forget what this worker has announced or pushed late: its process holds other batches now."""
         self._forget_late(worker)
         worker.queue.forget_waiting()
         self._grants.note_change(worker)
@@ -407,13 +407,13 @@ class Engine(EngineState):
     def _illegal(self, problem: str) -> IllegalEventError:
         return IllegalEventError(f"{problem}; recent events: {list(self._recent_events)}")
 
-    # --- pushes behind their time limit -------------------------------------------------------------------------------
+    # --- pushes after their time limit -------------------------------------------------------------------------------
 
     def _on_late(self, worker: Worker, event: Push) -> None:
-        """No grant stands that `event` answers. Where only a time limit has passed since, and nobody else has its
+        """Take a push that answers no grant that stands. If only a time limit has passed since, and nobody else has its
         batches, it answers their next grants: else a batch that takes longer than the limit would never be learned.
 
-        Not where the policy says so: what a worker holds back may have been asked for since, or its view is too old.
+        Not if the policy says so: what a worker holds back may have been asked for since, or its view is too old.
         """
         queue = worker.queue
         if queue.late is not None and queue.late.push.batches == event.batches:
@@ -461,7 +461,7 @@ class Engine(EngineState):
         return len(new)
 
     def _forget_late(self, worker: Worker) -> None:
-        """What this worker has pushed late, or may yet, does not count."""
+        """Forget what this worker has pushed late, or may yet."""
         queue = worker.queue
         queue.timed_out = ()
         if queue.late is not None:
@@ -471,7 +471,7 @@ class Engine(EngineState):
     # --- what workers hold back ---------------------------------------------------------------------------------------
 
     def _on_rest(self, worker: Worker, event: Push) -> None:
-        """What a worker had held back of earlier batches: it leaves, or was asked."""
+        """Take the rest of a worker, which held it back of earlier batches: the worker leaves, or was asked."""
         queue = worker.queue
         if not self.policy.holds_back:
             self.counters["refused_content"] += 1
@@ -524,7 +524,7 @@ class Engine(EngineState):
             if self.moves.targets and not any(isinstance(item, FetchGradient) for item in self._actions):
                 self._send_all_grants(granted)
                 self._welcome_again(self.moves.carry_out(self._now, self._freeze))
-                if self._grants.changed:  # also where what moves is only withdrawn yet: the policy must know
+                if self._grants.changed:  # also if what moves is only withdrawn yet: the policy must know
                     continue
             if self._offered_version != self.version:
                 self._offered_version = self.version
@@ -568,7 +568,7 @@ class Engine(EngineState):
             self._actions += self._commands.offer(self._workers[number], self.version)
 
     def _end_of_dry_round(self) -> Sequence[BatchId]:
-        """A round that a checkpoint waits for ends with the batches that came, where the others have long had nothing.
+        """A round that a checkpoint waits for ends with the batches that came, if the others have long had nothing.
 
         Otherwise a stream that stops would keep what is in the model from becoming durable (docs/decisions/0035). A
         worker whose partitions are to move has nothing to give, and is not waited for.
@@ -706,7 +706,8 @@ class Engine(EngineState):
         for worker, (until, batches, cut) in advanced.items():
             durable = Durable(term=self.term, worker=worker.number, until=until, batches=batches, left_out=cut)
             self._actions.append(durable)
-        if self.stopping is not None and event.version == self.version:
+        # A checkpoint that was under way when an evaluation met the target does not know of it: the next one does.
+        if self.stopping is not None and event.version == self.version and self._durability.is_kept:
             self.finished = self.stopping
             self._actions += self._commands.publish(self.version)  # the evaluator's last measurement is of this version
             self._actions.append(Finish(self.finished, event.version, self.error))
@@ -724,6 +725,8 @@ class Engine(EngineState):
             self._actions += self.ending.asks(self._workers, self.term, self._now)
         # A server that starts again on a finished job has nothing to add to it.
         self._stop_by_progress()
+        if self.reached is not None:
+            self._stop(target_reached(self.settings.stop, self.reached))
         if self._first_update_at_s is not None:
             self._stop(time_reached(self.settings.stop, self._elapsed_s(self._now)))
 
@@ -731,7 +734,10 @@ class Engine(EngineState):
         if event.term != self.term or event.version > self.version:
             self.counters["refused_evaluated"] += 1
             return
-        self._stop(target_reached(self.settings.stop, event))
+        if (reason := target_reached(self.settings.stop, event)) is not None:
+            self.reached = event
+            self._durability.keep()  # a later server is to know of it
+            self._stop(reason)
 
     def _stop_by_progress(self) -> None:
         updates = self.version - self.empty_updates

@@ -18,6 +18,7 @@ from doll.records.bounds import Grid
 from doll.records.control import (
     Alive,
     Announce,
+    ControlRecord,
     Durable,
     Evaluated,
     Fence,
@@ -29,7 +30,6 @@ from doll.records.control import (
     NewVersion,
     Push,
     PushedBatch,
-    Record,
     Scale,
     Settle,
     Skip,
@@ -42,43 +42,43 @@ from doll.records.rollbacks import Rollback
 # --- events ---------------------------------------------------------------------------------------------------------
 
 
-class GradientFetched(Record, frozen=True):
+class GradientFetched(ControlRecord, frozen=True):
     """The gradient of a set is in the parameter server's memory, checked."""
 
     grant_id: int  # the set's first
     max_change: float = 0.0  # see `doll.ps.model.updater.Updater.max_change`
 
 
-class GradientLost(Record, frozen=True):
+class GradientLost(ControlRecord, frozen=True):
     """The gradient of a set is not in the blob store, or is torn."""
 
     grant_id: int  # the set's first
     reason: str
 
 
-class GrantsLost(Record, frozen=True):
+class GrantsLost(ControlRecord, frozen=True):
     """Grants on their way to this worker, or its answers, may be lost: send again what it has not answered."""
 
     worker: int
 
 
-class CheckpointStored(Record, frozen=True):
+class CheckpointStored(ControlRecord, frozen=True):
     """The checkpoint of this version is durable."""
 
     version: int
 
 
-class TopicGrew(Record, frozen=True):
+class TopicGrew(ControlRecord, frozen=True):
     """The samples topic has so many partitions by now. Those that the job does not know are read from offset 0."""
 
     partitions: int
 
 
-class Tick(Record, frozen=True):
+class Tick(ControlRecord, frozen=True):
     """Time has passed. Leases and timeouts expire only here, so that a replay does the same."""
 
 
-class StopRequested(Record, frozen=True):
+class StopRequested(ControlRecord, frozen=True):
     """End the job in order: Ctrl-C or SIGTERM."""
 
     reason: str
@@ -168,7 +168,7 @@ class AppliedSet(msgspec.Struct, frozen=True):
     push: Push
     received_at_s: float
     batches: tuple[AppliedBatch, ...]
-    number: int = 0  # where it has no batches: it is what a worker had held back of earlier ones
+    number: int = 0  # if it has no batches: it is what a worker had held back of earlier ones
 
     @property
     def grant_id(self) -> int:
@@ -177,7 +177,7 @@ class AppliedSet(msgspec.Struct, frozen=True):
 
     @property
     def base_version(self) -> int:
-        """Of the oldest weights that a batch of it was computed on."""
+        """The version of the oldest weights that a batch of it was computed on."""
         versions = (item.pushed.version for item in self.batches if item.pushed.version >= 0)
         return min(versions, default=self.push.version)
 
@@ -269,6 +269,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     earlier_grids: tuple[Grid, ...] = ()  # in their order; `origins` and `applied` are of the present one
     init_from: str = ""  # the file or version that its first weights are of, and their sha256; "": of the task
     rollbacks: tuple[Rollback, ...] = ()  # in their order
+    reached: Evaluated | None = None  # the evaluation that met the stop rule; None: none has
 
     @property
     def grid(self) -> int:

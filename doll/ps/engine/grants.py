@@ -85,7 +85,7 @@ class Grants:
         return grant
 
     def release(self, grant: ActiveGrant) -> bool:
-        """No weights are kept for this grant any more. Whether it was the last one that names its version."""
+        """Keep no weights for this grant any more. Returns whether it was the last one that names its version."""
         if not grant.names:
             return False
         grant.names = False

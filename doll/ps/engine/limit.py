@@ -1,4 +1,4 @@
-"""What limits the job: a partition, a worker, all workers, or the updates. From what the server knows. Pure."""
+"""The job's limit, as the server knows it: a partition, a worker, all workers, or the updates. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COMPUTING: Final = 0.5  # share of their time
 
 
 class LimitWatch:
-    """Reports what has limited the job for a while. Call `observe` about once a second."""
+    """Reports the limit that the job has had for a while. Call `observe` about once a second."""
 
     def __init__(self) -> None:
         self._seen: tuple[str, int, tuple[int, ...]] | None = None
@@ -27,7 +27,7 @@ class LimitWatch:
         self._times = (0.0, 0.0)
 
     def observe(self, engine: Engine, now: float, *, computing_s: float = 0.0, idle_s: float = 0.0) -> Limit | None:
-        """What limits the job since `STANDS_S` or longer; None: nothing, or something else each time.
+        """The job's limit since `STANDS_S` or longer; None: it has none, or another one each time.
 
         Args:
             computing_s, idle_s: of all workers since the server began (`doll.records.control.Measures`).
@@ -44,7 +44,7 @@ class LimitWatch:
 
 
 def limit_of(engine: Engine) -> Limit | None:
-    """What limits the job at this moment, as far as counters and heartbeats say; None where nothing waits."""
+    """The job's limit at this moment, by counters and heartbeats; None if nothing waits."""
     live = [worker for worker in engine.workers() if worker.is_live]
     unread = sum(worker.lag for worker in live)
     for number in sorted(engine.policy.waits_for(engine)):
@@ -69,7 +69,7 @@ def limit_of(engine: Engine) -> Limit | None:
 
 
 def _why(worker: Worker, live: list[Worker]) -> Literal["dry", "slow"] | None:
-    """Why the others wait for this worker; None: it is its turn, as it is that of another in a moment."""
+    """The reason why the others wait for this worker; None: it is its turn, as it is that of another in a moment."""
     if not (worker.lag or worker.queue.waiting or worker.computing):
         return "dry"
     others = [other.batch_s for other in live if other is not worker and other.batch_s]

@@ -1,4 +1,4 @@
-"""What the consistency policy gives and what it costs: staleness, blocked time, bytes. Pure.
+"""The consistency policy's gain and cost: staleness, blocked time, bytes. Pure.
 
 One class measures live, at the parameter server, and in simulations: it sees the updates of an engine. A batch costs a
 few microseconds, one of exact versions about one, whatever the number of workers.
@@ -124,7 +124,7 @@ class PolicyMeasures:
             self.blocked_s += min(idle_s, max(batch.wait_s for batch in push.batches))
 
     def report(self) -> Measures:
-        """What was counted until now."""
+        """The measures that were counted until now."""
         histogram = self._meter.histogram
         return Measures(
             staleness=dict(histogram.counts),

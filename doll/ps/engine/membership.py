@@ -1,4 +1,4 @@
-"""Which process embodies each worker: sessions, leases and fencing. Pure.
+"""The process that embodies each worker: sessions, leases and fencing. Pure.
 
 A session is one process's membership. A process that joins fences the one before it; a machine's incarnation, which
 the provisioner numbers, fences every lower one whatever session it holds.
@@ -52,16 +52,16 @@ class Worker:
 
     @property
     def is_here(self) -> bool:
-        """Its process has joined, is heard of, and has not left."""
+        """Whether its process has joined, is heard of, and has not left."""
         return self.joined and self.present and not self.left
 
     @property
     def is_live(self) -> bool:
-        """It is here and serves a partition: a spare is waited for by nobody."""
+        """Whether it is here and serves a partition: nobody waits for a spare."""
         return self.present and not self.left and bool(self.queue.partitions)
 
     def heard(self, alive: Alive) -> None:
-        """What its process says of itself."""
+        """Take a heartbeat of this worker's process."""
         self.retained, self.lag, self.waiting_for = alive.retained, alive.lag, alive.waiting_for
         self.most_unread = alive.most_unread
 
@@ -188,7 +188,7 @@ class Membership:
         return workers
 
     def note_partitions(self, worker: Worker, now: float) -> None:
-        """What this worker serves has changed."""
+        """Note that this worker serves other partitions than before."""
         if not worker.is_live:
             self._live.discard(worker.number)
         elif worker.number not in self._live:

@@ -4,7 +4,7 @@ A partition moves between two batches: nothing of it is being computed, no gradi
 back no part of a step. Until then none of its batches is granted; what was being computed of it is computed again by
 the worker that takes it, which reads on from what is durable. It moves only to a worker that is here: until then its
 worker keeps it. A Welcome tells both workers what they serve now, and they go on with what else they compute
-(docs/decisions/0073, 0093). So it does where a worker gets a partition which was added to the topic (0075).
+(docs/decisions/0073, 0093). So it does if a worker gets a partition which was added to the topic (0075).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from doll.ps.engine.durability import Durability, Settling
 from doll.ps.engine.grants import Grants
 from doll.ps.engine.membership import Membership, Worker
 from doll.ps.engine.partition_loads import PartitionLoads
-from doll.ps.engine.partition_state import Partition
+from doll.ps.engine.partition_state import PartitionState
 from doll.ps.engine.settings import EngineSettings
 
-# Partitions move while the number of workers stays only where the largest load falls below this share of itself,
+# Partitions move while the number of workers stays only if the largest load falls below this share of itself,
 _MOST_LEFT: Final = 0.8
-# and where its worker has so many batches of records unread: one that keeps up has no need of it.
+# and if its worker has so many batches of records unread: one that keeps up has no need of it.
 _BACKLOG_BATCHES: Final = 4
 
 
 class Moves:
-    """Which partitions are to move, and to whom.
+    """The partitions that are to move, and their next workers.
 
     Attributes:
         num_workers: how many workers the job is to have; the others, above, serve nothing, and wait as spares.
@@ -37,7 +37,7 @@ class Moves:
     """
 
     def __init__(
-        self, workers: Sequence[Worker], owners: list[Worker], partitions: list[Partition], num_workers: int,
+        self, workers: Sequence[Worker], owners: list[Worker], partitions: list[PartitionState], num_workers: int,
         released: Iterable[int], *, settings: EngineSettings, members: Membership, grants: Grants, settling: Settling,
         durability: Durability,
     ) -> None:  # fmt: skip
@@ -82,7 +82,7 @@ class Moves:
         return self._plan(reassigned(owners, serving) if loads is None else reassigned_by_load(owners, serving, loads))
 
     def balance(self, now: float) -> None:
-        """Plan moves where one worker has much more to learn than others, and is behind; now and then."""
+        """Plan moves if one worker has much more to learn than others, and is behind; now and then."""
         if not self._every_s:
             return
         self._loads.observe(now)
@@ -128,7 +128,7 @@ class Moves:
         owners = [worker.number for worker in self._owners]
         wanted = reassigned([*owners, *[None] * (count - first)], self._serving)
         for number in range(first, count):
-            partition, worker = Partition(number, 0, 0), self._taker(self._workers[wanted[number]])
+            partition, worker = PartitionState(number, 0, 0), self._taker(self._workers[wanted[number]])
             self._partitions.append(partition)
             self._owners.append(worker)
             worker.queue.partitions[number] = partition
@@ -143,13 +143,13 @@ class Moves:
         return sorted(met.union(self._plan(wanted)))
 
     def _taker(self, wanted: Worker) -> Worker:
-        """Who serves a partition that is new: not who has never been here, where another serves already."""
+        """The next worker of a new partition: not one that has never been here, if another serves already."""
         serving = [worker for number in self._serving if (worker := self._workers[number]).queue.partitions]
         if wanted.is_here or wanted in serving or not serving:
             return wanted
         return min(serving, key=lambda worker: (len(worker.queue.partitions), worker.number))
 
-    def carry_out(self, now: float, freeze: Callable[[Worker, Partition], None]) -> list[int]:
+    def carry_out(self, now: float, freeze: Callable[[Worker, PartitionState], None]) -> list[int]:
         """Move the partitions that can move now. Workers that are to learn of it: they serve others.
 
         Args:
@@ -169,7 +169,7 @@ class Moves:
         return sorted(met)
 
     def _move(
-        self, number: int, giver: Worker, taker: Worker, now: float, freeze: Callable[[Worker, Partition], None]
+        self, number: int, giver: Worker, taker: Worker, now: float, freeze: Callable[[Worker, PartitionState], None]
     ) -> bool:
         """Whether the partition has moved."""
         partition = self._partitions[number]

@@ -1,4 +1,4 @@
-"""What each partition brings its worker: records that it has learned of late, and those that wait. Pure."""
+"""The load of each partition: records that its worker has learned of late, and those that wait. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from doll.ps.engine.membership import Worker
-from doll.ps.engine.partition_state import Partition
+from doll.ps.engine.partition_state import PartitionState
 
 _LOOKS: Final = 6  # at the counters, in one window
 
@@ -20,7 +20,7 @@ class PartitionLoads:
     """
 
     def __init__(
-        self, partitions: Sequence[Partition], owners: Sequence[Worker], *, window_s: float, records_per_batch: int
+        self, partitions: Sequence[PartitionState], owners: Sequence[Worker], *, window_s: float, records_per_batch: int
     ) -> None:
         """
         Args:
@@ -34,7 +34,7 @@ class PartitionLoads:
         self._looks: deque[tuple[float, list[int]]] = deque()  # (when, batches of each partition in the model)
 
     def observe(self, now: float) -> None:
-        """Time has passed: look at the counters if it is time. Times do not fall."""
+        """Look at the counters if it is time. Times do not fall."""
         looks = self._looks
         if looks and now - looks[-1][0] < self._window_s / _LOOKS:
             return
@@ -43,7 +43,7 @@ class PartitionLoads:
             looks.popleft()
 
     def loads(self, now: float) -> list[float] | None:
-        """Of each partition; None before a window has passed, and where nothing is learned and nothing waits."""
+        """The load of each partition; None before a window has passed, and if nothing is learned and nothing waits."""
         if not self._looks or (seconds := now - self._looks[0][0]) < self._window_s:
             return None
         before = self._looks[0][1]

@@ -1,4 +1,4 @@
-"""Where the batches of one partition stand. Pure.
+"""The state of one partition's batches. Pure.
 
 Which offsets a batch covers is in `doll.records.bounds`; that it is cut is decided by the first announcement of it that
 counts. Batches are granted, received and applied in order, so four counters say where each of them stands:
@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 
 from doll.records.bounds import Bounds, Cuts
-from doll.records.control import Run, Served, Skip
+from doll.records.control import BatchRange, Served, Skip
 
 
 @dataclass(slots=True, eq=False)
-class Partition:
+class PartitionState:
     """Counters of one partition; `BatchQueue` of the worker that serves it changes them.
 
     Attributes:
@@ -75,14 +75,14 @@ class Partition:
         return self.bounds(records_per_batch).span(batch)
 
     def served(self, flush_until: int = 0) -> Served:
-        """What its worker must know to read on. Batches behind `decided` may be read and cut in another way."""
+        """The state from which its worker reads on. Batches after `decided` may be read and cut in another way."""
         return Served(
             partition=self.number, origin=self.origin, next_batch=self.durable, included=self.applied,
             leader_epoch=self.leader_epoch, decided=self.received, left_out=self.cuts.before(self.durable),
             cuts=self.cuts.within(self.durable, self.received), flush_until=flush_until,
         )  # fmt: skip
 
-    def announce(self, run: Run, count: int) -> bool:
+    def announce(self, run: BatchRange, count: int) -> bool:
         """The next `count` batches are complete, and end as `run` says; False: it is of other batches before these."""
         begin = self.announced
         said = Cuts(run.left_out, run.cuts)
@@ -93,12 +93,12 @@ class Partition:
         self.announced += count
         return True
 
-    def lacks_room_before(self, run: Run) -> bool:
+    def lacks_room_before(self, run: BatchRange) -> bool:
         """Whether there was no room for some of the batches before `run`, which were announced."""
         return self.is_short and run.first > self.announced
 
     def forget_waiting(self) -> None:
-        """What was announced and not granted has to be announced again, perhaps with other cuts."""
+        """Forget the batches that are announced and not granted: they are announced again, perhaps with other cuts."""
         self.is_short = False
         self.announced = self.granted
         self.cuts.forget_from(self.announced)
@@ -127,7 +127,7 @@ class Partition:
         assert self.granted <= self.announced
 
 
-def is_possible(run: Run, records_per_batch: int) -> bool:
+def is_possible(run: BatchRange, records_per_batch: int) -> bool:
     """Whether batches can be as `run` says."""
     at = run.first
     for batch, records in run.cuts:
@@ -138,5 +138,5 @@ def is_possible(run: Run, records_per_batch: int) -> bool:
 
 
 def behind(spans: Sequence[tuple[int, int]], offset: int) -> tuple[tuple[int, int], ...]:
-    """What of these ranges of offsets is not below `offset`."""
+    """The parts of these ranges of offsets that are not below `offset`."""
     return tuple((max(lo, offset), hi) for lo, hi in spans if hi > offset)

@@ -1,4 +1,4 @@
-"""What an engine is told of its job, for its whole life."""
+"""The settings of an engine, which hold for its whole life."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ class EngineSettings:
 
     @property
     def places(self) -> int:
-        """For so many workers there is place."""
+        """The number of workers that have a place."""
         return max(self.num_workers, self.max_workers)

@@ -1,4 +1,4 @@
-"""What the engine knows of a job, and what policies and the server see of it. Pure.
+"""The engine's state of a job, and the views of it for policies and the server. Pure.
 
 Nothing here changes anything: that is for `doll.ps.engine.engine`. No view looks at every worker or partition, except
 what a checkpoint keeps and what is asked once a second.
@@ -14,14 +14,14 @@ import msgspec
 
 from doll.ps.engine.assignment import as_they_stand, first_snapshot, for_workers, partitions_by_worker, require_fit
 from doll.ps.engine.batch_queue import BatchQueue
-from doll.ps.engine.commands import Commands
+from doll.ps.engine.commands import WorkerCommands
 from doll.ps.engine.durability import Durability, Settling
 from doll.ps.engine.ending import Ending
 from doll.ps.engine.events import EngineAction, EngineSnapshot, Event
 from doll.ps.engine.grants import Grants
 from doll.ps.engine.membership import Membership, Worker
 from doll.ps.engine.moves import Moves
-from doll.ps.engine.partition_state import Partition
+from doll.ps.engine.partition_state import PartitionState
 from doll.ps.engine.settings import EngineSettings
 from doll.ps.engine.time_limits import TimeLimits
 from doll.ps.policies.base import BatchId, Offer, Policy
@@ -39,11 +39,12 @@ class EngineState:
 
     Attributes:
         moves: how many workers the job is to have, and which partitions go to others for it.
-        ending: what is left of a source that has ended.
+        ending: the batches that are left of a source that has ended.
         start: what this engine began with.
+        reached: the evaluation that met the stop rule, in this engine or an earlier one; None: none has.
         stopping: why the job ends after the checkpoint under way; None: it goes on.
         finished: why this engine has ended: it takes no event any more.
-        error: why the job cannot go on, where that stops it.
+        error: why the job cannot go on, if that stops it.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class EngineState:
         self.batches_total = snapshot.earlier_batches + sum(snapshot.applied)
         self.empty_updates = snapshot.empty_updates
         self.counters: Counter[str] = Counter(snapshot.counters)
+        self.reached = snapshot.reached
         self.refusals = Refusals(settings.on_bad_records.last_records, snapshot.refusals)
         self.finished: str | None = None
         self.stopping: str | None = None
@@ -90,7 +92,7 @@ class EngineState:
 
         num_partitions = len(snapshot.origins)
         known = snapshot.leader_epochs or (-1,) * num_partitions, snapshot.left_out or (0,) * num_partitions
-        self._partitions = list(map(Partition, range(num_partitions), snapshot.origins, snapshot.applied, *known))
+        self._partitions = list(map(PartitionState, range(num_partitions), snapshot.origins, snapshot.applied, *known))
         served = partitions_by_worker(snapshot.assignment, self._partitions, len(snapshot.sessions))
         kept = zip(
             snapshot.sessions, snapshot.processes, snapshot.incarnations, snapshot.restarts, snapshot.by_worker,
@@ -118,7 +120,7 @@ class EngineState:
         )  # fmt: skip
 
         self.ending = Ending(self._partitions, settings.records_per_batch, snapshot.source_ends)
-        self._commands = Commands(
+        self._commands = WorkerCommands(
             job=settings.job, fingerprint=settings.fingerprint, term=term, start=snapshot, members=self._members,
             ending=self.ending, takes_sets=policy.exact_version,
         )  # fmt: skip
@@ -179,7 +181,7 @@ class EngineState:
 
     @property
     def durable_version(self) -> int:
-        """Of the newest stored checkpoint."""
+        """The version of the newest stored checkpoint."""
         return self._durability.version
 
     @property
@@ -211,7 +213,7 @@ class EngineState:
         return self.policy.shortfall(self, offers)
 
     def snapshot(self, now: float) -> EngineSnapshot:
-        """What a checkpoint keeps of the engine."""
+        """The part of the engine's state that a checkpoint keeps."""
         return msgspec.structs.replace(
             as_they_stand(self.start, self._partitions, self._owners, self._workers),
             version=self.version,
@@ -225,6 +227,7 @@ class EngineState:
             empty_updates=self.empty_updates,
             refusals=self.refusals.state(),
             source_ends=self.ending.ends,
+            reached=self.reached,
         )
 
     def check_invariants(self) -> None:

@@ -1,1 +1,1 @@
-"""What a decision does to the model: the weights, their updater, and where both are kept."""
+"""The model at the server: the weights, their updater, and where both are kept."""

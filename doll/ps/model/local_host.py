@@ -16,7 +16,6 @@ from doll.errors import BlobError, NotFiniteError
 from doll.optim.optimizer import diverged
 from doll.process.fault_points import fault_point
 from doll.ps.engine.events import ApplyUpdate, FetchGradient, GradientFetched, GradientLost
-from doll.ps.model.delta_writer import DeltaWriter
 from doll.ps.model.model_host import FetchOutcome
 from doll.ps.model.row_writer import RowWriter
 from doll.ps.model.updater import ContributionBuffer, ModelParts, Updater
@@ -38,6 +37,7 @@ from doll.storage.blobs import (
     weights_key,
 )
 from doll.storage.contributions import decode_contribution
+from doll.storage.deltas import Layout, changes
 from doll.storage.reads_ahead import ReadsAhead, in_thread
 from doll.telemetry import get_logger
 
@@ -53,7 +53,7 @@ _MAX_NOT_FINITE: Final = 3
 class LocalModelHost:
     """`ModelHost` of one process.
 
-    Where the blob store has shared memory, each version is computed in memory of its own there, and published without a
+    If the blob store has shared memory, each version is computed in memory of its own there, and published without a
     copy (docs/decisions/0029).
     """
 
@@ -197,7 +197,7 @@ class LocalModelHost:
             self._older[version := self._published.popleft()] = None
             if version not in named:
                 self.release(version)
-        while len(self._older) > self._max_older:  # only where workers have several grants, of several versions
+        while len(self._older) > self._max_older:  # only if workers have several grants, of several versions
             self.release(next(iter(self._older)))
         if self._unused:
             unused, self._unused = self._unused, []
@@ -258,3 +258,38 @@ class LocalModelHost:
 def _call_all(calls: Sequence[Callable[[], None]]) -> None:
     for call in calls:
         call()
+
+
+class DeltaWriter:
+    """Publishes what each version of one term has changed, beside its weights.
+
+    It keeps a copy of the weights that it was given last.
+    """
+
+    def __init__(self, scope: str, term: int, blobs: Blobs, ttl_s: float, num_parameters: int) -> None:
+        self._scope = scope
+        self._term = term
+        self._blobs = blobs
+        self._ttl_s = ttl_s
+        self._num_parameters = num_parameters
+        self._before: npt.NDArray[np.float32] | None = None
+        self._version = -1  # of `_before`
+
+    def put(self, weights: npt.NDArray[np.float32], version: int) -> None:
+        """Store what has changed since the version that this was called with before, if it is shorter than the whole.
+
+        Args:
+            weights: float32, shape (numel,).
+        """
+        if version <= self._version:  # published again
+            return
+        before, since = self._before, self._version
+        if before is None:
+            self._before, self._version = weights.copy(), version
+            return
+        layout = Layout(weights.size, self._num_parameters)
+        delta = changes(before, weights, layout, job=self._scope, since=since, version=version)
+        if delta is not None:
+            self._blobs.put(delta_key(self._scope, self._term, version), delta, self._ttl_s)
+        before[:] = weights
+        self._version = version

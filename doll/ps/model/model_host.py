@@ -21,11 +21,11 @@ from doll.storage.blobs import Buffer
 
 
 class FetchOutcome(NamedTuple):
-    """What came of a FetchGradient.
+    """The outcome of a FetchGradient.
 
     Attributes:
         event: for the engine.
-        blob: the gradient as the worker stored it, for the event log; None where it was lost.
+        blob: the gradient as the worker stored it, for the event log; None if it was lost.
         num_sent: numbers in the blob.
         plain_row_bytes: of its rows of tables, before coding: 8 bytes for each key.
     """
@@ -39,7 +39,7 @@ class FetchOutcome(NamedTuple):
 class ModelHost(HoldsTensors, Protocol):
     """The model of one term. Calls block until they are done; not thread-safe.
 
-    Every call may raise ServiceUnavailableError where the blob store is away and waiting for it is given up.
+    Every call may raise ServiceUnavailableError if the blob store is away and waiting for it is given up.
     """
 
     @property
@@ -81,20 +81,20 @@ class ModelHost(HoldsTensors, Protocol):
         ...
 
     def republish(self, version: int) -> str:
-        """As `publish`, although it has been done: a worker has not found the blob."""
+        """Publish a version again: a worker has not found its blob."""
         ...
 
     def release(self, version: int) -> None:
-        """No grant names this version any more: its blob may be deleted by the next `tidy`."""
+        """Release a version that no grant names any more: the next `tidy` may delete its blob."""
         ...
 
     def tidy(self, named: Container[int] = ()) -> None:
         """Do what no worker waits for: point at the newest published weights, delete blobs that nobody needs now.
 
-        Called after each event of the engine, when its grants are sent; costs nothing where nothing is to be done.
+        Called after each event of the engine, when its grants are sent; costs nothing if nothing is to be done.
 
         Published weights live while they are among the newest (`blobs.keep_versions`), and then while a grant names
-        them, until `release`. Of those older ones there is at most one for each worker, or two where it may have
+        them, until `release`. Of those older ones there is at most one for each worker, or two if it may have
         several pushes under way: the oldest go first.
 
         Args:
@@ -116,18 +116,18 @@ class ModelHost(HoldsTensors, Protocol):
 
     def changed_rows(self, worker: int, version: int) -> StoredRows | None:
         """Put the rows that `worker` has asked for into the blob store: rows that have changed since the last call;
-        None where it has asked for none."""
+        None if it has asked for none."""
         ...
 
     def forget_rows(self, worker: int) -> None:
         """A new process of `worker` has asked for no rows."""
 
     def table_totals(self) -> Mapping[str, Totals]:
-        """Of bounded tables, by name."""
+        """The totals of bounded tables, by name."""
         ...
 
     def drop(self, key: str, held: int = 0) -> None:
-        """Delete the blob of a gradient that will not be applied; forget the set `held`, where that is not 0."""
+        """Delete the blob of a gradient that will not be applied; forget the set `held`, if that is not 0."""
         ...
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:

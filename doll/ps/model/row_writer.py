@@ -25,14 +25,14 @@ _MARK_S: Final = 60.0
 _KEPT_BYTES: Final = 64 << 20  # of changes in the blob store: a reader that is further behind waits for a checkpoint
 
 
-class _Kept(NamedTuple):
+class _KeptChange(NamedTuple):
     key: str
     num_bytes: int
     until_s: float
 
 
 class Publication(NamedTuple):
-    """What a version leaves to do in the blob store.
+    """The calls that a version still needs in the blob store.
 
     Attributes:
         stores: calls, to be made in this order before the version is pointed at.
@@ -44,7 +44,7 @@ class Publication(NamedTuple):
 
 
 class RowWriter:
-    """Of one term. Not thread-safe."""
+    """A writer of changed rows for one term. Not thread-safe."""
 
     def __init__(
         self, scope: str, term: int, blobs: Blobs, ttl_s: float, tables: TableStore, *,
@@ -63,13 +63,13 @@ class RowWriter:
         self._coming_word: Future[Buffer | None] | None = None
         self._began: int | None = None  # first version of the term
         self._version: int | None = None  # up to which changes are published; None: nobody follows
-        self._kept: deque[_Kept] = deque()  # what is in the blob store
+        self._kept: deque[_KeptChange] = deque()  # what is in the blob store
         self._num_bytes = 0
 
     def publish(self, version: int) -> Publication:
         """Publish what `version`, that of the tables now, has changed since this was called before, if anybody follows.
 
-        Where a call of `stores` fails, readers find the chain broken, and wait for a checkpoint.
+        If a call of `stores` fails, readers find the chain broken, and wait for a checkpoint.
         """
         stores: list[Callable[[], None]] = []
         unused: list[str] = []
@@ -85,7 +85,7 @@ class RowWriter:
         key = row_changes_key(self._scope, self._term, version)
         stores.append(partial(self._blobs.put, key, blob, self._ttl_s))
         self._version = version
-        self._kept.append(_Kept(key, sum(map(len, blob)), now_s + self._ttl_s))
+        self._kept.append(_KeptChange(key, sum(map(len, blob)), now_s + self._ttl_s))
         self._num_bytes += self._kept[-1].num_bytes
         while self._kept[0].until_s <= now_s or (self._num_bytes > self._kept_bytes and len(self._kept) > 1):
             oldest = self._kept.popleft()
@@ -122,7 +122,7 @@ class RowWriter:
         return now_s < self._followed_until_s
 
     def _word_at(self, key: str) -> bytes:
-        """What readers have said; of a far store, which nobody waits for, what they had said at the look before."""
+        """The last word of readers; of a far store, which nobody waits for, their word at the look before."""
         if not self._blobs.is_far:
             return bytes(self._blobs.get(key) or b"")
         coming = self._coming_word

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import and_
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -56,7 +58,7 @@ class Updater(HoldsTensors, Protocol):
         ...
 
     def weight(self, set_weight: float, age: int) -> float:
-        """What the parameters of a contribution are multiplied by before they are added.
+        """The factor of a contribution's parameters in the sum.
 
         Args:
             set_weight: sum of the weights of its samples.
@@ -65,12 +67,12 @@ class Updater(HoldsTensors, Protocol):
         ...
 
     def add(self, contribution: Contribution) -> None:
-        """Add `contribution` to the next `apply`, behind the ones added before. It is not used afterwards."""
+        """Add `contribution` to the next `apply`, after the ones added before. It is not used afterwards."""
 
     def max_change(self, contribution: Contribution) -> float:
-        """How far `contribution` moves any one parameter at most, before `scale`; infinite where that is no number.
+        """How far `contribution` moves any one parameter at most, before `scale`; infinite if that is no number.
 
-        0 where it does not move the weights by itself: it is a gradient.
+        0 if it does not move the weights by itself: it is a gradient.
         """
         ...
 
@@ -80,8 +82,9 @@ class Updater(HoldsTensors, Protocol):
         scale: float,
         weight: float,
         into: npt.NDArray[np.float32] | None = None,
+        absent: int = 0,
     ) -> None:
-        """Make the next model from what was added and then `contributions`, in this order.
+        """Make the next model from the added contributions and then `contributions`, in this order.
 
         Without any, the weights stay as they are. The result depends on the weights, the state and the contributions
         in their order, bit for bit, and not on whether they were added before: a replay makes the same model.
@@ -92,6 +95,8 @@ class Updater(HoldsTensors, Protocol):
             into: memory for the new weights, float32, shape (numel,), which then is `weights`. The array that was
                 `weights` before is left as it was, and is not used any more; `into` may be that array. None: memory of
                 the updater's own, in place where it can be.
+            absent: parameters that no sample of the contributions has used, see `FlatModel.absent`: an optimizer
+                leaves them and their state as they are, as torch does if `.grad` is None.
 
         Raises:
             DivergedError: a number is not finite. The object must not be used any more.
@@ -105,7 +110,7 @@ class Updater(HoldsTensors, Protocol):
         ...
 
 
-class _Waiting(NamedTuple):
+class _WaitingSet(NamedTuple):
     values: Contribution
     rows: Mapping[str, Rows]
     number: int  # of the set: its first grant
@@ -126,7 +131,7 @@ class ContributionBuffer:
         """
         self._updater = updater
         self._tables = tables
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, _WaitingSet] = {}
         self._added: list[int] = []  # sets whose contributions are in the updater's sum, in order
 
     def __len__(self) -> int:
@@ -143,11 +148,11 @@ class ContributionBuffer:
                 added now, and its memory is not used after the call.
         """
         if not in_order:
-            self._waiting[grant_id] = _Waiting(contribution, rows, grant_id)
+            self._waiting[grant_id] = _WaitingSet(contribution, rows, grant_id)
             return
         for earlier in sorted(number for number in self._waiting if number < grant_id):
             self._add(self._waiting.pop(earlier))
-        self._add(_Waiting(contribution, rows, grant_id))
+        self._add(_WaitingSet(contribution, rows, grant_id))
 
     def drop(self, grant_id: int) -> None:
         """Forget the sum of this set: its update will never come."""
@@ -165,7 +170,7 @@ class ContributionBuffer:
             RuntimeError: one that was added already is not of the update, or not the next in its order.
         """
         added, self._added = deque(self._added), []
-        contributions: list[_Waiting] = []
+        contributions: list[_WaitingSet] = []
         for item in update.sets:
             if added and item.grant_id == added[0] and not contributions:
                 added.popleft()
@@ -183,33 +188,41 @@ class ContributionBuffer:
         if self._tables is not None:
             for waiting in contributions:
                 self._tables.add(waiting.rows, waiting.number)
-        # Before the tables: where gradients are clipped, it says how much, for both.
-        self._updater.apply([waiting.values for waiting in contributions], update.scale, weight, into)
+        # Before the tables: if gradients are clipped, it says how much, for both.
+        self._updater.apply(
+            [waiting.values for waiting in contributions], update.scale, weight, into, _absent(update)
+        )  # fmt: skip
         if self._tables is not None:
             scale = update.scale * self._updater.clipped_by
             self._tables.apply(scale, update.version, self._authors(update) if scale == 1 else {})
         return sum(item.num_samples for item in update.sets)
 
     def _authors(self, update: ApplyUpdate) -> dict[int, int]:
-        """Of the sets that their workers' processes know as they are applied; a rest is not kept by its worker."""
+        """The workers of the sets that their own processes know when they are applied; no worker keeps a rest."""
         authors = None if self._tables is None else self._tables.authors
         if authors is None:
             return {}
         pushes = {item.grant_id: item.push for item in update.sets if item.push.batches}
         return {number: authors.number(push.worker, push.session) for number, push in pushes.items()}
 
-    def _weighed(self, waiting: _Waiting, weight: float) -> _Waiting:
+    def _weighed(self, waiting: _WaitingSet, weight: float) -> _WaitingSet:
         if weight == 1.0:
             return waiting
         values = waiting.values.copy()
         values[: self._updater.num_parameters] *= np.float32(weight)
         return waiting._replace(values=values)
 
-    def _add(self, waiting: _Waiting) -> None:
+    def _add(self, waiting: _WaitingSet) -> None:
         self._updater.add(waiting.values)
         if self._tables is not None:
             self._tables.add(waiting.rows, waiting.number)
         self._added.append(waiting.number)
+
+
+def _absent(update: ApplyUpdate) -> int:
+    """Parameters that none of its contributions has."""
+    named = [int.from_bytes(item.push.absent, "little") for item in update.sets if item.push.key]
+    return reduce(and_, named) if named else 0
 
 
 class ModelParts(NamedTuple):
@@ -217,14 +230,14 @@ class ModelParts(NamedTuple):
 
     Attributes:
         updater: of the flat vector.
-        tables: None where the model has no tables.
+        tables: None if the model has no tables.
     """
 
     updater: Updater
     tables: TableStore | None = None
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
-        """Of both, for a checkpoint."""
+        """The tensors of both, for a checkpoint."""
         tensors = self.updater.tensors()
         return tensors if self.tables is None else tensors | self.tables.tensors()
 
@@ -236,7 +249,7 @@ class ModelParts(NamedTuple):
 
 
 def make_parts(config: TrainingConfig, model: FlatModel) -> ModelParts:
-    """What `training` asks for; it owns the weights and the tables' rows of `model` from now on.
+    """Make the parts that `training` asks for; they own the weights and the tables' rows of `model` from now on.
 
     Raises:
         ConfigError: an optimizer that cannot be made, or cannot be used for tables.

@@ -12,7 +12,7 @@ from doll.ps.policies.base import BatchId, Policy, PolicySpec, PolicyView
 
 
 class AsynchronousConfig(PolicyConfig):
-    """What asp and vap have in common."""
+    """The common options of asp and vap."""
 
     def batches_per_update(self, num_workers: int) -> int:
         return 1
@@ -42,7 +42,7 @@ class AspPolicyConfig(AsynchronousConfig):
 
 
 class Asp(Policy):
-    """No waiting: one batch per worker under way, each gradient an update of its own."""
+    """The policy without waiting: one batch per worker under way, each gradient an update of its own."""
 
     name: ClassVar[str] = "asp"
     exact_version: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""What a consistency policy is: what it sees of the engine, what it is asked, and how it is registered.
+"""The interface of a consistency policy: its view of the engine, the engine's questions, and its registration.
 
 A worker's batches are granted, received and applied in the order of its stream, so three counts say where the batches
 stand that are not in the model: waiting, computing and held.
@@ -26,12 +26,12 @@ class WorkerCounters(Protocol):
 
     @property
     def is_live(self) -> bool:
-        """It has joined, its lease has not run out, and it has not left."""
+        """Whether it has joined, its lease has not run out, and it has not left."""
         ...
 
     @property
     def session(self) -> int:
-        """Of its process: another one after a restart."""
+        """The session of its process: another one after a restart."""
         ...
 
     @property
@@ -52,13 +52,13 @@ class WorkerCounters(Protocol):
     @property
     def held_change(self) -> float:
         """How far its first held contribution will move any one number of the model at most: its largest absolute
-        value; 0 while it holds none. Only where its policy's section says `sends_steps`."""
+        value; 0 while it holds none. Only if its policy's section says `sends_steps`."""
         ...
 
     @property
     def moved(self) -> float:
         """Bound of how far this worker's contributions of this term have moved any one number of the model: the sum
-        of their largest absolute values. Only where its policy's section says `sends_steps`."""
+        of their largest absolute values. Only if its policy's section says `sends_steps`."""
         ...
 
     @property
@@ -73,12 +73,12 @@ class WorkerCounters(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """No more batches of this worker will come than it has announced: the source has ended."""
+        """Whether no more batches of this worker will come than it has announced: the source has ended."""
         ...
 
     @property
     def is_spent(self) -> bool:
-        """And all of these are in the model: nobody waits for it."""
+        """Whether it is done and all of these are in the model: nobody waits for it."""
         ...
 
     @property
@@ -97,7 +97,7 @@ class PolicyView(Protocol):
 
     @property
     def now_s(self) -> float:
-        """Time of the event that is being handled, monotonic seconds. An event comes several times a second."""
+        """The time of the event that is being handled, monotonic seconds. An event comes several times a second."""
         ...
 
     @property
@@ -122,13 +122,13 @@ class PolicyView(Protocol):
 
     @property
     def num_left(self) -> int | None:
-        """Batches announced and not in the model, over all workers, where no more will come: the source has ended, and
+        """Batches announced and not in the model, over all workers, if no more will come: the source has ended, and
         all workers are done. A group that waits for more than these is never full. None: more may come. When this
         begins or ceases to be known, `changed` names all workers."""
         ...
 
     def worker(self, number: int) -> WorkerCounters:
-        """One worker."""
+        """The counters of one worker."""
         ...
 
     def held_batches(self) -> Sequence[BatchId]:
@@ -138,7 +138,7 @@ class PolicyView(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a live worker gives to the next update, and what it can still give. Counts of batches, as `WorkerCounters`.
+    """The batches that a live worker gives to the next update, and what it can still give. Counts, as `WorkerCounters`.
 
     Attributes:
         stalled: it let a grant time out and gets no other.
@@ -165,7 +165,7 @@ class Policy(ABC):
     name: ClassVar[str]
     exact_version: ClassVar[bool]  # gradients applied together were all computed at the version they are applied to
     holds_back: ClassVar[bool] = False  # a push may leave a part of its batches' steps at the worker
-    takes_late_pushes: bool = True  # a push behind its time limit may answer the next grants of its batches
+    takes_late_pushes: bool = True  # a push after its time limit may answer the next grants of its batches
     sends_versions: ClassVar[bool] = False  # `recipients` may name workers
     takes_later_weights: ClassVar[bool] = False  # a batch may use those of a later grant: its own may be gone
     batches_per_push: int = 1  # as in its section
@@ -174,7 +174,7 @@ class Policy(ABC):
         """The counters of these workers have changed since the last call; in the first call, of all workers."""
 
     def skipped(self, worker: int, batches: int) -> None:  # noqa: B027
-        """So many batches of this worker held no record, and count as applied from the next `changed` on."""
+        """Note that so many batches of this worker held no record; they count as applied from the next `changed` on."""
 
     @abstractmethod
     def start(self, view: PolicyView) -> Sequence[int]:
@@ -201,15 +201,14 @@ class Policy(ABC):
         return ()
 
     def clock_offset(self, worker: int) -> int | None:
-        """What is added to the number of a worker's batches for its clock, where it has joined behind the others.
+        """The difference between a worker's clock and the number of its batches, if it has joined after the others.
 
         Only measured with (`doll.ps.engine.measures`); default None: the policy keeps no clocks.
         """
         return None
 
     def waits_for(self, view: PolicyView) -> Collection[int]:
-        """Live workers for whose batches others that have some must wait now; asked once a second, for people. Default:
-        none."""
+        """The live workers whose batches others must wait for now; asked once a second, for people. Default: none."""
         return ()
 
     def take_raised(self) -> Collection[int]:
@@ -221,7 +220,7 @@ class Policy(ABC):
         return True
 
     def state(self) -> dict[str, Any] | None:
-        """What a checkpoint must keep of the policy beyond the engine's counters; None: nothing.
+        """The policy's state for a checkpoint, beyond the engine's counters; None: it has none.
 
         Returns:
             Plain values under text keys: numbers, text, lists and mappings.

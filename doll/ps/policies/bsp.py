@@ -12,7 +12,7 @@ from doll.ps.policies.base import BatchId, Offer, Policy, PolicySpec, PolicyView
 
 
 class LockstepConfig(PolicyConfig):
-    """What bsp and isp have in common."""
+    """The common options of bsp and isp."""
 
     serial_updates: ClassVar[bool] = True
 

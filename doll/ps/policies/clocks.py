@@ -1,7 +1,7 @@
 """Worker clocks for policies of bounded staleness: how far each active worker is, and the minimum. Pure.
 
 A worker is active while it is live and has batches that it may compute. Its clock is the number of its batches or waves
-in the model, plus an offset that it gets when it becomes active behind the others: then it starts at the minimum, so
+in the model, plus an offset that it gets when it becomes active after the others: then it starts at the minimum, so
 that nobody waits for what it missed (the ESSP paper). Batches without a record that were skipped do not count. The
 minimum is over active workers and never falls.
 """
@@ -45,7 +45,7 @@ class WorkerClocks:
         return [worker for worker, clock in self._clocks.items() if clock == self.minimum]
 
     def offset(self, worker: int) -> int:
-        """What is added to the count of this worker."""
+        """The difference between the clock of this worker and the count of its batches."""
         return self._offsets.get(worker, 0)
 
     def shift(self, worker: int, change: int) -> None:
@@ -94,7 +94,7 @@ class WorkerClocks:
         return self._reached[bisect_left(self._reached, (clock, 0))][1]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: a later server has the same clocks for the same counts of batches."""
+        """The clocks as a checkpoint keeps them: a later server has the same clocks for the same counts of batches."""
         offsets = {str(worker): offset for worker, offset in self._offsets.items()}
         return {"minimum": self.minimum, "offsets": offsets, "reached": [list(item) for item in self._reached]}
 
@@ -126,7 +126,7 @@ class WorkerClocks:
 class WaitingAtGate:
     """Workers that may start once the minimum clock has reached what they need.
 
-    All whose turn has come start at once, also where the minimum has jumped over what they need.
+    All whose turn has come start at once, also if the minimum has jumped over what they need.
     """
 
     def __init__(self) -> None:

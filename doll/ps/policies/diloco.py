@@ -77,7 +77,7 @@ class Diloco(Policy):
 
     A worker begins a round as soon as it has H waiting batches and nothing of it is at the server, on the newest
     weights. The round ends when every live worker has delivered that is neither late nor was dry when the last round
-    ended; or a grace after a quorum has; or, where nobody computes any more because streams are dry, a grace after the
+    ended; or a grace after a quorum has; or, if nobody computes any more because streams are dry, a grace after the
     last one. The grace is as long as the round has taken so far, and at most `grace_s`: a worker that stands still, or
     that no records reach, costs the others half of one round. Who comes later is late, and in the round in which it
     comes; its change counts less (`DilocoPolicyConfig.age_discount`): no sample is dropped.

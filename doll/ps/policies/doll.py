@@ -78,7 +78,7 @@ class Doll(Policy):
         return view.held_batches() if view.num_held and view.num_held >= self.batches_needed(view) else ()
 
     def batches_needed(self, view: PolicyView) -> int:
-        """K, or what is left of a source that has ended."""
+        """K, or the number of batches that are left of a source that has ended."""
         return self.group_size if view.num_left is None else min(self.group_size, view.num_left)
 
 

@@ -17,12 +17,12 @@ from doll.ps.policies.clocks import WaitingAtGate, WorkerClocks
 
 
 class GatedConfig(PolicyConfig):
-    """What the sections of these policies have in common."""
+    """The common options of these policies."""
 
     @property
     @abstractmethod
     def bound_text(self) -> str:
-        """What a worker waits for, in words: behind "with policy NAME"."""
+        """The event that a worker waits for, in words: after "with policy NAME"."""
 
     @property
     def sends_steps(self) -> bool:
@@ -71,7 +71,7 @@ class GatedByClock(Policy):
         """The minimum clock that batch `batch` of a stream needs.
 
         Args:
-            offset: added to the clocks of its worker, which has joined behind the others.
+            offset: added to the clocks of its worker, which has joined after the others.
         """
 
     def changed(self, view: PolicyView, workers: Collection[int]) -> None:
@@ -98,7 +98,7 @@ class GatedByClock(Policy):
         return size - place if self.whole_pushes and is_first and not worker.is_done else 1
 
     def _has_work(self, worker: WorkerCounters) -> bool:
-        """Whether the others wait for it: it has batches under way, or could begin some, also where it is stalled."""
+        """Whether the others wait for it: it has batches under way, or could begin some, also if it is stalled."""
         return bool(worker.held or worker.computing) or worker.announced >= self._least_to_start(worker)
 
     def skipped(self, worker: int, batches: int) -> None:

@@ -14,7 +14,7 @@ MAX_STALENESS = 10_000
 
 
 class BoundedStalenessConfig(GatedConfig):
-    """What SSP and ESSP have in common."""
+    """The common options of SSP and ESSP."""
 
     staleness: NonNegativeInt = Field(
         default=3,

@@ -34,7 +34,7 @@ class VapPolicyConfig(AsynchronousConfig):
 
 @dataclass(slots=True)
 class _View:
-    """What one batch under way is computed on.
+    """The view on which one batch under way is computed.
 
     Attributes:
         place: in the order of grants.
@@ -57,11 +57,11 @@ class Vap(Policy):
     applied: no number of what the view of that step misses is larger than v_t = v_0 / sqrt(t), t being the number of
     this update. Three rules keep it:
 
-    - Steps are applied in the order of their grants as they come, each only where no older view misses more than v_t
+    - Steps are applied in the order of their grants as they come, each only if no older view misses more than v_t
       then. Otherwise it waits until the steps of these views are applied.
     - A step whose own view misses more than v_t, because a step of an older view had to be applied, is not applied: its
       batch is computed again (`void`).
-    - A batch is granted only where the steps under way are expected to keep the bound, each as large as the last one of
+    - A batch is granted only if the steps under way are expected to keep the bound, each as large as the last one of
       its worker. So a smaller v_0 makes workers wait longer before they begin, and few batches are computed again.
 
     The oldest view is never behind a step of a younger one that it may not miss, so a step always can be applied: a
@@ -148,23 +148,23 @@ class Vap(Policy):
         if number is None:
             return ()
         oldest = next(iter(self._views))
-        # Behind this update, the oldest view can be applied at the next one at the earliest.
+        # After this update, the oldest view can be applied at the next one at the earliest.
         if oldest != number and self._misses(oldest, number) > self.bound(view.version + 2):
             return ()
         return (view.worker(number).first_held,)
 
     def _will_miss(self, oldest: _View, step: float) -> float:
-        """What a view misses at most, once all steps under way and then another one, `step`, are applied: the oldest
+        """The most that a view misses once all steps under way and then another one, `step`, are applied: the oldest
         view, or that of the other one."""
         return max(self._under_way, self._applied - oldest.applied + self._under_way - oldest.step + step)
 
     def _misses(self, number: int, behind: int | None = None) -> float:
-        """What the view of this worker misses; with `behind`, once the held step of that worker is applied."""
+        """The amount that this worker's view misses; with `behind`, once the held step of that worker is applied."""
         step = 0.0 if behind is None else self._views[behind].step
         return self._applied - self._views[number].applied + step
 
     def _first_held(self) -> int | None:
-        """Of the workers whose steps are held, the one that was granted its batch first."""
+        """The worker that was granted its batch first, among those whose steps are held."""
         while self._held:
             place, number = self._held[0]
             mine = self._views.get(number)

@@ -1,1 +1,1 @@
-"""Tables at the parameter server: rows, the optimizer state of touched rows, and what has changed."""
+"""Tables at the parameter server: rows, the optimizer state of touched rows, and changes."""

@@ -1,4 +1,4 @@
-"""Which ids of a bounded table have rows: admitted when they have been named often enough, evicted where there is no
+"""The ids of a bounded table that have rows: admitted when they have been named often enough, evicted if there is no
 room, expired when they are not named any more. Pure.
 
 Everything is decided by the ids that updates name, in the order of the updates: a replay decides the same. The ids
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.ps.tables.id_counts import IdCounts
-from doll.tables.bounds import Bounds
+from doll.tables.bounds import TableBounds
 from doll.tables.id_index import IdIndex
 from doll.tables.rows import Ids
 
@@ -29,7 +29,7 @@ _MAX_RANKED: Final = 2**22 - 1  # of a count, beside 2^40 versions in 63 bits
 
 
 class Totals(NamedTuple):
-    """Of a bounded table, since the job began."""
+    """The totals of a bounded table since the job began."""
 
     rows: int  # that there are now
     admitted: int
@@ -45,7 +45,7 @@ class BoundedIds:
         lost: ids whose rows were taken are added to it; None: nobody asks.
     """
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: TableBounds) -> None:
         self.lost: list[Ids] | None = None
         self._bounds = bounds
         size = bounds.max_rows
@@ -65,12 +65,12 @@ class BoundedIds:
 
     @property
     def totals(self) -> Totals:
-        """As they are now."""
+        """The totals as they are now."""
         rows = self._bounds.max_rows - len(self._free)
         return Totals(rows, self._admitted, self._evicted, self._expired, self._refused)
 
     def find(self, ids: Ids) -> Slots:
-        """The slot of each id; -1 where it has no row."""
+        """The slot of each id; -1 if it has no row."""
         return self._index.find(ids)
 
     def ids_of(self, slots: Slots) -> Ids:

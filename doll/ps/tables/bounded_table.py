@@ -20,19 +20,19 @@ from doll.errors import CheckpointError
 from doll.optim.row_optimizer import RowOptimizer, state_width
 from doll.ps.tables.bounded_ids import FREE, BoundedIds, Totals
 from doll.ps.tables.row_array import RowArray
-from doll.ps.tables.table_parts import SUM_FACTOR, Answer, check_finite, stored_tensor, tensor_name
+from doll.ps.tables.table_parts import SUM_FACTOR, RowAnswer, check_finite, stored_tensor, tensor_name
 from doll.storage.sections import RowRequest
-from doll.tables.bounds import Bounds, FirstRows
+from doll.tables.bounds import FirstRows, TableBounds
 from doll.tables.rows import Floats, Ids, Rows, TableShape, add_in_order
 
 _FORMAT: Final = 1
 
 
 class BoundedTable:
-    """Of at most `bounds.max_rows` rows. Not thread-safe; the arrays of `tensors` are for any thread."""
+    """A table of at most `bounds.max_rows` rows. Not thread-safe; the arrays of `tensors` are for any thread."""
 
     def __init__(
-        self, name: str, shape: TableShape, bounds: Bounds, optimizer: RowOptimizer, first: FirstRows | None = None
+        self, name: str, shape: TableShape, bounds: TableBounds, optimizer: RowOptimizer, first: FirstRows | None = None
     ) -> None:
         """
         Args:
@@ -58,7 +58,7 @@ class BoundedTable:
 
     @property
     def totals(self) -> Totals:
-        """Rows, and what has become of ids."""
+        """The rows, and the ids that were admitted, evicted or expired."""
         return self._ids.totals
 
     def read(self, ids: Ids) -> Rows:
@@ -67,10 +67,10 @@ class BoundedTable:
         is_here = slots >= 0
         values = np.empty((len(ids), self.shape.width), np.float32)
         values[is_here] = self._values.read(slots[is_here])
-        values[~is_here] = self._bounds.initial.of(ids[~is_here])
+        values[~is_here] = self._bounds.initial.rows(ids[~is_here])
         return Rows(ids, values)
 
-    def answer(self, request: RowRequest) -> Answer:
+    def answer(self, request: RowRequest) -> RowAnswer:
         """The rows of `request.ids`, and of `request.known` those that may have changed after `request.since`: a known
         id without a row may have lost it since, so it is sent."""
         known = request.known
@@ -78,10 +78,10 @@ class BoundedTable:
         last_touch = np.where(slots >= 0, self._ids.last_touch(slots), self._version + 1)
         is_of_term = np.less_equal(request.since, self._version)  # a later one is of an earlier term, and void
         changed = known[(last_touch > request.since) | ~is_of_term]
-        return Answer(self.read(np.union1d(request.ids, changed) if len(changed) else request.ids))
+        return RowAnswer(self.read(np.union1d(request.ids, changed) if len(changed) else request.ids))
 
     def follow(self) -> None:
-        """From now on, `changes` says what has changed since."""
+        """Follow changes: from now on, `changes` says what has changed since."""
         self._changed = self._ids.lost = []
 
     def unfollow(self) -> None:
@@ -89,24 +89,23 @@ class BoundedTable:
         self._changed = self._ids.lost = None
 
     def changes(self) -> Rows:
-        """The rows that have changed since the call before, or since `follow`: of ids that have lost theirs, the
-        initial ones."""
+        """The rows that have changed since the last call or `follow`; initial ones for ids that have lost theirs."""
         changed = self._changed or []
         self.follow()
         return self.read(np.unique(np.concatenate(changed)) if changed else np.empty(0, np.int64))
 
     def add(self, rows: Rows) -> None:
-        """Add a gradient to the next update, behind those before it. Its memory is not used afterwards."""
+        """Add a gradient to the next update, after those before it. Its memory is not used afterwards."""
         self._pending.append(Rows(rows.ids, rows.values * np.float32(SUM_FACTOR)))
 
     def square_norm(self) -> float:
-        """Sum of the squares of what was added, as one sum, with the gradients that will be dropped."""
+        """The sum of the squares of the added gradients, as one sum, with those that will be dropped."""
         if not self._pending:
             return 0.0
         return float(np.square(add_in_order(self._pending).values, dtype=np.float64).sum()) / SUM_FACTOR**2
 
     def apply(self, scale: float, version: int) -> None:
-        """Make the rows of `version`: expire rows, admit ids, and one step on `scale` times the sum of what was added.
+        """Make the rows of `version`: expire rows, admit ids, and one step on `scale` times the gradients' sum.
 
         Raises:
             DivergedError: a number is not finite.
@@ -142,7 +141,7 @@ class BoundedTable:
             self._state[part].write(slots, rows)
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
-        """All of it by name, for a checkpoint. What is returned stays as it is while updates go on."""
+        """All arrays by name, for a checkpoint. They stay as they are while updates go on."""
         tensors: dict[str, npt.NDArray[Any]] = {
             "bounded": np.array([_FORMAT, self._version, self._num_steps], np.int64),
             "values": self._values.hold(),
@@ -183,12 +182,12 @@ class BoundedTable:
         """The ids of these slots have got their rows now."""
         for array in (self._values, *self._state.values()):
             array.extend(self._ids.num_slots)
-        self._values.write(slots, self._bounds.initial.of(self._ids.ids_of(slots)))
+        self._values.write(slots, self._bounds.initial.rows(self._ids.ids_of(slots)))
         for array in self._state.values():
             array.write(slots, np.zeros((len(slots), array.width), np.float32))
 
 
-class StoredRows(NamedTuple):
+class CheckpointRows(NamedTuple):
     """The rows of a bounded table in a checkpoint; its other ids have their initial rows.
 
     Attributes:
@@ -214,7 +213,7 @@ class StoredRows(NamedTuple):
             values[is_here] = self.all_values[self.places[at[is_here]]]
 
 
-def stored_bounded_rows(tensors: Mapping[str, npt.NDArray[Any]], name: str, width: int) -> StoredRows:
+def stored_bounded_rows(tensors: Mapping[str, npt.NDArray[Any]], name: str, width: int) -> CheckpointRows:
     """The rows of bounded table `name` in a checkpoint.
 
     Raises:
@@ -224,11 +223,11 @@ def stored_bounded_rows(tensors: Mapping[str, npt.NDArray[Any]], name: str, widt
     values: Floats = stored_tensor(tensors, name, "values", (len(ids), width))
     order = np.argsort(ids, kind="stable")
     order = order[np.count_nonzero(ids < 0) :]
-    return StoredRows(ids[order], order, values)
+    return CheckpointRows(ids[order], order, values)
 
 
 def renumbered(tensors: Mapping[str, npt.NDArray[Any]], name: str, by: int) -> dict[str, npt.NDArray[Any]]:
-    """What of bounded table `name` in a checkpoint is another where its version has a number that is `by` higher:
+    """The tensors of bounded table `name` in a checkpoint that change if its version has a number that is `by` higher:
     its rows are as old as before.
 
     Raises:

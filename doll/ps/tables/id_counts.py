@@ -23,7 +23,7 @@ _HALF: Final = np.uint64(32)
 
 
 class IdCounts:
-    """Of a table of at most `max_rows` rows. Not thread-safe.
+    """The counts of ids of a table of at most `max_rows` rows. Not thread-safe.
 
     Attributes:
         cells: uint8, shape (NUM_HASHES, a power of two).

@@ -1,5 +1,4 @@
-"""Which numbers of rows have changed since a given version, other than by who asks: for answers that hold these alone.
-Pure.
+"""The numbers of rows that others than the asker have changed since a given version: answers hold these alone. Pure.
 
 A worker knows its own pushes. What it has as of an older version, and what it has pushed since, give it every number
 that nobody else has changed, to the bit.
@@ -26,7 +25,7 @@ class Authors:
         self._numbers: dict[tuple[int, int], int] = {}
 
     def number(self, worker: int, session: int) -> int:
-        """Of this process of a worker; `NOBODY` where there have been too many: then it is sent its own changes too."""
+        """The number of this process of a worker; `NOBODY` if there have been too many: it gets its own changes too."""
         key = worker, session
         if key not in self._numbers and len(self._numbers) < _MAX_AUTHORS:
             self._numbers[key] = len(self._numbers) + 1
@@ -49,11 +48,11 @@ class NumberChanges:
 
     @property
     def num_bytes(self) -> int:
-        """Of memory."""
+        """The memory that it takes, in bytes."""
         return self._at.nbytes + self._author.nbytes + self._by_others.nbytes
 
     def note(self, slots: Slots, is_changed: Bools, version: int, author: int) -> None:
-        """In `version`, the newest, `author` changes these numbers, shape (len(slots), width). No slot stands twice.
+        """Note that `author` changes these numbers in `version`, the newest: shape (len(slots), width), each slot once.
 
         Raises:
             OverflowError: 2^32 versions after `start`.
@@ -68,7 +67,7 @@ class NumberChanges:
         at[places] = np.uint32(version - self._start)
 
     def since(self, slots: Slots, since: npt.NDArray[np.int64], author: int) -> Bools:
-        """Which numbers others than `author` have changed after version `since` of their row, shape (n, width)."""
+        """The numbers that others than `author` have changed after version `since` of their row, shape (n, width)."""
         self._make_room(int(slots.max(initial=-1)) + 1)
         at = self._at[slots]
         if author != NOBODY:

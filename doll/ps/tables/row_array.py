@@ -2,7 +2,7 @@
 
 A checkpoint is written by a thread of its own while updates go on. A table of 640 MB is not copied for it: `hold` gives
 out the memory itself, and rows that change while it is held are kept beside it. They move to their places when the last
-view of what was given out is gone.
+view of the given array is gone.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RowArray:
 
     @property
     def moved_bytes(self) -> int:
-        """Of rows that are kept beside what is held."""
+        """The bytes of rows that are kept beside the held array."""
         self._settle()
         return self._num_moved * 4 * self.width
 
@@ -106,7 +106,7 @@ class RowArray:
     def hold(self) -> Floats:
         """All rows as they are now, float32, shape (num_rows, width), read-only: they stay so while a view is held.
 
-        Not a copy, except where an earlier one is still held and rows have changed since.
+        Not a copy, unless an earlier one is still held and rows have changed since.
         """
         self._settle()
         shape = (self._num_rows, self.width)

@@ -20,7 +20,7 @@ from doll.tables.rows import Ids, Rows
 
 
 class Changes(NamedTuple):
-    """What a worker has not been sent: its rows that have changed after `since`, as they are in `version`."""
+    """The rows of a worker that have changed after `since`, as they are in `version`: it has not been sent them."""
 
     since: int
     version: int
@@ -48,7 +48,7 @@ class Subscriptions:
         self._sent.setdefault(worker, version)
 
     def due(self, worker: int, version: int) -> Changes | None:
-        """What `worker` is to be sent now that `version` is the newest; None where it has not asked for any row.
+        """The changes to send to `worker` now that `version` is the newest; None if it has not asked for any row.
 
         It counts as sent.
         """
@@ -126,7 +126,7 @@ class RowServer:
         return self._store(key, encoded)._replace(request_bytes=len(blob))
 
     def changes(self, worker: int, version: int) -> StoredRows | None:
-        """Store what `worker` is to be sent now that `version` is the newest; None where it has asked for no row."""
+        """Store what `worker` is to be sent now that `version` is the newest; None if it has asked for no row."""
         changes = self._subscriptions.due(worker, version)
         if changes is None:
             return None

@@ -21,7 +21,7 @@ from doll.ps.tables.bounded_ids import Totals
 from doll.ps.tables.bounded_table import BoundedTable
 from doll.ps.tables.number_changes import NOBODY, Authors, NumberChanges
 from doll.ps.tables.row_array import RowArray
-from doll.ps.tables.table_parts import SUM_FACTOR, Answer, check_finite, stored_tensor, tensor_name
+from doll.ps.tables.table_parts import SUM_FACTOR, RowAnswer, check_finite, stored_tensor, tensor_name
 from doll.ps.tables.touched_rows import TouchedRows
 from doll.storage.sections import RowRequest, is_patch_shorter
 from doll.tables.rows import Floats, Ids, Patch, Rows, TableShape, add_in_order, checksum_of
@@ -57,7 +57,7 @@ class Table:
         self._numbers: NumberChanges | None = None
 
     def track_numbers(self) -> None:
-        """From now on, answers hold the numbers of known rows that have changed, and not these rows."""
+        """Track numbers: from now on, answers hold the numbers of known rows that have changed, and not these rows."""
         self._numbers = NumberChanges(self.shape.width, self._version)
 
     @property
@@ -73,7 +73,7 @@ class Table:
         """GET: a copy of these rows as they are now."""
         return Rows(ids, self._values.read(ids))
 
-    def answer(self, request: RowRequest, author: int = NOBODY) -> Answer:
+    def answer(self, request: RowRequest, author: int = NOBODY) -> RowAnswer:
         """The rows of `request.ids`, and what has changed in `request.known` after `request.since`: these rows, or
         their numbers that others than `author`, who asks, have changed."""
         if self._numbers is not None and len(request.known):
@@ -81,28 +81,28 @@ class Table:
         changed = request.known
         is_of_term = np.less_equal(request.since, self._version)  # a later one is of an earlier term, and void
         changed = changed[(self._touched.last_change(changed) > request.since) | ~is_of_term]
-        return Answer(self.read(np.union1d(request.ids, changed) if len(changed) else request.ids))
+        return RowAnswer(self.read(np.union1d(request.ids, changed) if len(changed) else request.ids))
 
-    def _patched(self, request: RowRequest, numbers: NumberChanges, author: int) -> Answer:
+    def _patched(self, request: RowRequest, numbers: NumberChanges, author: int) -> RowAnswer:
         known = request.known
         since = np.broadcast_to(request.since, len(known))
         rows = self._values.read(known)
-        checksum = checksum_of(rows)  # where `since` is of an earlier term, it does not fit
+        checksum = checksum_of(rows)  # if `since` is of an earlier term, it does not fit
         at = np.flatnonzero(self._touched.last_change(known) > since)
         is_there = numbers.since(self._touched.slots(known[at]), since[at], author)
         is_any = is_there.any(axis=1)
         at, is_there = at[is_any], is_there[is_any]
         if is_patch_shorter(is_there):
-            return Answer(
+            return RowAnswer(
                 self.read(request.ids),
                 Patch(known[at], is_there, rows[at].reshape(-1)[np.flatnonzero(is_there)], checksum),
             )
         whole = np.sort(np.concatenate([request.ids, known[at]]))
         whole = whole[np.diff(whole, prepend=-1) > 0]
-        return Answer(self.read(whole), Patch(known[:0], is_there[:0], rows[:0].reshape(-1), checksum))
+        return RowAnswer(self.read(whole), Patch(known[:0], is_there[:0], rows[:0].reshape(-1), checksum))
 
     def follow(self) -> None:
-        """From now on, `changes` says what has changed since."""
+        """Follow changes: from now on, `changes` says what has changed since."""
         self._said = self._version
 
     def unfollow(self) -> None:
@@ -118,13 +118,13 @@ class Table:
         return self._touched.changed_since(version)
 
     def add(self, rows: Rows, number: int = 0) -> None:
-        """Add a contribution, of the set of this number, to the next update, behind those before it. Its memory is not
+        """Add a contribution, of the set of this number, to the next update, after those before it. Its memory is not
         used afterwards."""
         factor = 1.0 if self._optimizer is None else SUM_FACTOR
         self._pending.append(_Pending(Rows(rows.ids, rows.values * np.float32(factor)), number))
 
     def square_norm(self) -> float:
-        """Sum of the squares of what was added, as one sum over contributions; for `training.clip_norm`."""
+        """The sum of the squares of the contributions, added as one; for `training.clip_norm`."""
         if not self._pending:
             return 0.0
         total = add_in_order([pending.rows for pending in self._pending])
@@ -135,7 +135,7 @@ class Table:
         return square if self._optimizer is None else square / SUM_FACTOR**2
 
     def apply(self, scale: float, version: int, authors: Mapping[int, int] = _NO_AUTHORS) -> None:
-        """Make the rows of `version`: one step on `scale` times the sum of what was added; without any, nothing.
+        """Make the rows of `version`: one step on `scale` times the sum of the contributions; without any, nothing.
 
         Args:
             authors: by the number of a set, who can make its change by itself; others are `NOBODY`'s.
@@ -177,7 +177,7 @@ class Table:
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         """All of it by name, for a checkpoint: state of touched rows only, and which these are.
 
-        What is returned stays as it is while updates go on, and is not a copy (`RowArray.hold`).
+        The arrays stay as they are while updates go on, and are no copies (`RowArray.hold`).
         """
         state = {f"state.{name}": array.hold() for name, array in self._state.items()}
         numbers = np.array([self._version, self._num_steps], np.int64)
@@ -278,11 +278,11 @@ class TableStore:
 
     @property
     def totals(self) -> dict[str, Totals]:
-        """Of bounded tables, by name."""
+        """The totals of bounded tables, by name."""
         return {name: table.totals for name, table in self.bounded.items()}
 
     def add(self, contribution: Mapping[str, Rows], number: int = 0) -> None:
-        """Add what one set, of this number, has pushed to the next update, behind those before it."""
+        """Add what one set, of this number, has pushed to the next update, after those before it."""
         for name, rows in contribution.items():
             if name in self.bounded:
                 self.bounded[name].add(rows)
@@ -290,13 +290,13 @@ class TableStore:
                 self.tables[name].add(rows, number)
 
     def max_change(self, contribution: Mapping[str, Rows]) -> float:
-        """How far it moves any one number at most; 0 where it is a gradient."""
+        """How far it moves any one number at most; 0 if it is a gradient."""
         if self._takes_gradients:
             return 0.0
         return max((float(np.abs(rows.values).max(initial=0.0)) for rows in contribution.values()), default=0.0)
 
     def norm(self) -> float:
-        """Length of the sum of what was added, over all tables."""
+        """The length of the sum of all contributions, over all tables."""
         return math.sqrt(sum(table.square_norm() for table in self._all))
 
     def apply(self, scale: float, version: int, authors: Mapping[int, int] = _NO_AUTHORS) -> None:
@@ -310,8 +310,8 @@ class TableStore:
         for bounded in self.bounded.values():
             bounded.apply(scale, version)
 
-    def answer(self, requests: Mapping[str, RowRequest], worker: int = 0, session: int = 0) -> dict[str, Answer]:
-        """What this process of a worker asks for, as it is now; see `Table.answer`."""
+    def answer(self, requests: Mapping[str, RowRequest], worker: int = 0, session: int = 0) -> dict[str, RowAnswer]:
+        """The answer to a request of this process of a worker, as rows are now; see `Table.answer`."""
         author = NOBODY if self.authors is None else self.authors.number(worker, session)
         return {
             name: self.bounded[name].answer(request)
@@ -321,7 +321,7 @@ class TableStore:
         }
 
     def follow(self) -> None:
-        """From now on, `changes` says what has changed since."""
+        """Follow changes: from now on, `changes` says what has changed since."""
         for table in self._all:
             table.follow()
 
@@ -335,7 +335,7 @@ class TableStore:
         return {table.name: table.changes() for table in self._all}
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
-        """Of all tables, for a checkpoint; see `Table.tensors`."""
+        """The tensors of all tables, for a checkpoint; see `Table.tensors`."""
         return {name: array for table in self._all for name, array in table.tensors().items()}
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:

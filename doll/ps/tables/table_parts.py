@@ -1,4 +1,4 @@
-"""What tables of every kind have in common at the server: answers, sums of gradients, their tensors in a checkpoint."""
+"""The common parts of tables of every kind at the server: answers, sums of gradients, their tensors in a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from doll.tables.rows import Floats, Patch, Rows
 SUM_FACTOR: Final = 2.0**-16
 
 
-class Answer(NamedTuple):
-    """To a request for rows of one table."""
+class RowAnswer(NamedTuple):
+    """The answer to a request for rows of one table."""
 
     rows: Rows  # whole
     patch: Patch | None = None  # what else has changed in rows that are known; None: `rows` is all
@@ -37,14 +37,14 @@ def check_finite(rows: Floats, table: str, what: str) -> None:
 
 
 def tensor_name(table: str, part: str) -> str:
-    """In a checkpoint."""
+    """The name of a tensor in a checkpoint."""
     return f"table.{table}.{part}"
 
 
 def stored_tensor(
     tensors: Mapping[str, npt.NDArray[Any]], table: str, part: str, shape: tuple[int, ...] | None
 ) -> npt.NDArray[Any]:
-    """This part of `table` in a checkpoint; `shape`: None: any.
+    """The array of this part of `table` in a checkpoint; `shape`: None: any.
 
     Raises:
         CheckpointError: it is missing, or of another shape.

@@ -1,4 +1,4 @@
-"""Which rows of a table have ever changed, and which since a given version: without a look at all rows. Pure."""
+"""The rows of a table that have ever changed, or since a given version: without a look at all rows. Pure."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 from doll.kafka.permissions import Permission, Role, allow_command, lacking, needed
 from doll.kafka.topic_plan import (
@@ -16,112 +15,28 @@ from doll.kafka.topic_plan import (
     find_problems,
     plan_topics,
 )
-from doll.records.bounded import short
+from doll.records.check import Check, Result
 from doll.records.record_sizes import COMPRESSED, status_bytes, update_bytes
-from doll.run.doctor.report import Check, Result
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
-    from doll.formats.registry_facts import RegistryFacts
     from doll.kafka.facts import KafkaFacts, StreamFacts
-    from doll.provisioner.fleets.ec2.quota_facts import QuotaFacts
-    from doll.provisioner.fleets.findings import Finding
     from doll.storage.redis_facts import RedisFacts
 
 _SLOW_S: Final = 0.05
-_SLOW_REGISTRY_S: Final = 1.0
-_SHOWN_CHARS: Final = 120
 _MAX_SKEW_S: Final = 2.0
 _DAY_S: Final = 86_400.0
 _CERTIFICATE_WARNING_S: Final = 14 * _DAY_S
 _FAR_S: Final = 0.005  # a round trip after which windows of TCP matter more than rates
-Unreachable: TypeAlias = Literal["", "name", "refused", "silent", "no_route", "other"]
-_REMEDIES: Final[Mapping[Unreachable, str]] = {
-    "name": "correct the name, or the DNS of this host",
-    "refused": "its host answers, and nothing listens on this port: start it, or correct the port",
-    "silent": "open the network to it (security group, firewall, route), or correct the address",
-    "no_route": "this host has no route there: correct the address, or its network",
-}
 _WITH_REDIS: Final = frozenset({"worker", "server", "evaluator"})
 
 
-@dataclass(frozen=True)
-class AddressFacts:
-    """One `host:port`.
-
-    Attributes:
-        problem: why nothing answers there; "" where something does.
-        why: the same, for the remedy.
-        connect_s: time to connect.
-        certificate_left_s: until its certificate expires; None without TLS, or where it was not verified.
-        certificate_problem: why its certificate is not accepted.
-    """
-
-    address: str
-    problem: str = ""
-    why: Unreachable = ""
-    connect_s: float = 0.0
-    certificate_left_s: float | None = None
-    certificate_problem: str = ""
-
-
-@dataclass(frozen=True)
-class StoreFacts:
-    """The store of checkpoints.
-
-    Attributes:
-        problem: why it cannot be read, or written as far as that can be told.
-        versions: checkpoints in it.
-        free_bytes: room on its disk; None where nobody says.
-        is_tried: False: whether it can be written was not tried, because that would write.
-    """
-
-    location: str
-    problem: str = ""
-    versions: int = 0
-    free_bytes: int | None = None
-    is_tried: bool = True
-
-
-def check_addresses(service: str, facts: Sequence[AddressFacts], *, advertised_by: str = "") -> Iterator[Check]:
-    """Whether names resolve, ports answer, and certificates hold.
+def check_certificate(name: str, left_s: float) -> Check:
+    """Whether a certificate holds.
 
     Args:
-        advertised_by: the address that answers, and that sends clients to these; "": they are configured.
+        left_s: until it expires.
     """
-    for item in facts:
-        name = f"{service}: connect to {item.address}"
-        if item.problem:
-            todo = _REMEDIES.get(item.why, "correct the address, start it, or open the network to it")
-            if advertised_by:
-                name = f"{service}: connect to {item.address}, which the brokers advertise"
-                todo = (
-                    f"{advertised_by} answers, and sends clients there: set advertised.listeners of the broker to what "
-                    f"this host reaches, or: {todo}"
-                )
-            yield Check(name, "failed", item.problem, todo)
-            continue
-        yield Check(name, "ok", f"{1000 * item.connect_s:.1f} ms")
-        if item.certificate_problem:
-            yield Check(
-                f"{service}: certificate of {item.address}", "failed", item.certificate_problem,
-                f"set DOLL_{service.upper()}_CA to its authority's certificates (PEM), or correct the certificate",
-            )  # fmt: skip
-        elif item.certificate_left_s is not None:
-            yield _check_certificate(f"{service}: certificate of {item.address}", item.certificate_left_s)
-
-
-def check_own_certificate(left_s: float | None) -> Iterator[Check]:
-    """Whether the client's certificate (mTLS) holds.
-
-    Args:
-        left_s: until it expires; None: there is none.
-    """
-    if left_s is not None:
-        yield _check_certificate("Kafka: our certificate (DOLL_KAFKA_CERT)", left_s)
-
-
-def _check_certificate(name: str, left_s: float) -> Check:
     if left_s <= 0:
         return Check(name, "failed", f"expired {-left_s / _DAY_S:.1f} days ago", "renew it")
     detail = f"expires in {left_s / _DAY_S:.1f} days"
@@ -338,62 +253,6 @@ def check_redis(facts: RedisFacts, now_s: float) -> Iterator[Check]:
                     "CONFIG SET maxmemory-policy noeviction: evicted weights look like a restart of Redis")  # fmt: skip
     else:
         yield Check("Redis: eviction", "ok", "noeviction")
-
-
-def check_store(facts: StoreFacts) -> Iterator[Check]:
-    """The store of checkpoints."""
-    name = f"server: checkpoints in {facts.location}"
-    if facts.problem:
-        network = ", or open the network of this host to it" if "://" in facts.location else ""
-        yield Check(name, "failed", facts.problem, f"correct checkpoint.folder, or its permissions{network}")
-    elif not facts.is_tried:
-        yield Check(name, "ok", f"{facts.versions} checkpoints can be listed; to write was not tried",
-                    "s3:PutObject and s3:DeleteObject must be allowed under the prefix")  # fmt: skip
-    else:
-        room = "" if facts.free_bytes is None else f", {facts.free_bytes / 1e9:.1f} GB free"
-        yield Check(name, "ok", f"{facts.versions} checkpoints{room}")
-
-
-def check_registry(facts: RegistryFacts) -> Iterator[Check]:
-    """All about the schema registry but its address."""
-    if facts.refusal:
-        yield Check("worker: registry", "failed", facts.refusal)
-        return
-    slow = facts.latency_s > _SLOW_REGISTRY_S
-    todo = "run near it: a worker waits for it with each new schema" if slow else ""
-    yield Check("worker: registry", "warning" if slow else "ok", f"{1000 * facts.latency_s:.1f} ms", todo)
-    if facts.subject is None:
-        yield Check("worker: subject", "unknown", "none is named: schemas are looked at with the first record",
-                    "name it: data.format.subject")  # fmt: skip
-        return
-    name = f"worker: subject {facts.subject}"
-    if facts.missing:
-        known = f"; there is {', '.join(facts.similar)}" if facts.similar else ""
-        yield Check(name, "failed", f"{facts.missing}{known}",
-                    "correct data.format.subject or version, or register the schema")  # fmt: skip
-    elif facts.unusable:
-        yield Check(name, "failed", facts.unusable, "correct data.format.subject, or its schema")
-    else:
-        yield Check(name, "ok", f"fields {short(', '.join(facts.fields), _SHOWN_CHARS)}")
-
-
-def check_quotas(facts: Sequence[QuotaFacts]) -> Iterator[Check]:
-    """What the account may run at once in EC2."""
-    for item in facts:
-        name = f"provisioner: EC2 vCPUs, {item.market}"
-        if item.vcpus is None or item.needed is None:
-            yield Check(name, "unknown", item.problem, "see the quota in Service Quotas (docs/aws.md)")
-        elif item.vcpus < item.needed:
-            yield Check(name, "warning", f"the quota is {item.vcpus:g}, all workers at once need {item.needed}",
-                        "ask for more in Service Quotas, or set fewer workers or smaller types")  # fmt: skip
-        else:
-            yield Check(name, "ok", f"the quota is {item.vcpus:g}, {item.needed} are needed")
-
-
-def check_fleet(findings: Sequence[Finding]) -> Iterator[Check]:
-    """What the owner of the workers' machines has said of itself."""
-    for item in findings:
-        yield Check(f"provisioner: {item.what}", item.result, item.detail, item.todo)
 
 
 def needs_redis(roles: Sequence[Role]) -> bool:

@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
@@ -13,30 +14,26 @@ from urllib.parse import urlsplit
 from doll.config.fleets import Ec2FleetConfig, KubernetesFleetConfig, RayFleetConfig
 from doll.config.format import AvroFormat
 from doll.errors import ConfigError, DollError
+from doll.extras import is_installed
+from doll.formats.opening import require_format
 from doll.kafka.diagnosis import ask_kafka
 from doll.kafka.logins import client_certificate, principal_text
 from doll.kafka.permissions import ROLES, Role
 from doll.local import ray_head
 from doll.provisioner.fleets.ec2.quotas import ask_quotas
-from doll.provisioner.fleets.findings import Finding
 from doll.provisioner.fleets.kubernetes.diagnosis import ask_kubernetes
 from doll.provisioner.fleets.ray.diagnosis import ask_ray
+from doll.records.check import Check
 from doll.run.doctor.checks import (
-    StoreFacts,
-    check_addresses,
-    check_fleet,
+    check_certificate,
     check_kafka,
-    check_own_certificate,
-    check_quotas,
     check_redis,
-    check_registry,
-    check_store,
     check_tcp,
     check_unasked,
     needs_redis,
 )
 from doll.run.doctor.network import ask_address, environment_authority, tcp_settings, tls_context
-from doll.run.doctor.report import Check, Report
+from doll.run.doctor.report import Report
 from doll.services import KAFKA_CA_ENV, REDIS_CA_ENV, REDIS_ENV, parse_redis
 from doll.storage.redis_diagnosis import ask_redis
 from doll.storage.stores import checkpoint_location, open_store
@@ -63,22 +60,22 @@ def examine(target: Target, roles: Sequence[Role] = ROLES) -> Report:
     if "worker" in roles and isinstance(section := target.config.data.format, AvroFormat):
         checks += _schemas(section, target.config)
     if "server" in roles or "evaluator" in roles:
-        checks += check_store(_ask_store(target.config, target.run.path))
+        checks.append(_store(target.config, target.run.path))
     if "provisioner" in roles and isinstance(target.config.fleet, Ec2FleetConfig):
-        checks += check_quotas(ask_quotas(target.config))
+        checks += ask_quotas(target.config)
     if "provisioner" in roles:
-        checks += check_fleet(_ask_fleet(target.config))
+        checks += [replace(check, name=f"provisioner: {check.name}") for check in _fleet(target.config)]
     return Report(target.config.job, checks)
 
 
-def _ask_fleet(config: JobConfig) -> Sequence[Finding]:
+def _fleet(config: JobConfig) -> Sequence[Check]:
     """What the owner of the workers' machines says, where there is one."""
     match config.fleet:
         case KubernetesFleetConfig():
             return ask_kubernetes(config)
-        case RayFleetConfig(address="auto") if ray_head.unavailable_reason() is None and not ray_head.running_address():
+        case RayFleetConfig(address="auto") if is_installed("ray") and not ray_head.running_address():
             return [
-                Finding(
+                Check(
                     "Ray", "warning", "this machine is a node of no cluster; doll up starts a Ray of its own",
                     "for doll provision: `ray start --head`, or run it on a node of the cluster (ray job submit)",
                 )
@@ -108,8 +105,9 @@ def _kafka(config: JobConfig, services: Services, roles: Sequence[Role]) -> Iter
 
     try:
         certificate = client_certificate() if is_tls else None
-        left_s = None if certificate is None else certificate.not_valid_after_utc.timestamp() - time.time()
-        yield from check_own_certificate(left_s)
+        if certificate is not None:
+            left_s = certificate.not_valid_after_utc.timestamp() - time.time()
+            yield check_certificate("Kafka: our certificate (DOLL_KAFKA_CERT)", left_s)
         facts = ask_kafka(config, services, goes_on=goes_on)
         if config.data.asks_kafka and (count := facts.partitions.get(config.topic("samples"))) is not None:
             config = config.model_copy(update={"data": config.data.model_copy(update={"partitions": count})})
@@ -127,7 +125,7 @@ def _addresses(
     """
     Args:
         authority_env: variable of the authority's certificates; None: without TLS.
-        advertised_by: as of `check_addresses`.
+        advertised_by: as of `ask_address`.
     """
     context = None
     if authority_env is not None:
@@ -136,8 +134,8 @@ def _addresses(
         except OSError as exc:
             yield Check(f"{service}: {authority_env}", "failed", f"cannot be read: {exc.strerror or exc}",
                         "set it to a PEM file of certificates")  # fmt: skip
-    facts = [ask_address(address, context) for address in addresses]
-    yield from check_addresses(service, facts, advertised_by=advertised_by)
+    for address in addresses:
+        yield from ask_address(service, address, context, advertised_by=advertised_by)
 
 
 def _redis(config: JobConfig, services: Services) -> Iterator[Check]:
@@ -158,6 +156,11 @@ def _redis(config: JobConfig, services: Services) -> Iterator[Check]:
 
 def _schemas(section: AvroFormat, config: JobConfig) -> Iterator[Check]:
     """What decodes the stream's Avro records."""
+    try:
+        require_format(section)
+    except ConfigError as exc:
+        yield Check("worker: data.format", "failed", str(exc), "install it where a worker or an evaluator runs")
+        return
     from doll.formats.registry import CA_ENV
     from doll.formats.registry_diagnosis import ask_registry, fields_of  # loads fastavro
 
@@ -176,18 +179,23 @@ def _schemas(section: AvroFormat, config: JobConfig) -> Iterator[Check]:
     connected = [*_addresses("Registry", [address], CA_ENV if is_tls else None)]
     yield from connected
     if all(check.result != "failed" for check in connected):
-        yield from check_registry(ask_registry(section))
+        yield from ask_registry(section)
 
 
-def _ask_store(config: JobConfig, run_folder: Path) -> StoreFacts:
+def _store(config: JobConfig, run_folder: Path) -> Check:
+    """The store of checkpoints: whether it can be read, and written as far as that can be told without writing."""
     location = checkpoint_location(config, run_folder)
+    name = f"server: checkpoints in {location}"
     try:
-        versions = len(open_store(config, run_folder).versions())
+        count = len(open_store(config, run_folder).versions())
     except DollError as exc:
-        return StoreFacts(str(location), problem=str(exc))
+        network = "" if isinstance(location, Path) else ", or open the network of this host to it"
+        return Check(name, "failed", str(exc), f"correct checkpoint.folder, or its permissions{network}")
     if not isinstance(location, Path):
-        return StoreFacts(location, versions=versions, is_tried=False)
+        return Check(name, "ok", f"{count} checkpoints can be listed; to write was not tried",
+                     "s3:PutObject and s3:DeleteObject must be allowed under the prefix")  # fmt: skip
     parent = next(path for path in (location, *location.absolute().parents) if path.exists())
     if not os.access(parent, os.W_OK | os.X_OK):
-        return StoreFacts(str(location), problem=f"{parent} cannot be written by this user")
-    return StoreFacts(str(location), versions=versions, free_bytes=shutil.disk_usage(parent).free)
+        return Check(name, "failed", f"{parent} cannot be written by this user",
+                     "correct checkpoint.folder, or its permissions")  # fmt: skip
+    return Check(name, "ok", f"{count} checkpoints, {shutil.disk_usage(parent).free / 1e9:.1f} GB free")

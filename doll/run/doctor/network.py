@@ -7,14 +7,23 @@ import os
 import socket
 import ssl
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from doll.run.doctor.checks import AddressFacts, Unreachable
+from doll.records.check import Check
+from doll.run.doctor.checks import check_certificate
 
 _TIMEOUT_S: Final = 5.0
 _DEFAULT_PORT: Final = "9092"  # librdkafka's
 _PEM: Final = "-----BEGIN"
+_NO_ROUTE: Final = "this host has no route there: correct the address, or its network"
+_REMEDIES: Final[Mapping[int | None, str]] = {
+    errno.ECONNREFUSED: "its host answers, and nothing listens on this port: start it, or correct the port",
+    errno.ETIMEDOUT: "open the network to it (security group, firewall, route), or correct the address",
+    errno.ENETUNREACH: _NO_ROUTE,
+    errno.EHOSTUNREACH: _NO_ROUTE,
+}
 TCP_SETTINGS: Final = ("tcp_slow_start_after_idle", "tcp_congestion_control")
 
 
@@ -31,42 +40,61 @@ def tls_context(authority: str | None) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=authority)
 
 
-def ask_address(address: str, context: ssl.SSLContext | None) -> AddressFacts:
-    """Connect to `host:port`, and shake hands where there is a TLS context; nothing is sent then."""
+def ask_address(
+    service: str, address: str, context: ssl.SSLContext | None, *, advertised_by: str = ""
+) -> Iterator[Check]:  # fmt: skip
+    """Connect to `host:port`, and shake hands where there is a TLS context; nothing is sent then.
+
+    Args:
+        advertised_by: the address that answers, and that sends clients to this one; "": it is configured.
+    """
+    name = f"{service}: connect to {address}"
     host, _, port = address.rpartition(":") if ":" in address else (address, "", _DEFAULT_PORT)
     start_s = time.perf_counter()
     try:
         plain = socket.create_connection((host.strip("[]"), int(port)), timeout=_TIMEOUT_S)
-    except socket.gaierror as exc:
-        return AddressFacts(address, problem=f"the name does not resolve ({exc.strerror})", why="name")
-    except TimeoutError:
-        return AddressFacts(address, problem=f"nothing comes back within {_TIMEOUT_S:g} s", why="silent")
     except (OSError, ValueError) as exc:
-        reason = getattr(exc, "strerror", None) or str(exc)
-        return AddressFacts(address, problem=f"nothing answers ({reason})", why=_why(exc))
-    connect_s = time.perf_counter() - start_s
+        problem, todo = _unreachable(exc)
+        if advertised_by:
+            name = f"{name}, which the brokers advertise"
+            todo = (
+                f"{advertised_by} answers, and sends clients there: set advertised.listeners of the broker to what "
+                f"this host reaches, or: {todo}"
+            )
+        yield Check(name, "failed", problem, todo)
+        return
+    yield Check(name, "ok", f"{1000 * (time.perf_counter() - start_s):.1f} ms")
     with plain:
-        if context is None:
-            return AddressFacts(address, connect_s=connect_s)
-        try:
-            with context.wrap_socket(plain, server_hostname=host.strip("[]")) as secure:
-                certificate = secure.getpeercert() or {}
-        except ssl.SSLCertVerificationError as exc:
-            return AddressFacts(address, connect_s=connect_s, certificate_problem=exc.verify_message)
-        except OSError as exc:  # it may ask for our certificate first, or speak no TLS: the log-in says so
-            return AddressFacts(address, connect_s=connect_s, certificate_problem=_handshake(exc))
-        until = certificate.get("notAfter")
-        left_s = ssl.cert_time_to_seconds(until) - time.time() if isinstance(until, str) else None
-        return AddressFacts(address, connect_s=connect_s, certificate_left_s=left_s)
+        if context is not None:
+            yield from _ask_certificate(service, address, host, plain, context)
 
 
-def _why(exc: Exception) -> Unreachable:
+def _unreachable(exc: Exception) -> tuple[str, str]:
+    """Why nothing answers at an address, and what to do."""
+    if isinstance(exc, socket.gaierror):
+        return f"the name does not resolve ({exc.strerror})", "correct the name, or the DNS of this host"
     number = exc.errno if isinstance(exc, OSError) else None
-    if number == errno.ECONNREFUSED:
-        return "refused"
-    if number in (errno.ENETUNREACH, errno.EHOSTUNREACH):
-        return "no_route"
-    return "silent" if number == errno.ETIMEDOUT else "other"
+    why = f"nothing answers ({getattr(exc, 'strerror', None) or exc})"
+    if isinstance(exc, TimeoutError):
+        why, number = f"nothing comes back within {_TIMEOUT_S:g} s", errno.ETIMEDOUT
+    return why, _REMEDIES.get(number, "correct the address, start it, or open the network to it")
+
+
+def _ask_certificate(
+    service: str, address: str, host: str, plain: socket.socket, context: ssl.SSLContext
+) -> Iterator[Check]:  # fmt: skip
+    name = f"{service}: certificate of {address}"
+    try:
+        with context.wrap_socket(plain, server_hostname=host.strip("[]")) as secure:
+            until = (secure.getpeercert() or {}).get("notAfter")
+    except OSError as exc:  # it may ask for our certificate first, or speak no TLS: the log-in says so
+        problem = exc.verify_message if isinstance(exc, ssl.SSLCertVerificationError) else _handshake(exc)
+        if problem:
+            todo = f"set DOLL_{service.upper()}_CA to its authority's certificates (PEM), or correct the certificate"
+            yield Check(name, "failed", problem, todo)
+        return
+    if isinstance(until, str):
+        yield check_certificate(name, ssl.cert_time_to_seconds(until) - time.time())
 
 
 def tcp_settings() -> dict[str, str]:

@@ -1,33 +1,16 @@
-"""One judgement each, and a table of them. Pure."""
+"""A table of judgements. Pure."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from doll.amounts import aligned
+from doll.records.check import Check, Result
 
-Result = Literal["ok", "warning", "failed", "unknown"]
 _COUNTED: tuple[Result, ...] = ("failed", "warning", "unknown")
-
-
-@dataclass(frozen=True)
-class Check:
-    """What was looked at, and how it is.
-
-    Attributes:
-        name: what was looked at, with its role where it concerns one.
-        result: `warning`: the job can run, with less than its job file asks for; `unknown`: nobody said.
-        detail: what is there.
-        todo: what a person should do; "" where nothing.
-    """
-
-    name: str
-    result: Result
-    detail: str = ""
-    todo: str = ""
 
 
 @dataclass(frozen=True)

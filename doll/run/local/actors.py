@@ -16,6 +16,7 @@ from doll.local.supervisor import Supervisor
 from doll.monitor.state.progress import ProgressModel
 from doll.provisioner.state_store import state_of
 from doll.provisioner.status import last_decision
+from doll.provisioner.stops import clear_stops
 from doll.records.control import AnyRecord, Finished
 from doll.run.folder import display_path
 from doll.run.local.context import PROVISIONER, LocalRun, RunHook
@@ -58,6 +59,7 @@ class ActorWorkers(RunHook):
             address = self._head.address
             say(f"Ray: {address}, started on this machine; logs of the workers: {self._logs(run)}")
         self._cluster = ActorCluster(address, self._head is not None, run.after_term)
+        clear_stops(run.config, run.folder.path)  # a person starts this run, or resumes it
         supervisor.start(run.provisioner(address, is_own=self._cluster.is_own))
 
     def environment(self, role: str) -> Mapping[str, str]:

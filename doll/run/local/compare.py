@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Final
 
 from doll.config import JobConfig, StdinSource
+from doll.dashboard.saved_page import save_page
 from doll.errors import ConfigError, DollError
-from doll.monitor.views import comparison_plot
 from doll.monitor.views.comparison import Comparison, PolicyRun, read_run, workers_usd_per_h
+from doll.monitor.views.comparison_page import comparison_page
 from doll.process.files import write_json
 from doll.process.signals import Interrupts
 from doll.run.folder import display_path, new_folder
@@ -87,9 +88,9 @@ def compare_live(
     done = comparison()
     write_json(folder / "comparison.json", done.to_dict())
     if runs:
-        picture = folder / "comparison.png"
-        comparison_plot.draw(done, picture)
-        say(f"picture: {display_path(picture)}")
+        shown = folder / "comparison.html"
+        save_page("runs", comparison_page(done), shown)
+        say(f"page: {display_path(shown)}")
     return done, next((code for code in codes if code), 0)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from doll.config import JobConfig, StdinSource
-from doll.ledger.admission import AFTER_TERM_ENV
+from doll.ledger.admission import AFTER_TERM_ENV, RUN_ID_ENV, new_run_id
 from doll.local.forks import ForkServer
 from doll.local.processes import free_port, is_free, spawn
 from doll.local.stack import Stack
@@ -92,6 +92,7 @@ class LocalRun:
 
     Attributes:
         after_term: terms up to this one belong to earlier runs on the same topics.
+        run_id: of this session: a copy of the folder that runs at the same time has another one.
     """
 
     config: JobConfig
@@ -102,6 +103,7 @@ class LocalRun:
     forks: ForkServer
     stack: Stack
     after_term: int = 0
+    run_id: str = field(default_factory=new_run_id)
     _health_ports: dict[str, int] = field(default_factory=dict)
 
     def parameter_servers(self) -> list[RoleSpec]:
@@ -138,8 +140,7 @@ class LocalRun:
         services = self.hook.services(name, self.stack)
         args = [str(self.folder.job), services.kafka, services.redis, str(self.folder.path), *more]
         env = {PORT_ENV: str(self._health_port(name)), BLOBS_ENV: services.blobs, CONTROL_ENV: services.control}
-        if self.after_term:
-            env |= {AFTER_TERM_ENV: str(self.after_term)}
+        env |= {RUN_ID_ENV: self.run_id, AFTER_TERM_ENV: str(self.after_term)}
         env |= self.hook.environment(name)
         return RoleSpec(name, f"doll.run.local.roles:{role}", self.folder.logs / f"{name}.log", args, env)
 

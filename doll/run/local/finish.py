@@ -1,4 +1,4 @@
-"""The results of a run that has ended: audit, model, report, plots."""
+"""The results of a run that has ended: audit, model, report, page."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from doll.config import JobConfig
+from doll import extensions
 from doll.dashboard.ended_run import ended_run
+from doll.dashboard.saved_page import save_run
 from doll.errors import AuditError, DollError, ServiceUnavailableError
 from doll.ledger.audit import audit
 from doll.ledger.balance import LedgerReport
@@ -16,22 +17,20 @@ from doll.local.processes import describe_exit, tail
 from doll.monitor.state.csv_file import CsvFile
 from doll.monitor.state.progress import ProgressModel
 from doll.monitor.state.updates_file import save_updates
-from doll.monitor.views.run_plot import draw
 from doll.monitor.views.run_report import RunOutcome, build_report
 from doll.process.files import unwritable, write_json
 from doll.records.bounded import short
 from doll.run.folder import RunFolder, display_path
 from doll.run.local.context import LocalRun
-from doll.run.local.pipeline_plots import draw_pipelines
 from doll.storage.stores import open_store
 
 EXPORT_S = 60.0
 
 
 def finish_run(run: LocalRun, model: ProgressModel, outcome: RunOutcome) -> dict[str, Any]:
-    """Audit, export, report, and last draw. If one of them fails, the others are still done.
+    """Audit, export, report, and last the page. If one of them fails, the others are still done.
 
-    `outcome` gets the files, notes, and the exit code of a failure. A picture that fails is a note only.
+    `outcome` gets the files, notes, and the exit code of a failure. A page that fails is a note only.
 
     Returns:
         The content of `report.json`.
@@ -70,11 +69,14 @@ def finish_run(run: LocalRun, model: ProgressModel, outcome: RunOutcome) -> dict
     if problems and outcome.exit_code == 0:
         outcome.exit_code, outcome.error = 1, problems[0]
     report = _write_report(folder, build_report(model, outcome, ledger))
-    say("drawing the plots")
     try:
-        outcome.files |= _draw(config, folder)
-    except Exception as error:  # matplotlib's and its backends' errors are of every kind
-        outcome.notes += (f"no plots: {type(error).__name__}: {short(error)}",)
+        panels_of = extensions.find(extensions.PICTURES, "pipelines") if config.worker.pipeline is not None else None
+        save_run(
+            ended_run(config, folder.path), folder.page, [] if panels_of is None else panels_of(config, folder.path)
+        )
+        outcome.files["page"] = display_path(folder.page)
+    except Exception as error:  # the report stands, whatever it is
+        outcome.notes += (f"no page: {type(error).__name__}: {short(error)}",)
     return _write_report(folder, {**report, "files": outcome.files, "notes": [*outcome.notes]})
 
 
@@ -88,15 +90,6 @@ def _write_report(run: RunFolder, report: dict[str, Any]) -> dict[str, Any]:
         notes = [note for note in report["notes"] if note != problem]
         return {**report, **failed, "notes": [*notes, problem]}
     return report
-
-
-def _draw(config: JobConfig, run: RunFolder) -> dict[str, str]:
-    """The pictures of a run, by name: of what is in its folder, as on its page."""
-    draw(ended_run(config, run.path), run.plot)
-    files = {"plots": display_path(run.plot)}
-    if pictures := draw_pipelines(config, run.path):
-        files["pipelines"] = ", ".join(map(display_path, pictures))
-    return files
 
 
 def _audit(run: LocalRun) -> LedgerReport:

@@ -9,7 +9,7 @@ from doll.kafka.reader import Partition, Tail
 from doll.local.processes import describe_exit
 from doll.local.processes import tail as last_lines
 from doll.local.supervisor import Restart
-from doll.monitor.state.event_log import append_event
+from doll.monitor.state.folder_logs import append_event
 from doll.monitor.state.progress import JobSnapshot, ProgressModel
 from doll.monitor.state.watched_job import ProcessEvent
 from doll.records.control import AnyRecord
@@ -57,6 +57,14 @@ class RunFollower:
         """Process all records that are there by now."""
         for entry in self._tail.read_to_end():
             self._feed(entry.topic, entry.offset, entry.record)
+
+    def unlearned(self) -> int | None:
+        """How many records of the stream are in no update, that is known of, yet; None where Kafka does not answer."""
+        ends = self._tail.partition_ends(self._run.config.topic("samples"))
+        if ends is None:
+            return None
+        learned = self.model.next_offsets
+        return sum(max(0, end - learned.get(partition, 0)) for partition, end in enumerate(ends))
 
     def add_event(self, text: str, *, restarted: str = "") -> None:
         """Something has happened to a process: show it, and keep it for the report."""

@@ -1,5 +1,5 @@
-"""The page of `doll up` and of `doll compare`, served by a process of its own: it ends with the run, and cannot hold it
-up."""
+"""The page of `doll up` and of `doll compare`, served by a process of its own: it ends with the run, and holds it up
+for three seconds at most."""
 
 from __future__ import annotations
 
@@ -9,27 +9,44 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
+from doll.extras import is_installed, lacking
 from doll.ledger.admission import AFTER_TERM_ENV
+from doll.local.forks import Role
 from doll.local.processes import LOOPBACK, end, free_port, spawn
 from doll.run.local.context import LocalRun
 
 _NAME: Final = "page"
+_EXTRA: Final = "serve"
 _GRACE_S: Final = 3.0
 
 
-def start_page(run: LocalRun) -> None:
-    """Start the page, and say where it is."""
+def start_page(run: LocalRun) -> Role | None:
+    """Start the page, and say where it is; None where what serves it is not installed."""
+    if not is_installed(_EXTRA):
+        run.display.say(str(lacking("the live page", _EXTRA)))
+        return None
     port, services = free_port(), run.stack.services
     arguments = [str(run.folder.job), services.kafka, services.redis, str(run.folder.path), port]
     env = {AFTER_TERM_ENV: str(run.after_term)} if run.after_term else {}
     log_path = run.folder.logs / f"{_NAME}.log"
-    run.forks.start_role("doll.run.local.roles:page_role", arguments, log_path=log_path, name=_NAME, env=env)
+    role = run.forks.start_role("doll.run.local.roles:page_role", arguments, log_path=log_path, name=_NAME, env=env)
     run.display.say(f"page: http://{LOOPBACK}:{port}")
+    return role
+
+
+def end_page(role: Role) -> None:
+    """Have the page end, once it has sent what browsers are to show from then on: the report, with its audit."""
+    role.terminate()
+    role.wait(_GRACE_S)
 
 
 @contextlib.contextmanager
 def page_of_runs(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Within the context: the page of the runs in `folder`, side by side."""
+    """Within the context: the page of the runs in `folder`, side by side, where what serves it is installed."""
+    if not is_installed(_EXTRA):
+        say(str(lacking("the live page", _EXTRA)))
+        yield
+        return
     port = free_port()
     process = spawn(
         [sys.executable, "-m", "doll", "dashboard", str(folder), "--port", str(port)], folder / f"{_NAME}.log"

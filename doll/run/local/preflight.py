@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from doll.config import JobConfig
 from doll.errors import ConfigError
+from doll.formats.opening import require_format
 from doll.process.platform import require_fork
 from doll.run import examples
 from doll.task.base import moved
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
 
 
 def check_files(config: JobConfig) -> None:
-    """Check that every file exists that the job file names.
+    """Check that every file exists that the job file names, and that what decodes its stream is installed.
 
     Raises:
-        ConfigError: names the keys whose files are missing.
+        ConfigError: names the keys whose files are missing, or the extra.
     """
+    require_format(config.data.format)
     missing = examples.missing_files(config)
     if missing:
         lines = [f"{key}: expected a file, but {path} does not exist" for key, path in missing]

@@ -10,8 +10,8 @@ from typing import Final
 
 from doll.config import JobConfig, RayFleetConfig, load
 from doll.errors import ConfigError
+from doll.extras import is_installed, lacking
 from doll.ledger.admission import AFTER_TERM_ENV
-from doll.local import ray_head
 from doll.monitor.state.pilot_run import with_pilot
 from doll.process.signals import Interrupts
 from doll.provisioner.machines import Machines, check_machines, open_machines
@@ -47,8 +47,8 @@ def check_actors(config: JobConfig) -> None:
     """
     fleet = config.fleet
     assert isinstance(fleet, RayFleetConfig)
-    if (reason := ray_head.unavailable_reason()) is not None:
-        raise ConfigError(f"fleet.kind: ray: {reason}; or run the workers as processes: --fleet processes")
+    if not is_installed("ray"):
+        raise ConfigError(f"{lacking('fleet.kind: ray', 'ray')}; or run the workers as processes: --fleet processes")
     check_machines(config)
     settings_of(config)
     if config.blobs.kind == "shm":

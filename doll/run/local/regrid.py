@@ -32,7 +32,7 @@ from doll.run.target import Target
 from doll.storage.stores import checkpoint_location, open_store
 
 if TYPE_CHECKING:
-    from doll.ps.regrid import Regridded
+    from doll.ps.regrid import RegridOutcome
 
 Say = Callable[[str], None]
 
@@ -99,7 +99,7 @@ def regrid_run(target: Target, overrides: Sequence[str], new: NewGrid, say: Say)
         return resume_in(run, config)
 
 
-def regrid_deployed(target: Target) -> Regridded:
+def regrid_deployed(target: Target) -> RegridOutcome:
     """Save the first checkpoint of the grid of a job file whose roles run elsewhere, and have ended.
 
     Raises:
@@ -136,7 +136,7 @@ def stopped_job(target: Target, command: str) -> tuple[JobConfig, int]:
 
 def _regrid(
     config: JobConfig, run: RunFolder, *, above_term: int = 0, checked: Callable[[], object] = lambda: None
-) -> Regridded:
+) -> RegridOutcome:
     from doll.ps.regrid import regrid
 
     return regrid(config, open_store(config, run.path), above_term=above_term, checked=checked)

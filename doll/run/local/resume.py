@@ -15,10 +15,9 @@ from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka.clients import kafka_problem
 from doll.ledger.admission import admit
 from doll.local.stack import has_kafka_data
-from doll.process.files import read_json
 from doll.run.folder import RunFolder
 from doll.run.local.up import check_runnable, run_in
-from doll.run.target import open_target
+from doll.run.target import open_target, refuse_shared_checkpoints
 from doll.services import Services, kafka_address
 from doll.storage.stores import checkpoint_location, open_store
 
@@ -89,16 +88,15 @@ def on_same_broker(run: RunFolder, config: JobConfig) -> JobConfig:
     """`config` with the address of the broker that has the records of the run, if it is an external one.
 
     Raises:
-        ConfigError: another run has begun on the same topics of an external broker.
+        ConfigError: another run has begun on the same topics of an external broker, or this folder is a copy and the
+            original has the same records or checkpoints.
         ServiceUnavailableError: the records are gone.
     """
-    recorded = read_json(run.stack)
+    recorded = run.recorded()
     kind = recorded.get("kafka_kind")
-    if kind == "mock":
-        raise ServiceUnavailableError(
-            f"{run.path}: the Kafka of this run was an in-process mock, and its records are gone; its model is in the "
-            "checkpoints: doll export reads them"
-        )
+    if kind != "local":
+        run.refuse_copy(f"records, on Kafka at {recorded.get('kafka')}")
+    refuse_shared_checkpoints(run, config)
     if kind == "local":
         if not has_kafka_data(run.path):
             raise ServiceUnavailableError(

@@ -22,7 +22,7 @@ from doll.config import JobConfig, load
 from doll.errors import ConfigError, DollError
 from doll.kafka import topics
 from doll.kafka.foreign_topic import with_partitions
-from doll.ledger.admission import AFTER_TERM_ENV, recorded_partitions
+from doll.ledger.admission import AFTER_TERM_ENV, RUN_ID_ENV, recorded_partitions
 from doll.process.files import write_json
 from doll.ps.standby import LeaderCheck
 from doll.run.folder import RunFolder
@@ -42,12 +42,14 @@ class JobProcess:
 
     Attributes:
         after_term: terms up to this one belong to earlier runs on the same topics, as the parent process has seen.
+        run_id: of a session of `doll up` or `doll resume`, which gives what it shares names of its own.
     """
 
     config: JobConfig
     services: Services
     run_folder: Path
     after_term: int = 0
+    run_id: str = ""
 
     @classmethod
     def forked(cls, name: str, job_path: str, kafka: str, redis: str, run_folder: str) -> JobProcess:
@@ -55,7 +57,8 @@ class JobProcess:
         config = load(Path(job_path))
         telemetry.configure(config.log.format, process=name)
         services = Services(kafka, redis, os.environ.get(BLOBS_ENV, ""), os.environ.get(CONTROL_ENV, ""))
-        return cls(config, services, Path(run_folder), int(os.environ.get(AFTER_TERM_ENV) or 0))
+        after_term, run_id = int(os.environ.get(AFTER_TERM_ENV) or 0), os.environ.get(RUN_ID_ENV, "")
+        return cls(config, services, Path(run_folder), after_term, run_id)
 
     @classmethod
     def alone(
@@ -129,7 +132,7 @@ class JobProcess:
 
             return run_ps(
                 self.config, self.services, self.run_folder, standby=standby, leader_check=leader_check, fresh=fresh,
-                after_term=self.after_term, check_only=check_only,
+                after_term=self.after_term, run_id=self.run_id, check_only=check_only,
             )  # fmt: skip
 
     def evaluator(self) -> int:

@@ -21,7 +21,7 @@ from doll.storage.stores import open_store
 from doll.storage.version_marks import resolve_version
 
 if TYPE_CHECKING:
-    from doll.ps.rollback import RolledBack
+    from doll.ps.rollback import RollbackOutcome
 
 
 def rollback_run(target: Target, to: str, *, skip: bool, say: Callable[[str], None]) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def rollback_run(target: Target, to: str, *, skip: bool, say: Callable[[str], No
         return resume_in(run, config)
 
 
-def rollback_deployed(target: Target, to: str, *, skip: bool) -> RolledBack:
+def rollback_deployed(target: Target, to: str, *, skip: bool) -> RollbackOutcome:
     """Save the earlier version as the newest checkpoint of a job whose roles run elsewhere, and have ended.
 
     Raises:

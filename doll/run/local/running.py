@@ -10,13 +10,15 @@ from collections.abc import Mapping, Sequence
 from doll.errors import ServiceUnavailableError
 from doll.local.forks import Role
 from doll.local.supervisor import Handle, Supervisor
-from doll.process.files import write_json
+from doll.process.files import is_full, write_json
 from doll.run.folder import display_path
 from doll.run.local.context import PARAMETER_SERVERS, LocalRun
 from doll.run.local.follower import POLL_S, RunFollower
 
 # After the end of the source: a policy of another distribution may leave a last group that is never full.
 IDLE_AFTER_SOURCE_S = 5.0
+# As many times `worker.grant_timeout_s`: somebody decodes or computes, but nothing comes of it.
+_GIVE_UP_TIMEOUTS = 10
 PS_STOP_S = 30.0
 LAST_EVALUATION_TIMEOUT_S = 60.0
 INTERRUPTED = "stopped by you"
@@ -33,6 +35,7 @@ class Learning:
         self._supervisor = Supervisor(run.launch, on_restart=follower.role_restarted)
         self._producer_started = False
         self._pids: dict[str, int] = {}
+        self._is_full = False
         self._workers = set(range(run.config.data.workers))  # that were started, and not ended for serving nothing
 
     def start_roles(self) -> None:
@@ -63,7 +66,7 @@ class Learning:
             DollError: a role, or the broker, cannot be kept alive.
         """
         started_s = idle_since_s = time.monotonic()
-        version = -1
+        version, said = -1, False
         while True:
             self._follower.follow()
             self._start_producer(time.monotonic() - started_s)
@@ -75,6 +78,7 @@ class Learning:
                 return INTERRUPTED
             self._supervisor.poll()
             self._match_workers()
+            self._note_full_disk()
             self._write_pids()
             self._restart_dead_services()
             if (reason := self._run.hook.tick(self._supervisor, self._run.stack)) is not None:
@@ -89,9 +93,16 @@ class Learning:
                 continue
             # The workers' lag is reported up to two seconds late: the wait begins when the source has ended.
             if codes.get("producer") != 0 or self._model.history.version != version:
-                idle_since_s, version = time.monotonic(), self._model.history.version
-            if codes.get("producer") == 0 and self._all_read() and self._idle(time.monotonic() - idle_since_s):
-                return SOURCE_ENDED
+                idle_since_s, version, said = time.monotonic(), self._model.history.version, False
+            waited_s = time.monotonic() - idle_since_s
+            if codes.get("producer") == 0 and self._all_read() and self._idle(waited_s):
+                left = self._follower.unlearned()
+                give_up_s = _GIVE_UP_TIMEOUTS * self._run.config.worker.grant_timeout_s
+                if left == 0 or self._model.waits_for_more() or waited_s > give_up_s:
+                    return SOURCE_ENDED
+                if left and not said:
+                    said = True
+                    self._run.display.say(f"the source has ended: {left} records are read, and not learned yet")
 
     def _start_producer(self, waited_s: float) -> None:
         """Start the source when the workers are live: samples that arrive earlier would be learned in one burst."""
@@ -126,6 +137,17 @@ class Learning:
                 say(f"ending worker {line.worker}: the job is to have {wanted}")
                 handle.terminate()
 
+    def _note_full_disk(self) -> None:
+        """Say where a full disk begins to hold up the job; what fails by it says so in logs only."""
+        full = is_full(self._run.folder.path)
+        if full != self._is_full:
+            self._is_full = full
+            place = display_path(self._run.folder.path)
+            todo = "free some: until then no checkpoint is saved, and Kafka may end"
+            text = f"no space is left on the disk of {place}: {todo}" if full else f"there is space again for {place}"
+            self._model.add_event(text, time.monotonic())
+            self._run.display.say(text)
+
     def _write_pids(self) -> None:
         """Keep `roles.json` current: process ids by name, for drills and for people."""
         pids = {name: handle.pid for name, handle in self._supervisor.handles().items()}
@@ -140,7 +162,7 @@ class Learning:
         return all(line.is_live and line.lag_records == 0 for line in lines)
 
     def _idle(self, waited_s: float) -> bool:
-        """Whether no more updates will come: none has for longer than a group takes, even computed one by one."""
+        """Whether no update has come for longer than a group takes, even computed one by one."""
         group_s = self._run.config.group_size * self._model.history.service_s()
         return waited_s > max(IDLE_AFTER_SOURCE_S, 3 * group_s if math.isfinite(group_s) else 0.0)
 

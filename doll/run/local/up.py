@@ -3,7 +3,7 @@
 Order of effects: 1. run folder; 2. fork server, the model for a trial, Kafka and Redis; 3. topics; 4. roles;
 5. learning, until the parameter server has written Finished, the source has ended, a signal arrives, or a role cannot
 be kept alive; 6. the parameter server's last checkpoint, the evaluator's last evaluation; 7. audit, export, report,
-plots; 8. all processes end. Whatever happens from 4 on, 7 is done with what there is; but a second signal kills all
+page; 8. all processes end. Whatever happens from 4 on, 7 is done with what there is; but a second signal kills all
 processes at once.
 """
 
@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
 
 from doll import telemetry
-from doll.config import JobConfig, RayFleetConfig, StdinSource, load
+from doll.config import FeedSource, JobConfig, RayFleetConfig, StdinSource, load
+from doll.config.step_size import step_text
 from doll.errors import BadStreamError, ConfigError, DollError, FencedError, ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.clients import kafka_problem
@@ -34,13 +35,14 @@ from doll.monitor.views.display import Display, make_display
 from doll.monitor.views.run_report import RunOutcome
 from doll.process.files import is_full, read_json, unwritable
 from doll.process.signals import Interrupts
+from doll.producers.feed import check_program
 from doll.ps.standby import LeaderCheck
-from doll.run.folder import JOB, STACK, RunFolder, create, display_path
+from doll.run.folder import JOB, STACK, RunFolder, cluster_of, create, display_path
 from doll.run.local.actors import ActorWorkers
 from doll.run.local.context import LocalRun, RunHook, taken_health_ports
 from doll.run.local.finish import finish_run
 from doll.run.local.follower import RunFollower
-from doll.run.local.page import start_page
+from doll.run.local.page import end_page, start_page
 from doll.run.local.preflight import check_devices, check_files, check_pipeline, check_task
 from doll.run.local.provisioning import check_actors
 from doll.run.local.running import SOURCE_ENDED, Learning, ended_early
@@ -100,6 +102,7 @@ def run_in(
     follower: RunFollower | None = None
     with Interrupts() as interrupts, display or make_display(config.stop) as display:
         display.say(f"job {config.job}: run folder {display_path(folder.path)}")
+        display.say(step_text(config))
         accompanied_by = _own_hook(config) if hook is None else hook(folder, display)
         try:
             with (
@@ -107,13 +110,15 @@ def run_in(
                 Tail(config, run.stack.services, (config.topic("updates"), config.topic("metrics"))) as records,
             ):
                 follower = RunFollower(run, records)
-                if page:
-                    start_page(run)
+                shown = start_page(run) if page else None
                 outcome = _learn(run, follower)
                 follower.read_to_end()
                 outcome.restarts, outcome.extra = dict(follower.restarts), run.hook.report_fields()
                 outcome.files = {name: display_path(path) for name, path in run.hook.files().items()}
-                return finish_run(run, follower.model, outcome)
+                report = finish_run(run, follower.model, outcome)
+                if shown is not None:
+                    end_page(shown)
+                return report
         except KeyboardInterrupt:  # stopped at once: everything that the run started has been killed
             if follower is not None:
                 display.say(_what_is_lost(folder, follower.model))
@@ -131,6 +136,8 @@ def check_runnable(config: JobConfig, *, begins: bool = True) -> None:
     """
     if isinstance(config.source, StdinSource) and sys.stdin.isatty():
         raise ConfigError("source.kind: stdin: expected a pipe, got a terminal; as in: my-events | doll up JOB.yaml")
+    if isinstance(config.source, FeedSource):
+        check_program(config.path(config.source.socket))
     if config.data.topic is not None and kafka_address(config) is None:
         raise ConfigError(
             f"data.topic is {config.data.topic}: set kafka.address, or {KAFKA_ENV}, to the Kafka that has it: one that "
@@ -193,6 +200,9 @@ def _learn(run: LocalRun, follower: RunFollower) -> RunOutcome:
         if outcome.reason == SOURCE_ENDED and stop:
             outcome.error, outcome.exit_code = ended_early(stop, follower.failures), 1
         learning.shut_down()
+        if outcome.reason == SOURCE_ENDED and not follower.model.history.samples_total and follower.unlearned():
+            outcome.error = outcome.error or f"the source has ended, and nothing was learned of it; see {place}/logs"
+            outcome.exit_code = 1
     except (DollError, OSError) as error:
         problem = error if isinstance(error, DollError) else unwritable(error)
         if is_full(run.folder.path):  # what a broker says of it is a page of Java
@@ -210,6 +220,9 @@ def _learn(run: LocalRun, follower: RunFollower) -> RunOutcome:
     dead, refused = follower.model.dead_letters(), follower.job_error
     if not refused and dead.letters and not follower.model.history.samples_total:
         refused = f"not one sample was usable: {dead.text()}"
+    if diverged := follower.model.history.loss_trend.diverged:  # before samples and workers are blamed for it
+        refused = f"{diverged} ({refused})" if refused else ""
+        outcome.error = f"{diverged} ({outcome.error})" if outcome.error else None
     if refused:
         outcome.error = f"{refused}. All of them: doll dead list {place}"
         outcome.exit_code = BadStreamError.exit_code
@@ -242,7 +255,7 @@ def _resolved(config: JobConfig, run: RunFolder) -> JobConfig:
     resolved = {"checkpoint": checkpoint, "training": training, "base_folder": base}
     if isinstance(config.fleet, RayFleetConfig):
         # Actors of another run of the job have another name; an actor has no folder in this machine's shared memory.
-        cluster = config.fleet.cluster or run.path.name[-63:].lstrip("._-")
+        cluster = config.fleet.cluster or cluster_of(run.path)
         resolved |= {
             "fleet": config.fleet.model_copy(update={"cluster": cluster}),
             "blobs": config.blobs.model_copy(update={"kind": "redis"}),

@@ -12,6 +12,7 @@ import pytest
 from doll.api.feeder import Feeder
 from doll.errors import ConfigError
 from doll.producers.feed import Feed
+from fuzzing import seeds
 
 _STREAMS = 3
 _MAX_BYTES = 1000
@@ -30,7 +31,7 @@ def feeders() -> Iterator[Callable[[Iterator[bytes]], Feeder]]:
         feeder.close()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_whenever_producers_end_each_stream_gets_its_samples_once_and_in_order(
     seed: int, feeders: Callable[[Iterator[bytes]], Feeder]
 ) -> None:

@@ -90,6 +90,43 @@ def test_a_dataset_is_read_by_its_indices() -> None:
     assert labels == [0, 1, 2]
 
 
+class _Stream(_Dataset):
+    """An IterableDataset of torch that knows its length: its indices are those of its base, which raises."""
+
+    def __getitem__(self, at: int) -> tuple[np.ndarray[Any, Any], int]:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray[Any, Any], int]]:
+        return iter([_Dataset()[at] for at in range(3)])
+
+
+class _Column(np.ndarray[Any, Any]):
+    """The part of a Series that is used."""
+
+    def to_numpy(self) -> np.ndarray[Any, Any]:
+        return np.asarray(self)
+
+
+X, Y = np.array([[0, 0], [1, 1], [2, 2]], np.float32), np.array([0, 1, 2])
+
+
+@pytest.mark.parametrize("source", [_Stream(), (X, Y), [X, Y], (X, Y.view(_Column)), _Dataset()])
+def test_arrays_and_datasets_give_a_pair_for_each_row(source: Any) -> None:
+    items = items_of(source)
+    assert items.are_pairs
+    samples = [pairs.decode(record) for record in items.records]
+    assert [(np.asarray(sample.x).tolist(), int(sample.y)) for sample in samples] == [([at, at], at) for at in range(3)]
+
+
+class _Loader:
+    """The part of a DataLoader of torch that is used."""
+
+    batch_sampler: Any = "a BatchSampler"
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(X, Y)])
+
+
 def test_a_frame_gives_an_object_for_each_row() -> None:
     rows = [{"km": km} for km in range(5000)]
     assert [json.loads(record)["km"] for record in items_of(_Frame(rows)).records] == list(range(5000))
@@ -111,6 +148,10 @@ def test_records_are_made_when_they_are_asked_for() -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
+        ((X, Y[:2]), "expected as many X as y, got 3 and 2"),
+        (_Loader(), r"got a _Loader of batches: give its dataset, or DataLoader\(dataset, batch_size=None\)"),
+        ({"x": X}, r"got one of 'x': give arrays as \(X, y\), and columns as a DataFrame"),
+        (X, r"sample 0: it is ndarray"),
         ([], "expected at least one sample, got none"),
         (7, "expected an iterable of samples.*got int"),
         ("rows.csv", "expected an iterable of samples.*got str"),
@@ -123,6 +164,8 @@ def test_records_are_made_when_they_are_asked_for() -> None:
 def test_what_cannot_be_sent_is_refused_at_once(source: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         items_of(source)
+    with pytest.raises(ConfigError, match=rf"^held_out: .*{message}"):
+        items_of(source, "held_out")
 
 
 def test_a_later_sample_of_another_kind_is_named() -> None:

@@ -9,9 +9,10 @@ import pytest
 from benchmarks.live import doll_emnist, doll_mix, doll_prices
 from benchmarks.live.price_replay import POLICIES, Runs, ToTheLetter
 from benchmarks.paper.setting import N
-from doll.provisioner.planning.baselines import AllOnDemand, AllSpot
 from doll.provisioner.traces.model import Pool, Series, constant
 from doll.provisioner.traces.recordings import pool_of
+
+from doll_lab.backtests.baselines import AllOnDemand, AllSpot
 
 DAY_S = 86_400.0
 

@@ -17,9 +17,10 @@ from benchmarks.paper import (
 )
 from benchmarks.paper.harness import Check
 from benchmarks.paper.hetpipe_staleness import LastInFirstOut, Missed, missed
-from doll.pipeline.planner.schedule import StageTimes, simulate
 from doll.ps.policies.wsp import Wsp
 from wave_mutants import OneWaveLooser, Ungated
+
+from doll_lab.pipelines.schedule import StageTimes, simulate
 
 UNIT = [StageTimes(1.0, 1.0)] * 4
 

@@ -11,9 +11,10 @@ from benchmarks.paper import hetpipe_fig6, hetpipe_theorem1
 from benchmarks.paper.harness import Check
 from benchmarks.paper.hetpipe_fig6 import Curve, LearningWorkers, drifting_jitter
 from benchmarks.paper.wsp import global_staleness
-from doll.pipeline.planner.schedule import StageTimes
 from doll.ps.policies.wsp import WspPolicyConfig
 from doll.theory.checks import Floats
+
+from doll_lab.pipelines.schedule import StageTimes
 
 
 def failed(checks: Sequence[Check]) -> list[str]:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from benchmarks.paper.hetpipe_staleness import LastInFirstOut
 from benchmarks.paper.virtual_workers import VirtualWorkers, lognormal_jitter
-from doll.pipeline.planner.schedule import Pipeline, StageTimes, simulate
 from doll.ps.policies.wsp import Wsp, WspPolicyConfig
 from wave_mutants import OneWaveLooser, Ungated
+
+from doll_lab.pipelines.schedule import Pipeline, StageTimes, simulate
 
 UNIT = [StageTimes(1.0, 1.0)] * 4
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -12,10 +13,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import deploy_scripts
 import pytest
 import structlog
 from commands import doll
+from doll.cli import main
 from doll.cli.app import app
+from doll.cli.output import emit
 from doll.config import JobConfig, load
 from paths import DOCS
 from typer.testing import CliRunner
@@ -299,20 +303,30 @@ def test_export_without_a_checkpoint_says_so(job: Path, tmp_path: Path) -> None:
 
 
 def test_the_configuration_page_is_up_to_date() -> None:
-    from doll.config.reference import markdown
-
-    page = DOCS / "configuration.md"
-    assert page.read_text(encoding="utf-8") == markdown(), "run: python -m doll.config.reference docs/configuration.md"
+    page, markdown = DOCS / "configuration.md", deploy_scripts.load("config_reference").markdown
+    assert page.read_text(encoding="utf-8") == markdown(), (
+        "run: python deploy/config_reference.py docs/configuration.md"
+    )
 
 
 def test_the_configuration_page_names_every_key() -> None:
-    from doll.config.reference import markdown
-
-    text = markdown()
+    text = deploy_scripts.load("config_reference").markdown()
     for name, field in JobConfig.model_fields.items():
         if name != "base_folder":
             assert f"| `{field.alias or name}` |" in text
     assert "| `rate_per_s` | number > 0 or list of number > 0 | `125.0` |" in text
+
+
+@pytest.mark.parametrize("encoding", ["iso-8859-1", "ascii", "utf-8"])
+def test_a_terminal_of_few_letters_gets_escapes(monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+    """The λ of a report ended a successful run with exit code 1."""
+    content, out = {"name": "Łódź λ 😀"}, io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding=encoding))
+    monkeypatch.setattr("doll.cli.app.app", lambda: (emit(True, content, ""), emit(False, content, "Nλ/(Kb)")))
+    main()
+    *lines, text = out.getvalue().decode(encoding).splitlines()
+    assert json.loads("\n".join(lines)) == content
+    assert text == ("Nλ/(Kb)" if encoding == "utf-8" else r"N\u03bb/(Kb)")
 
 
 @pytest.mark.parametrize(("final", "expected"), [(None, 2), ("", 2), ("0", 0)])
@@ -327,3 +341,25 @@ def test_a_supervisor_that_repeats_failures_is_told_that_a_restart_cannot_help(
     assert done.returncode == expected
     assert "cannot read job file" in done.stderr
     assert ("a restart cannot help" in done.stderr) == (expected == 0)
+
+
+@pytest.mark.parametrize(("stopped", "signalled", "expected"), [("143", True, 143), ("143", False, 0), (None, True, 0)])
+def test_a_job_of_kubernetes_is_told_a_stop_from_an_end(stopped: str | None, signalled: bool, expected: int) -> None:
+    """A Job replaces a pod that was evicted, and not one that exits with 0."""
+    script = f"""
+import os, signal, sys
+import doll.cli, doll.cli.app
+from doll.process.signals import stop_requested
+def role():
+    with stop_requested() as stop:
+        if {signalled}:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.wait(60)
+    sys.exit(0)
+doll.cli.app.app = role
+doll.cli.main()
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "DOLL_STOPPED_EXIT_CODE"}
+    if stopped is not None:
+        environment["DOLL_STOPPED_EXIT_CODE"] = stopped
+    assert subprocess.run([sys.executable, "-c", script], env=environment, check=False).returncode == expected

@@ -53,7 +53,8 @@ def test_the_same_seed_gives_the_same_table(job: Path) -> None:
     )
     assert first == again != other
     assert first.splitlines()[0] == "line: no loss"
-    assert first.splitlines()[1].split() == ["policy", "time", "samples", "updates", "staleness", "blocked", "USD"]
+    columns = ["policy", "step", "time", "samples", "updates", "staleness", "blocked", "USD"]
+    assert first.splitlines()[1].split() == columns
     assert "simulated: no gradients are computed" in first
 
 

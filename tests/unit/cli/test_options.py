@@ -20,8 +20,9 @@ from typer.testing import CliRunner
 MEANING = {
     "overrides": "set", "job_option": "job", "as_json": "json", "deadline_s": "deadline", "boot_s": "boot",
     "cycle_s": "cycle", "service_s": "service", "timeout_s": "timeout",
+    "keep_alive_s": "keep_alive",
 }  # fmt: skip
-TIMES = {"deadline", "cycle", "boot", "service", "replan", "tick", "seconds", "job_length", "timeout"}
+TIMES = {"deadline", "cycle", "boot", "service", "replan", "tick", "seconds", "job_length", "timeout", "keep_alive"}
 
 
 def options() -> Iterator[tuple[str, Any]]:
@@ -31,7 +32,7 @@ def options() -> Iterator[tuple[str, Any]]:
         for param in command.params:
             if param.param_type_name == "option":
                 yield name, param
-        for inner in getattr(command, "commands", {}).values():
+        for inner in (command.get_command(None, word) for word in getattr(command, "commands", ())):
             yield from walk(inner, f"{name} {inner.name}".strip())
 
     yield from walk(typer.main.get_command(app), "")

@@ -74,7 +74,7 @@ def test_a_machine_without_a_price_and_prices_from_two_places_are_refused() -> N
 def test_people_read_digits_that_mean_something_and_programs_all() -> None:
     _, out, _ = run(*PAPER, "--deadline", "112m")
     assert "  cost    26.09 +- 0.04 USD, 19.8% saved of 32.54 USD on-demand" in out
-    assert "  finish  1:51:55 h +- 29 s, deadline 1:52:00 h" in out
+    assert "  finish  1:51:55 +- 0:00:29 h, deadline 1:52:00 h" in out
     _, content = run_json(*PAPER, "--deadline", "112m")
     assert content["static"]["expected_cost_usd"] == pytest.approx(26.0943, abs=5e-5)  # type: ignore[index]
 
@@ -118,12 +118,16 @@ def test_unstable_system_gets_advice() -> None:
 
 
 def test_plot(tmp_path: Path) -> None:
-    code, _, _ = run(*PAPER, "--deadline", "6720", "--plot", str(tmp_path / "plan.png"))
+    code, _, _ = run(*PAPER, "--deadline", "6720", "--plot", str(tmp_path / "plan.html"))
     assert code == 0
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    code, _, err = run(*PAPER, "--plot", str(tmp_path / "nowhere" / "plan.png"))
+    text = (tmp_path / "plan.html").read_text()
+    assert "64 workers, J = 10000, availability 0.9, deadline 6720 s" in text
+    assert text.count('"y_label"') == 2, "cost and risk"
+    code, _, err = run(*PAPER, "--plot", str(tmp_path / "plan.html" / "plan.html"))
     assert code == 2
     assert "cannot write" in err
+    code, _, err = run(*PAPER, "--plot", str(tmp_path / "plan.png"))
+    assert (code, "expected a name that ends with .html, got plan.png" in err) == (2, True)
 
 
 def test_without_j_it_says_how_to_measure_it(tmp_path: Path) -> None:

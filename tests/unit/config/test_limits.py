@@ -35,7 +35,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 """What a section needs where a key that may be left out is given."""
 REQUIRED: dict[str, Any] = {
-    "images": "a", "labels": "a", "cls": "a.B", "path": "a", "socket": "a",
+    "images": "a", "labels": "a", "cls": "a.B", "path": "a", "socket": "a", "of": "a:b",
     "launch_template": "lt-0123456789", "launch_template_version": 1,
     "subnets": ["subnet-0123456789"], "instance_types": ["c7g.large"], "stages": 2, "pod_template": "a",
 }  # fmt: skip

@@ -17,7 +17,7 @@ import pytest
 from doll.config import parse
 from doll.consumers.faust_app import ChunkConsumer, make_app, run_faust
 from doll.consumers.intake import deleted_records
-from doll.consumers.intake.decoding import Decoded, RawRecords
+from doll.consumers.intake.decoding import DecodedBatch, RawRecords
 from doll.consumers.lifecycle.departure import Departure, ProcessExit
 from doll.consumers.protocol.worker_core import WorkerCore
 from doll.consumers.runtime import WorkerRuntime
@@ -104,10 +104,10 @@ class Rig:
         self.channel.command(Stop(term=3, reason="tested"))
 
 
-def decode(records: RawRecords) -> Decoded:
+def decode(records: RawRecords) -> DecodedBatch:
     """One sample per record."""
     zeros = np.zeros((len(records.values), 1), np.float32)
-    return Decoded(zeros, np.zeros(len(zeros), np.int64), np.array(records.offsets, np.int64))
+    return DecodedBatch(zeros, np.zeros(len(zeros), np.int64), np.array(records.offsets, np.int64))
 
 
 @pytest.fixture(autouse=True)

@@ -15,10 +15,11 @@ import torch
 from doll.consumers.compute.step_model import StepModel
 from doll.errors import ConfigError, TaskError
 from doll.model.flat_model import FlatModel
+from doll.model.random_numbers import draw_from, seed_of
 from doll.pipeline.planner.cut import even_stops
 from doll.pipeline.profiling.layers import layers_of
 from odd_models import CASES, REFUSED, UNSEEN, case_of, odd_samples
-from pipeline_rig import Rig, answer
+from pipeline_rig import Rig, answer, first_offset
 from process_checks import is_gone
 from waiting import WAIT_TIMEOUT_S
 
@@ -72,21 +73,22 @@ class Draws:
             stops = even_stops(sizes, pipeline.stages)
         else:
             stops = np.cumsum([len(names) for names in pipeline.layers]).tolist()
-        self._states = []
+        self._states: list[torch.Tensor] = []
         for stage, (start, stop) in enumerate(zip([0, *stops[:-1]], stops, strict=True)):
-            torch.manual_seed(rig.config.seed + 1_000 + stage)
-            self._states.append(torch.get_rng_state())
             for layer in layers[start:stop]:
                 for module in layer.module.modules():
                     module.register_forward_pre_hook(lambda _, __, stage=stage: self._draw_at(stage))
+        self._num_stages = len(stops)
         self._at = 0
 
-    def __enter__(self) -> None:
+    def of_batch(self, seed: int) -> None:
+        """The next pass is over the batch of this seed."""
+        self._states.clear()
+        for stage in range(self._num_stages):
+            draw_from(seed_of(seed, stage))
+            self._states.append(torch.get_rng_state())
         self._at = 0
         torch.set_rng_state(self._states[0])
-
-    def __exit__(self, *_: object) -> None:
-        self._states[self._at] = torch.get_rng_state()
 
     def _draw_at(self, stage: int) -> None:
         self._states[self._at] = torch.get_rng_state()
@@ -115,8 +117,8 @@ def test_gradient_buffers_and_steps_are_those_of_the_undivided_model(make_rig: C
             key=weights.key, included=weights.included,
         )  # fmt: skip
         assert steps.load(order) == done.batches[0].version
-        with draws:
-            gradient = computer.compute(x.copy(), y.copy())
+        draws.of_batch(seed_of(rig.config.seed, 0, first_offset(number)))
+        gradient = computer.compute(x.copy(), y.copy())
         assert done.batches[0].num_samples == size
         assert done.batches[0].loss_sum == pytest.approx(gradient.loss_sum, rel=1e-6)
         of_batch = gradient.values[:n] / size

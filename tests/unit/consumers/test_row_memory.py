@@ -9,7 +9,7 @@ import pytest
 import record_builders
 from doll.config import parse
 from doll.consumers.tables.row_client import RowClient
-from doll.consumers.tables.table_rows import TableRows
+from doll.consumers.tables.table_rows import WorkerTables
 from doll.optim.row_optimizer import LazyAdam, RowAdagrad, RowOptimizer, RowSgd
 from doll.records.control import GetRows, RowsStored
 from doll.storage.blobs import rows_key
@@ -34,7 +34,7 @@ class Worker:
         self.client = client
         client.connect(self.answer)
         optimizers = None if optimizer is None else dict.fromkeys(TABLES, optimizer)
-        self.rows = TableRows(
+        self.rows = WorkerTables(
             client, max_bytes, optimizers=optimizers, report=self.reports.append, clock=lambda: self.now
         )
 

@@ -15,14 +15,14 @@ import pytest
 from doll.config import parse
 from doll.consumers import runtime
 from doll.consumers.intake.dead_letters import Decoder
-from doll.consumers.intake.decoding import Decoded, RawRecords, Refused
+from doll.consumers.intake.decoding import DecodedBatch, RawRecords, RefusedSamples
 from doll.consumers.lifecycle.departure import Departure, ProcessExit
 from doll.consumers.protocol.worker_core import ComputedBatch, GradientDone, Send, WorkerCore
 from doll.consumers.runtime import WorkerRuntime
 from doll.errors import ConfigError, DollError, ServiceUnavailableError, TaskError
 from doll.kafka.chunk_reader import Chunk
 from doll.process.health import Heartbeat
-from doll.records.control import Alive, Announce, AnyRecord, Durable, Flush, Leave, Nack, Push, Run, Stop
+from doll.records.control import Alive, Announce, AnyRecord, BatchRange, Durable, Flush, Leave, Nack, Push, Stop
 from record_builders import announce
 from worker_fakes import FakeChannel, FakeDecoder, FakeEngine, FakeMainLoop, FakeReader
 from worker_records import grant, welcome
@@ -32,18 +32,18 @@ JOB = 'job: unit\ntask: {class: "examples.synthetic.task:Gaussian"}\ndata: {work
 pytestmark = pytest.mark.slow  # loads torch
 
 
-def decode_records(records: RawRecords) -> Decoded:
+def decode_records(records: RawRecords) -> DecodedBatch:
     """One sample per record; a record without value is refused."""
     if any(value == b"away" for value in records.values):
         raise ServiceUnavailableError("Kafka does not take a dead letter")
     usable = [offset for offset, value in zip(records.offsets, records.values, strict=True) if value]
     refused = [
-        Refused(offset, "empty", 1, True)
+        RefusedSamples(offset, "empty", 1, True)
         for offset, value in zip(records.offsets, records.values, strict=True)
         if not value
     ]
     zeros = np.zeros((len(usable), 1), np.float32)
-    return Decoded(zeros, np.zeros(len(usable), np.int64), np.array(usable, np.int64), refused)
+    return DecodedBatch(zeros, np.zeros(len(usable), np.int64), np.array(usable, np.int64), refused)
 
 
 @dataclass
@@ -51,9 +51,9 @@ class SlowDecoder(Decoder):
     """Decodes when the test says so."""
 
     depth: int = 2
-    waiting: deque[tuple[RawRecords, Future[Decoded]]] = field(default_factory=deque)
+    waiting: deque[tuple[RawRecords, Future[DecodedBatch]]] = field(default_factory=deque)
 
-    def decode(self, records: RawRecords) -> Future[Decoded]:
+    def decode(self, records: RawRecords) -> Future[DecodedBatch]:
         self.waiting.append((records, Future()))
         return self.waiting[-1][1]
 
@@ -364,7 +364,7 @@ async def test_a_dead_letter_that_kafka_does_not_take_ends_the_process(start: Ca
 
 @pytest.mark.parametrize("error", [TaskError("write `whole_records = True`"), ConfigError("no subject clicks-value")])
 async def test_decoding_that_would_fail_again_ends_the_job(start: Callable[..., Rig], error: DollError) -> None:
-    def fail(records: RawRecords) -> Decoded:
+    def fail(records: RawRecords) -> DecodedBatch:
         raise error
 
     rig = start(decoder=FakeDecoder(fail))
@@ -547,7 +547,7 @@ async def test_a_batch_that_waits_for_records_is_cut(
     assert rig.core.retained == 0
     world.after(0.2)
     await rig.until(lambda: rig.channel.sent)
-    assert rig.channel.sent == [Announce(worker=1, session=7, runs=(Run(1, 5, 6, 0, ((5, 1),)),))]
+    assert rig.channel.sent == [Announce(worker=1, session=7, runs=(BatchRange(1, 5, 6, 0, ((5, 1),)),))]
     assert world.spans == [(110, 111)]
     world.after(100.0)
     rig.feed(b"b", b"c", b"d")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from doll.config import load
 from doll.dashboard.ended_run import ended_run
-from doll.dashboard.sources import EndedRun
+from doll.dashboard.sources import EndedRun, RunningJob
 from doll.errors import ConfigError
 from doll.monitor.views.page import page
 from doll.monitor.views.page_details import detail
@@ -91,9 +91,8 @@ def test_a_run_that_was_killed_is_shown_as_far_as_it_came(made_up: MadeUpJob, fo
 
 
 def test_an_empty_folder_is_shown_as_empty(made_up: MadeUpJob, tmp_path: Path) -> None:
-    assert (
-        page(ended_run(made_up.config, tmp_path))["questions"]["learning"]["verdict"] == "waiting for the first update"
-    )
+    learning = page(ended_run(made_up.config, tmp_path))["questions"]["learning"]
+    assert learning["verdict"] == "not known: no report: this run was killed, or its Kafka does not answer"
 
 
 @pytest.mark.parametrize(
@@ -133,9 +132,28 @@ def test_a_version_has_its_names_and_says_whether_it_is_kept(made_up: MadeUpJob,
     for version in (232, 236):
         store.save(_checkpoint(term, version))
     store.change_marks(lambda marks: marks.with_pin(232).with_alias("stable", 232))
-    source = EndedRun(ended_run(made_up.config, folder), folder)
+    source = EndedRun(made_up.config, folder)
     kept = source.kept_versions()
     shown = source.read(lambda state: [detail(replace(state, kept=kept), "version", [v]) for v in (232, 236, 240)])
     facts = [dict(item["facts"]) for item in shown if item is not None]
     assert [item["kept"] for item in facts] == ["yes, pinned", "yes", "not any more"]
     assert [item.get("aliases") for item in facts] == ["stable", None, None]
+
+
+def test_a_page_that_was_opened_while_the_run_went_on_shows_its_end(made_up: MadeUpJob, folder: Path) -> None:
+    """Its broker is gone by then. A run that is resumed goes on, and its page says so."""
+    source = RunningJob(made_up.config, folder)
+    report = (folder / "report.json").rename(folder / "report.previous.json")
+    assert source.read(page)["questions"]["safety"]["verdict"] == "reading the history of the job"
+    audit = {"ok": True, "applied": 30_720, "pending": 0, "missing": 0, "duplicate": 0}
+    write_json(folder / "report.json", {**json.loads(report.read_text()), "audit": audit})
+    shown = source.read(page)
+    assert shown["job"]["state"] == "ended: samples: 30720 reached"
+    assert shown["questions"]["safety"]["verdict"] == "yes, but 1 record could not be learned"
+    assert dict(shown["questions"]["safety"]["facts"])["audit"].startswith("30,720 applied once")
+    past = EndedRun(made_up.config, folder)
+    write_json(folder / "report.json", {**json.loads(report.read_text()), "audit": {**audit, "ok": False}})
+    assert past.read(page)["questions"]["safety"]["tone"] == "bad"
+    (folder / "report.json").unlink()
+    assert past.read(page)["questions"]["safety"]["verdict"].startswith("this run goes on")
+    assert source.read(page)["questions"]["safety"]["verdict"] == "reading the history of the job"

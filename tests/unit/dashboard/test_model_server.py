@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+
 import pytest
 from doll.dashboard.model_server import WithModelServer, metrics_of, reading_of
 from doll.errors import ConfigError
@@ -49,14 +51,15 @@ def test_what_is_no_model_server_is_said_and_the_page_goes_on(text: str) -> None
     assert shown["job"]["name"] == "clicks"
 
 
-def test_a_server_that_is_away_keeps_what_it_said_last() -> None:
+@pytest.mark.parametrize("error", [ConnectionRefusedError("away"), http.client.BadStatusLine("away")])
+def test_a_server_that_is_away_keeps_what_it_said_last(error: Exception) -> None:
     metrics = ServeMetrics("clicks", 1)
     metrics.answered(200, 0.1)
     texts = [metrics.page().decode()]
 
     def read() -> str:
         if not texts:
-            raise ConnectionRefusedError("away")
+            raise error
         return texts.pop()
 
     source = WithModelServer(MadeUpJob(), read)

@@ -46,7 +46,7 @@ def test_a_comparison_shows_what_has_run_what_runs_and_what_is_to_come(folder: P
     assert [run["label"] for run in page_["runs"].values()] == ["bsp", "asp"]
     assert page_["missing"] == ["ssp"]
     done, running = page_["runs"].values()
-    assert page_["columns"][:3] == ["policy", "time to loss", "samples to loss"]
+    assert page_["columns"][:4] == ["policy", "step", "time to loss", "samples to loss"]
     assert done["cells"][0] == "bsp"
     assert done["cells"][-1] == "samples: 30720 reached"
     assert (running["tone"], running["cells"][-1]) == ("none", "no report yet")

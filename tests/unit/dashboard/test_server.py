@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,11 @@ from typing import Any
 import pytest
 from doll.dashboard import server
 from doll.dashboard.access import COOKIE, cookie_of
+from doll.process import connections
 from doll.process.http_access import LOOPBACK
+from doll.records.control import Finished
 from page_feed import MadeUpJob, ask, served
+from waiting import until
 
 TOKEN = "a-secret-of-this-test"
 STATIC = Path(server.__file__).with_name("static")
@@ -52,6 +57,12 @@ class Stream:
         value = json.loads(self.answer.readline().decode().removeprefix("data: "))
         assert self.answer.readline() == b"\n"
         return name, value
+
+    def until(self, wanted: str) -> dict[str, Any]:
+        """The next event of this name."""
+        while (event := next(self))[0] != wanted:
+            pass
+        return event[1]
 
     def close(self) -> None:
         self.answer.close()
@@ -175,8 +186,7 @@ def test_a_browser_gets_the_whole_state_and_then_what_changes(made_up: MadeUpJob
     made_up.run(1)
     patch: dict[str, Any] = {}
     while patch.get("workers", {}).get("5", {}).get("state") != "gone":
-        name, patch = next(stream)
-    assert name == "patch"
+        patch = stream.until("patch")
     assert "name" not in patch["job"]
     second = Stream(port)
     assert next(second)[1]["workers"]["5"]["state"] == "gone"
@@ -194,3 +204,98 @@ def test_too_many_browsers_are_refused(made_up: MadeUpJob, monkeypatch: pytest.M
         assert (status, headers["retry-after"]) == (503, "60")
         for stream in streams:
             stream.close()
+
+
+def test_a_stream_without_news_says_that_there_is_none(made_up: MadeUpJob, port: int) -> None:
+    stream = Stream(port)
+    assert next(stream)[1]["every_s"] == 0.1
+    assert stream.until("beat") == {}
+    stream.close()
+
+
+def test_a_state_that_cannot_be_read_once_ends_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_up, failed = MadeUpJob(), threading.Event()
+    with served(made_up) as port:
+        stream = Stream(port)
+        stream.until("beat")
+
+        def fail(view: Any) -> Any:
+            failed.set()
+            raise RuntimeError("a defect")
+
+        monkeypatch.setattr(made_up, "read", fail)
+        assert failed.wait(30)
+        monkeypatch.undo()
+        made_up.run(1)
+        assert stream.until("patch")["job"]["doing"].startswith("4 updates")
+        stream.close()
+
+
+def test_the_last_state_is_sent_before_the_server_ends() -> None:
+    made_up = MadeUpJob()
+    with served(made_up, every_s=3_600) as port:
+        stream = Stream(port)
+        next(stream)
+        made_up.run(60)
+        made_up.feed(Finished(term=1, version=240, reason="samples: 30720 reached", time_s=made_up.now_s))
+    assert next(stream)[1]["job"]["state"] == "ended: samples: 30720 reached"
+    assert stream.answer.read() == b""
+    stream.close()
+
+
+def test_no_character_that_is_not_seen_gets_into_a_page(made_up: MadeUpJob, port: int) -> None:
+    reason = "no JSON: \u202egnp.exe\x1b[31m\x00"
+    made_up.refuse(8, reason)
+    stream = Stream(port)
+    state = next(stream)[1]
+    assert state["lists"]["letters"]["0-8"] == "no JSON: \\u202egnp.exe\\x1b[31m\\x00"
+    _, _, body = ask(port, "/api/letter/0-8")
+    for text in (json.dumps(state, ensure_ascii=False), body.decode()):
+        assert "\u202e" not in text
+    assert dict(json.loads(body)["facts"])["reason"].endswith("\\x1b[31m\\x00")
+    stream.close()
+
+
+def raw(port: int, sent: bytes = b"") -> socket.socket:
+    connection = socket.create_connection((LOOPBACK, port), timeout=30)
+    connection.sendall(sent)
+    return connection
+
+
+def is_closed(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+def test_connections_without_a_request_keep_nobody_out(made_up: MadeUpJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.PageProtocol, "max_connections", 4)
+    with served(made_up) as port:
+        stream = Stream(port)
+        next(stream)
+        others = [raw(port, b"GET / HTTP/1.1\r\n" if number % 2 else b"") for number in range(20)]
+        assert ask(port, "/")[0] == 200
+        until(lambda: sum(map(is_closed, others)) >= 16, "all but as many as may be to be closed")
+        assert stream.until("beat") == {}
+        stream.close()
+        for other in others:
+            other.close()
+
+
+def test_a_head_that_does_not_end_is_refused(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    endless = raw(port, b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + 70_000 * b"x")
+    assert endless.recv(100).startswith(b"HTTP/1.1 431")
+    endless.close()
+
+
+def test_a_request_that_does_not_come_is_not_waited_for(made_up: MadeUpJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_TIME_LIMIT_S", 0.1)
+    monkeypatch.setattr(connections, "_LOOK_S", 0.05)
+    with served(made_up) as port:
+        slow = raw(port, b"GET / HTTP/1.1\r\n")
+        assert slow.recv(100).startswith(b"HTTP/1.1 408")
+        slow.close()

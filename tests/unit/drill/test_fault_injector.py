@@ -13,17 +13,14 @@ from typing import Any, cast
 import pytest
 import record_builders
 from doll.config import JobConfig, parse
-from doll.drill import actions, late_copies, stream
-from doll.drill import second_run as runs
+from doll.drill import actions, stream
 from doll.drill.actions import DrillError
 from doll.drill.fault_injector import FaultInjector
 from doll.drill.plan import FAULT_KINDS, Fault, FaultTarget
 from doll.drill.recovery import InjectedFault
-from doll.kafka import topics
 from doll.kafka.publisher import Delivery
 from doll.local.stack import Stack
 from doll.local.supervisor import RoleSpec, Supervisor
-from doll.records.control import Grant, Settle
 from doll.services import Services
 from statuses import server_status
 
@@ -83,7 +80,6 @@ class Server:
 class Relay:
     def __init__(self) -> None:
         self.cut: str | None = None
-        self.watch: Any = None
 
     def start_cut(self, how: str) -> None:
         self.cut = how
@@ -100,28 +96,8 @@ class Relays:
         return (self.made.setdefault((role, service), Relay()),)
 
 
-class Metadata:
-    """Notes the notices that each role is served."""
-
-    def __init__(self) -> None:
-        self.notices: list[str] = []
-        self.num_served = 0
-
-    def serve_bad_notice(self, role: str, number: int) -> None:
-        self.notices.append(f"bad {role}")
-
-    def serve_notice(self, role: str) -> None:
-        self.notices.append(f"good {role}")
-
-    def clear_notice(self, role: str) -> None:
-        self.notices.append(f"none {role}")
-
-    def num_bad_notices_served(self, role: str) -> int:
-        return self.num_served
-
-
 class Client:
-    """A publisher that delivers at its next poll, and a reader without records."""
+    """A publisher that delivers at its next poll."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         self.sent: list[tuple[int, bytes]] = []
@@ -130,10 +106,6 @@ class Client:
     def send(self, topic: str, value: bytes, *, partition: int, on_delivery: Callable[[Delivery], None]) -> None:
         self.sent.append((partition, value))
         self._reports.append(on_delivery)
-
-    def try_send(self, topic: str, value: bytes, *, partition: int, on_delivery: Callable[[Delivery], None]) -> bool:
-        self.send(topic, value, partition=partition, on_delivery=on_delivery)
-        return True
 
     def poll(self, timeout_s: float = 0.0) -> list[Any]:
         for at, report in enumerate(self._reports):
@@ -164,14 +136,12 @@ class Drill:
         self.clients: list[Client] = []
         monkeypatch.setattr(os, "kill", lambda pid, number: self.killed.append((pid, number)))
         monkeypatch.setattr(actions, "children_of", lambda pid: list(STAGES))
-        monkeypatch.setattr(late_copies, "Reader", self._client)
-        for module in (late_copies, stream):
-            monkeypatch.setattr(module, "Publisher", self._client)
+        monkeypatch.setattr(stream, "Publisher", self._client)
         self.config: JobConfig = parse(job)
-        self.relays, self.metadata = Relays(), Metadata()
+        self.relays = Relays()
         self.injector = Injector(
             self.config, faults=1, seed=0, say=self.said.append, relays=cast(Any, self.relays), run_folder=folder,
-            metadata=cast(Any, self.metadata), standby=standby, clock=lambda: self.now_s,
+            standby=standby, clock=lambda: self.now_s,
         )  # fmt: skip
         self.started: dict[str, list[Process]] = {}
         self.supervisor = Supervisor(self._launch, clock=lambda: self.now_s)
@@ -294,26 +264,6 @@ def test_a_preempted_process_that_stays_fails_the_drill(drill: Drill) -> None:
         drill.tick(91.0)
 
 
-def test_a_malformed_notice_is_followed_by_a_good_one_when_it_was_read(drill: Drill) -> None:
-    drill.inject(fault("worker_malformed_notice"))
-    drill.tick(1.0)
-    assert drill.metadata.notices == ["bad worker-1"]
-    drill.metadata.num_served = 1
-    drill.tick(1.0)
-    assert drill.metadata.notices == ["bad worker-1", "good worker-1"]
-    drill.started["worker-1"][0].code = 0
-    drill.tick(1.0)
-    assert drill.metadata.notices[-1] == "none worker-1"
-    assert len(drill.started["worker-1"]) == 2
-    assert drill.signals("worker-1") == []
-
-
-def test_a_worker_that_ignores_its_notice_fails_the_drill(drill: Drill) -> None:
-    drill.inject(fault("worker_malformed_notice"))
-    with pytest.raises(DrillError, match="was asked to leave by a notice that followed a malformed one"):
-        drill.tick(91.0)
-
-
 def test_of_two_servers_the_leader_is_hit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drill = Drill(tmp_path, monkeypatch, standby=True)
     drill.inject(fault("ps_kill"))
@@ -419,12 +369,6 @@ def test_poison_is_sent_to_its_stream(drill: Drill) -> None:
     assert (entry.poison.records, entry.poison.offsets) == (1, {0})
 
 
-def test_a_bomb_is_one_long_record(drill: Drill) -> None:
-    drill.inject(fault("stream_bomb"))
-    ((partition, value),) = [sent for client in drill.clients for sent in client.sent]
-    assert (partition, len(value)) == (1, 90 << 20)
-
-
 def test_truncation_deletes_what_is_durable(drill: Drill, monkeypatch: pytest.MonkeyPatch) -> None:
     durable_until: dict[int, int | None] = {1: None}
     monkeypatch.setattr(stream.SamplesTopic, "truncate", lambda self, partition: durable_until[partition])
@@ -435,45 +379,6 @@ def test_truncation_deletes_what_is_durable(drill: Drill, monkeypatch: pytest.Mo
     assert drill.said == ["fault 1 of 1: truncate stream-1 below offset 77"]
 
 
-def test_a_broker_that_loses_the_end_of_its_log_is_a_follower(
-    drill: Drill, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    cut_off: list[tuple[Path, str]] = []
-    followers: list[int] = []
-    monkeypatch.setattr(topics, "followers", lambda *args: followers)
-    monkeypatch.setattr(
-        actions, "truncate_log", lambda folder, partition, share: cut_off.append((folder, str(partition)))
-    )
-    drill.inject(fault("broker_lose_tail", broker=0))
-    assert drill.num_injected == 0  # a copy is behind
-    followers += [2, 3]
-    drill.tick()
-    assert [node.pid for node in drill.nodes] == [60, None, 62]
-    ((folder, partition),) = cut_off
-    assert folder == tmp_path
-    assert drill.said == [f"fault 1 of 1: lose_tail broker-2 of {partition}"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "command"),
-    [
-        ("worker_late_grants", record_builders.grant_of(1, 1, (1,))),
-        ("worker_late_settles", Settle(1, 1, 1, until=1)),
-    ],
-)
-def test_copies_of_commands_are_sent_late(drill: Drill, kind: str, command: Grant | Settle) -> None:
-    drill.inject(fault(kind))
-    assert drill.num_injected == 0  # no such command has come yet
-    drill.injector._copies._keep(1, command)
-    drill.tick()
-    assert not [sent for client in drill.clients for sent in client.sent]
-    drill.tick(HOLD_S)
-    assert [partition for client in drill.clients for partition, _ in client.sent] == [1]
-    drill.tick()
-    (entry,) = drill.injected
-    assert entry.is_done
-
-
 def test_the_control_streams_are_deleted(drill: Drill, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [False, True]
     monkeypatch.setattr(actions, "delete_keys", lambda services, pattern: answers.pop(0))
@@ -481,39 +386,6 @@ def test_the_control_streams_are_deleted(drill: Drill, monkeypatch: pytest.Monke
     assert drill.num_injected == 0  # Redis does not answer
     drill.tick()
     assert drill.num_injected == 1
-
-
-class SecondRun:
-    def __init__(self) -> None:
-        self.code: int | None = None
-
-    def poll(self) -> int | None:
-        return self.code
-
-
-@pytest.fixture
-def second_run(monkeypatch: pytest.MonkeyPatch) -> SecondRun:
-    run = SecondRun()
-    monkeypatch.setattr(runs, "start", lambda *args: run)
-    monkeypatch.setattr(actions, "end", lambda process, grace_s: None)
-    return run
-
-
-def test_a_second_run_lasts_until_it_has_succeeded(drill: Drill, second_run: SecondRun) -> None:
-    drill.inject(fault("redis_second_run"))
-    drill.tick()
-    assert not drill.injected[0].is_done
-    second_run.code = 0
-    drill.tick()
-    assert drill.injected[0].is_done
-
-
-def test_a_second_run_that_fails_fails_the_drill(drill: Drill, second_run: SecondRun, tmp_path: Path) -> None:
-    drill.inject(fault("redis_second_run"))
-    (tmp_path / "second-run-1" / "second-run.log").write_text("the cause")
-    second_run.code = 1
-    with pytest.raises(DrillError, match=r"expected exit code 0, got 1; the end of(.|\n)*the cause"):
-        drill.tick()
 
 
 # --- what a fault waits for
@@ -544,9 +416,8 @@ def test_one_cut_of_control_links_at_a_time(drill: Drill) -> None:
     assert drill.num_injected == 2
 
 
-@pytest.mark.parametrize("kind", ["stream_truncate", "broker_lose_tail"])
-def test_a_frozen_kafka_is_not_asked_for_anything(drill: Drill, kind: str) -> None:
-    drill.inject(fault("broker_freeze", broker=1), fault(kind))
+def test_a_frozen_kafka_is_not_asked_for_anything(drill: Drill) -> None:
+    drill.inject(fault("broker_freeze", broker=1), fault("stream_truncate"))
     assert drill.num_injected == 1
 
 

@@ -132,33 +132,6 @@ def test_one_of_several_poison_records_may_be_harmless() -> None:
     assert (poison.dead, poison.learned) == ({5}, {3})
 
 
-def test_a_bad_notice_is_recovered_from_when_the_worker_has_left_on_a_good_one() -> None:
-    recoveries = RecoveryTracker()
-    recoveries.feed(term_started(1))
-    recovery = recoveries.inject(fault("worker_malformed_notice"), 10.0)
-    recovery.is_done = False
-    recoveries.feed(update(11.0))
-    assert len(recoveries.open) == 1
-    recovery.is_done = True
-    recoveries.feed(update(16.0))
-    assert recoveries.open == ()
-
-
-def test_a_fault_that_lasts_is_recovered_from_after_its_end() -> None:
-    recoveries = RecoveryTracker()
-    recoveries.feed(term_started(1))
-    recovery = recoveries.inject(fault("worker_late_grants"), 10.0)
-    recovery.is_done = False
-    recoveries.feed(update(11.0))
-    assert len(recoveries.open) == 1
-    recovery.is_done, recovery.done_s = True, 14.0
-    recoveries.feed(update(13.5))  # made before the end, and read after it
-    assert len(recoveries.open) == 1
-    recoveries.feed(update(14.5))
-    assert recoveries.open == ()
-    assert recoveries.report()["recovery_s"] == {"p50": 0.5, "max": 0.5}
-
-
 def test_deleting_what_is_durable_holds_nothing_up() -> None:
     recoveries = RecoveryTracker()
     recoveries.feed(term_started(1))

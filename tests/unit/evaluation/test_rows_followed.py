@@ -222,7 +222,7 @@ class Job:
         weights, hashed = self.versions[place]
         assert self.model.tables is not None
         ids = x[:, 1].astype(np.int64)
-        rows = self.model.tables.bounds["hashed.weight"].initial.of(ids)
+        rows = self.model.tables.bounds["hashed.weight"].initial.rows(ids)
         at = np.minimum(np.searchsorted(IDS, ids), len(IDS) - 1)
         rows[IDS[at] == ids] = hashed.values[at[IDS[at] == ids]]
         known = torch.nn.functional.embedding(torch.from_numpy(x[:, 0].astype(np.int64)), weights["known"])

@@ -139,10 +139,10 @@ def test_a_version_by_its_number(rig: ServingRig) -> None:
     for version in (1, 2, 3):
         rig.save(version)
     followed = Followed(rig)
-    assert followed.follower.of_version(2).weights[0] == 2
+    assert followed.follower.load(2).weights[0] == 2
     with pytest.raises(CheckpointError, match="expected a version that is kept"):
-        followed.follower.of_version(4)
+        followed.follower.load(4)
     rig.publish(4)
     followed.follower.feed(record_builders.update(1, 4))
     followed.look()
-    assert followed.follower.of_version(4).weights[0] == 4
+    assert followed.follower.load(4).weights[0] == 4

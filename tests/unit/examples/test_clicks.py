@@ -20,8 +20,8 @@ from doll.consumers.compute.gradient import GradientComputer
 from doll.consumers.intake.decoding import RawRecords, decode_records
 from doll.errors import BadRecordsError, ConfigError, SampleError
 from doll.model.flat_model import FlatModel
-from doll.producers.sources import criteo, synthetic_clicks
 from doll.task.base import Task, load_task
+from examples.clicks import task as clicks
 from examples.clicks.task import Clicks, SparseLinear, columns_of, mix
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,11 +42,11 @@ def changed(cell: int, value: bytes, line: bytes = LINE) -> bytes:
     return b"\t".join(cells)
 
 
-def drawn(count: int, categories: int = 50, seed: int = 0) -> tuple[Any, np.ndarray, synthetic_clicks.Truth]:
+def drawn(count: int, categories: int = 50, seed: int = 0) -> tuple[Any, np.ndarray, clicks.Truth]:
     """Clicks, their probabilities and the truth behind them."""
     rng = np.random.default_rng(seed)
-    truth = synthetic_clicks.draw_truth(categories, 1.1, 0.5, rng)
-    return *synthetic_clicks.draw(truth, count, rng), truth
+    truth = clicks.draw_truth(categories, 1.1, 0.5, rng)
+    return *clicks.draw(truth, count, rng), truth
 
 
 def numbers_of(x: np.ndarray) -> np.ndarray:
@@ -59,10 +59,10 @@ def numbers_of(x: np.ndarray) -> np.ndarray:
 
 
 def test_a_line_and_its_packed_record_are_one_sample() -> None:
-    packed = criteo.pack_line(LINE)
-    assert len(packed) == criteo.RECORD.itemsize == 157 < len(LINE)
-    assert criteo.is_packed(packed)
-    assert not criteo.is_packed(LINE)
+    packed = clicks.pack_line(LINE)
+    assert len(packed) == clicks.RECORD.itemsize == 157 < len(LINE)
+    assert clicks.is_packed(packed)
+    assert not clicks.is_packed(LINE)
     task = Clicks(1000)
     (x, y, *_), (packed_x, packed_y, *_) = task.decode(LINE + b"\r\n"), task.decode(packed)
     x = np.asarray(x)
@@ -79,7 +79,7 @@ def test_a_line_of_157_bytes_is_a_line() -> None:
     line = changed(40, b"a" * 1, line)
     line += b"\r" * (157 - len(line))
     assert len(line) == 157
-    assert not criteo.is_packed(line)
+    assert not clicks.is_packed(line)
     assert Clicks().decode(line).y == 0
 
 
@@ -111,7 +111,7 @@ def test_a_line_of_157_bytes_is_a_line() -> None:
 def test_a_bad_record_is_refused_with_what_was_expected(record: bytes, message: str) -> None:
     with pytest.raises(SampleError, match=message):
         Clicks().decode(record)
-    good = criteo.pack_line(LINE)
+    good = clicks.pack_line(LINE)
     with pytest.raises(BadRecordsError) as refused:
         Clicks().decode_many([good, record, LINE])
     assert refused.value.positions == (1,)
@@ -122,7 +122,7 @@ def test_a_bad_record_is_refused_with_what_was_expected(record: bytes, message: 
 _cells = st.one_of(st.sampled_from([b"", b"0", b"-1", b"-4", b"12", b"2147483648", b"ff", b"fffffffff"]), st.binary())
 _lines = st.one_of(
     st.builds(changed, st.integers(1, 40), _cells),
-    st.sampled_from([LINE, criteo.pack_line(LINE), LINE + b"\n", bytes(157), b"\x02" + bytes(156)]),
+    st.sampled_from([LINE, clicks.pack_line(LINE), LINE + b"\n", bytes(157), b"\x02" + bytes(156)]),
     st.binary(min_size=157, max_size=157),
 )
 
@@ -217,7 +217,7 @@ def test_no_model_is_better_than_the_truth_and_the_truth_is_a_model_of_the_task(
     model = task.build_model()
     assert isinstance(model, SparseLinear)
     ranks = np.repeat(np.arange(5)[:, None], 26, axis=1)
-    columns = columns_of(synthetic_clicks.names(ranks), task.columns).astype(np.int64)
+    columns = columns_of(clicks.names(ranks), task.columns).astype(np.int64)
     assert len(np.unique(columns)) == 130
     with torch.no_grad():
         model.table.weight[torch.from_numpy(columns.T.ravel()), 0] = torch.from_numpy(truth.category_weights.ravel())
@@ -227,7 +227,7 @@ def test_no_model_is_better_than_the_truth_and_the_truth_is_a_model_of_the_task(
         assert torch.sigmoid(logits).numpy() == pytest.approx(probabilities, abs=1e-5)
         assert float(task.loss(logits + 0.2, y)) > float(task.loss(logits, y)) < float(task.loss(1.2 * logits, y))
         assert task.metrics(logits, y)["accuracy"] == np.mean((probabilities > 0.5) == rows["label"])
-        bayes = synthetic_clicks.bayes_log_loss(truth, np.random.default_rng(1), 50_000)
+        bayes = clicks.bayes_log_loss(truth, np.random.default_rng(1), 50_000)
         assert float(task.loss(logits, y)) == pytest.approx(bayes, abs=0.01)
 
 
@@ -255,11 +255,15 @@ def real() -> tuple[np.ndarray, np.ndarray]:
     path = SHARED_DATA / "criteo_sample/train.tsv.gz"
     if not path.is_file():
         pytest.skip("needs the Criteo sample in ../shared/data")
-    text = f"job: t\ntask: {{class: 'a:B'}}\ndata: {{workers: 1}}\nsource: {{kind: criteo, path: '{path.resolve()}'}}"
+    text = (
+        "job: t\ntask: {class: 'a:B'}\ndata: {workers: 1}\n"
+        "source: {kind: python, of: 'examples.clicks.task:from_file', "
+        f"args: {{clicks_path: '{path.resolve()}'}}}}"
+    )
     from doll.producers import sources
 
     records = list(sources.open_streams(job_config.parse(text), [0])[0])
-    assert all(map(criteo.is_packed, records))
+    assert all(map(clicks.is_packed, records))
     block = Clicks().decode_block(memoryview(b"".join(records)), 157)
     assert block is not None
     assert (len(block[0]), int(block[1].sum())) == (7200, 1549)
@@ -323,11 +327,11 @@ def test_scikit_learn_finds_the_same_model_of_real_clicks(real: tuple[np.ndarray
 
 def test_the_stream_of_a_seed_is_endless_fresh_and_skewed() -> None:
     rng = np.random.default_rng(0)
-    truth = synthetic_clicks.draw_truth(100, 1.1, 0.3, rng)
-    records = list(itertools.islice(synthetic_clicks.samples(truth, rng), 5000))
+    truth = clicks.draw_truth(100, 1.1, 0.3, rng)
+    records = list(itertools.islice(clicks.drawn(truth, rng), 5000))
     assert len(set(records)) == 5000
-    rows = np.frombuffer(b"".join(records), criteo.RECORD)
-    assert criteo.check(rows).all()
+    rows = np.frombuffer(b"".join(records), clicks.RECORD)
+    assert clicks.check(rows).all()
     _, frequencies = np.unique(rows["categories"][:, 0], return_counts=True)
     first, second = sorted(frequencies.tolist(), reverse=True)[:2]
     assert first / second == pytest.approx(2**1.1, rel=0.15)  # Zipf's law

@@ -75,7 +75,7 @@ def test_a_copy_loads_decodes_its_source_and_computes_a_gradient(name: str, tmp_
 
         flat.tables.connect(rows)
     if task.defines_step:
-        step, bad = OwnSteps(config, task, flat, 0).compute(decoded.x, decoded.y, batch=0)
+        step, bad = OwnSteps(config, task, flat).compute(decoded.x, decoded.y, seed=0)
         assert not bad
         assert step is not None
         assert step.values.any()

@@ -17,8 +17,8 @@ from doll.consumers.intake.decoding import RawRecords, decode_records
 from doll.errors import BadRecordsError, SampleError
 from doll.model.flat_model import FlatModel
 from doll.producers import sources
-from doll.producers.sources import ratings
 from doll.task.base import Task, load_task
+from examples.ratings import task as ratings
 from examples.ratings.task import MatrixFactorization, Pmf
 from hypothesis import given
 from hypothesis import strategies as st
@@ -220,7 +220,8 @@ def test_pmf_learns_real_ratings_as_the_plain_program_does() -> None:
         pytest.skip("needs MovieLens 100K in ../shared/data")
     text = (
         "job: t\ndata: {workers: 1}\n"
-        f"source: {{kind: ratings, path: '{path.resolve()}', holdout_one_in: 10}}\n"
+        "source: {kind: python, of: 'examples.ratings.task:from_file', "
+        f"args: {{ratings_path: '{path.resolve()}', holdout_one_in: 10}}}}\n"
         "task: {class: 'examples.ratings.task:Pmf', args: {users: 944, items: 1683, biases: true, mean: 3.53, "
         f"ratings_path: '{path.resolve()}'}}}}"
     )
@@ -268,7 +269,8 @@ def test_what_is_held_out_is_not_in_the_stream(tmp_path: Path) -> None:
     lines = [b"user,item,rating", *(b"%d,%d,3" % pair for pair in itertools.product(range(30), range(30)))]
     (tmp_path / "r.csv").write_bytes(b"\n".join(lines))
     text = (
-        "job: t\ndata: {workers: 1}\nsource: {kind: ratings, path: r.csv, header: true, holdout_one_in: 5}\n"
+        "job: t\ndata: {workers: 1}\nsource: {kind: python, of: 'examples.ratings.task:from_file', "
+        "args: {ratings_path: r.csv, header: true, holdout_one_in: 5}}\n"
         "task: {class: 'examples.ratings.task:Pmf', args: {users: 30, items: 30, ratings_path: r.csv, header: true, "
         "holdout_one_in: 5}}"
     )

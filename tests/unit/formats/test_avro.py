@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import fastavro
 import msgspec
 import pytest
 from doll.errors import BadRecordsError, ConfigError, RetryLater, SampleError
-from doll.formats.avro import AvroReader, PlainAvroReader
+from doll.formats.avro import AvroReader, PlainAvroReader, _is_recursive
 from doll.formats.registry import RegistryClient
 from fake_registry import FakeRegistry, avro, fake_registry, schema
 
@@ -160,6 +162,61 @@ def test_named_types_of_other_subjects_are_followed(registry: FakeRegistry) -> N
 
     value = avro(8, schema(("place", place)), {"place": {"country": "DE"}})
     assert reader_of(registry, Visit).read_one(value).place == {"country": "DE"}
+
+
+def test_a_uuid_is_the_text_that_avro_stores(registry: FakeRegistry) -> None:
+    registry.add(9, schema(("user", {"type": "string", "logicalType": "uuid"})))
+    text = "2b9ae968-5387-4691-bb39-3fc74278b589"
+    value = avro(9, schema(("user", "string")), {"user": text})
+    for kind, expected in ((str, text), (uuid.UUID, uuid.UUID(text))):
+        record = msgspec.defstruct("Visit", [("user", kind)])
+        assert reader_of(registry, record).read_one(value).user == expected
+
+
+def test_the_field_that_cannot_be_read_is_named(registry: FakeRegistry) -> None:
+    reader, good = reader_of(registry), second(1)
+    assert reader.read_one(good).country == "DE"
+    for value, text in (
+        (good.replace(b"DE", b"\xff\xfe"), "country: UnicodeDecodeError"),
+        (good[:12], "the value ends within price: is it cut off"),
+        (good[:-1], "the value ends within age"),
+        (good.replace(b"\x04DE", b"\xff\xff\xff\xff\x0fDE"), "within country"),
+    ):
+        with pytest.raises(SampleError, match=text):
+            reader.read_one(value)
+
+
+NODE = {"type": "record", "name": "Node", "fields": [{"name": "next", "type": ["null", "Node"]}]}
+LEAF = {"type": "record", "name": "Leaf", "fields": [{"name": "n", "type": "long"}]}
+
+
+@pytest.mark.parametrize("is_reference", [False, True])
+def test_records_in_records_without_end_are_refused_and_do_not_end_the_process(
+    registry: FakeRegistry, is_reference: bool
+) -> None:
+    """The decoder in C would overflow its stack: a signal, and no exception."""
+    whole = schema(("user", "long"), ("more", NODE))
+    if is_reference:
+        registry.add_version("node", 1, NODE)
+        named = schema(("user", "long"), ("more", "Node"))
+        registry.add(9, named, references=[{"name": "Node", "subject": "node", "version": 1}])
+    else:
+        registry.add(9, whole)
+    reader = reader_of(registry, msgspec.defstruct("Tree", [("user", int), ("more", Any)]))
+    good = avro(9, whole, {"user": 3, "more": {"next": {"next": {"next": None}}}})
+    assert reader.read_one(good).more == {"next": {"next": {"next": None}}}
+    with pytest.raises(SampleError, match="more: RecursionError"):
+        reader.read_one(good[:6] + b"\2" * 200_000 + b"\0")
+
+
+def test_schemas_that_hold_themselves_are_known() -> None:
+    known = [
+        NODE, schema(("a", {"type": "array", "items": NODE})), schema(("a", {"type": "map", "values": NODE})),
+        schema(("a", {"type": "record", "name": "B", "fields": [{"name": "c", "type": ["null", "Click"]}]})),
+    ]  # fmt: skip
+    assert [_is_recursive(fastavro.parse_schema(item, named_schemas={})) for item in known] == [True] * 4
+    others = [FIRST, SECOND, LEAF, schema(("a", LEAF), ("b", "Leaf"), ("c", {"type": "array", "items": "Leaf"}))]
+    assert [_is_recursive(fastavro.parse_schema(item, named_schemas={})) for item in others] == [False] * 4
 
 
 def test_times_are_the_numbers_that_avro_stores(registry: FakeRegistry) -> None:

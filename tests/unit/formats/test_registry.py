@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,9 +30,9 @@ def test_schemas_are_read_by_id_and_by_subject(registry: FakeRegistry) -> None:
     registry.add_version("a%2Fb", "latest", "bytes")
     assert client.by_id(7) == RegisteredSchema('"string"', "AVRO")
     assert client.by_id(8).kind == "JSON"
-    assert client.of_subject("clicks-value", 3).text == '"int"'
-    assert client.of_subject("clicks-value").text == '"long"'
-    assert client.of_subject("a/b").text == '"bytes"'
+    assert client.by_subject("clicks-value", 3).text == '"int"'
+    assert client.by_subject("clicks-value").text == '"long"'
+    assert client.by_subject("a/b").text == '"bytes"'
 
 
 def test_references_come_before_the_schema_that_names_them(registry: FakeRegistry) -> None:
@@ -146,3 +149,39 @@ def test_a_token_that_is_no_header_is_refused_without_repeating_it(token: str) -
     with pytest.raises(ConfigError, match="DOLL_REGISTRY_TOKEN: expected printable characters of ASCII") as caught:
         RegistryClient("http://127.0.0.1:1", {"DOLL_REGISTRY_TOKEN": token})
     assert token[:2] not in str(caught.value)
+
+
+def test_a_registry_on_this_machine_is_asked_without_a_proxy(
+    registry: FakeRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry.add(1, {"type": "string"})
+    for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    assert RegistryClient(registry.url, {}).by_id(1).kind == "AVRO"
+    with pytest.raises(RetryLater, match="does not answer"):
+        RegistryClient("http://registry.example:8081", {}).by_id(1)
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nX: ", b"HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n\r\n"])
+def test_an_answer_that_drips_is_not_waited_for_for_ever(head: bytes) -> None:
+    """In its head or in its body, and always before the time without a byte is over."""
+    ended = threading.Event()
+
+    def drip() -> None:
+        connection, _ = listener.accept()
+        with contextlib.suppress(OSError), connection:
+            connection.recv(65_536)
+            connection.sendall(head)
+            while not ended.wait(0.01):
+                connection.sendall(b" ")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=drip, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(RetryLater, match=r"has not answered within 0\.2 s"):
+            RegistryClient(url, {}, time_limit_s=0.2).by_id(1)
+        ended.set()
+        thread.join()

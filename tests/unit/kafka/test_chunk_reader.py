@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import raw_batches
 from bombs import send_bomb
-from confluent_kafka import Producer, TopicPartition
+from confluent_kafka import TIMESTAMP_LOG_APPEND_TIME, Producer, TopicPartition
+from cut_logs import truncate_log
 from doll.config import JobConfig, parse
-from doll.drill.actions import truncate_log
 from doll.kafka import chunk_reader, topics
 from doll.kafka.chunk_reader import (
     NOTHING_LEARNED,
@@ -154,18 +155,28 @@ def test_keys_headers_and_timestamps_come_where_they_are_asked_for(make_rig: Cal
     producer.produce(topic, None, b"gone", partition=0)
     producer.produce(topic, b"x" * 3_000_000, b"long", partition=0)
     assert producer.flush(60) == 0
+    no_text = [raw_batches.record(b"w", headers=[(b"a", b"1"), (b"\xff\xfe", b"v")]), raw_batches.record(b"x", at=1)]
+    assert raw_batches.send(rig.services.kafka, topic, 0, no_text) == 0
     chunks: list[Chunk] = []
-    while not chunks or chunks[-1].offsets[-1] < 2:
-        if isinstance(delivery := rig.take(), Chunk):
+    while not chunks or chunks[-1].offsets[-1] < 4:
+        if isinstance(delivery := rig.take(), Exception):
+            raise delivery
+        if isinstance(delivery, Chunk):
             chunks.append(delivery)
+    *_, refused, last = [value for chunk in chunks for value in chunk.values]
+    assert isinstance(refused, UnreadValue), "whatever the task reads"
+    assert (refused.code, refused.head, refused.num_bytes, last) == ("undecodable", b"w", 1, b"x")
+    assert "headers: expected keys in UTF-8" in refused.reason
     envelopes = [envelope for chunk in chunks for envelope in chunk.envelopes]
     if not asked:
         assert envelopes == []
         return
-    first, tombstone, too_long = envelopes
+    first, tombstone, too_long, without_text, _ = envelopes
+    assert without_text is None
     assert first is not None
     assert (first.key(), first.headers()) == (b"k", [("a", b"1"), ("a", None)])
-    assert first.timestamp()[1] == 1_700_000_000_123
+    kind, stamp_ms = first.timestamp()
+    assert (kind, stamp_ms > 1_700_000_000_123) == (TIMESTAMP_LOG_APPEND_TIME, True), "a topic of DOLL's own"
     assert tombstone is not None
     assert tombstone.key() == b"gone"
     assert too_long is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import socket
 from pathlib import Path
 
 import doll
@@ -10,7 +11,7 @@ import pytest
 from confluent_kafka import KafkaError
 from doll.errors import ConfigError
 from doll.kafka import clients
-from doll.kafka.clients import LINGER_MS, kafka_settings, make_consumer, make_producer
+from doll.kafka.clients import LINGER_MS, kafka_problem, kafka_settings, make_consumer, make_producer
 from doll.services import Services
 from job_files import job
 
@@ -66,6 +67,13 @@ def test_a_broker_that_is_unreachable_is_logged_once_in_thirty_seconds(capsys: p
     output = capsys.readouterr()
     assert (output.out + output.err).count("_TRANSPORT") == 2
     assert (output.out + output.err).count("_ALL_BROKERS_DOWN") == 1
+
+
+def test_a_broker_that_is_connected_and_busy_is_waited_for_longer_than_none() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        services = Services(f"127.0.0.1:{silent.getsockname()[1]}", "")
+        assert "does not answer within 1.2 s" in str(kafka_problem(job(), services, 0.3))
+    assert "does not answer within 0.3 s" in str(kafka_problem(job(), services, 0.3))
 
 
 def test_a_producer_waits_for_all_replicas_and_a_consumer_commits_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

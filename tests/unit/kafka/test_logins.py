@@ -107,7 +107,11 @@ def test_the_region_of_msk_is_in_its_brokers_names_else_in_the_environment(monke
         (["security=sasl_plaintext", "sasl_mechanism=AWS_MSK_IAM"], "AWS_MSK_IAM: expected security: sasl_ssl"),
         (
             ["security=sasl_ssl", "sasl_mechanism=AWS_MSK_IAM", "producer_user=me"],
-            "DOLL does not know its own principal",
+            "producer_user: with AWS_MSK_IAM DOLL does not know its own principal",
+        ),
+        (
+            ["security=sasl_ssl", "sasl_mechanism=AWS_MSK_IAM", "worker_user=me"],
+            "worker_user: with AWS_MSK_IAM DOLL does not know its own principal",
         ),
         (["security=sasl_ssl", "sasl_mechanism=GSSAPI"], "input should be 'PLAIN', 'SCRAM-SHA-256'"),
     ],

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from confluent_kafka.admin import AclBinding
+from doll.kafka import topics
 from doll.kafka.permissions import ROLES, Permission, allow_command, lacking, needed
 from job_files import job
 
@@ -43,3 +49,41 @@ def test_the_commands_name_each_resource_once() -> None:
         "kafka-acls.sh --add --allow-principal 'User:me' --operation Read --group 'g' --resource-pattern-type prefixed",
         "kafka-acls.sh --add --allow-principal 'User:me' --operation Create --cluster",
     ]
+
+
+class Granting:
+    """An AdminClient that notes which ACLs it is asked for."""
+
+    def __init__(self) -> None:
+        self.acls: list[str] = []
+
+    def create_acls(self, acls: list[AclBinding], **options: Any) -> dict[AclBinding, Future[None]]:
+        done: Future[None] = Future()
+        done.set_result(None)
+        for acl in acls:
+            pattern = f"{acl.restype.name} {acl.name}{'*' * (acl.resource_pattern_type.name == 'PREFIXED')}".lower()
+            self.acls.append(f"{acl.principal} {acl.operation.name} {pattern}")
+        return dict.fromkeys(acls, done)
+
+
+def test_the_workers_user_is_allowed_what_a_worker_needs_but_on_a_topic_of_somebody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first ACL on a topic can exclude all who used it before: only its owner knows whom."""
+    monkeypatch.setenv("DOLL_KAFKA_USERNAME", "doll")
+    monkeypatch.setenv("DOLL_KAFKA_PASSWORD", "hush")
+    own = [
+        "User:w READ topic doll.j.commands", "User:w WRITE topic doll.j.events", "User:w WRITE topic doll.j.dead",
+        "User:w WRITE topic doll.j.metrics", "User:w DESCRIBE topic doll.j.updates",
+        "User:w DESCRIBE group doll.j.*", "User:w READ group doll-j-w*",
+    ]  # fmt: skip
+    for settings, samples in (((), ["User:w READ topic doll.j.samples"]), (("data.topic=clicks",), [])):
+        kafka, wanted = Granting(), samples + own
+        config = job("kafka.security=sasl_ssl", "kafka.worker_user=w", *settings)
+        topics._allow_users(kafka, config, "kafka:9092")
+        assert [acl for acl in kafka.acls if acl.startswith("User:w ")] == wanted
+        others = {f"User:doll ALL {acl.split(' ', 2)[2]}" for acl in wanted}
+        assert {acl for acl in kafka.acls if not acl.startswith("User:w ")} == others
+    nobody = Granting()
+    topics._allow_users(nobody, job("kafka.security=sasl_ssl"), "kafka:9092")
+    assert nobody.acls == []

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
+import raw_batches
 from doll.config import JobConfig, parse
 from doll.errors import ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.publisher import Publisher
 from doll.kafka.range_reader import RangeReader
-from doll.kafka.reader import Partition, PrefetchedBounds, Reader, Tail, from_end
+from doll.kafka.reader import Partition, PrefetchedBounds, Reader, Tail, from_end, unreadable_headers
 from doll.records.control import Hello, encode
 from doll.services import Services
 
@@ -128,6 +130,41 @@ def test_many_partitions_of_a_topic_that_does_not_exist_are_named(config: JobCon
         reader.bounds_of_partitions("nothing-here", range(3))
 
 
+class WithoutText:
+    """As confluent-kafka's message with a header whose key is no UTF-8: the second question ends the process."""
+
+    def __init__(self, *headers: str) -> None:
+        self.asked, self.own = 0, list(headers)
+
+    def headers(self) -> Any:
+        self.asked += 1
+        if self.own:
+            return [(name, b"") for name in self.own]
+        assert self.asked == 1
+        raise SystemError("returned a result with an exception set") from UnicodeDecodeError(
+            "utf-8", b"\xff\xfe", 0, 1, "invalid start byte"
+        )
+
+
+def test_headers_that_are_no_text_are_found_and_are_asked_for_once() -> None:
+    messages = [WithoutText("a"), WithoutText(), WithoutText(), WithoutText("b"), WithoutText()]
+    reason = r"headers: expected keys in UTF-8, got other bytes (b'\xff\xfe')"
+    assert unreadable_headers(messages) == {1: reason, 2: reason, 4: reason}
+    assert [message.asked for message in messages] == [1] * 5
+
+
+def test_a_record_whose_headers_are_no_text_is_read_without_them(config: JobConfig, services: Services) -> None:
+    """Of a foreign writer; everything that looks at records of the stream reads it, such as a producer that resumes."""
+    samples = config.topic("samples")
+    # Many of both: Python optimizes a line that has run some times.
+    keys = [b"n", b"\xff\xfe"] * 60
+    records = [raw_batches.record(b"1", at=at, headers=[(key, b"v")]) for at, key in enumerate(keys)]
+    assert raw_batches.send(services.kafka, samples, 0, records) == 0
+    with RangeReader(config, services) as reader:
+        messages = list(reader.messages(samples, 0, 0, 120))
+    assert [list(message.headers) for message in messages] == [[("n", b"v")], []] * 60
+
+
 def test_a_range_is_read_with_headers_and_ends_at_its_end(config: JobConfig, services: Services) -> None:
     samples = config.topic("samples")
     with Publisher(config, services) as publisher:
@@ -142,3 +179,23 @@ def test_a_range_is_read_with_headers_and_ends_at_its_end(config: JobConfig, ser
         assert list(reader.read(samples, 0, 4, 4)) == []
         assert reader.bounds(samples, 0) == (0, 4)
         assert list(reader.records(config.topic("updates"), (Hello,))) == []
+
+
+def test_ranges_of_many_partitions_are_read_together(services: Services, job_name: str) -> None:
+    """With compacted and aborted records there are gaps in all of them: each range ends, wherever the log goes on."""
+    config = parse(f"job: {job_name}\ntask: {{class: 'a:B'}}\ndata: {{workers: 40}}\n")
+    topics.ensure(config, services)
+    samples = config.topic("samples")
+    with Publisher(config, services) as publisher:
+        for number in range(40):
+            for _ in range(3 * number):
+                publisher.send(samples, b"x", partition=number)
+        assert publisher.flush(60.0) == 0
+    ranges = [(number, lo, min(lo + 2, 3 * number)) for number in range(40) for lo in (0, 5, 40, 100)]
+    with RangeReader(config, services) as reader:
+        offsets = list(reader.read_together(samples, ranges))
+        assert sorted(offsets) == [(number, at) for number, lo, hi in ranges for at in range(lo, hi)]
+        assert list(reader.read_together(samples, [(39, 100, 200), (0, 0, 5), (7, 3, 3)])) == [
+            (39, at) for at in range(100, 117)
+        ]
+        assert [offset for offset, _ in reader.read(samples, 39, 115, 117)] == [115, 116], "and one by itself again"

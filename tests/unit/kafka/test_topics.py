@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any, cast
 
 import pytest
-from confluent_kafka import KafkaError, KafkaException, Producer
+from confluent_kafka import KafkaError, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import (
     AdminClient,
     AlterConfigOpType,
@@ -136,18 +136,22 @@ def test_more_replicas_than_brokers_are_refused(services: Services, job_name: st
 
 
 @pytest.mark.integration
-def test_a_producer_s_user_is_refused_where_every_user_may_do_everything(services: Services, job_name: str) -> None:
+@pytest.mark.parametrize("name", ["producer_user", "worker_user"])
+def test_a_user_with_few_rights_is_refused_where_every_user_may_do_everything(
+    services: Services, job_name: str, name: str
+) -> None:
     """What an authorizer does with it: tests/deploy/test_kafka_hosts.py."""
-    with pytest.raises(ConfigError, match=r"kafka\.producer_user is feed, but Kafka at .* has no authorizer"):
-        topics.ensure(job("kafka.producer_user=feed", name=job_name, workers=3), services)
+    with pytest.raises(ConfigError, match=rf"kafka\.{name} is feed, but Kafka at .* has no authorizer"):
+        topics.ensure(job(f"kafka.{name}=feed", name=job_name, workers=3), services)
 
 
+@pytest.mark.parametrize("name", ["producer_user", "worker_user"])
 @pytest.mark.parametrize("user", ["'*'", "'User:feed'", "''", "'a\\nb'"])
-def test_a_producer_s_user_is_one_name(user: str) -> None:
+def test_a_user_with_few_rights_is_one_name(name: str, user: str) -> None:
     """`User:*` would be everybody."""
-    with pytest.raises(ConfigError, match="producer_user"):
-        job(f"kafka.producer_user={user}", workers=3)
-    assert job("kafka.producer_user=", workers=3).kafka.producer_user is None
+    with pytest.raises(ConfigError, match=name):
+        job(f"kafka.{name}={user}", workers=3)
+    assert getattr(job(f"kafka.{name}=", workers=3).kafka, name) is None
 
 
 @pytest.mark.integration
@@ -179,6 +183,12 @@ def actual(settings: dict[str, str] | None = None, replicas: int = 3, in_sync: i
         ("dead", actual({"retention.ms": "604800000"}), False, "the audit fails once a dead letter is deleted"),
         ("samples", actual({"retention.ms": "3600000"}), False, "data.retention_hours asks for 86400000"),
         ("samples", actual({"retention.bytes": "1000"}), False, "retention.bytes is 1000"),
+        (
+            "samples",
+            actual({"retention.ms": "86400000", "message.timestamp.type": "CreateTime"}),
+            False,
+            "records with old timestamps are deleted before they are learned; change it: kafka-configs.sh",
+        ),
         ("samples", actual({"max.message.bytes": "1048588"}), False, "expected 16777216"),
         ("updates", actual({"max.message.bytes": "1048588"}), False, "names many refused samples"),
         ("samples", actual({"min.insync.replicas": "4"}), True, "nothing can ever be written"),
@@ -235,6 +245,20 @@ def test_a_compacted_topic_stops_the_job_and_a_short_retention_is_told(services:
 
 
 @pytest.mark.integration
+def test_the_job_s_own_topics_keep_records_by_the_time_of_the_broker(services: Services, job_name: str) -> None:
+    """By its own timestamp, a record of an event of last year would be deleted within seconds."""
+    config = job(name=job_name, workers=3)
+    topics.ensure(config, services)
+    names = [topic.name for topic in plan_topics(config)]
+    admin = AdminClient(kafka_settings(config, services))
+    asked = {name: ConfigResource(ResourceType.TOPIC, name) for name in names}
+    answers = admin.describe_configs(list(asked.values()))
+    assert {answers[item].result(WAIT_TIMEOUT_S)["message.timestamp.type"].value for item in asked.values()} == {
+        "LogAppendTime"
+    }
+
+
+@pytest.mark.integration
 def test_records_below_an_offset_are_deleted(services: Services, job_name: str) -> None:
     config = job(name=job_name, workers=3)
     topics.ensure(config, services)
@@ -263,8 +287,6 @@ class Broker:
 
 
 class Metadata:
-    controller_id = -1
-
     def __init__(self, topics_: dict[str, Topic]) -> None:
         self.topics = topics_
         self.brokers = {number: Broker(number) for number in (1, 2, 3)}
@@ -279,6 +301,7 @@ class SlowCluster:
     def __init__(self, behind: int) -> None:
         self.created: dict[str, Topic] = {}
         self.behind = behind
+        self.unopened = 0  # questions for offsets that a leader still refuses
         self._turn = 0
 
     def answer(self, broker: int) -> Metadata:
@@ -303,6 +326,9 @@ class SlowAdmin:
         host, _, port = self._address.partition(":")
         return self._cluster.answer(int(port) if host == "broker" else self._cluster.next_broker())
 
+    def describe_configs(self, wanted: list[object], **_: object) -> dict[object, Future[None]]:
+        return {}  # the settings are unknown
+
     def create_topics(self, wanted: list[NewTopic], **_: object) -> dict[str, Future[None]]:
         done: dict[str, Future[None]] = {}
         for topic in wanted:
@@ -310,6 +336,26 @@ class SlowAdmin:
             done[topic.topic] = Future()
             done[topic.topic].set_result(None)
         return done
+
+    def list_offsets(self, wanted: dict[TopicPartition, object], **_: object) -> dict[TopicPartition, Future[None]]:
+        answers: dict[TopicPartition, Future[None]] = {where: Future() for where in wanted}
+        for answer in answers.values():
+            answer.set_result(None)
+        if self._cluster.unopened > 0:
+            self._cluster.unopened -= 1
+            refused: Future[None] = Future()
+            codes = (KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.UNKNOWN_LEADER_EPOCH)
+            refused.set_exception(KafkaException(KafkaError(codes[self._cluster.unopened % 2])))
+            answers[next(iter(answers))] = refused
+        return answers
+
+
+def test_ensure_waits_until_leaders_answer_for_what_was_created(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = SlowCluster(behind=0)
+    cluster.unopened = 3
+    monkeypatch.setattr(topics, "make_admin", cluster.client)
+    topics.ensure(job(workers=3), Services("bootstrap:9092", ""))
+    assert cluster.unopened == 0
 
 
 def test_ensure_waits_until_every_broker_knows_what_was_created(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,7 +218,27 @@ def test_what_an_ended_job_left_unread_may_go() -> None:
         Finished(term=1, version=1, reason="", time_s=0),
     ]
     report = balance(durable=durable(1, 1, 1, 0), ends=(30, 10), records=ended, dead_letters=[], lows=(30, 10))
-    assert (report.ok, report.lost, report.pending) == (True, 0, 30)
+    # Partition 0: 10-29, and 1: 0-9; partition 0 holds 8-15 as its first batch.
+    assert (report.ok, report.lost, report.pending, report.unread) == (True, 0, 0, 30)
+    assert "0 missing, 0 twice, 30 deleted unread, 0 dead-lettered" in report.summary()
+
+
+def test_what_was_deleted_before_the_job_began_is_counted_and_named() -> None:
+    """Records with timestamps of a year ago, which retention deleted before the first server asked for the origins."""
+    begun = replace(durable(0, 0, 0, 0), origins=(1000, 0))
+    arguments: dict[str, Any] = {
+        "durable": begun,
+        "ends": (1000, 10),
+        "records": [],
+        "dead_letters": [],
+        "lows": (1000, 0),
+    }
+    report = balance(**arguments, is_whole=True)
+    assert (report.produced, report.unread, report.unread_ranges) == (1010, 1000, (Range(0, 0, 1000),))
+    assert "1010 offsets produced" in report.summary()
+    assert "0 missing, 0 twice, 1000 deleted unread" in report.summary()
+    assert report.unread_records() == ["deleted unread, before the job began or after it had ended: partition 0: 0-999"]
+    assert balance(**arguments).unread == 0, "the job was to begin with what the log held, or later"
 
 
 def test_what_is_said_to_be_deleted_must_be() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from doll.config import parse
 from doll.errors import ConfigError
-from doll.ledger.admission import ANY_TERM, fold_lineage, refuse_earlier_run, refuse_later_run
-from doll.ledger.lineage import Change, GenerationFilter, Lineage
+from doll.ledger.admission import ANY_TERM, admit, fold_lineage, refuse_earlier_run, refuse_later_run
+from doll.ledger.lineage import GenerationFilter, Lineage, LineageChange
 from doll.records.control import DeadLetter, Finished, TermStarted, Update, decode, encode
 from doll.services import Services
+from doll.storage.checkpoints import Checkpoint
+from memory_stores import MemoryCheckpointStore
 from record_builders import finished, term_started, update
 
 CONFIG = parse("job: digits\ntask: {class: 'a:B'}\n")
@@ -50,7 +53,7 @@ def test_the_lineage_is_that_of_the_newest_server() -> None:
         lineage.feed(record)
     assert lineage == Lineage(2, 0, (0,), 2, "updates: 2 reached")
     assert [lineage.feed(record) for record in LOG[5:]] == [
-        Change.GENERATION, Change.FENCED, Change.NONE, Change.TERM, Change.NONE,
+        LineageChange.GENERATION, LineageChange.FENCED, LineageChange.NONE, LineageChange.TERM, LineageChange.NONE,
     ]  # fmt: skip
     assert lineage == Lineage(5, 3, (8,), 2, "")
     assert [lineage.is_current(term) for term in (2, 3, 5)] == [False, True, True]
@@ -98,3 +101,54 @@ def test_checkpoints_of_an_earlier_run_than_the_newest_are_refused() -> None:
         refuse_later_run(CONFIG, SERVICES, Lineage(5, 3), 0, "runs/old")
     # Brought back from a backup: terms were claimed since, but of the same run.
     refuse_later_run(CONFIG, SERVICES, Lineage(5, 3), 3, "")
+
+
+def store_at(term: int, version: int) -> MemoryCheckpointStore:
+    store = MemoryCheckpointStore("digits")
+    counts = {"version": version, "applied": (version,) * 4, "origins": (0,) * 4, "records_per_batch": 64}
+    state = msgspec.msgpack.encode(counts)
+    store.save(Checkpoint(job="digits", fingerprint="f", term=term, version=version, state=state, tensors={}))
+    return store
+
+
+@pytest.mark.parametrize(
+    ("term", "version", "says"),
+    [
+        (1, 2, ""),  # the store of which term 2 has begun
+        (1, 1, ""),  # a backup of it, from before
+        (1, 3, "gone on from version 2 (term 2), with other checkpoints than those in here, which are at version 3"),
+        (2, 9, ""),  # of that server itself
+    ],
+)
+def test_a_store_that_the_run_did_not_go_on_from_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch, term: int, version: int, says: str
+) -> None:
+    """Two copies of a run folder whose Kafka is neither's own: what one has learned, the other must not learn again
+    under the same numbers."""
+    lineage = Lineage()
+    for record in (term_started(1, origins=(0,)), update(1, 1), term_started(2, resumed=2, origins=(0,)), update(2, 3)):
+        lineage.feed(record)
+    monkeypatch.setattr("doll.ledger.admission.read_lineage", lambda *_, **__: lineage)
+    if not says:
+        assert admit(CONFIG, SERVICES, store_at(term, version), "here", 0) is lineage
+        return
+    with pytest.raises(ConfigError) as refused:
+        admit(CONFIG, SERVICES, store_at(term, version), "here", 0)
+    assert says in str(refused.value)
+
+
+def test_a_server_that_begins_while_another_is_asked_is_none_of_an_earlier_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two standbys of a new job: one saves its first checkpoint and writes its first record between two looks of the
+    other, which replaces it."""
+    store = MemoryCheckpointStore("digits")
+    lineage = Lineage()
+    lineage.feed(term_started(1, origins=(0,) * 4))
+
+    def read_meanwhile(*_: object, **__: object) -> Lineage:
+        counts = {"version": 0, "applied": (0,) * 4, "origins": (0,) * 4, "records_per_batch": 64}
+        state = msgspec.msgpack.encode(counts)
+        store.save(Checkpoint(job="digits", fingerprint="f", term=1, version=0, state=state, tensors={}))
+        return lineage
+
+    monkeypatch.setattr("doll.ledger.admission.read_lineage", read_meanwhile)
+    assert admit(CONFIG, SERVICES, store, "here", 0) is lineage

@@ -12,6 +12,7 @@ from doll.ledger import offset_ranges
 from doll.ledger.balance import LedgerReport, Range
 from doll.ledger.valid_updates import DurableModel
 from doll.records.control import DeadLetter, Finished, Member, TermStarted, Update
+from fuzzing import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from record_builders import balance, dead_letter
@@ -158,7 +159,7 @@ def counts(report: LedgerReport) -> dict[str, int]:
 
 
 @given(rng=RNG, steps=st.integers(0, 60), save_at_end=st.booleans())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_every_sound_history_balances(rng: random.Random, steps: int, save_at_end: bool) -> None:
     history = play(rng, steps=steps, save_at_end=save_at_end)
     report = history.report()

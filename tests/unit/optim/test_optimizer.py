@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from doll.config import AdagradConfig, AdamConfig, OptimizerConfig, SgdConfig
+from doll.config import AdagradConfig, AdamConfig, OptimizerConfig, SgdConfig, TrainingConfig
+from doll.config.policy import OuterStep
 from doll.errors import CheckpointError
 from doll.model.flat_model import FlatModel
-from doll.optim.optimizer import DivergedError, Optimizer
+from doll.optim.optimizer import DivergedError, Optimizer, OuterOptimizer
+from doll.optim.recipe import make_optimizer
 
 pytestmark = pytest.mark.slow  # loads torch
 
@@ -260,3 +262,40 @@ for config in (SgdConfig(momentum=0.9), AdamConfig(name="adam"), AdagradConfig()
 assert "torch._dynamo" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, "adamw", "outer"])
+def test_a_parameter_without_a_gradient_stays_as_torch_leaves_it(name: str) -> None:
+    """Some parameters have none for some updates, one has none at first, and once none has any; over a restart."""
+
+    def module() -> torch.nn.Module:
+        torch.manual_seed(3)
+        return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 5), torch.nn.Linear(5, 2, bias=False))
+
+    config, make = CONFIGS.get(name, (SgdConfig(), lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1)))
+
+    def made() -> Optimizer:
+        if name == "outer":
+            return OuterOptimizer(FlatModel(module()), OuterStep(0.7, 0.9, 0.5))
+        if name == "adamw":
+            args = {"class": "torch.optim.AdamW", "args": {"lr": 0.01, "weight_decay": 0.1}}
+            return make_optimizer(TrainingConfig.model_validate({"optimizer": args}), FlatModel(module()))
+        return Optimizer(FlatModel(module()), config)
+
+    ours, theirs = made(), list(module().parameters())
+    plain = torch.optim.SGD(theirs, lr=0.7, momentum=0.9, nesterov=True) if name == "outer" else make(theirs)
+    into = np.empty_like(ours.weights)
+    for step, absent in enumerate((0b10010, 0b00011, 0, 0b01100, 0b11111, 0, 0b10000, 0b00001)):
+        if step == 5:
+            tensors, ours = ours.tensors(), made()
+            ours.load(tensors)
+        (total,) = sums(1, ours.weights.size, step)
+        at = 0
+        for place, parameter in enumerate(theirs):
+            part = total[at : (at := at + parameter.numel())]
+            part[:] = 0 if absent >> place & 1 else part
+            parameter.grad = None if absent >> place & 1 else torch.from_numpy(part / 8).view_as(parameter)
+        ours.apply([total], 1 / 8, 8, into if step % 2 else None, absent=absent)
+        plain.step()
+        expected = np.concatenate([parameter.detach().numpy().ravel() for parameter in theirs])
+        assert ours.weights.tobytes() == expected.tobytes(), step

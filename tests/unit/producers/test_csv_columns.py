@@ -113,3 +113,8 @@ def test_a_job_file_that_does_not_fit_together_is_refused(text: str, words: str)
 
 def test_a_job_file_that_fits_is_taken() -> None:
     job(text="source: {kind: csv, path: a, header: true, columns: [x]}\ndata: {format: {kind: csv, columns: [x]}}")
+
+
+def test_a_cell_may_be_as_long_as_a_record(tmp_path: Path) -> None:
+    (stream,) = streams(tmp_path, b"x,n\n" + b"a" * 300_000 + b",1\n", "columns: [n, x]")
+    assert next(stream) == b"1," + b"a" * 300_000

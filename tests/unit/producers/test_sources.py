@@ -52,11 +52,11 @@ def test_the_split_is_fixed_and_disjoint() -> None:
 
 
 @pytest.mark.slow
-def test_the_loaded_table_is_scikit_learns() -> None:
+def test_the_table_that_ships_is_scikit_learns() -> None:
     from sklearn.datasets import load_digits
 
     data = load_digits()
-    table = digits._load()
+    table = digits.table()
     assert (table[:, :-1] == data.data).all()
     assert (table[:, -1] == data.target).all()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
 import decimal
 import itertools
@@ -57,6 +58,8 @@ def rows(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     for part, (begin, count) in enumerate([(0, 1), (1, 2999), (3000, 0), (3000, 2000)]):
         write(tmp_path / "parts" / f"part-{part}.parquet", begin, count, 1024)
     (tmp_path / "parts" / "_SUCCESS").write_bytes(b"")
+    (tmp_path / "parts" / "._part-0.parquet").write_bytes(b"what macOS keeps beside a file")
+    (tmp_path / "parts" / "_meta.parquet").write_bytes(b"")
     return "kind: parquet, path: parts"
 
 
@@ -172,6 +175,22 @@ def test_a_file_that_is_not_what_was_expected_is_refused_at_once(
         pq.write_table(pa.table(content), tmp_path / "d.parquet")
     with pytest.raises(ConfigError, match=words):
         opened(tmp_path, f"{{kind: parquet, path: d.parquet{more}}}")
+
+
+@pytest.mark.parametrize("view", ["string_view", "binary_view"])
+def test_views_are_texts_and_bytes_at_every_depth(tmp_path: Path, view: str) -> None:
+    """As polars and Arrow write them: Arrow has no kernel that takes rows of them."""
+    kind, cells = getattr(pa, view)(), ["short", None, "a text that is longer than twelve bytes"]
+    kinds = [kind, pa.list_(kind), pa.struct([("b", kind)])]
+    columns = [cells, [[cell] for cell in cells], [{"b": cell} for cell in cells]]
+    names = ["t", "many", "in"]
+    values = [pa.array(column, of).cast(of) for column, of in zip(columns, kinds, strict=True)]
+    pq.write_table(pa.table(dict(zip(names, values, strict=True))), tmp_path / "d.parquet")
+    rows = list(map(json.loads, opened(tmp_path, "{kind: parquet, path: d.parquet}")[0]))
+    shown = [
+        cell if cell is None or view == "string_view" else base64.b64encode(cell.encode()).decode() for cell in cells
+    ]
+    assert rows == [{"t": cell, "many": [cell], "in": {"b": cell}} for cell in shown]
 
 
 def test_values_that_json_has_not_are_refused_by_their_column(tmp_path: Path) -> None:

@@ -83,6 +83,13 @@ def test_what_runs_is_billed_until_now() -> None:
     assert usd(machine(), now_s=T0 - 5) == pytest.approx(0.06)  # a clock that is behind
 
 
+def test_one_that_waits_for_a_node_costs_nothing_until_it_has_one() -> None:
+    assert usd(machine(seconds=600.0, costs_from_s=T0 + 600.0), LOCAL) == 0.0
+    assert usd(machine(seconds=600.0, costs_from_s=T0 + 600.0), EC2_LINUX) == 0.0, "no minimum either"
+    assert usd(machine(costs_from_s=T0 + 100.0), LOCAL, T0 + 100.0) == 0.0
+    assert usd(machine(seconds=600.0, costs_from_s=T0 + 100.0), LOCAL) == pytest.approx(0.5)
+
+
 def test_each_instance_counts_once_and_the_sum_is_by_market() -> None:
     both = [machine("a", seconds=100.0), machine("b", seconds=200.0, market="on_demand"), machine("a", seconds=100.0)]
     total = bill(both, flat, EC2_LINUX, T0)

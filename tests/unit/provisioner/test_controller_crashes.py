@@ -11,6 +11,7 @@ from doll.provisioner.planning.tuner import TunerSettings
 from doll.provisioner.reconcile import Launch
 from doll.provisioner.scale_in import ScaleInSettings
 from doll.theory.scale_in import ReferenceCurve
+from fuzzing import examples, seeds
 from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from job_world import settings
 @pytest.mark.slow  # random runs
 @given(st.integers(0, 2**32))
 @example(2093)  # a notice for an instance that the fleet does not list yet, at the job's end
-@hypothesis_settings(max_examples=25, deadline=None)
+@hypothesis_settings(max_examples=examples(25), deadline=None)
 def test_any_crash_in_any_market(seed: int) -> None:
     scenario = CrashScenario(seed, crashes=20)
     scenario.play()
@@ -33,7 +34,7 @@ def test_any_crash_in_any_market(seed: int) -> None:
 @example(2185)
 @example(24174)
 @example(1_888_673_432)  # a launch whose answer was lost in the last turn before the job's end
-@hypothesis_settings(max_examples=10, deadline=None)
+@hypothesis_settings(max_examples=examples(10), deadline=None)
 def test_any_crash_with_the_book_lost_now_and_then(seed: int) -> None:
     scenario = CrashScenario(seed, crashes=20, forget=True)
     scenario.play()
@@ -42,7 +43,7 @@ def test_any_crash_with_the_book_lost_now_and_then(seed: int) -> None:
 
 
 @pytest.mark.slow  # random runs
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(5))
 def test_no_orphans_after_twenty_crashes_in_mid_run(seed: int) -> None:
     """The bar: 20 crashes, and the job is drained long before its end."""
     scenario = CrashScenario(seed, crashes=20)
@@ -62,7 +63,7 @@ def test_no_orphans_after_twenty_crashes_in_mid_run(seed: int) -> None:
 
 @pytest.mark.slow  # random runs
 @given(st.integers(0, 2**32))
-@hypothesis_settings(max_examples=15, deadline=None)
+@hypothesis_settings(max_examples=examples(15), deadline=None)
 def test_crashes_cost_no_deadline_and_no_money(seed: int) -> None:
     """In a calm market a controller that crashes does as one that does not: deadline and bill are the same."""
     calm, crashed = CrashScenario(seed, crashes=0, wild=False), CrashScenario(seed, crashes=20, wild=False)
@@ -77,7 +78,7 @@ def test_crashes_cost_no_deadline_and_no_money(seed: int) -> None:
 
 @pytest.mark.slow  # random runs
 @given(st.integers(0, 2**32), st.booleans())
-@hypothesis_settings(max_examples=6, deadline=None)
+@hypothesis_settings(max_examples=examples(6), deadline=None)
 def test_a_released_slot_stays_released_over_any_crash(seed: int, wild: bool) -> None:
     """Only a recall brings the slot back, whatever the market does and wherever the controller dies."""
     rule = ScaleInSettings(TunerSettings(every_s=60.0, horizon_s=30.0, knee_slope=-5e-3), require_gain=False)

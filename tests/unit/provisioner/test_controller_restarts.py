@@ -14,6 +14,7 @@ from doll.provisioner.billing import EC2_LINUX
 from doll.provisioner.fleets.port import Order
 from doll.provisioner.state_store import FileStateStore
 from doll.records.control import TermStarted
+from fuzzing import examples
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -172,7 +173,7 @@ def test_ended_machines_are_settled_once_and_in_the_end_only_as_a_sum() -> None:
 
 
 @given(st.lists(st.tuples(ANY, st.floats(-1e9, 1e12)), max_size=30))
-@hypothesis_settings(max_examples=25)
+@hypothesis_settings(max_examples=examples(25))
 def test_no_record_stops_it(strange: list[tuple[Any, float]]) -> None:
     """Whatever stands on the topics: it goes on, nothing is doubled, and its state can be kept and read again."""
     scene = Scene()

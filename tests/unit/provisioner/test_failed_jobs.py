@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,19 +19,19 @@ from doll.provisioner.billing import EC2_LINUX, bill
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.port import Instance, InstanceState
-from doll.provisioner.observation import PAUSE_S
 from doll.provisioner.settings import ControllerSettings, controller_settings
-from doll.records.control import Alive
+from doll.provisioner.stops import cleared, stops_of
+from doll.provisioner.streams import PAUSE_S
+from failing_world import RATE, FailingWorld
 from fake_fleet import FakeFleet, VirtualClock
 from job_files import job
-from job_world import ON_DEMAND, SPOT, FlatPrices, JobWorld, markov
+from job_world import ON_DEMAND, SPOT, FlatPrices, markov
 from memory_state_store import MemoryStateStore
 
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
 FAILS_AT_S = 600.0
 BOOT_S = 60.0
-RATE = 10.0  # samples per second and stream
 
 
 def settings_of(updates: int = 2000, deadline_s: float = 6 * HOUR_S, **plan: Any) -> ControllerSettings:
@@ -44,37 +44,6 @@ def settings_of(updates: int = 2000, deadline_s: float = 6 * HOUR_S, **plan: Any
     )  # fmt: skip
     settings, _ = controller_settings(config)
     return settings
-
-
-class World(JobWorld):
-    """A job that can fail.
-
-    Attributes:
-        server: the parameter server runs.
-        learns: it applies what workers send.
-        joins: workers reach it.
-        source: samples come.
-        ends: of the partitions.
-    """
-
-    server = learns = joins = source = True
-
-    def __init__(self, clock: VirtualClock, fleet: FakeFleet, settings: ControllerSettings) -> None:
-        # Workers read all there is, and do not depend on a rate of their own.
-        super().__init__(clock, fleet, replace(settings, rates_per_s=np.zeros(settings.num_slots)))
-        self.ends = np.zeros(settings.num_slots)
-
-    def pass_time(self, seconds: float) -> None:
-        self._join_s = 0.0 if self.joins else 1e12
-        self.ends += RATE * seconds * self.source
-        for slot in self.working() if self.learns and self.server else ():
-            self._read[slot] = self.ends[slot]
-        if self.server:
-            super().pass_time(seconds)
-            return
-        for slot in self.working():
-            alive = Alive(worker=slot, session=self._holders[slot][2], next_offset=int(self._read[slot]))
-            self.log.append((alive, self._now()))
 
 
 class Store(MemoryStateStore):
@@ -125,7 +94,7 @@ class Day:
         self.clock = VirtualClock()
         self.began_s = self.clock()
         self.fleet = FakeFleet(self.clock, boot_s=BOOT_S, ending_s=5.0)
-        self.world = World(self.clock, self.fleet, self.settings)
+        self.world = FailingWorld(self.clock, self.fleet, self.settings)
         self.store = Store()
         self.prices = Prices()
         self.failed = False
@@ -140,6 +109,25 @@ class Day:
     def restart(self) -> None:
         self.controller = Controller(self.settings, self.fleet, self.prices, EC2_LINUX, self.store, job="t")
         self.ended_s = None
+
+    def clear(self) -> None:
+        """A person has run `doll provision clear`, and a supervisor or the person starts the provisioner again."""
+        kept, limit = self.store.load(), self.settings.limits.max_failures
+        assert kept is not None
+        assert stops_of(kept, limit)
+        self.store.save(cleared(kept, limit))
+        assert stops_of(self.store.load() or {}, limit) == []
+        self.restart()
+
+    def restarted(self, each: Callable[[], None] = lambda: None, hours: float = 24.0) -> None:
+        """A supervisor starts the provisioner again whenever it has ended, whatever its exit code is."""
+        pause_s, until_s = 10.0, self.elapsed_s + hours * HOUR_S
+        while self.elapsed_s < until_s:
+            self.restart()
+            while self.ended_s is None and self.elapsed_s < until_s:
+                self.run(self.elapsed_s + self.settings.planner.replan_s, each)
+            self.clock.advance(pause_s)
+            pause_s = min(300.0, 2 * pause_s)
 
     @property
     def elapsed_s(self) -> float:
@@ -275,13 +263,16 @@ def test_workers_that_fail_at_once() -> None:
     assert "ended by itself" in day.decisions[-1].alarms[0]
     machines = len(day.fleet.all_instances())
     assert machines <= 4 * 6, "the machines that worked, and five of each slot"
-    # A person starts it again: each slot has one more try.
-    day.restart()
+    # A supervisor starts it again and again, a person once: then each slot has one more try.
+    day.restarted(fails)
+    assert len(day.fleet.all_instances()) == machines
+    assert day.decisions[-1].phase == "failed"
+    day.clear()
     day.run(day.elapsed_s + HOUR_S, fails)
     assert day.decisions[-1].phase == "failed"
     assert len(day.fleet.all_instances()) == machines + 4
     # ... and when it is corrected, the job goes on.
-    day.restart()
+    day.clear()
     day.run(day.elapsed_s + 6 * HOUR_S)
     assert day.decisions[-1].phase == "done"
 

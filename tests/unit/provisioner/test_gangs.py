@@ -18,18 +18,20 @@ from doll.provisioner.planning.assessment import assess, report_text
 from doll.provisioner.planning.plan_request import plan_request
 from doll.provisioner.settings import controller_settings
 from doll.provisioner.status import status_text
-from doll.run.spot.preparation import SpotRun
 from doll.simulation import job as jobs
 from doll.simulation.report import summarise
 from doll.theory.cost import SECONDS_PER_HOUR
 from doll.theory.preemption import gang_availability
 from fake_fleet import FakeFleet, VirtualClock
+from fuzzing import examples
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from job_world import ON_DEMAND, SPOT, FlatPrices, JobWorld, run, settings
 from memory_state_store import MemoryStateStore
 from paths import EXAMPLES
+
+from doll_lab.spot.preparation import SpotRun
 
 T0 = 1_700_000_000.0
 JOB = """
@@ -110,7 +112,7 @@ def test_fleets_that_launch_machines_one_by_one_refuse_gangs(kind: str, tmp_path
     tightness=st.floats(1.02, 3.0),
     spot_share=st.floats(0.1, 1.2),
 )
-@hypothesis_settings(max_examples=25, deadline=None)
+@hypothesis_settings(max_examples=examples(25), deadline=None)
 def test_a_plan_for_gangs_costs_k_times_that_for_single_machines(
     machines: int, alpha: float, tightness: float, spot_share: float
 ) -> None:

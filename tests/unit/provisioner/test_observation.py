@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import record_builders
@@ -20,6 +21,7 @@ from doll.records.control import (
     Member,
     Metric,
     ProvisionDecision,
+    Served,
     TermStarted,
     Update,
     Welcome,
@@ -178,6 +180,66 @@ def test_rates_are_what_arrives() -> None:
     for second in range(0, 3601, 60):
         feed(model, Alive(worker=0, session=100, next_offset=10 * second), at_s=T0 + second)
     assert model.rates_per_s() == pytest.approx([19.8, 4.1], rel=0.05)
+
+
+def serving(worker: int, *partitions: int) -> Welcome:
+    """The worker serves these partitions from now on; it is the same process."""
+    served = tuple(Served(partition=number, origin=0, next_batch=0) for number in partitions)
+    return msgspec.structs.replace(welcome(worker, 1, session=100 + worker), served=served)
+
+
+def streaming(model: Observed, per_s: list[int], until_s: int = 3600, from_s: int = 0) -> None:
+    """So many records come in each partition, and each worker reads all that its partitions hold."""
+    read = dict.fromkeys(range(model.num_slots), 0)
+    for second in range(from_s, until_s + 1, 60):
+        model.observe_ends(T0 + second, [rate * second for rate in per_s])
+        for slot in read:
+            mine = [number for number in range(len(per_s)) if model._streams.owners[number] == slot]
+            read[slot] += 60 * sum(per_s[number] for number in mine)
+            if mine:
+                feed(model, Alive(worker=slot, session=100 + slot, next_offset=read[slot]), at_s=T0 + second)
+
+
+def test_rates_follow_the_partitions_that_a_slot_serves_now() -> None:
+    """A new job gives partition p to worker p mod N; they move by load, and with scale-in."""
+    per_s = [40, 1, 1, 20, 1, 1]
+    model = observed(3)
+    for worker in range(3):
+        feed(model, serving(worker, worker, worker + 3))
+    streaming(model, per_s)
+    assert model.rates_per_s() == pytest.approx([60, 2, 2], rel=0.1)
+    moves = [serving(0, 0), serving(1, 1, 2, 4, 5), serving(2, 3)]
+    feed(model, *moves, at_s=T0 + 3601)
+    assert model.rates_per_s() == pytest.approx([40, 4, 20], rel=0.1), "in the same moment"
+    again = observed(3)
+    again.restore(json.loads(json.dumps(model.to_dict())))
+    assert again.rates_per_s() == pytest.approx(model.rates_per_s())
+    late = observed(3)
+    streaming(late, per_s, until_s=60)
+    for at_s, messages in ((3601, moves[::-1]), (0, [serving(worker, worker, worker + 3) for worker in range(2)])):
+        for message in messages:
+            late.feed(message, T0 + at_s if at_s else T0)
+    assert late._streams.owners[3] == 2, "the topic's partitions are read in any order: the newest Welcome counts"
+    streaming(model, per_s, until_s=7200, from_s=3660)
+    assert model.rates_per_s() == pytest.approx([40, 4, 20], rel=0.1)
+    feed(model, serving(0, 0), serving(1), serving(2, 3, 1, 2, 4, 5), at_s=T0 + 7201)
+    assert model.rates_per_s() == pytest.approx([40, 0, 24], rel=0.1, abs=0.01)
+    assert model.without_partition().tolist() == [False, True, False]
+    model.observe_ends(T0 + 7260, [*(rate * 7260 for rate in per_s), 500])
+    assert model.rates_per_s() == pytest.approx([41.4, 0, 24], rel=0.1, abs=0.01), "a partition was added"
+    model.observe_ends(T0 + 7320, [5, 6])
+    assert (model.rates_per_s() > 0).all(), "another topic of this name begins again"
+
+
+def test_a_stream_is_silent_with_all_its_partitions() -> None:
+    model = observed(2)
+    feed(model, serving(0, 0), serving(1, 1, 2, 3))
+    for second in range(0, 3601, 60):
+        model.observe_ends(T0 + second, [9 * second, 0, 9 * min(second, 1200), 9 * second])
+        feed(model, *(Alive(worker=slot, session=100 + slot, next_offset=second) for slot in (0, 1)), at_s=T0 + second)
+    assert model.paused().tolist() == [False, False]
+    feed(model, serving(0, 0, 3), serving(1, 1, 2), at_s=T0 + 3601)
+    assert model.paused().tolist() == [False, True]
 
 
 def test_a_worker_that_cannot_keep_up_sets_the_rate() -> None:

@@ -22,16 +22,19 @@ from doll.provisioner.prices.port import StatedPrices
 from doll.provisioner.reconcile import Launch, Terminate
 from doll.provisioner.scale_in import ErrorTarget, ScaleIn, ScaleInSettings, release_request, sharing
 from doll.provisioner.settings import ControllerSettings, controller_settings
-from doll.records.control import Evaluated, Member, ProvisionDecision, Scale, TermStarted, Update
+from doll.records.control import Evaluated, Member, ProvisionDecision, Scale, Served, TermStarted, Update
 from doll.theory.cost import Prices
 from doll.theory.scale_in import ReferenceCurve
 from fake_fleet import FakeFleet, VirtualClock
 from fleet_rigs import Ec2Rig
+from fuzzing import examples
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from job_world import ON_DEMAND, SPOT, JobWorld, settings
 from memory_state_store import MemoryStateStore
+from msgspec.structs import replace as replace_fields
+from record_builders import welcome
 from statuses import server_status
 
 CURVE = ReferenceCurve((0.05, 1.2, 0.5, 0.4))
@@ -166,6 +169,24 @@ def test_the_slowest_stream_goes_first_and_then_the_slowest_worker() -> None:
     assert (rule.active.tolist(), observed.slot_service_s(0)) == ([True] * 4, 0.0)
 
 
+def test_partitions_that_have_moved_decide_which_stream_is_the_slowest() -> None:
+    """Eight partitions of 5 samples/s; by load, the second of slot 1 has gone to slot 0."""
+    scene = Scene()
+    scene.step()
+    scene.until(lambda: len(scene.world.working()) == 4)
+    scene.step()
+    for second in range(0, 601, 60):
+        scene.controller.observe_ends(scene.clock() + second, [5 * second] * 8)
+    for slot, partitions in enumerate(((0, 4, 5), (1,), (2, 6), (3, 7))):
+        process, incarnation, session = scene.world._holders[slot]
+        served = tuple(Served(partition=number, origin=0, next_batch=0) for number in partitions)
+        message = welcome(slot, process=process, incarnation=incarnation, session=session)
+        scene.controller.feed(replace_fields(message, served=served), scene.clock())
+    decision = scene.step()
+    assert decision.rates_per_s == pytest.approx([15, 5, 10, 10], rel=0.1), "what an interruption of each slot costs"
+    assert scene.until_released().released == (1,)
+
+
 def computed(losses: tuple[float, ...], *, held_back: bool) -> Update:
     """A batch of each slot with two samples of these mean losses; slot 1 is the slowest."""
     members = tuple(
@@ -261,6 +282,14 @@ def test_the_others_take_over_as_much_of_the_stream_as_they_can_compute() -> Non
     for capacity, expected in ((0.0, 10.0), (100.0, 10.0 + 4 / 3), (10.5, 10.5), (3.0, 10.0)):
         assert sharing(state, slots, np.full(4, capacity)).rates_per_s == pytest.approx([expected] * 3)
     assert sharing(state, works, np.full(4, 100.0)).rates_per_s.tolist() == rates.tolist()
+    back = np.array([False, True, False, False])  # the others have its partitions: it gets its part again
+    given = replace(state, rates_per_s=np.array([13.0, 1e-5, 13.0, 13.0]))
+    assert sharing(given, works, np.zeros(4), back).rates_per_s == pytest.approx([9.75] * 4)
+    assert sharing(given, works, np.zeros(4)).rates_per_s == pytest.approx([13, 0, 13, 13], abs=1e-4)
+    assert sharing(given, ~back, np.zeros(4), back).rates_per_s == pytest.approx([13] * 3)
+    none = replace(state, rates_per_s=np.array([1e-5, 1e-5, 30.0, 1e-5]))
+    alone = np.array([True, True, False, True])
+    assert sharing(none, alone, np.full(4, 99.0), alone).rates_per_s == pytest.approx([10] * 3, rel=0.01)
 
 
 def test_a_deadline_that_three_workers_meet_with_all_streams_lets_one_go() -> None:
@@ -448,7 +477,7 @@ def test_losses_of_updates_that_are_rolled_back_are_forgotten() -> None:
 
 
 @pytest.mark.slow
-@hypothesis_settings(max_examples=8, deadline=None)
+@hypothesis_settings(max_examples=examples(8), deadline=None)
 @given(restarts=st.sets(st.integers(1, 89), max_size=5))
 def test_restarts_at_any_turn_change_no_decision(restarts: set[int]) -> None:
     whole, resumed = Scene(), Scene()

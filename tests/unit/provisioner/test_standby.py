@@ -15,6 +15,7 @@ from doll.provisioner.lease import DOCUMENT, Holder, Lease, LeaseWatch, claims_o
 from doll.provisioner.state_store import FileStateStore, SharedStateStore
 from doll.storage.file_checkpoints import FileCheckpointStore
 from fake_fleet import VirtualClock
+from fuzzing import examples
 from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ from standby_scenario import Host, StandbyScenario
 @pytest.mark.slow  # random runs
 @given(st.integers(0, 2**32))
 @example(22)  # frozen between two launches
-@hypothesis_settings(max_examples=25, deadline=None)
+@hypothesis_settings(max_examples=examples(25), deadline=None)
 def test_deaths_freezes_cuts_and_lost_answers(seed: int) -> None:
     scenario = StandbyScenario(seed, MemoryCheckpointStore("t"), faults=15)
     scenario.play()

@@ -17,6 +17,7 @@ from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
 from engine_runs import play, random_steps
 from engine_world import World
+from fuzzing import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -51,7 +52,7 @@ class Counted(ClockWorld):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     seed=st.integers(0, 2**32), length=st.integers(50, 3000), staleness=st.integers(0, 4), under_way=st.integers(1, 6)
 )

@@ -14,7 +14,7 @@ from doll.ps.tables.id_counts import IdCounts
 from doll.ps.tables.store import Table, TableStore
 from doll.storage.checkpoints import Checkpoint, decode_checkpoint, encode_checkpoint
 from doll.storage.sections import RowRequest
-from doll.tables.bounds import Bounds, initial_rows
+from doll.tables.bounds import TableBounds, initial_rows
 from doll.tables.rows import Rows, TableShape
 
 pytestmark = pytest.mark.slow  # loads torch
@@ -28,7 +28,7 @@ NONE = np.empty(0, np.int64)
 def table_of(
     max_rows: int, min_count: int = 1, ttl: int | None = None, optimizer: RowOptimizer = ADAGRAD
 ) -> BoundedTable:
-    return BoundedTable("items", TableShape(SPACE, WIDTH), Bounds(max_rows, min_count, ttl, INITIAL), optimizer)
+    return BoundedTable("items", TableShape(SPACE, WIDTH), TableBounds(max_rows, min_count, ttl, INITIAL), optimizer)
 
 
 def gradient(ids: Any, value: float | None = None, rng: np.random.Generator | None = None) -> Rows:
@@ -106,7 +106,7 @@ class Expected:
         free = sorted(set(range(self.max_rows)) - set(self.slot.values()))
         for each, slot in zip(admitted, free, strict=False):
             self.slot[each], self.count[each], self.touched[each] = slot, counts[each], version
-            self.values[each] = INITIAL.of(np.array([each]))[0]
+            self.values[each] = INITIAL.rows(np.array([each]))[0]
             self.sums[each] = np.zeros(WIDTH, np.float32)
         self.admitted += len(admitted)
         self.refused += sum(named[each] for each in new if each not in self.slot)
@@ -146,7 +146,7 @@ def test_a_random_world_is_that_of_dicts(
         )  # fmt: skip
         assert totals.rows == totals.admitted - totals.evicted - totals.expired <= max_rows
         asked = np.unique(ids_of(rng, 20))
-        rows = [expected.values.get(each, INITIAL.of(np.array([each]))[0]) for each in asked.tolist()]
+        rows = [expected.values.get(each, INITIAL.rows(np.array([each]))[0]) for each in asked.tolist()]
         np.testing.assert_allclose(table.read(asked).values, rows, rtol=1e-5, atol=1e-6)
     assert expected.evicted or max_rows == 130 or ttl == 7
     assert expected.expired or ttl != 7
@@ -161,7 +161,7 @@ def test_a_random_world_is_that_of_dicts(
 def test_with_room_for_all_rows_it_is_a_table_to_the_bit(optimizer: RowOptimizer) -> None:
     rng = np.random.default_rng(1)
     everything = np.arange(200)
-    plain = Table("items", INITIAL.of(everything), optimizer)
+    plain = Table("items", INITIAL.rows(everything), optimizer)
     bounded = table_of(200, optimizer=optimizer)
     for version in range(1, 40):
         for _ in range(3):
@@ -233,18 +233,18 @@ def test_a_checkpoint_that_does_not_fit_is_refused() -> None:
 
 def test_an_id_without_a_row_is_read_as_its_initial_row_whoever_reads_it() -> None:
     ids = np.array([0, 1, 2**40, SPACE - 1])
-    rows = INITIAL.of(ids)
+    rows = INITIAL.rows(ids)
     assert rows.tobytes() == table_of(4).read(ids).values.tobytes()
-    assert rows.tobytes() == np.concatenate([INITIAL.of(ids[at : at + 1]) for at in range(4)]).tobytes()
+    assert rows.tobytes() == np.concatenate([INITIAL.rows(ids[at : at + 1]) for at in range(4)]).tobytes()
     # Of this release, and of every later one: checkpoints do not hold these rows.
-    assert initial_rows(7, "a", 2, 0.5).of(np.array([0, 2**40])).view(np.uint32).tolist() == GOLDEN
-    many = INITIAL.of(np.arange(100_000))
+    assert initial_rows(7, "a", 2, 0.5).rows(np.array([0, 2**40])).view(np.uint32).tolist() == GOLDEN
+    many = INITIAL.rows(np.arange(100_000))
     assert -0.5 <= many.min() < -0.499
     assert 0.499 < many.max() < 0.5
     assert abs(many.mean()) < 0.003
     assert len(np.unique(many[:, 0])) > 99_000
     for other in (initial_rows(8, "items.weight", WIDTH, 0.5), initial_rows(7, "users.weight", WIDTH, 0.5)):
-        assert not (other.of(ids) == rows).any()
+        assert not (other.rows(ids) == rows).any()
 
 
 GOLDEN = [[3197198146, 1056906278], [1053995000, 1033496360]]
@@ -253,10 +253,10 @@ GOLDEN = [[3197198146, 1056906278], [1053995000, 1033496360]]
 def test_gradients_before_the_admission_are_dropped_and_counted() -> None:
     table = table_of(8, min_count=3)
     update(table, 1, [5], [5])
-    assert table.read(np.array([5])).values.tobytes() == INITIAL.of(np.array([5])).tobytes()
+    assert table.read(np.array([5])).values.tobytes() == INITIAL.rows(np.array([5])).tobytes()
     assert table.totals == (0, 0, 0, 0, 2)
     update(table, 2, [5])
-    np.testing.assert_allclose(table.read(np.array([5])).values, INITIAL.of(np.array([5])) - 0.1, rtol=1e-5)
+    np.testing.assert_allclose(table.read(np.array([5])).values, INITIAL.rows(np.array([5])) - 0.1, rtol=1e-5)
     assert table.totals == (1, 1, 0, 0, 2)
 
 
@@ -276,12 +276,14 @@ def test_a_worker_s_cache_keeps_no_row_of_an_earlier_life() -> None:
     update(table, 3, [7])
     assert with_rows(table) == [6, 7], "5 was used the longest ago"
     assert known(table, 2, 5, 6) == [5]
-    assert table.answer(RowRequest(NONE, np.array([5]), 2)).rows.values.tobytes() == INITIAL.of(np.array([5])).tobytes()
+    assert (
+        table.answer(RowRequest(NONE, np.array([5]), 2)).rows.values.tobytes() == INITIAL.rows(np.array([5])).tobytes()
+    )
     table.add(gradient([5], 3.0))  # late: computed on the row of the earlier life
     table.apply(1.0, 4)
     assert with_rows(table) == [5, 7]
     assert known(table, 3, 5, 6, 7) == [5, 6]
-    np.testing.assert_allclose(table.read(np.array([5])).values, INITIAL.of(np.array([5])) - 0.1, rtol=1e-5)
+    np.testing.assert_allclose(table.read(np.array([5])).values, INITIAL.rows(np.array([5])) - 0.1, rtol=1e-5)
     assert known(table, 9, 7) == [7], "a version of an earlier term"
 
 
@@ -346,5 +348,5 @@ def test_tables_of_both_kinds_change_together() -> None:
     store.apply(1.0, 1)
     answers = store.answer({"users": RowRequest(np.array([1]), NONE), "items": RowRequest(np.array([2**50]), NONE)})
     np.testing.assert_array_equal(answers["users"].rows.values, [[-1.0] * WIDTH])
-    np.testing.assert_allclose(answers["items"].rows.values, INITIAL.of(np.array([2**50])) - 1.0)
+    np.testing.assert_allclose(answers["items"].rows.values, INITIAL.rows(np.array([2**50])) - 1.0)
     assert {name: totals.rows for name, totals in store.totals.items()} == {"items": 1}

@@ -11,7 +11,7 @@ from channel_world import World as ChannelWorld
 from channel_world import play as play_channels
 from doll.ps.engine import state
 from doll.ps.engine.assignment import as_they_stand
-from doll.ps.engine.partition_state import Partition
+from doll.ps.engine.partition_state import PartitionState
 from engine_runs import check_random_run
 from engine_world import POLICIES
 from fuzzing import SHARE
@@ -101,10 +101,10 @@ def test_a_checkpoint_that_does_not_say_what_cuts_have_left_out_is_caught(monkey
 
 
 def test_a_server_that_keeps_cuts_of_batches_that_it_has_forgotten_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forget_waiting(partition: Partition) -> None:
+    def forget_waiting(partition: PartitionState) -> None:
         partition.announced = partition.granted
 
-    monkeypatch.setattr(Partition, "forget_waiting", forget_waiting)
+    monkeypatch.setattr(PartitionState, "forget_waiting", forget_waiting)
     assert is_caught()
 
 
@@ -132,6 +132,8 @@ def refused_after_a_restart() -> int:
 
 def test_a_welcome_that_does_not_name_what_is_decided_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused_after_a_restart() == 0
-    served = Partition.served
-    monkeypatch.setattr(Partition, "served", lambda self, end=0: structs.replace(served(self, end), decided=0, cuts=()))
+    served = PartitionState.served
+    monkeypatch.setattr(
+        PartitionState, "served", lambda self, end=0: structs.replace(served(self, end), decided=0, cuts=())
+    )
     assert refused_after_a_restart() > 0

@@ -10,6 +10,7 @@ from doll.ps.engine.engine import Engine
 from doll.records.control import Join
 from engine_runs import check_random_run, play, random_steps
 from engine_world import POLICIES, World
+from fuzzing import examples, seeds
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.slow  # long random runs
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(seed=st.integers(0, 2**32), length=st.integers(50, 4000))
 @example(seed=3991, length=898)  # asp: a worker answers a grant that has timed out with a Nack, and gets another
 @example(seed=28, length=512)  # a Nack is lost, and the grant's time limit passes
@@ -71,7 +72,7 @@ def test_the_random_runs_reach_the_refusals_and_returns() -> None:
     """Otherwise the test above would prove little."""
     seen: Counter[str] = Counter()
     void = 0
-    for seed in range(60):
+    for seed in seeds(60):
         world = Watched("doll, sets" if seed % 2 else "doll")
         play(world, random_steps(seed, 4000))
         seen += world.seen

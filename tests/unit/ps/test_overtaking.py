@@ -25,6 +25,7 @@ from doll.records.control import (
 )
 from engine_runs import play, random_steps
 from engine_world import POLICIES, Process, World
+from fuzzing import examples, seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
@@ -387,7 +388,7 @@ class TwoChannels(World):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 2**32), length=st.integers(50, 3000))
 def test_every_batch_is_applied_once_whatever_overtakes_what(policy: str, seed: int, length: int) -> None:
     world = TwoChannels(policy, seed)
@@ -399,7 +400,7 @@ def test_every_batch_is_applied_once_whatever_overtakes_what(policy: str, seed: 
 @pytest.mark.slow
 def test_the_random_runs_overtake_what_the_table_names() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(40):
+    for seed in seeds(40):
         world = TwoChannels("asp" if seed % 2 else "doll, sets", seed)
         play(world, random_steps(seed, 3000))
         seen += world.overtaken

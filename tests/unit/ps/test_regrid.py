@@ -9,6 +9,7 @@ import pytest
 from doll.ledger.balance import Range
 from engine_runs import play, random_steps
 from engine_world import POLICIES
+from fuzzing import seeds
 from ledger_world import LedgerWorld
 
 pytestmark = pytest.mark.slow  # long random runs
@@ -49,7 +50,7 @@ def world_of(seed: int) -> ManyGrids:
 
 def test_every_offset_is_applied_once_in_whichever_grid() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(60):
+    for seed in seeds(60):
         world = world_of(seed)
         report = world.audit()
         assert report.ok, (seed, report.violations())

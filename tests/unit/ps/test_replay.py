@@ -14,6 +14,7 @@ from doll.ps.event_log import FileEventLog, read_log, replay
 from doll.ps.model.updater import ModelParts
 from doll.ps.start import Start
 from doll.storage.checkpoints import Checkpoint
+from fuzzing import seeds
 from logged_runs import LoggedRun
 from memory_stores import MemoryCheckpointStore
 
@@ -28,7 +29,7 @@ def assert_equal(ours: Checkpoint, theirs: Checkpoint) -> None:
     }
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -10,7 +10,7 @@ import pytest
 from doll.ledger.balance import Range
 from doll.ps.engine.events import EngineSnapshot
 from doll.ps.rollback import rolled_back
-from doll.records.control import Update
+from doll.records.control import Evaluated, Update
 from doll.records.rollbacks import is_left
 from engine_runs import play, random_steps
 from engine_world import POLICIES
@@ -153,7 +153,8 @@ def test_partitions_that_were_added_since_are_skipped_or_begin_again() -> None:
     play(world, random_steps(3, 600))
     world.settle()
     assert world.stored is not None
-    newest = world.stored
+    target = Evaluated(term=1, version=world.stored.version, loss=0.1, accuracy=0.95)
+    newest = msgspec.structs.replace(world.stored, reached=target)
     earlier = msgspec.structs.replace(
         newest, version=1, origins=newest.origins[:2], applied=(1, 0), left_out=(), samples_total=2,
         leader_epochs=(4, 5), sessions=newest.sessions,
@@ -161,6 +162,7 @@ def test_partitions_that_were_added_since_are_skipped_or_begin_again() -> None:
     again = rolled_back(earlier, newest, 2, "doll", term=9, skip=False)
     assert again.origins == (newest.origins[0] + 2, newest.origins[1], 0)
     assert again.leader_epochs == (4, 5, -1)
+    assert again.reached is None, "other weights have met the stop rule"
     skipped = rolled_back(earlier, newest, 2, "doll", term=9, skip=True)
     assert skipped.origins == tuple(
         origin + 2 * count for origin, count in zip(newest.origins, newest.applied, strict=True)

@@ -8,7 +8,7 @@ import pytest
 from doll.config.policy import PolicyConfig
 from doll.consumers.intake import batching
 from doll.consumers.intake.batching import RawBatch
-from doll.consumers.protocol.skipped_batches import Skipped, SkippedBatches
+from doll.consumers.protocol.skipped_batches import SkippedBatches, SkippedRange
 from doll.consumers.protocol.worker_core import Batch, Send
 from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
@@ -17,6 +17,7 @@ from doll.ps.policies.ssp import Ssp
 from doll.records.control import Durable, Grant, Join, Push, Skip, Welcome
 from engine_runs import play, random_steps
 from engine_world import POLICIES, Applied, Process, World
+from fuzzing import seeds
 from record_builders import announce
 
 pytestmark = pytest.mark.slow  # loads torch
@@ -58,7 +59,7 @@ class HoleyWorld(World):
             if raw is not None:
                 if raw.count > 1:
                     actions = core.skip(
-                        core.worker, Skipped(raw.number, raw.number + raw.count, tuple(raw.gaps), tuple(raw.lost))
+                        core.worker, SkippedRange(raw.number, raw.number + raw.count, tuple(raw.gaps), tuple(raw.lost))
                     )
                 else:
                     batch = Batch(
@@ -131,7 +132,7 @@ class HoleyWorld(World):
 def test_holes_are_passed_exactly_once_whatever_happens(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batching, "MIN_RANGE", LEAST)
     skipped = 0
-    for seed in range(40):
+    for seed in seeds(40):
         world = HoleyWorld(POLICIES[policy])
         play(world, random_steps(seed, 2500))
         world.settle()
@@ -229,9 +230,9 @@ def test_a_worker_sends_a_skip_when_all_before_it_is_durable_and_again_until_it_
         world.receive_next(world.processes[0][0])
     core = world.processes[0][0].protocol
     core.batch_ready(Batch(0, None, 2, 0.0))
-    assert core.skip(core.worker, Skipped(1, 301, ((12, 612),), ())) == []
+    assert core.skip(core.worker, SkippedRange(1, 301, ((12, 612),), ())) == []
     with pytest.raises(ValueError, match="expected batch 1, got 2"):
-        core.skip(core.worker, Skipped(2, 301, (), ()))
+        core.skip(core.worker, SkippedRange(2, 301, (), ()))
     assert [type(action.record) for action in core.tick(100.0) if isinstance(action, Send)].count(Skip) == 0
     actions = core.on_record(Durable(term=core.term, worker=core.worker, until={core.worker: 1}, batches=1), 100.0)
     assert [type(action.record) for action in actions if isinstance(action, Send)] == [Skip]
@@ -245,13 +246,13 @@ def test_a_worker_sends_a_skip_when_all_before_it_is_durable_and_again_until_it_
 
 def test_a_group_that_lacks_a_batch_and_a_hole_do_not_wait_for_each_other() -> None:
     skipped = SkippedBatches()
-    skipped.put(Skipped(3, 303, ((6, 500),), ((500, 606),)), 3)
+    skipped.put(SkippedRange(3, 303, ((6, 500),), ((500, 606),)), 3)
     assert skipped.take(0.0, 2, 8, waiting=1, granted=0) is None
-    assert skipped.take(1.0, 2, 8, waiting=1, granted=0) == Skipped(3, 4, ((6, 8),), ())
+    assert skipped.take(1.0, 2, 8, waiting=1, granted=0) == SkippedRange(3, 4, ((6, 8),), ())
     assert skipped.take(1.1, 2, 10, waiting=2, granted=0) is None
     assert skipped.take(2.0, 3, 10, waiting=1, granted=0) is None, "more is durable: it goes on"
     assert skipped.take(11.9, 3, 10, waiting=0, granted=1) is None
-    assert skipped.take(12.1, 3, 10, waiting=0, granted=1) == Skipped(4, 5, ((8, 10),), ())
+    assert skipped.take(12.1, 3, 10, waiting=0, granted=1) == SkippedRange(4, 5, ((8, 10),), ())
     assert skipped.record(0, 7, 0) == Skip(
         worker=0, session=7, partition=0, first=5, until=303, gaps=((10, 500),), lost=((500, 606),)
     )

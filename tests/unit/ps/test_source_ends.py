@@ -35,7 +35,9 @@ def read_to(process: Process, ends: tuple[int, ...]) -> None:
                 hi = ends[number]
             process.expected.read[number, batch].add((lo, hi))
             count = 0 if (number * 7 + batch) % 11 == 0 else hi - lo
-            data = SimpleNamespace(samples=SampleBatch(np.zeros(count), np.zeros(count)), span=(number, lo, hi))
+            data = SimpleNamespace(
+                samples=SampleBatch(np.zeros(count), np.zeros(count)), span=(number, lo, hi), offsets=range(lo, hi)
+            )
             process._world.do(process, core.batch_ready(Batch(batch, data, count, 0.0, partition=number)))
 
 

@@ -26,10 +26,10 @@ from channel_world import World, play
 from distributions import install_wheel
 from doll.config.policy import POLICIES as REGISTERED
 from doll.consumers.compute.step_model import StepModel
-from doll.consumers.protocol.grants import Grants
+from doll.consumers.protocol.grants import WorkerGrants
 from doll.consumers.protocol.worker_core import StoreRest, WorkerAction, WorkerCore
 from doll.consumers.tables.base_row_cache import BaseRowCache
-from doll.consumers.tables.table_rows import TableRows
+from doll.consumers.tables.table_rows import WorkerTables
 from doll.optim.significance_filter import Residual
 from doll.ps.engine.durability import Settling
 from doll.ps.engine.engine import Engine
@@ -93,7 +93,7 @@ def test_under_the_policies_of_others_too(policy: str, tmp_path: Path, monkeypat
 # --- would it be seen? ------------------------------------------------------------------------------------------------
 
 
-class Forgetful(Grants):
+class Forgetful(WorkerGrants):
     """As before ADR 42: forgets the answer to a grant once it is in the model, and computes a late copy."""
 
     def take(self, grant: Grant) -> tuple[list[Push], list[tuple[Grant, range]]]:
@@ -127,7 +127,7 @@ def is_difference(of: str) -> Callable[[Exception], bool]:
     [("wsp", "version"), ("isp", "version"), ("ssp", "row"), ("wsp", "row"), ("asp, steps", "row")],
 )
 def test_a_worker_that_computes_late_copies_is_caught(policy: str, of: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doll.consumers.protocol.worker_core, "Grants", Forgetful)
+    monkeypatch.setattr(doll.consumers.protocol.worker_core, "WorkerGrants", Forgetful)
     monkeypatch.setattr(channel_process, "StepModel", Unguarded)
     monkeypatch.setattr(Residual, "_expect_newest", lambda self, batch: None)
     assert found(policy, 1500, is_difference(of))
@@ -153,7 +153,7 @@ def test_a_worker_that_keeps_steps_behind_one_that_is_lost_is_caught(monkeypatch
 
 def test_what_holds_the_steps_refuses_late_copies_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two guards, each of which is enough."""
-    monkeypatch.setattr(doll.consumers.protocol.worker_core, "Grants", Forgetful)
+    monkeypatch.setattr(doll.consumers.protocol.worker_core, "WorkerGrants", Forgetful)
     for policy in ("wsp", "isp", "ssp"):
         for seed in range(40):
             play(policy, seed)
@@ -213,7 +213,7 @@ def test_a_server_that_leaves_out_what_others_have_changed_is_caught(monkeypatch
 
 
 def test_a_rest_of_rows_that_stays_at_its_worker_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TableRows, "rest", lambda self, until: {})
+    monkeypatch.setattr(WorkerTables, "rest", lambda self, until: {})
     assert found("isp", 400, is_difference("table"))
 
 

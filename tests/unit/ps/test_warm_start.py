@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pickle
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import doll
 import numpy as np
 import pytest
 import torch
 from doll.config import JobConfig, dump, load, parse
 from doll.errors import CheckpointError, ConfigError, VersionUnknownError
+from doll.evaluation.stored_weights import newest_weights
 from doll.model.flat_model import FlatModel, build, fingerprint
 from doll.ps.checkpointing import decode_snapshot, encode_snapshot
 from doll.ps.engine.assignment import first_snapshot
-from doll.ps.model.updater import make_parts
+from doll.ps.model.updater import ModelParts, make_parts
 from doll.ps.start import Start, engine_settings
 from doll.ps.tables.bounded_table import BoundedTable, stored_bounded_rows
 from doll.ps.warm_start import begun_with, matched
@@ -24,6 +29,7 @@ from doll.run.export import export_model
 from doll.storage.checkpoints import Checkpoint, decode_checkpoint
 from doll.storage.file_checkpoints import FileCheckpointStore
 from doll.storage.s3_checkpoints import S3CheckpointStore
+from doll.tables.embedding_tables import EmbeddingTables
 from doll.tables.rows import Rows
 from doll.task.base import load_task
 from paths import SUPPORT
@@ -145,6 +151,37 @@ def test_what_does_not_match_is_reported_and_stays_as_the_task_draws_it(tmp_path
         begun(job(tmp_path, f"{{from: {path.name}, strict: true, rename: {{'^encoder\\.': body.}}}}"))
 
 
+@pytest.mark.parametrize(
+    ("wrap", "said"),
+    [
+        (lambda state: {"epoch": 3, "model": state, "optimizer": {}}, "given.ckpt, its model (sha256"),
+        (lambda state: {"model_state_dict": state}, "given.ckpt, its model_state_dict (sha256"),
+        (lambda state: {"model": {"state_dict": state}}, "given.ckpt, its model, its state_dict (sha256"),
+        (lambda state: {f"module.{name}": value for name, value in state.items()}, "source without module.\n"),
+        (lambda state: {f"_orig_mod.{name}": value for name, value in state.items()}, "source without _orig_mod.\n"),
+        (
+            lambda state: {
+                "module._orig_mod." + name.replace("body.", "body._orig_mod."): value for name, value in state.items()
+            },
+            "source without _orig_mod. and module._orig_mod.\n",
+        ),
+    ],
+)
+def test_the_forms_that_programs_save_are_found_and_said(tmp_path: Path, run: Path, wrap: Any, said: str) -> None:
+    state = {name: tensor for name, tensor in begun(job(tmp_path, run))[0].items() if name in NAMES}
+    torch.save(wrap(state), tmp_path / "given.ckpt")
+    tensors, report = begun(job(tmp_path, "given.ckpt"))
+    assert (set(report.taken), report.unknown, report.missing) == (NAMES, (), ())
+    assert said in f"{report.text()}\n"
+    for name in NAMES:
+        assert torch.equal(tensors[name], state[name]), name
+    # A name that the model has is never changed, nor is one that two tensors would have.
+    torch.save({"module.trunk.bias": torch.ones(2), "trunk.bias": torch.zeros(2)}, tmp_path / "both.ckpt")
+    tensors, report = begun(job(tmp_path, "both.ckpt"))
+    assert (report.taken, report.unknown, report.wrappers) == (("trunk.bias",), ("module.trunk.bias",), ())
+    assert not tensors["trunk.bias"].any()
+
+
 def test_a_table_of_fewer_rows_takes_the_first_ones(tmp_path: Path, run: Path) -> None:
     tensors, report = begun(job(tmp_path, run, "task.args.rows=4"))
     assert report.rows == ("bag.weight: 4 rows of 10, 4 in the model, the source's others left out",)
@@ -173,7 +210,11 @@ def test_bad_sources_are_refused_with_the_reason(tmp_path: Path, run: Path) -> N
     (tmp_path / "empty").mkdir()
     (tmp_path / "evil.pt").write_bytes(pickle.dumps({"trunk.bias": Evil(tmp_path / "made")}))
     torch.save(Evil(tmp_path / "made"), tmp_path / "object.pt")
+    torch.save({"state_dict": {"trunk.bias": torch.ones(2)}, "hyper_parameters": Evil}, tmp_path / "model.ckpt")
+    with warnings.catch_warnings(action="ignore"):
+        torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "script.pt")
     torch.save([torch.ones(2)], tmp_path / "list.pt")
+    torch.save({"epoch": 3, "net": {"trunk.bias": torch.ones(2)}}, tmp_path / "wrapped.pt")
     torch.save({"trunk.bias": torch.ones(2).to_sparse()}, tmp_path / "sparse.pt")
     for source, error, words in (
         ("other.safetensors", ConfigError, r"names and shapes of the model's trainable parameters .*got other"),
@@ -184,10 +225,17 @@ def test_bad_sources_are_refused_with_the_reason(tmp_path: Path, run: Path) -> N
         ("{from: two.safetensors, rename: {'a': '\\9'}}", ConfigError, "invalid group reference"),
         ("{from: two.safetensors, rename: {'^x': b}}", ConfigError, r"names of the source \(a, b\), got '\^x'"),
         ("torn.safetensors", ConfigError, "cannot read .* as safetensors"),
-        ("torn.pt", ConfigError, "cannot read .* as a state_dict of torch"),
-        ("evil.pt", ConfigError, "weights_only=True: tensors and nothing else"),
-        ("object.pt", ConfigError, "weights_only=True: tensors and nothing else"),
-        ("list.pt", ConfigError, "expected a state_dict, names with tensors, got list"),
+        ("torn.pt", ConfigError, r"torn.pt: is damaged, or no file of torch \(RuntimeError\)"),
+        (
+            "evil.pt",
+            ConfigError,
+            "evil.pt: expected tensors, got a pickle of other objects, which is not read, since that runs",
+        ),
+        ("object.pt", ConfigError, "object.pt: expected tensors, got a pickle of other objects, which is not read"),
+        ("model.ckpt", ConfigError, r"^training.init_from: [^\n]* a pickle of [a-z._]*test_warm_start.Evil, [^\n]*\)$"),
+        ("script.pt", ConfigError, r"got a TorchScript archive: torch.jit.load reads it: save the model"),
+        ("list.pt", ConfigError, "expected a state_dict, .* got list"),
+        ("wrapped.pt", ConfigError, "by itself or as 'state_dict', .* got a dict of epoch, net: save it with"),
         ("sparse.pt", ConfigError, "expected dense tensors"),
         ("text.md", ConfigError, "expected a file that ends in .safetensors, .pt"),
         ("empty", ConfigError, "expected the folder of a run .* or of checkpoints"),
@@ -271,29 +319,38 @@ def bounded_of(config: JobConfig, model: FlatModel) -> BoundedTable:
     return parts.tables.bounded[TABLE]
 
 
-@pytest.fixture
-def bounded(tmp_path: Path) -> Path:
-    """A run in whose bounded table the ids IDS have rows, and were named 9, 3, 4 and 5 times; 77 was named once."""
-    config = bags(tmp_path, None, "job=old", "seed=4", "training.tables.0.ttl_updates=100")
+def saved(folder: Path, config: JobConfig, change: Callable[[ModelParts], None]) -> Path:
+    """A run whose only checkpoint has what `change` has made of its model."""
     model = model_of(config)
-    mark = fingerprint(config, model)
     parts = make_parts(config.training, model)
-    assert parts.tables is not None
-    table = parts.tables.bounded[TABLE]
-    for version in range(1, 10):
-        named(table, IDS[[True, version <= 3, version <= 4, version <= 5]], version)
-        if version == 2:
-            named(table, [77], version)
-    store = FileCheckpointStore(tmp_path / "old" / "checkpoints", "old")
+    change(parts)
+    store = FileCheckpointStore(folder / "checkpoints", config.job)
     state = first_snapshot(engine_settings(config), (0, 0), policy="doll", generation=0, samples_id="", run_id="")
     store.save(
         Checkpoint(
-            job="old", fingerprint=mark, term=store.claim_term(), version=9, state=encode_snapshot(state),
-            tensors=parts.tensors(), layout=model.layout,
+            job=config.job, fingerprint=fingerprint(config, model), term=store.claim_term(), version=9,
+            state=encode_snapshot(state), tensors=parts.tensors(), layout=model.layout,
         )
     )  # fmt: skip
-    (tmp_path / "old" / "job.yaml").write_text(dump(config))
-    return tmp_path / "old"
+    (folder / "job.yaml").write_text(dump(config))
+    return folder
+
+
+@pytest.fixture
+def bounded(tmp_path: Path) -> Path:
+    """A run in whose bounded table the ids IDS have rows, and were named 9, 3, 4 and 5 times; 77 was named once."""
+
+    def learn(parts: ModelParts) -> None:
+        assert parts.tables is not None
+        table = parts.tables.bounded[TABLE]
+        for version in range(1, 10):
+            named(table, IDS[[True, version <= 3, version <= 4, version <= 5]], version)
+            if version == 2:
+                named(table, [77], version)
+
+    return saved(
+        tmp_path / "old", bags(tmp_path, None, "job=old", "seed=4", "training.tables.0.ttl_updates=100"), learn
+    )
 
 
 def test_a_bounded_table_begins_with_the_ids_rows_and_counts_of_another(tmp_path: Path, bounded: Path) -> None:
@@ -368,11 +425,59 @@ def test_bounded_tables_take_exported_rows_and_refuse_what_is_none(tmp_path: Pat
     dense = bags(tmp_path, exported, "task.args.bounded=false", "task.args.ids=10", "training.tables={}")
     given = matched(dense, model_of(dense))
     assert given is not None
-    assert (given.report.missing, set(given.report.unknown)) == ((TABLE,), {"0.ids", "0.rows"})
+    assert (given.report.missing, set(given.report.unknown)) == ((TABLE,), {"0.ids", "0.rows", "0.key"})
     save_file({"1.bias": torch.ones(2), "0.weight": torch.ones(10, 3)}, tmp_path / "rows.safetensors")
     given = matched(bags(tmp_path, "rows.safetensors"), model_of(config))
     assert given is not None
     assert given.report.other_shape == ("0.weight: (10, 3) in the source, a bounded table in the model",)
+
+
+@pytest.mark.parametrize("kind", ["ordinary", "bounded"])
+def test_what_a_program_loads_has_all_rows_of_its_tables(tmp_path: Path, bounded: Path, kind: str) -> None:
+    folder = bounded
+    if kind == "ordinary":
+        dense = ("task.args.bounded=false", "task.args.ids=10", "training.tables={}", "job=old")
+        folder = saved(tmp_path / "ordinary", bags(tmp_path, None, *dense), lambda parts: None)
+    config = load(folder / "job.yaml")
+    task = load_task(config)
+    learned = model_of(config)
+    stored = newest_weights(config, folder, learned)
+    assert stored is not None
+    stored.load_into(learned)
+    ids = torch.tensor([[3, 5, 3, 0, 9]] if kind == "ordinary" else [[3, 999_999, 77, 3, 0], [500, 1, 2, 4, 5]])
+    with torch.no_grad():
+        expected = learned.module(ids)
+    assert expected.std() > 0
+
+    module = doll.open(folder).model()
+    torch.save(module.state_dict(), tmp_path / "saved.pt")
+    again = task.build_model()
+    again.load_state_dict(torch.load(tmp_path / "saved.pt", weights_only=True))
+    how = export_model(config, folder, tmp_path / "out")["how_to_load"]
+    names: dict[str, Any] = {}
+    with contextlib.chdir(tmp_path / "out"):
+        Path("job.yaml").write_text(dump(config))
+        exec("\n".join(how), names)
+    with torch.no_grad():
+        for whole in (module, again, names["model"]):
+            assert torch.equal(whole(ids), expected)
+    assert [layer.sparse for layer in module.modules() if isinstance(layer, torch.nn.EmbeddingBag)] == [True]
+    assert (tmp_path / "saved.pt").stat().st_size > 0
+
+
+def test_a_bounded_table_without_rows_says_what_it_expects(bounded: Path) -> None:
+    config = load(bounded / "job.yaml")
+    fresh = load_task(config).build_model()
+    with pytest.raises(RuntimeError, match=r"doll\.BoundedEmbeddingBag: expected a DOLL job, .*, or run\.model\(\)"):
+        fresh(torch.tensor([[1, 2]]))
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "0.ids", "0.rows", "0.key"'):
+        fresh.load_state_dict({"1.weight": torch.zeros(2, 3), "1.bias": torch.zeros(2)})
+    whole = doll.open(bounded).model()
+    for wrong, error in (([[10**6]], IndexError), ([[0.5]], TypeError)):
+        with pytest.raises(error, match=r"doll\.BoundedEmbeddingBag: expected ids"):
+            whole(torch.tensor(wrong))
+    with pytest.raises(ConfigError, match=r"it has rows already; training\.init_from begins with those"):
+        EmbeddingTables(whole)
 
 
 def test_a_job_begins_with_checkpoints_in_s3(tmp_path: Path, run: Path, s3: Any) -> None:

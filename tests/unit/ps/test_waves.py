@@ -16,6 +16,7 @@ from doll.ps.policies.wsp import Wsp, WspPolicyConfig
 from doll.records.control import Grant
 from engine_runs import play, random_steps
 from engine_world import World
+from fuzzing import examples, seeds
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from wave_mutants import OneWaveLooser, Ungated
@@ -55,7 +56,7 @@ class Waves(ClockWorld):
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(seed=st.integers(0, 2**32), length=st.integers(50, 3000), n=st.integers(1, 5), d=st.integers(0, 3))
 @example(seed=1, length=2000, n=4, d=0)
 def test_no_grant_is_further_ahead_or_misses_more_than_the_distance_allows(
@@ -88,7 +89,7 @@ def test_the_bound_s_global_is_reached(n: int, d: int) -> None:
 def test_waves_of_one_batch_are_ssp(staleness: int) -> None:
     """The same events get the same answers, action by action."""
     count = 0
-    for seed in range(20):
+    for seed in seeds(20):
         seen: list[list[ev.EngineAction]] = []
         for policy in (
             WspPolicyConfig(wave_batches=1, clock_distance=staleness),
@@ -99,7 +100,7 @@ def test_waves_of_one_batch_are_ssp(staleness: int) -> None:
             seen.append(world.actions)
         assert seen[0] == seen[1]
         count += len(seen[0])
-    assert count > 1000
+    assert count > 200
 
 
 def test_each_push_is_a_wave() -> None:

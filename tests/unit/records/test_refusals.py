@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from doll.config.data import BadRecordsConfig
+from doll.records.control import DeadLetter, decode, encode
 from doll.records.refusals import MAX_REASONS, OTHER, ReasonCounts, Refusals
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,6 +86,17 @@ def test_reasons_are_bounded_and_harmless_on_a_terminal() -> None:
     assert len(counts.in_order()) == MAX_REASONS + 1
     assert counts.in_order()[-1] == (OTHER, 99 - MAX_REASONS)
     assert all(reason.isprintable() for reason, _ in counts.in_order())
+
+
+def test_a_dead_letter_s_reason_is_one_line_of_characters_that_are_printed() -> None:
+    """It repeats what was in a record: it must neither steer a terminal, nor turn its line around, nor be no text."""
+    made = DeadLetter(
+        worker=0, partition=0, offset=0, reason="a\u202eb\x1b[2J\n c\ud800\u200b", payload=b"", payload_bytes=0
+    )
+    assert made.reason == r"a\u202eb\x1b[2J c\ud800\u200b"
+    assert decode(encode(made)) == made
+    forged = encode(made).replace(rb"\u202e", "\u202e\u202e".encode())
+    assert decode(forged).reason.isprintable(), "whoever wrote it"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("values", [{"share": 0.0}, {"share": 1.1}, {"first_records": 5, "last_records": 4}])

@@ -8,6 +8,7 @@ import pytest
 from doll.records.control import (
     Announce,
     AnyRecord,
+    BatchRange,
     DeadLetter,
     Durable,
     Limit,
@@ -16,7 +17,6 @@ from doll.records.control import (
     ProvisionDecision,
     Push,
     PushedBatch,
-    Run,
     Served,
     ServerStatus,
     Skip,
@@ -74,7 +74,7 @@ RECORDS: dict[str, AnyRecord] = {
         ),
     ),
     "durable": Durable(term=3, worker=0, until=dict.fromkeys(range(N), BATCH), batches=COUNT),
-    "announce": Announce(worker=0, session=3, runs=tuple(Run(n, BATCH, BATCH + 32) for n in range(N))),
+    "announce": Announce(worker=0, session=3, runs=tuple(BatchRange(n, BATCH, BATCH + 32) for n in range(N))),
     "update of a batch of each": Update(
         term=3, version=VERSION, members=tuple(map(member, range(N))), n_samples=COUNT, loss=0.5,
         settled=tuple((n, BATCH) for n in range(N)),

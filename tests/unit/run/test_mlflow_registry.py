@@ -121,6 +121,10 @@ def test_what_is_missing_or_does_not_answer_is_named(tmp_path: Path, monkeypatch
     content = {"job": "shop", "format": "safetensors", "file": "model.safetensors"}
     with pytest.raises(ServiceUnavailableError, match=r"MLflow at http://127\.0\.0\.1:1"):
         register(tmp_path, content, line(1), "http://127.0.0.1:1")
-    monkeypatch.setitem(sys.modules, "mlflow.exceptions", None)
-    with pytest.raises(ConfigError, match=r"expected the package mlflow, .* pip install 'doll-online\[mlflow\]'"):
+    for address in ("http://ann:hush@127.0.0.1:1", "postgresql://ann:hush@127.0.0.1:1/models"):
+        with pytest.raises(ServiceUnavailableError, match=r"MLflow at \w+://\*\*\*@127\.0\.0\.1:1") as caught:
+            register(tmp_path, content, line(1), address)
+        assert "hush" not in str(caught.value)
+    monkeypatch.setitem(sys.modules, "mlflow.tracking", None)
+    with pytest.raises(ConfigError, match=r"--to mlflow needs the extra mlflow: pip install 'doll-online\[mlflow\]'"):
         register(tmp_path, content, line(1), "http://127.0.0.1:1")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from commands import doll
 from doll.config import dump, load, parse
 from doll.errors import ConfigError
+from doll.ps.event_log import FileEventLog, read_log
 from doll.ps.rollback import rollback
 from doll.run.folder import RunFolder
 from doll.run.replay import replay_version
@@ -20,9 +22,9 @@ from safetensors.numpy import load_file
 pytestmark = pytest.mark.slow  # loads torch
 
 
-def played(run: Path, seed: int) -> dict[int, bytes]:
+def played(run: Path, seed: int, *overrides: str) -> dict[int, bytes]:
     """One server of the run; the weights of each version that it has made."""
-    server = LoggedRun(run / "events", open_store(load(run / "job.yaml"), run), seed=seed)
+    server = LoggedRun(run / "events", open_store(load(run / "job.yaml"), run), *overrides, seed=seed)
     server.play(9)
     server.close()
     return server.weights
@@ -58,6 +60,18 @@ def test_any_version_is_made_again_also_one_that_was_left(run: Path, tmp_path: P
     assert f"version {last} from ps-" in shown.stdout
 
 
+def test_a_version_from_before_a_change_of_the_job_file_is_made_with_the_one_of_then(run: Path, tmp_path: Path) -> None:
+    """`doll resume --set` may change what decides over each update: each server's log has its own job file."""
+    first = played(run, 1)
+    newest = open_store(load(run / "job.yaml"), run).versions()[-1][1]
+    (run / "job.yaml").write_text(dump(parse(JOB, ["training.optimizer.lr=0.2"])))
+    second = played(run, 2, "training.optimizer.lr=0.2")
+    for version, weights in {2: first[2], newest - 1: first[newest - 1], max(second): second[max(second)]}.items():
+        made = replay_version(RunFolder(run), str(version), tmp_path / "out")
+        tensors = load_file(tmp_path / "out" / "model.safetensors")
+        assert b"".join(tensors[name].tobytes() for name in made.content["tensors"]) == weights
+
+
 def test_what_no_log_makes_is_refused(run: Path) -> None:
     refused = doll("replay", run, "--to", "3")
     assert (refused.exit_code, "expected event logs in events/, got none" in refused.output) == (2, True)
@@ -70,8 +84,15 @@ def test_what_no_log_makes_is_refused(run: Path) -> None:
         refused = doll("replay", run, "--to", to)
         assert (refused.exit_code, says in " ".join(refused.output.split())) == (2, True), refused.output
     # The job file of another session.
+    (path,) = (run / "events").iterdir()
+    start, entries = read_log(path)
+    kept = [*entries]
+    path.unlink()
     config = parse(JOB, ["training.optimizer.lr=0.2"])
-    (run / "job.yaml").write_text(dump(config))
+    log = FileEventLog(path, msgspec.structs.replace(start, job=dump(config)))
+    for entry in kept:
+        log.write(entry.event, entry.now, entry.gradient)
+    log.close()
     with pytest.raises(ConfigError, match=r"since then was changed: training.optimizer.lr: expected 0.1, got 0.2"):
         replay_version(RunFolder(run), "3", run / "out")
 

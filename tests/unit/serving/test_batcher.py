@@ -161,3 +161,48 @@ def test_the_loop_itself_computes_what_takes_no_time_there() -> None:
         times.add(2 * INLINE_S, here=True)
         times.add(1.0, here=False)
     assert not any(times.are_short() for _ in range(100)), "long ones are not tried"
+
+
+def test_a_request_that_has_come_alone_is_computed_at_once_and_others_together() -> None:
+    here = [1]
+    computed = Computed()
+    computed.go.set()
+    finished: list[tuple[int, float]] = []
+
+    async def main() -> None:
+        with ThreadPoolExecutor(1, "compute") as executor:
+            batcher = Batcher(
+                computed, executor, max_samples=4, max_waiting=100, time_limit_s=60.0, num_here=lambda: here[0],
+                on_batch=lambda samples, seconds: finished.append((samples, seconds)),
+            )  # fmt: skip
+            answer = batcher.submit(LANE, features(1))
+            with pytest.raises(StopIteration) as ended:
+                answer.send(None)  # without a turn of the event loop
+            assert ended.value.value == 1
+            with pytest.raises(SampleError, match="seven"):
+                batcher.submit(LANE, features(7)).send(None)
+            here[0] = 2
+            assert await asyncio.gather(*(batcher.submit(LANE, features(value)) for value in (2, 3))) == [2, 3]
+            here[0] = 1
+            assert await batcher.submit(LANE, features(4, count=5)) == 4, "one of more samples than a batch"
+
+    asyncio.run(main())
+    assert computed.batches == [[1], [7], [2, 3], [4]]
+    assert computed.threads[:3] == ["MainThread"] * 3
+    assert computed.threads[3] != "MainThread", "it would hold the event loop up"
+    assert [samples for samples, _ in finished] == [1, 1, 2, 5]
+
+
+def test_a_request_alone_of_a_model_that_takes_long_is_computed_on_the_other_thread() -> None:
+    computed = Computed()
+    computed.go.set()
+
+    async def main() -> None:
+        with ThreadPoolExecutor(1, "compute") as executor:
+            batcher = Batcher(computed, executor, max_samples=4, max_waiting=100, time_limit_s=60.0, num_here=lambda: 1)
+            for here in (True, False):
+                batcher._times.add(1.0, here=here)
+            assert await batcher.submit(LANE, features(1)) == 1
+
+    asyncio.run(main())
+    assert computed.threads != ["MainThread"]

@@ -35,6 +35,20 @@ def test_numbers_in_json_are_flat_or_nested(data: Any) -> None:
     assert tensors["x"].tolist() == [[1, 2], [3, 4]]
 
 
+def test_null_is_what_a_client_writes_for_what_it_leaves_out() -> None:
+    item = {**tensor(), "parameters": None}
+    request, tensors = decode_request(body(item, id=None, parameters=None, outputs=None), None)
+    assert tensors["x"].tolist() == [[1, 2]]
+    answer = json.loads(encode_answer(request, "digits", "12", OUTPUTS, {})[0])
+    assert [output["name"] for output in answer["outputs"]] == ["scores", "class"]
+    assert "id" not in answer
+    wanted = [{"name": "class", "parameters": None}, {"name": "scores", "parameters": {"binary_data": None}}]
+    request, _ = decode_request(body(item, outputs=wanted, parameters={"binary_data_output": None}), None)
+    assert encode_answer(request, "digits", "12", OUTPUTS, {})[1] is None
+    request, _ = decode_request(body(item, outputs=wanted, parameters={"binary_data_output": True}), None)
+    assert encode_answer(request, "digits", "12", OUTPUTS, {})[1] is not None
+
+
 def test_tensors_behind_the_json_are_taken_in_order() -> None:
     first, second = np.arange(6, dtype=np.float32).reshape(2, 3), np.array([[1], [2]], np.int64)
     head = json.dumps(
@@ -83,7 +97,10 @@ def test_what_is_no_request_is_malformed(data: bytes, length: str | None, said: 
         (tensor(shape=(-1, 2)), "shape of at most"),
         (tensor(shape=(1,) * 100), "shape of at most"),
         (tensor(shape=(0, 10**18)), "that a body can have"),
-        (tensor(shape=(10**18, 10**18)), "numbers for shape"),
+        (tensor(shape=(10**18, 10**18)), "that a body can have"),
+        (tensor(shape=(int("9" * 4200), int("9" * 4200))), "that a body can have"),
+        (tensor(shape=(2**24, 2**24, 2)), "that a body can have"),
+        (tensor(shape=(2**24, 2**24)), "expected 281474976710656 numbers"),
         (tensor(["1", "2"]), "expected numbers of FP32"),
         (tensor([None, 2]), "expected numbers of FP32"),
         (tensor([True, False]), "expected numbers of FP32"),
@@ -91,7 +108,7 @@ def test_what_is_no_request_is_malformed(data: bytes, length: str | None, said: 
         (tensor([1.5, 2], datatype="INT32"), "expected numbers of INT32"),
         (tensor([1, 300], datatype="UINT8"), "one beyond"),
         (tensor([1, -1], datatype="UINT64"), "one beyond"),
-        (tensor([1, 10**30], datatype="INT64"), "expected numbers of INT64"),
+        (tensor([1, 10**30], datatype="INT64"), "x: expected integers of 64 bits"),
         ({"name": "x", "datatype": "FP32", "shape": [1, 2]}, "expected data"),
         ({"name": "x" * 1000, "datatype": "FP32", "shape": [1, 2]}, "at most 200 characters"),
         ({"name": "x", "datatype": "FP32", "shape": [1], "parameters": {"binary_data_size": 4}}, "binary_data_size 4"),
@@ -101,6 +118,12 @@ def test_what_is_no_request_is_malformed(data: bytes, length: str | None, said: 
 def test_a_tensor_that_is_not_what_it_says_is_refused_by_name(item: dict[str, Any], said: str) -> None:
     with pytest.raises(SampleError, match=said):
         decode_request(body(item), None)
+
+
+def test_integers_keep_all_64_bits() -> None:
+    for data in ([2**63 + 1, 1], [2**64 - 1, 2**63]):  # numpy makes floats of the first ones
+        _, tensors = decode_request(body(tensor(data, datatype="UINT64")), None)
+        assert tensors["x"].tolist() == [data]
 
 
 def test_an_input_stands_once() -> None:

@@ -57,7 +57,7 @@ def test_rows_are_those_of_the_version_and_a_new_id_has_what_training_would_give
         rig.save(2, **rows(2))
         rig.start()
         assert rig.model.tables is not None
-        (initial,) = rig.model.tables.bounds["hashed.weight"].initial.of(np.array([500]))[:, 0].tolist()
+        (initial,) = rig.model.tables.bounds["hashed.weight"].initial.rows(np.array([500]))[:, 0].tolist()
         assert initial != 0
         for version in (2, 4):
             until(lambda version=version: rig.version() == version, f"version {version}")  # type: ignore[misc]
@@ -90,7 +90,7 @@ def test_versions_come_with_the_rows_that_they_change(tmp_path: Path) -> None:
         rig.save(2, **rows(2))
         rig.start()
         assert rig.model.tables is not None
-        (initial,) = rig.model.tables.bounds["hashed.weight"].initial.of(np.array([500]))[:, 0].tolist()
+        (initial,) = rig.model.tables.bounds["hashed.weight"].initial.rows(np.array([500]))[:, 0].tolist()
         publish(rig, 3, 2, known=[0], hashed=[3])
         until(lambda: rig.version() == 3, "version 3")
         assert rig.infer(x)[1]["outputs"][0]["data"] == pytest.approx([3 + 3 + 1.5, 2 + 2 + 1.5, 2 + initial + 1.5])

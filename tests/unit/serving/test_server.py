@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import random
@@ -13,10 +14,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from doll.errors import ConfigError
-from doll.serving.connections import Access, BoundedProtocol, find_access
+from doll.process.connections import BoundedProtocol, ServerAccess, find_access
+from doll.serving.main import ServeOptions
 from doll.storage.version_marks import VersionMarks
+from doll.task.base import Task
+from serving_app import CalledApp
 from serving_rig import ServingRig, output_of
+from structlog.testing import capture_logs
 from waiting import until
 
 pytestmark = pytest.mark.slow  # loads torch
@@ -123,6 +129,18 @@ def test_an_alias_is_followed_and_a_number_is_not(tmp_path: Path) -> None:
         assert isinstance(rig.store.read_marks(), VersionMarks)
 
 
+def test_of_several_lanes_the_one_that_follows_the_newest_version_logs_no_line_for_each(tmp_path: Path) -> None:
+    with ServingRig(tmp_path, wanted={"stable": 50.0, "latest": 50.0}) as rig, capture_logs() as logs:
+        rig.save(1)
+        rig.store.change_marks(lambda marks: marks.with_alias("stable", 1))
+        rig.start()
+        for version in (2, 3, 4):
+            rig.publish(version)
+            until(lambda: rig.infer(version="latest")[1]["model_version"] == str(version), f"version {version}")  # noqa: B023
+    served = [(entry["wanted"], entry["version"]) for entry in logs if entry["event"] == "version_served"]
+    assert served == [("stable", 1)]
+
+
 @pytest.mark.parametrize(
     ("path", "content", "status", "said"),
     [
@@ -224,6 +242,37 @@ def test_a_head_without_an_end_is_bounded(server: ServingRig) -> None:
     until(lambda: raw(server, head + 70_000 * b"x").startswith(b"HTTP/1.1 431"), "the refusal of a long head")
 
 
+def test_a_head_behind_a_long_body_is_counted_by_itself(server: ServingRig) -> None:
+    body = b'{"x": [1, 2]}'.ljust(120_000)
+    first = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 120000\r\n\r\n" + body
+    second = b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n"
+    answer = raw(server, first + second + b"Connection: close\r\n\r\n")
+    assert answer.count(b"HTTP/1.1 200") == 2, answer
+    long = first + second + b"X-Long: " + 100_000 * b"x"
+    until(lambda: raw(server, long).count(b"HTTP/1.1 431") == 1, "the refusal of a long head behind a body")
+    whole = second + b"X-Long: " + 100_000 * b"x" + b"\r\nConnection: close\r\n\r\n"
+    until(lambda: raw(server, whole).startswith(b"HTTP/1.1 431"), "the refusal of a long head that comes at once")
+
+
+def test_a_client_that_asks_first_is_not_told_to_send_a_body_that_is_too_long(server: ServingRig) -> None:
+    head = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n"
+    assert raw(server, head % 3_000_000).startswith(b"HTTP/1.1 413")
+    body = b'{"x": [1, 2]}'
+    answer = raw(server, (head % len(body)).replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + body)
+    assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200")
+
+
+def test_a_connection_without_a_request_is_kept_for_longer_than_load_balancers_keep_theirs(tmp_path: Path) -> None:
+    assert ServeOptions({}, "m").keep_alive_s > 60
+    with ServingRig(tmp_path, keep_alive_s=1.0) as rig:
+        rig.save(1)
+        rig.start()
+        with socket.create_connection(("127.0.0.1", rig.port), timeout=60) as connection:
+            connection.sendall(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+            assert connection.recv(65536) == b"", "it is closed"
+
+
 def test_bodies_of_all_requests_together_are_bounded(tmp_path: Path) -> None:
     with ServingRig(tmp_path, max_body_bytes=1000) as rig:
         rig.save(1)
@@ -242,6 +291,44 @@ def test_a_foreign_name_of_this_machine_is_not_answered_without_a_token(server: 
     """A page of a foreign web site cannot ask through a browser, whatever its name points to."""
     assert server.get("/v2", Host="example.org:8000")[0] == 421
     assert server.get("/v2", Host="localhost:8000")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "https://example.org", "Sec-Fetch-Site": "cross-site", "Content-Type": "text/plain"}, 403),
+        ({"Origin": "https://example.org"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://127.0.0.1:1"}, 403),
+        ({"Sec-Fetch-Site": "same-site"}, 403),
+        ({"Sec-Fetch-Site": "same-origin", "Origin": "http://127.0.0.1:{port}"}, 200),
+        ({"Sec-Fetch-Site": "none"}, 200),
+        ({}, 200),
+    ],
+)
+def test_a_page_of_a_web_site_has_nothing_computed(
+    server: ServingRig, headers: dict[str, str], status: int
+) -> None:  # fmt: skip
+    """Its browser sends a form, or a request without CORS, also where the page is not to see the answer."""
+    own = {name: value.format(port=server.port) for name, value in headers.items()}
+    got, _, body = server.request("POST", "/predict", b'{"x": [1, 2]}', own)
+    assert got == status, body
+
+
+def test_requests_of_a_web_site_are_refused_also_with_a_certificate_and_not_with_a_token() -> None:
+    assert _refused(ServerAccess(by_certificate=True))
+    assert not _refused(ServerAccess(TOKEN))
+
+
+class Nothing(Task):
+    def build_model(self) -> torch.nn.Module:
+        return torch.nn.Linear(1, 1)
+
+
+def _refused(access: ServerAccess) -> bool:
+    app = CalledApp(Nothing(), access)
+    headers = {"Origin": "https://example.org", "Authorization": f"Bearer {TOKEN}"}
+    return asyncio.run(app.post("/predict", b"", headers))[0] == 403
 
 
 def test_a_compressed_body_is_refused(server: ServingRig) -> None:
@@ -268,7 +355,7 @@ def test_prometheus_counts_what_was_answered(server: ServingRig) -> None:
 
 
 def test_a_token_is_asked_for_but_not_by_health(tmp_path: Path) -> None:
-    with ServingRig(tmp_path, access=Access(TOKEN)) as rig:
+    with ServingRig(tmp_path, access=ServerAccess(TOKEN)) as rig:
         rig.save(1)
         rig.start()
         assert rig.infer()[0] == 401
@@ -300,7 +387,7 @@ def test_a_server_without_any_version_waits_for_one(tmp_path: Path) -> None:
 
 
 def test_what_the_environment_says_of_a_token_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert find_access() == Access()
+    assert find_access() == ServerAccess()
     monkeypatch.setenv("DOLL_SERVE_TOKEN", "short")
     with pytest.raises(ConfigError, match="DOLL_SERVE_TOKEN: expected a token of at least 16"):
         find_access()

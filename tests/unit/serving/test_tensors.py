@@ -126,3 +126,24 @@ def test_a_task_whose_held_out_samples_are_elsewhere_is_served() -> None:
     example = signature.example_features()
     assert example is not None
     assert example.x.tolist() == [[0, 0]]
+
+
+class HashedIds(Task):
+    def spec(self) -> Any:
+        return {"id": doll.Field("uint64"), "n": doll.Field("int64")}, None
+
+
+def test_ids_are_those_that_training_has_or_are_refused() -> None:
+    """Of every type that a client may choose."""
+    signature = Signature(HashedIds())
+    big = np.array([2**64 - 1, 1], np.uint64)
+    features = signature.of_tensors({"id": big, "n": np.array([123_456_789.0, 16_777_217.0])})
+    assert [features.x[name].tolist() for name in ("id", "n")] == [[2**64 - 1, 1], [123_456_789, 16_777_217]]
+    assert signature.of_records([{"id": 2**63, "n": 16_777_217.0}]).x["n"].tolist() == [16_777_217]
+    for n in (big, np.array([2.0**63, 1]), np.array([2.0**53, 1]), np.array([2.0**24, 1], np.float32)):
+        with pytest.raises(SampleError, match=r'x\["n"\]: expected int64'):
+            signature.of_tensors({"id": big, "n": n})
+    with pytest.raises(SampleError, match="x: expected integers below 2"):
+        Signature(Open()).of_tensors({"x": big[None]})
+    with pytest.raises(SampleError, match="x: expected integers in all of these samples, or in none"):
+        Signature(Open()).of_records([[2**40 + 1, 1], [0.5, 1.5]])

@@ -14,7 +14,7 @@ import pytest
 from certificates import Authority
 from doll.dashboard.model_server import metrics_of
 from doll.errors import ConfigError
-from doll.serving.connections import find_access
+from doll.process.connections import find_access
 from serving_rig import ServingRig
 from waiting import until
 

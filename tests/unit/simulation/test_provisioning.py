@@ -10,6 +10,7 @@ from doll.ps.policies.doll import DollPolicyConfig
 from doll.simulation.provisioning import PlannerProvisioner
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
+from fuzzing import seeds
 
 N, K, B, RATE, UPDATES = 16, 4, 32, 50.0, 4000
 ON_DEMAND_S = UPDATES * K * B / (N * RATE)
@@ -38,7 +39,7 @@ def run(seed: int, ratio: float, *, guard: bool = True) -> System:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_the_planner_meets_the_deadline_for_less_than_on_demand(seed: int) -> None:
     system = run(seed, ratio=1.1)
     assert system.now <= 1.1 * ON_DEMAND_S

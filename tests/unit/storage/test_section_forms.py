@@ -117,19 +117,6 @@ def test_short_values_take_half_the_bytes_and_few_may_be_long() -> None:
     assert len(pushed(short)) == size, "else it would be longer"
 
 
-def test_what_was_written_before_is_still_read() -> None:
-    """Form v: in event logs of earlier releases."""
-    blob = joined(
-        sections.encode_push(
-            {NAME: Rows(np.array([0, 599]), np.ones((2, 1), np.float32))}, {NAME: 10_000}, job=JOB, version=7
-        )
-    )
-    old = rebuilt(blob, "p", lambda raw: struct.pack_into("<cBHIQ", raw, HEAD, b"v", 0, len(NAME), WIDTH, 200))
-    got = taken(old)
-    assert got.ids.tolist() == [0, 199]
-    assert got.values.tolist() == [[1, 0, 0], [0, 0, 1]]
-
-
 FORMS = {
     "bits": some_rows([3, 40, 199], 2, 0.4),
     "bitmap": some_rows(list(range(60)), 2, 0.4),

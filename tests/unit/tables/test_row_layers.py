@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from doll.tables.row_layers import NO_LAYERS, RowLayers
 from doll.tables.rows import Rows
+from fuzzing import seeds
 
 IDS = np.arange(60)
 
@@ -19,7 +20,7 @@ def read(layers: RowLayers) -> list[float]:
     return values[:, 0].tolist()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_each_version_has_its_rows_for_as_long_as_it_is_held(seed: int) -> None:
     rng = np.random.default_rng(seed)
     layers, expected = NO_LAYERS, [-1.0] * 60

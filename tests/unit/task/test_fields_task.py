@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from doll import FieldsTask, JsonTask, Samples, Task
+from doll import Field, FieldsTask, JsonTask, Samples, Task, UInt64
 from doll.config import parse
 from doll.consumers.intake.decoding import RawRecords, decode_records
 from doll.errors import ConfigError, RetryLater
@@ -206,3 +206,67 @@ class GivesNothing(Fields):
 def test_a_task_whose_records_give_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected max_samples_per_record of 1 or more, got 0"):
         task_of("GivesNothing")
+
+
+class Hashed(msgspec.Struct):
+    user: UInt64
+    price: float
+    seen: int = 0
+    words: list[int] = []
+
+
+class HashedIds(FieldsTask):
+    record = Hashed
+    num_classes = 2
+
+    def spec(self) -> Any:
+        return {"user": Field("uint64"), "price": Field("float32"), "seen": Field("int64")}, None
+
+    def samples(self, columns: Columns) -> Any:
+        return {name: columns[name] for name in ("user", "price", "seen")}, np.ones(len(columns["user"]))
+
+
+def test_ids_have_all_64_bits_in_every_format() -> None:
+    from click_messages import Hashed as Message
+
+    ids = [2**64 - 1, 2**63, 2**53 + 1, 0]
+    formats: dict[str, tuple[dict[str, Any], list[bytes]]] = {
+        "json": ({"kind": "json"}, [b'{"user": %d, "price": 1}' % user for user in ids]),
+        "csv": ({"kind": "csv", "columns": ["price", "user"]}, [b"1,%d" % user for user in ids]),
+        "protobuf": (
+            {"kind": "protobuf", "message": "click_messages:Hashed", "header": False},
+            [Message(user=user, price=1).SerializeToString() for user in ids],
+        ),
+    }
+    for section, values in formats.values():
+        result = decoded(task_of("HashedIds", {"format": section}), *values, b"")
+        assert result.x["user"].tolist() == ids, section
+        assert result.x["user"].dtype == np.uint64
+
+
+def test_a_number_beyond_its_type_is_refused_by_the_name_of_its_field() -> None:
+    task = task_of("HashedIds")
+    good = b'{"user": 1, "price": 1}'
+    bad = {
+        b'{"user": 18446744073709551616, "price": 1}': "user: expected an integer from 0 to 18446744073709551615, got",
+        b'{"user": -1, "price": 1}': "`$.user`",
+        b'{"user": 1, "price": 1, "seen": 9223372036854775808}': "seen: expected an integer from -9223372036854775808 "
+        "to 9223372036854775807, got 9223372036854775808: `seen: doll.UInt64` takes 0 to 18446744073709551615",
+        b'{"user": 1, "price": 1, "words": [1, 9223372036854775808]}': "words: expected an integer",
+        b'{"user": 1, "price": 1e400}': "`$.price`",
+        b'{"user": 1, "price": 1e39}': 'x["price"] holds NaN or infinity',
+        b'{"user": 1, "price": null}': "`$.price`: if it may be missing, declare it `float | None`, which gives NaN",
+    }  # fmt: skip
+    for many in ([good] * 20, []):
+        result = decoded(task, *bad, *many)
+        assert result.num_samples == len(many)
+        for item, (value, text) in zip(result.refused, bad.items(), strict=True):
+            assert text in item.reason, value
+
+
+def test_nan_is_refused_by_the_name_of_its_field() -> None:
+    csv = task_of("HashedIds", {"format": {"kind": "csv", "columns": ["user", "price"]}})
+    result = decoded(csv, b"1,nan", b"2,1", b"3,-inf")
+    assert result.x["user"].tolist() == [2]
+    text = "price is NaN or infinite: expected a number, or nothing in a `float | None`"
+    assert [item.reason for item in result.refused] == [text] * 2

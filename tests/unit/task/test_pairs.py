@@ -13,7 +13,9 @@ from doll.consumers.intake.decoding import RawRecords, decode_records
 from doll.errors import ConfigError, SampleError
 from doll.task import pairs, trees
 from doll.task.base import Sample, Samples, Task
-from doll.task.pairs import PairTask, decode, decode_many, encode, read_pairs, write_pairs
+from doll.task.batches import batch_of
+from doll.task.forms import NO_GROUP
+from doll.task.pairs import PairTask, decode, decode_many, encode, read_records, write_records
 
 X: dict[str, Any] = {"b": [np.arange(3, dtype=np.int16), np.float32(0.5)], "a": (np.array([True, False]), {"c": 7})}
 
@@ -78,8 +80,25 @@ def test_a_source_may_give_dicts_in_pairs_and_whole_samples(tmp_path: Any) -> No
     assert (second.x["b"].tolist(), second.weight, second.group) == ([0, 1], 3.0, 9)
     with pytest.raises(ConfigError, match="weight: expected a finite"):
         items_of([Sample(1.0, 1, -2.0)])
-    write_pairs(tmp_path / "held", [(X, 1), Sample(X, 0, 2.0)])
-    assert [sample.weight for sample in read_pairs(tmp_path / "held")] == [1.0, 2.0]
+    write_records(tmp_path / "held", [encode(X, 1), encode(*Sample(X, 0, 2.0))])
+    assert [decode(record).weight for record in read_records(tmp_path / "held")] == [1.0, 2.0]
+
+
+def test_a_group_of_any_number_is_a_group_and_samples_without_one_have_an_id_that_none_has() -> None:
+    numbers: list[Any] = [-1, None, np.int64(0), 2**63 - 1, None, -(2**63) + 1]
+    ids = [NO_GROUP if number is None else number for number in numbers]
+    records = [encode(1.0, 1, 2.0, group=number) for number in numbers]
+    bulk = decode_many(records)
+    assert isinstance(bulk, Samples)
+    assert bulk.group is not None
+    single = batch_of(PairTask(), map(decode, records))
+    assert single.group is not None
+    assert (bulk.group.tolist(), single.group.tolist()) == (ids, ids)
+    only = batch_of(PairTask(), [Sample(1.0, 1, 1.0, -1)]).group
+    assert only is not None, "a batch whose only group is -1 has lost it"
+    for wrong in (NO_GROUP, 2**63, True, 1.5):
+        with pytest.raises(SampleError, match=r"group: expected an integer of 64 bits above -2\*\*63, or a text"):
+            encode(1.0, 1, group=wrong)  # type: ignore[arg-type]
 
 
 def test_torch_tensors_in_a_dict_are_sent_as_arrays() -> None:
@@ -107,3 +126,15 @@ def test_a_task_without_collate_says_so() -> None:
     assert not Task().is_ragged
     with pytest.raises(NotImplementedError, match=r"Task does not define collate\(samples\)"):
         Task().collate([])
+
+
+def test_an_integer_beside_a_fraction_is_refused_by_name_before_it_is_rounded() -> None:
+    with pytest.raises(
+        SampleError, match=rf"x: expected numbers that float32 holds, got the integer {2**40 + 1} beside"
+    ):
+        encode((2**40 + 1, 3.5), 0)
+    with pytest.raises(SampleError, match=r'y\["a"\]: expected numbers that float64 holds'):
+        encode(1, {"a": [2**53 + 1, 0.5], "b": np.ones(2)})
+    assert decode(encode([2**63 + 1, 1], 0)).x.tolist() == [2**63 + 1, 1], "numpy makes floats of these"
+    with pytest.raises(ConfigError, match="sample 1: x: expected numbers"):
+        list(items_of([((1, 3.5), 0), ((2**40 + 1, 3.5), 0)]).records)

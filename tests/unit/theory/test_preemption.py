@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from benchmarks.paper import formulas
@@ -120,3 +122,46 @@ def test_gangs_at_the_ends() -> None:
     assert formulas.gang_uptime_variance_s2(50.0, 5, 1.0, 10.0) == 0.0
     with pytest.raises(ValueError, match="machines"):
         preemption.gang_availability(0, 0.5, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("rates", "alpha", "cycle_s", "time_s"),
+    [
+        ([100.0] * 4, 0.9, 1000.0, 6000.0),
+        ([100.0] * 2, 0.95, 36_000.0, 6000.0),  # most likely neither is interrupted
+        ([10.0, 60.0, 180.0], 0.7, 500.0, 3000.0),
+    ],
+)
+def test_few_workers_make_too_little_as_often_as_they_do_when_simulated(
+    rates: list[float], alpha: float, cycle_s: float, time_s: float
+) -> None:
+    rng = np.random.default_rng(5)
+    runs, noise_var = 100_000, sum(rates) * time_s
+    made = rng.normal(0.0, math.sqrt(noise_var), runs)
+    for rate in rates:
+        up, at_s = rng.random(runs) < alpha, np.zeros(runs)
+        while (at_s < time_s).any():
+            lasts_s = rng.exponential(np.where(up, alpha, 1 - alpha) * cycle_s)
+            lasts_s = np.minimum(lasts_s, time_s - at_s)
+            made += rate * np.where(up, lasts_s, 0.0)
+            at_s, up = at_s + lasts_s, ~up
+    for share in (0.01, 0.03, 0.3):
+        needed = float(np.quantile(made, share))
+        stated = preemption.shortfall_prob(needed, rates, alpha, cycle_s, time_s, noise_var)
+        assert stated == pytest.approx(share, rel=0.15), "the normal distribution states half of it and less"
+
+
+def test_the_probability_of_a_shortfall_at_the_edges() -> None:
+    def prob(needed: float, rates: list[float], alpha: float = 0.9, noise_var: float = 1.0) -> float:
+        return preemption.shortfall_prob(needed, rates, alpha, 1000.0, 1000.0, noise_var)
+
+    assert prob(-1e12, [100.0]) == 0.0
+    assert prob(1e12, [100.0]) == 1.0
+    assert prob(1.0, [], noise_var=0.0) == 1.0
+    assert prob(99_000.0, [100.0], alpha=1.0) == 0.0
+    assert prob(1_000.0, [100.0], alpha=0.0) == 1.0
+    for num in (9_900, 10_100):
+        two_sd = 2 * math.sqrt(num * preemption.uptime_variance_s2(1000.0, 0.9, 1000.0))
+        assert prob(900.0 * num - two_sd, [1.0] * num) == pytest.approx(0.0228, rel=0.02)
+    wide = prob(0.8 * 1e6, [999.0, *[0.001] * 1000])
+    assert wide == pytest.approx(prob(0.8 * 999e3, [999.0]), abs=0.01), "slow streams hardly matter"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from doll.theory import staleness
 from doll.theory.staleness import Histogram, StalenessMeter, bucket
+from fuzzing import seeds
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,7 +62,7 @@ class CountsBatches(StalenessMeter):
         super().read(worker, version, batch - 1, count)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(5))
 def test_every_read_is_compared_with_every_other_worker(seed: int) -> None:
     schedule = Schedule(5, 400, seed=seed, lag=12)
     expected = schedule.differences()

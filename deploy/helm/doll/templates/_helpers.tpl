@@ -17,11 +17,32 @@ app.kubernetes.io/component: {{ .role }}
 {{- end }}
 
 {{- define "doll.image" -}}
+{{- if .Values.image.digest -}}
+{{ .Values.image.repository }}@{{ .Values.image.digest }}
+{{- else -}}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
+{{- end }}
+
+{{- /* A role that the others name in commands: its pods are those of a Job with another name after each upgrade. */ -}}
+{{- define "doll.exec" -}}
+kubectl -n {{ .root.Release.Namespace }} exec $(kubectl -n {{ .root.Release.Namespace }} get pods -o name -l app.kubernetes.io/instance={{ .root.Release.Name }},app.kubernetes.io/component={{ .role }} | head -n 1) -- doll
+{{- end }}
+
+{{- /* What users put on the pods of a role, and on all: a Kueue queue, karpenter.sh/do-not-disrupt. */ -}}
+{{- define "doll.podLabels" -}}
+{{- toYaml (merge (dict "app.kubernetes.io/component" .role) (include "doll.labels" .root | fromYaml) (.values.podLabels | default dict) .root.Values.podLabels) }}
+{{- end }}
+
+{{- define "doll.podAnnotations" -}}
+{{- toJson (merge (.own | default dict) (.values.podAnnotations | default dict) .root.Values.podAnnotations) }}
 {{- end }}
 
 {{- /* The pod of a role: .root, .role, .args, .resources; the job file, no rights, nothing of the node. */ -}}
 {{- define "doll.podSpec" -}}
+{{- if .runsToEnd }}
+restartPolicy: OnFailure
+{{- end }}
 serviceAccountName: {{ .account | default (include "doll.name" (dict "root" .root "role" "job")) }}
 automountServiceAccountToken: {{ .token | default false }}
 securityContext:
@@ -42,6 +63,16 @@ nodeSelector: {{ toJson . }}
 {{- with .tolerations }}
 tolerations: {{ toJson . }}
 {{- end }}
+{{- if gt (int .replicas) 1 }}
+topologySpreadConstraints: # over zones and nodes, where there are several
+  {{- range list "topology.kubernetes.io/zone" "kubernetes.io/hostname" }}
+  - maxSkew: 1
+    topologyKey: {{ . }}
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels: {{- include "doll.selector" $ | nindent 8 }}
+  {{- end }}
+{{- end }}
 containers:
   - name: {{ .container | default .role }}
     image: {{ include "doll.image" .root }}
@@ -57,10 +88,13 @@ containers:
       {{- range $name, $value := .root.Values.env }}
       - {name: {{ $name }}, value: {{ $value | quote }}}
       {{- end }}
+      {{- if .runsToEnd }}
+      - {name: DOLL_STOPPED_EXIT_CODE, value: "143"} # a Job replaces a pod that was stopped, not one that has ended
+      {{- end }}
       {{- if .fresh }}
       - {name: DOLL_FRESH, value: "1"}
       {{- end }}
-    {{- with .root.Values.secrets }}
+    {{- with concat .root.Values.secrets (.values.secrets | default list) }}
     envFrom:
       {{- range . }}
       - secretRef: {name: {{ . }}}
@@ -92,7 +126,7 @@ containers:
       - {name: job, mountPath: /job, readOnly: true}
       - {name: tmp, mountPath: /tmp}
       - {name: runs, mountPath: /var/lib/doll/runs}
-      {{- if .root.Values.checkpoints.existingClaim }}
+      {{- if and .root.Values.checkpoints.existingClaim (ne .role "worker") }}
       - {name: checkpoints, mountPath: {{ .root.Values.checkpoints.mountPath }}}
       {{- end }}
       {{- range $folder, $secret := .root.Values.secretFiles }}
@@ -103,7 +137,7 @@ volumes:
     configMap: {name: {{ include "doll.name" (dict "root" .root "role" "job") }}}
   - {name: tmp, emptyDir: {}}
   - {name: runs, emptyDir: {}}
-  {{- if .root.Values.checkpoints.existingClaim }}
+  {{- if and .root.Values.checkpoints.existingClaim (ne .role "worker") }}
   - {name: checkpoints, persistentVolumeClaim: {claimName: {{ .root.Values.checkpoints.existingClaim }}}}
   {{- end }}
   {{- range $folder, $secret := .root.Values.secretFiles }}

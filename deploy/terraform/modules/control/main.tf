@@ -4,7 +4,7 @@
 # Hosts read both parameters when their services start, so a change needs no new machine.
 resource "aws_ssm_parameter" "environment" {
   # checkov:skip=CKV2_AWS_34: it contains no secret; secrets are in Secrets Manager
-  # checkov:skip=CKV_AWS_337: same
+  # checkov:skip=CKV_AWS_337: without a secret there is nothing to encrypt with a key of the stack's own
   name        = "/doll/${var.name}/environment"
   description = "Environment of doll's containers, a docker env file"
   type        = "String"
@@ -12,8 +12,8 @@ resource "aws_ssm_parameter" "environment" {
 }
 
 resource "aws_ssm_parameter" "settings" {
-  # checkov:skip=CKV2_AWS_34: it contains no secret
-  # checkov:skip=CKV_AWS_337: same
+  # checkov:skip=CKV2_AWS_34: it contains no secret; secrets are in Secrets Manager
+  # checkov:skip=CKV_AWS_337: without a secret there is nothing to encrypt with a key of the stack's own
   name        = "/doll/${var.name}/settings"
   description = "Job settings of the stack, one --set per line"
   type        = "String"
@@ -59,6 +59,9 @@ resource "aws_instance" "this" {
   iam_instance_profile   = module.role.profile_name
   user_data_base64       = base64gzip(module.boot.document)
   ebs_optimized          = true
+
+  # Terraform's provider lifts it where it destroys or replaces the machine itself.
+  disable_api_termination = true
 
   metadata_options {
     http_endpoint               = "enabled"

@@ -67,6 +67,9 @@ resource "aws_instance" "node" {
   user_data_base64       = base64gzip(module.boot[each.key].document)
   ebs_optimized          = true
 
+  # Terraform's provider lifts it where it destroys or replaces the machine itself.
+  disable_api_termination = true
+
   metadata_options {
     http_endpoint               = "enabled"
     http_tokens                 = "required"
@@ -175,7 +178,7 @@ resource "aws_msk_scram_secret_association" "this" {
   count = var.mode == "msk" ? 1 : 0
 
   cluster_arn     = aws_msk_cluster.this[0].arn
-  secret_arn_list = [var.msk_secret_arn]
+  secret_arn_list = var.msk_secret_arns
 }
 
 # --- msk_serverless ---

@@ -83,7 +83,7 @@ variable "msk_kafka_version" {
   type        = string
 }
 
-variable "msk_secret_arn" {
-  description = "msk: secret with the clients' user name and password; its name begins with AmazonMSK_."
-  type        = string
+variable "msk_secret_arns" {
+  description = "msk: secrets with the clients' user names and passwords; their names begin with AmazonMSK_."
+  type        = list(string)
 }

@@ -61,7 +61,13 @@ resource "aws_sqs_queue_policy" "notices" {
 
 # --- alarms ---
 
+locals {
+  alarms = var.alarm_topic_arn == null ? aws_sns_topic.alarms[0].arn : var.alarm_topic_arn
+}
+
 resource "aws_sns_topic" "alarms" {
+  count = var.alarm_topic_arn == null ? 1 : 0
+
   name              = "doll-${var.name}-alarms"
   kms_master_key_id = var.kms_key_arn
 }
@@ -69,7 +75,7 @@ resource "aws_sns_topic" "alarms" {
 resource "aws_sns_topic_subscription" "email" {
   count = var.alarm_email == null ? 0 : 1
 
-  topic_arn = aws_sns_topic.alarms.arn
+  topic_arn = local.alarms
   protocol  = "email"
   endpoint  = var.alarm_email
 }
@@ -87,8 +93,8 @@ resource "aws_cloudwatch_metric_alarm" "no_workers" {
   threshold           = 1
   comparison_operator = "LessThanThreshold"
   treat_missing_data  = "notBreaching"
-  alarm_actions       = [aws_sns_topic.alarms.arn]
-  ok_actions          = [aws_sns_topic.alarms.arn]
+  alarm_actions       = [local.alarms]
+  ok_actions          = [local.alarms]
 }
 
 # Every minute the control host reports for each role whether it is silent; 0 also if it has ended or was stopped manually.
@@ -111,8 +117,8 @@ resource "aws_cloudwatch_metric_alarm" "role_silent" {
   threshold           = 1
   comparison_operator = "GreaterThanOrEqualToThreshold"
   treat_missing_data  = each.key == "ps" ? "breaching" : "notBreaching"
-  alarm_actions       = [aws_sns_topic.alarms.arn]
-  ok_actions          = [aws_sns_topic.alarms.arn]
+  alarm_actions       = [local.alarms]
+  ok_actions          = [local.alarms]
 }
 
 resource "aws_cloudwatch_metric_alarm" "control_host" {
@@ -127,7 +133,7 @@ resource "aws_cloudwatch_metric_alarm" "control_host" {
   threshold           = 1
   comparison_operator = "GreaterThanOrEqualToThreshold"
   treat_missing_data  = "notBreaching"
-  alarm_actions       = ["arn:${data.aws_partition.this.partition}:automate:${var.region}:ec2:recover", aws_sns_topic.alarms.arn]
+  alarm_actions       = ["arn:${data.aws_partition.this.partition}:automate:${var.region}:ec2:recover", local.alarms]
 }
 
 # Notices are read within seconds: an old one means that no provisioner reads them.
@@ -143,7 +149,7 @@ resource "aws_cloudwatch_metric_alarm" "notices_unread" {
   threshold           = 120
   comparison_operator = "GreaterThanThreshold"
   treat_missing_data  = "notBreaching"
-  alarm_actions       = [aws_sns_topic.alarms.arn]
+  alarm_actions       = [local.alarms]
 }
 
 # Sent with the metrics of the provisioner's newest decision, every minute while parameter server and provisioner run.
@@ -159,8 +165,8 @@ resource "aws_cloudwatch_metric_alarm" "provisioner_alarms" {
   threshold           = 1
   comparison_operator = "GreaterThanOrEqualToThreshold"
   treat_missing_data  = "notBreaching"
-  alarm_actions       = [aws_sns_topic.alarms.arn]
-  ok_actions          = [aws_sns_topic.alarms.arn]
+  alarm_actions       = [local.alarms]
+  ok_actions          = [local.alarms]
 }
 
 data "aws_partition" "this" {}
@@ -195,16 +201,18 @@ resource "aws_budgets_budget" "this" {
       notification_type         = notification.value.type
       threshold                 = notification.value.percent
       threshold_type            = "PERCENTAGE"
-      subscriber_sns_topic_arns = [aws_sns_topic.alarms.arn]
+      subscriber_sns_topic_arns = [local.alarms]
     }
   }
 }
 
 data "aws_iam_policy_document" "alarms" {
+  count = var.alarm_topic_arn == null ? 1 : 0
+
   statement {
     sid       = "AlarmsMayPublish"
     actions   = ["sns:Publish"]
-    resources = [aws_sns_topic.alarms.arn]
+    resources = [aws_sns_topic.alarms[0].arn]
 
     principals {
       type        = "Service"
@@ -222,8 +230,10 @@ data "aws_iam_policy_document" "alarms" {
 data "aws_caller_identity" "this" {}
 
 resource "aws_sns_topic_policy" "alarms" {
-  arn    = aws_sns_topic.alarms.arn
-  policy = data.aws_iam_policy_document.alarms.json
+  count = var.alarm_topic_arn == null ? 1 : 0
+
+  arn    = local.alarms
+  policy = data.aws_iam_policy_document.alarms[0].json
 }
 
 # --- dashboard ---

@@ -10,7 +10,12 @@ output "queue_arn" {
 
 output "alarm_topic_arn" {
   description = "Topic of the alarms."
-  value       = aws_sns_topic.alarms.arn
+  value       = local.alarms
+}
+
+output "alarm_email_is_confirmed" {
+  description = "The owner of alarm_email has confirmed the subscription; null without one."
+  value       = one([for subscription in aws_sns_topic_subscription.email : !subscription.pending_confirmation])
 }
 
 output "dashboard" {

@@ -24,7 +24,12 @@ variable "roles_log_group" {
 }
 
 variable "alarm_email" {
-  description = "E-mail address for alarms; null: none, alarms are shown on the console only."
+  description = "E-mail address for alarms; null: none."
+  type        = string
+}
+
+variable "alarm_topic_arn" {
+  description = "SNS topic for alarms; null: one is created."
   type        = string
 }
 

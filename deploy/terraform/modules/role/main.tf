@@ -26,7 +26,7 @@ resource "aws_iam_role_policy" "this" {
 # Shells and commands (Run Command of agents from 3.3.40 on) both use ssmmessages.
 data "aws_iam_policy_document" "session_manager" {
   # checkov:skip=CKV_AWS_356: these actions do not support resources
-  # checkov:skip=CKV_AWS_111: same
+  # checkov:skip=CKV_AWS_111: these actions do not support resources; they reach the host's own sessions only
   statement {
     sid = "SessionManager"
     actions = [

@@ -4,6 +4,8 @@
 locals {
   version = 1 + index(["self_managed", "msk", "msk_serverless"], var.kafka_mode) + 10 * index(["self_managed", "elasticache"], var.cache_mode)
 
+  msk_users = var.kafka_mode == "msk" ? ["clients", "worker"] : []
+
   empty = merge(
     var.kafka_mode == "self_managed" ? { kafka = "Key and certificate of Kafka's certificate authority" } : {},
     var.cache_mode == "self_managed" ? { cache = "Key and certificate of the cache's certificate authority" } : {},
@@ -11,6 +13,13 @@ locals {
 }
 
 ephemeral "aws_secretsmanager_random_password" "kafka" {
+  provider = aws.passwords
+
+  password_length     = 32
+  exclude_punctuation = true
+}
+
+ephemeral "aws_secretsmanager_random_password" "worker" {
   provider = aws.passwords
 
   password_length     = 32
@@ -31,10 +40,11 @@ ephemeral "aws_secretsmanager_random_password" "cache" {
   exclude_punctuation = true
 }
 
+# Of the control host: with self_managed Kafka's super user.
 resource "aws_secretsmanager_secret" "clients" {
-  # checkov:skip=CKV2_AWS_57: brokers and cache read the password when they are created; docs/security.md describes the rotation
+  # checkov:skip=CKV2_AWS_57: brokers read the password when they are created; docs/security.md describes the rotation
   name                    = "doll/${var.name}/clients"
-  description             = "User names and passwords of doll's own clients, as a docker env file"
+  description             = "Kafka's user of the control host's roles, as a docker env file"
   kms_key_id              = var.kms_key_arn
   recovery_window_in_days = 0
 }
@@ -45,15 +55,49 @@ resource "aws_secretsmanager_secret_version" "clients" {
   secret_string_wo         = <<-ENV
     DOLL_KAFKA_USERNAME=doll
     DOLL_KAFKA_PASSWORD=${ephemeral.aws_secretsmanager_random_password.kafka.random_password}
+  ENV
+}
+
+# Of the control host and of the workers.
+resource "aws_secretsmanager_secret" "cache" {
+  # checkov:skip=CKV2_AWS_57: the cache reads the password when it starts, its clients when they do; docs/security.md describes the rotation
+  name                    = "doll/${var.name}/cache"
+  description             = "User name and password of the cache, as a docker env file"
+  kms_key_id              = var.kms_key_arn
+  recovery_window_in_days = 0
+}
+
+resource "aws_secretsmanager_secret_version" "cache" {
+  secret_id                = aws_secretsmanager_secret.cache.id
+  secret_string_wo_version = local.version
+  secret_string_wo         = <<-ENV
     DOLL_REDIS_USERNAME=doll
     DOLL_REDIS_PASSWORD=${var.cache_password != null ? var.cache_password : ephemeral.aws_secretsmanager_random_password.cache.random_password}
+  ENV
+}
+
+# Of the workers, which run the task's code: a Kafka user who can use what a worker needs of its job's topics.
+resource "aws_secretsmanager_secret" "worker" {
+  # checkov:skip=CKV2_AWS_57: brokers read the password when they are created; docs/security.md describes the rotation
+  name                    = "doll/${var.name}/worker"
+  description             = "Kafka's user of the workers, as a docker env file"
+  kms_key_id              = var.kms_key_arn
+  recovery_window_in_days = 0
+}
+
+resource "aws_secretsmanager_secret_version" "worker" {
+  secret_id                = aws_secretsmanager_secret.worker.id
+  secret_string_wo_version = local.version
+  secret_string_wo         = <<-ENV
+    DOLL_KAFKA_USERNAME=${var.worker_user}
+    DOLL_KAFKA_PASSWORD=${ephemeral.aws_secretsmanager_random_password.worker.random_password}
   ENV
 }
 
 # For producers' machines: a user who can write samples only, without access to the cache. With MSK they use their IAM roles
 # instead.
 resource "aws_secretsmanager_secret" "producer" {
-  # checkov:skip=CKV2_AWS_57: as above
+  # checkov:skip=CKV2_AWS_57: brokers read the password when they are created; docs/security.md describes the rotation
   count = var.kafka_mode == "self_managed" ? 1 : 0
 
   name                    = "doll/${var.name}/producer"
@@ -73,26 +117,36 @@ resource "aws_secretsmanager_secret_version" "producer" {
   ENV
 }
 
-# The same user, in the format and with the name that MSK requires.
+# The users of the control host and of the workers, in the format and with the names that MSK requires.
 resource "aws_secretsmanager_secret" "msk" {
-  # checkov:skip=CKV2_AWS_57: as above
-  count = var.kafka_mode == "msk" ? 1 : 0
+  # checkov:skip=CKV2_AWS_57: hosts read the password when their services start; docs/security.md describes the rotation
+  for_each = toset(local.msk_users)
 
-  name                    = "AmazonMSK_doll_${var.name}"
+  name                    = join("_", compact(["AmazonMSK_doll", var.name, each.key == "clients" ? "" : each.key]))
   description             = "User of the MSK cluster"
   kms_key_id              = var.kms_key_arn
   recovery_window_in_days = 0
 }
 
 resource "aws_secretsmanager_secret_version" "msk" {
-  count = var.kafka_mode == "msk" ? 1 : 0
+  for_each = toset(local.msk_users)
 
-  secret_id                = aws_secretsmanager_secret.msk[0].id
+  secret_id                = aws_secretsmanager_secret.msk[each.key].id
   secret_string_wo_version = local.version
   secret_string_wo = jsonencode({
-    username = "doll"
-    password = ephemeral.aws_secretsmanager_random_password.kafka.random_password
+    username = each.key == "worker" ? var.worker_user : "doll"
+    password = each.key == "worker" ? ephemeral.aws_secretsmanager_random_password.worker.random_password : ephemeral.aws_secretsmanager_random_password.kafka.random_password
   })
+}
+
+moved {
+  from = aws_secretsmanager_secret.msk[0]
+  to   = aws_secretsmanager_secret.msk["clients"]
+}
+
+moved {
+  from = aws_secretsmanager_secret_version.msk[0]
+  to   = aws_secretsmanager_secret_version.msk["clients"]
 }
 
 # Written at boot by the host that owns the authority; Terraform never has a key.

@@ -1,11 +1,26 @@
 output "clients_arn" {
-  description = "Secret with the clients' user names and passwords, a docker env file."
+  description = "Secret with Kafka's user of the control host's roles, a docker env file."
   value       = aws_secretsmanager_secret.clients.arn
 }
 
 output "clients_name" {
   description = "Its name."
   value       = aws_secretsmanager_secret.clients.name
+}
+
+output "cache_arn" {
+  description = "Secret with the cache's user, a docker env file."
+  value       = aws_secretsmanager_secret.cache.arn
+}
+
+output "worker_arn" {
+  description = "Secret with Kafka's user of the workers, a docker env file."
+  value       = aws_secretsmanager_secret.worker.arn
+}
+
+output "worker_name" {
+  description = "Its name."
+  value       = aws_secretsmanager_secret.worker.name
 }
 
 output "producer_arn" {
@@ -18,9 +33,9 @@ output "producer_name" {
   value       = one(aws_secretsmanager_secret.producer[*].name)
 }
 
-output "msk_arn" {
-  description = "Secret that MSK reads; null if there is none."
-  value       = var.kafka_mode == "msk" ? aws_secretsmanager_secret_version.msk[0].arn : null
+output "msk_arns" {
+  description = "Secrets that MSK reads; none in the other modes."
+  value       = [for version in aws_secretsmanager_secret_version.msk : version.arn]
 }
 
 output "authority_arns" {

@@ -13,6 +13,11 @@ variable "kafka_mode" {
   type        = string
 }
 
+variable "worker_user" {
+  description = "Kafka's user for workers."
+  type        = string
+}
+
 variable "producer_user" {
   description = "self_managed: Kafka's user for external producers."
   type        = string

@@ -13,7 +13,7 @@ locals {
 
 data "aws_iam_policy_document" "key" {
   # checkov:skip=CKV_AWS_109: a key policy must allow the account's administrators to manage the key
-  # checkov:skip=CKV_AWS_111: same
+  # checkov:skip=CKV_AWS_111: a key policy must allow the account's administrators to manage the key
   # checkov:skip=CKV_AWS_356: in a key policy, * means this key
   statement {
     sid       = "Account"

@@ -150,8 +150,10 @@ class Ec2Fleet:
         for id_, known in list(self._known.items()):
             ended = known.instance.state is InstanceState.ENDED
             if id_ not in listed and not ended and now_s - known.seen_s > LISTING_LAG_S:
-                # It is not listed any more, so it has ended since the last listing.
-                gone = replace(known.instance, state=InstanceState.ENDED, ended_s=now_s, end_reason=EndReason.FAILED)
+                # It is not listed any more, so it has ended since the last listing, or since it was stopped.
+                gone = replace(known.instance, state=InstanceState.ENDED)
+                if gone.ended_s is None:
+                    gone = replace(gone, ended_s=now_s, end_reason=EndReason.FAILED)
                 self._known[id_] = replace(known, instance=gone)
             ended_s = self._known[id_].instance.ended_s
             if ended_s is not None and id_ not in listed and now_s - ended_s > ENDED_KEPT_S:
@@ -171,7 +173,7 @@ class Ec2Fleet:
             batch = unknown[start : start + _MAX_IDS_PER_CALL]
             for instance in self._list({"tag:" + CLUSTER_TAG: self._cluster, "instance-id": batch}):
                 self._learn(instance.id, instance, self._clock())
-        own = [id_ for id_ in ids if id_ in self._known and self._known[id_].instance.is_alive]
+        own = [id_ for id_ in ids if id_ in self._known and self._known[id_].instance.is_endable]
         if foreign := sorted(set(ids) - set(self._known)):
             log.warning("foreign_instances", ids=foreign, cluster=self._cluster)
         for start in range(0, len(own), _MAX_IDS_PER_CALL):
@@ -242,13 +244,15 @@ class Ec2Fleet:
             return
         old = before.instance
         instance = replace(instance, notice_s=old.notice_s)
+        # A listing that shows it alive lags behind an end that EC2 has reported, but not behind one that was presumed.
+        is_reported = old.ended_s is not None and old.ended_s - before.seen_s <= LISTING_LAG_S
         lags = now_s - before.terminate_sent_s <= LISTING_LAG_S or (
-            old.ended_s is not None and now_s - old.ended_s <= LISTING_LAG_S
+            is_reported and now_s - (old.ended_s or 0.0) <= LISTING_LAG_S and instance.launched_s == old.launched_s
         )
-        if instance.is_alive and lags and not old.is_alive:
+        if instance.is_endable and lags and not old.is_alive:
             instance = replace(instance, state=old.state, ended_s=old.ended_s, end_reason=old.end_reason)
-        elif instance.state is InstanceState.ENDED and old.ended_s is not None:
-            instance = replace(instance, ended_s=old.ended_s)
+        elif old.ended_s is not None and not instance.is_alive:
+            instance = replace(instance, ended_s=old.ended_s, end_reason=old.end_reason)
         elif instance.end_reason is EndReason.INTERRUPTED:
             if instance.notice_s is not None and instance.ended_s is not None:
                 instance = replace(instance, ended_s=min(instance.ended_s, max(instance.notice_s, instance.launched_s)))

@@ -30,7 +30,7 @@ _STATES: Final[Mapping[str, InstanceState]] = {
     "running": InstanceState.RUNNING,
     "shutting-down": InstanceState.ENDING,
     "stopping": InstanceState.ENDING,
-    "stopped": InstanceState.ENDED,  # the launch template terminates on shutdown; a stopped instance never works again
+    "stopped": InstanceState.STOPPED,  # by a person: the launch template terminates on shutdown
     "terminated": InstanceState.ENDED,
 }
 _ENDS: Final[Mapping[str, EndReason]] = {
@@ -80,7 +80,7 @@ def instances_of(descriptions: Sequence[Mapping[str, Any]], now_s: float) -> Ite
             continue
         state = _STATES.get(description["State"]["Name"], InstanceState.ENDING)
         end_reason, ended_s = EndReason.NONE, None
-        if state is InstanceState.ENDED:
+        if state in (InstanceState.STOPPED, InstanceState.ENDED):
             end_reason = _ENDS.get(description.get("StateReason", {}).get("Code", ""), EndReason.FAILED)
             at = _ENDED_AT.search(description.get("StateTransitionReason", ""))
             ended_s = datetime.strptime(at[1], "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC).timestamp() if at else now_s

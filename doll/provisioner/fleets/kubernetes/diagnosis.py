@@ -10,22 +10,22 @@ from typing import Any, Final
 
 from doll.config import JobConfig, KubernetesFleetConfig
 from doll.errors import ConfigError
-from doll.provisioner.fleets.findings import Finding
 from doll.provisioner.fleets.kubernetes import pods
 from doll.provisioner.fleets.kubernetes.fleet import ApiError, PodApi, connect_api
 from doll.provisioner.fleets.port import Order
 from doll.provisioner.planning.state import Market
+from doll.records.check import Check
 
 _VERBS: Final = ("create", "get", "list", "delete")
 _NAME: Final = "Kubernetes"
 
 
-def ask_kubernetes(config: JobConfig) -> list[Finding]:
+def ask_kubernetes(config: JobConfig) -> list[Check]:
     """Access, rights, namespace, quota, nodes, and whether a worker's pod would be admitted."""
     try:
         api, template = connect_api(config)
     except ConfigError as error:
-        return [Finding(_NAME, "failed", str(error))]
+        return [Check(_NAME, "failed", str(error))]
     settings = config.fleet
     assert isinstance(settings, KubernetesFleetConfig)
     try:
@@ -34,37 +34,37 @@ def ask_kubernetes(config: JobConfig) -> list[Finding]:
         api.close()
 
 
-def _findings(config: JobConfig, settings: KubernetesFleetConfig, api: PodApi, template: pods.Pod) -> Iterator[Finding]:
+def _findings(config: JobConfig, settings: KubernetesFleetConfig, api: PodApi, template: pods.Pod) -> Iterator[Check]:
     namespace = f"{_NAME}: namespace {api.namespace}"
     try:
         lacking = [verb for verb in _VERBS if not _may(api, verb, "pods")]
         if settings.owner is not None and not _may(api, "get", "configmaps", settings.owner):
-            yield Finding(
+            yield Check(
                 f"{_NAME}: right to get configmap {settings.owner}", "failed", f"refused in {api.namespace}",
                 _role("get", "configmaps", api.namespace),
             )  # fmt: skip
     except ApiError as error:
-        yield Finding(
+        yield Check(
             _NAME, "failed", str(error), "correct fleet.kubeconfig, its context or its log-in: kubectl auth whoami"
         )
         return
     if lacking:
         verbs = ",".join(lacking)
-        yield Finding(
+        yield Check(
             f"{_NAME}: rights on pods", "failed", f"refused in {api.namespace}: {verbs.replace(',', ', ')}",
             _role(verbs, "pods", api.namespace),
         )  # fmt: skip
     else:
-        yield Finding(f"{_NAME}: rights on pods", "ok", f"{', '.join(_VERBS)} in {api.namespace}")
+        yield Check(f"{_NAME}: rights on pods", "ok", f"{', '.join(_VERBS)} in {api.namespace}")
     try:
         api.ask("GET", f"/api/v1/namespaces/{api.namespace}")
-        yield Finding(namespace, "ok")
+        yield Check(namespace, "ok")
     except ApiError as error:
         if error.status == 404:
             todo = f"kubectl create namespace {api.namespace}, or correct fleet.namespace"
-            yield Finding(namespace, "failed", "it does not exist", todo)
+            yield Check(namespace, "failed", "it does not exist", todo)
             return
-        yield Finding(namespace, "unknown", error.message)
+        yield Check(namespace, "unknown", error.message)
     yield from _quotas(config, api)
     for market, placement in (("spot", settings.spot), ("on-demand", settings.on_demand)):
         yield _nodes(api, market, placement.node_selector)
@@ -93,12 +93,12 @@ def _role(verbs: str, resource: str, namespace: str) -> str:
     )
 
 
-def _quotas(config: JobConfig, api: PodApi) -> Iterator[Finding]:
+def _quotas(config: JobConfig, api: PodApi) -> Iterator[Check]:
     """Quotas of pods; those of processors and memory are seen when a pod is tried."""
     try:
         listed = api.ask("GET", f"/api/v1/namespaces/{api.namespace}/resourcequotas")["items"]
     except ApiError as error:
-        yield Finding(f"{_NAME}: quota of pods", "unknown", error.message)
+        yield Check(f"{_NAME}: quota of pods", "unknown", error.message)
         return
     for quota in listed:
         status: Mapping[str, Any] = quota.get("status", {})
@@ -108,25 +108,25 @@ def _quotas(config: JobConfig, api: PodApi) -> Iterator[Finding]:
                 continue
             name, left = f"{_NAME}: quota {quota['metadata']['name']}", int(hard) - int(used)
             if left < config.data.workers:
-                yield Finding(
+                yield Check(
                     name, "warning", f"{left} of {hard} pods are left, the job has {config.data.workers} workers",
                     "raise the quota, set fewer workers, or another fleet.namespace",
                 )  # fmt: skip
             else:
-                yield Finding(name, "ok", f"{left} of {hard} pods are left")
+                yield Check(name, "ok", f"{left} of {hard} pods are left")
 
 
-def _nodes(api: PodApi, market: str, labels: Mapping[str, str]) -> Finding:
+def _nodes(api: PodApi, market: str, labels: Mapping[str, str]) -> Check:
     name = f"{_NAME}: nodes for {market}"
     selector = ",".join(f"{key}={value}" for key, value in labels.items())
     try:
         count = len(api.ask("GET", "/api/v1/nodes", {"labelSelector": selector, "limit": "500"})["items"])
     except ApiError as error:
-        return Finding(name, "unknown", error.message, f"a pod runs on nodes with {selector or 'any labels'}")
+        return Check(name, "unknown", error.message, f"a pod runs on nodes with {selector or 'any labels'}")
     if count:
-        return Finding(name, "ok", f"{count} with {selector or 'any labels'}")
+        return Check(name, "ok", f"{count} with {selector or 'any labels'}")
     key = "fleet.spot" if market == "spot" else "fleet.on_demand"
-    return Finding(
+    return Check(
         name,
         "warning",
         f"none has {selector} now",
@@ -136,16 +136,14 @@ def _nodes(api: PodApi, market: str, labels: Mapping[str, str]) -> Finding:
 
 def _admitted(
     config: JobConfig, settings: KubernetesFleetConfig, api: PodApi, template: pods.Pod, market: Market
-) -> Finding:
+) -> Check:
     """Whether the API server would take a worker's pod: quota, limits, security, and the template's own fields."""
     name = f"{_NAME}: a worker's pod, {market.replace('_', '-')}"
-    manifest = pods.manifest(Order(0, 1, market, run="doctor"), template, settings, config.cluster)
+    manifest = pods.manifest(Order(0, 1, market, run="doctor"), template, settings, config.cluster, config.job)
     container = next(each for each in manifest["spec"]["containers"] if each["name"] == settings.container)
     image = container.get("image", "")
     try:
         api.ask("POST", f"/api/v1/namespaces/{api.namespace}/pods", {"dryRun": "All"}, manifest)
     except ApiError as error:
-        return Finding(
-            name, "failed", error.message, "correct fleet.pod_template, the quota, or the namespace's policy"
-        )
-    return Finding(name, "ok", f"it would be admitted; whether nodes can pull {image} shows when the first one starts")
+        return Check(name, "failed", error.message, "correct fleet.pod_template, the quota, or the namespace's policy")
+    return Check(name, "ok", f"it would be admitted; whether nodes can pull {image} shows when the first one starts")

@@ -22,9 +22,10 @@ import yaml
 from doll import telemetry
 from doll.config import KubernetesFleetConfig
 from doll.errors import ConfigError, ServiceUnavailableError
+from doll.extras import lacking
 from doll.provisioner.fleets.kubernetes import pods
-from doll.provisioner.fleets.orders import DryMarkets
-from doll.provisioner.fleets.port import Instance, InstanceState, LaunchError, LaunchFailure, Order
+from doll.provisioner.fleets.orders import DryMarkets, FailedStarts
+from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchError, LaunchFailure, Order
 from doll.provisioner.planning.state import Market
 from doll.records.bounded import MalformedError, check_size, json_object, short
 
@@ -163,10 +164,12 @@ class PodApi:
 
 
 class KubernetesFleet:
-    """The pods that carry the cluster's label, in one namespace.
+    """The pods that carry the labels of the cluster and of the job, in one namespace. Those of another job are left
+    alone; those of an earlier release, which gave no label of a job, are the job's.
 
     Args:
         cluster: value of the label `doll/cluster`.
+        job: value of the label `doll/job`.
         template: the worker's pod, as `pod_template` reads it.
         clock: Unix seconds, as the API server's.
     """
@@ -176,18 +179,20 @@ class KubernetesFleet:
         api: PodApi,
         *,
         cluster: str,
+        job: str = "",
         template: pods.Pod,
         settings: KubernetesFleetConfig,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._api = api
         self._cluster = cluster
+        self._job = job
         self._template = template
         self._settings = settings
         self._clock = clock
         self._known: dict[str, Instance] = {}
         self._dry = DryMarkets(pods.POOL, clock)
-        self._never_starts = ""
+        self._starts = FailedStarts(f"correct {settings.pod_template}", clock)
         self._owner_uid = ""
 
     def launch(self, order: Order) -> Instance:
@@ -196,7 +201,8 @@ class KubernetesFleet:
         try:
             pod = self._existing(name)
             if pod is None:
-                self._check(order, name)
+                self._starts.check(name)
+                self._dry.check(order, name)
                 pod = self._created(order, name)
         except ApiError as error:
             raise LaunchError(
@@ -213,18 +219,16 @@ class KubernetesFleet:
         return instance
 
     def instances(self) -> Sequence[Instance]:
-        """As the port. Pods that no node takes are given back, pods that ended an hour ago are deleted.
+        """The port's. Pods that no node takes or that cannot start are given back, pods that ended an hour ago are
+        deleted.
 
         Raises:
             ConfigError: the API server does not permit it, or has no such namespace.
             ServiceUnavailableError: the API server does not answer.
         """
         try:
-            listed = self._api.list(f"{pods.CLUSTER_LABEL}={self._cluster}")
-            now_s = self._clock()
-            workers = [(pod, instance) for pod in listed if (instance := self._instance(pod)) is not None]
-            self._give_back(workers, now_s)
-            seen = {instance.id: instance for _, instance in workers}
+            workers, now_s = self._workers(), self._clock()
+            seen = {instance.id: instance for _, instance in workers} | self._given_back(workers, now_s)
             for id_, known in list(self._known.items()):
                 if id_ not in seen:
                     self._known[id_] = pods.vanished(known, now_s)
@@ -239,7 +243,7 @@ class KubernetesFleet:
         return list(self._known.values())
 
     def terminate(self, ids: Collection[str]) -> None:
-        """As the port: each pod gets SIGTERM and its template's grace period.
+        """As the port: each pod gets SIGTERM and its template's grace period. One that has ended is deleted.
 
         Raises:
             ConfigError: the API server does not permit it.
@@ -248,11 +252,14 @@ class KubernetesFleet:
         if not ids:
             return
         try:
-            for pod in self._api.list(f"{pods.CLUSTER_LABEL}={self._cluster}"):
-                if (instance := self._instance(pod)) is not None and instance.id in ids and instance.is_alive:
-                    self._api.delete(instance.id)
-                    if instance.notice_s is None:  # it may be gone before anybody lists it
-                        self._known[instance.id] = replace(instance, state=InstanceState.ENDING)
+            for pod, instance in self._workers():
+                if instance.id not in ids or instance.state is InstanceState.ENDING:
+                    continue
+                self._api.delete(instance.id)
+                if instance.is_alive and not pod["spec"].get("nodeName"):
+                    self._known[instance.id] = _ended(instance, EndReason.TERMINATED, self._clock())
+                elif instance.is_alive and instance.notice_s is None:  # it may be gone before anybody lists it
+                    self._known[instance.id] = replace(instance, state=InstanceState.ENDING)
         except ApiError as error:
             raise _unusable(error) from error
 
@@ -260,6 +267,12 @@ class KubernetesFleet:
         self._api.close()
 
     # --- pods -------------------------------------------------------------------------------------------------------
+
+    def _workers(self) -> list[tuple[pods.Pod, Instance]]:
+        """The job's pods, and the instances that they stand for."""
+        listed = self._api.list(f"{pods.CLUSTER_LABEL}={self._cluster}")
+        own = [(pod, self._instance(pod)) for pod in listed if not self._is_foreign(pod)]
+        return [(pod, instance) for pod, instance in own if instance is not None]
 
     def _existing(self, name: str) -> pods.Pod | None:
         try:
@@ -272,7 +285,7 @@ class KubernetesFleet:
     def _created(self, order: Order, name: str) -> pods.Pod:
         if self._settings.owner is not None and not self._owner_uid:
             self._owner_uid = self._api.uid_of_config_map(self._settings.owner)
-        manifest = pods.manifest(order, self._template, self._settings, self._cluster, self._owner_uid)
+        manifest = pods.manifest(order, self._template, self._settings, self._cluster, self._job, self._owner_uid)
         try:
             pod = self._api.create(manifest)
         except ApiError as error:
@@ -282,27 +295,32 @@ class KubernetesFleet:
         log.info("launched", id=name, worker=order.slot, incarnation=order.incarnation, market=order.market)
         return pod
 
-    def _check(self, order: Order, name: str) -> None:
-        """Refuse an order that cannot be carried out, as the pods that are there show."""
-        if self._never_starts:
-            raise LaunchError(
-                f"{name}: pods of this template do not start: {self._never_starts}; correct "
-                f"{self._settings.pod_template}",
-                failure=LaunchFailure.CONFIG,
-            )
-        self._dry.check(order, name)
+    def _given_back(self, workers: Sequence[tuple[pods.Pod, Instance]], now_s: float) -> dict[str, Instance]:
+        """The pods that were deleted, since they have waited for a node, or to start, for too long.
 
-    def _give_back(self, workers: Sequence[tuple[pods.Pod, Instance]], now_s: float) -> None:
-        """Delete the pods that have waited for a node for too long; their market counts as without capacity."""
-        self._never_starts = next((why for pod, _ in workers if (why := pods.never_starts(pod))), "")
+        The market of the former counts as without capacity. A pod that cannot start occupies a node, and its kubelet
+        tries again without an end; where no pod of the job runs, the next ones would not start either.
+        """
+        given, timeout_s = dict[str, Instance](), self._settings.node_timeout_s
+        if any(instance.state is InstanceState.RUNNING for _, instance in workers):
+            self._starts.clear()
         for pod, instance in workers:
-            since_s = pods.unschedulable_since_s(pod)
-            if since_s is None or now_s - since_s < self._settings.node_timeout_s:
+            if not instance.is_alive:
+                continue
+            waits_s = now_s - (pods.unschedulable_since_s(pod) or now_s)
+            if waits_s >= timeout_s:
+                why = pods.why_it_waits(pod)
+                self._dry.put(instance.market, why)
+                reason, event = EndReason.TERMINATED, "no_node"
+            elif instance.trouble and now_s - (instance.costs_from_s or instance.launched_s) >= timeout_s:
+                why, reason, event = instance.trouble, EndReason.FAILED, "does_not_start"
+                self._starts.put(why)
+            else:
                 continue
             self._api.delete(instance.id)
-            why = str((pods.condition(pod, "PodScheduled", "False") or {}).get("message", ""))
-            self._dry.put(instance.market, why)
-            log.warning("no_node", id=instance.id, market=instance.market, why=why)
+            given[instance.id] = _ended(instance, reason, now_s)
+            log.warning(event, id=instance.id, market=instance.market, why=why)
+        return given
 
     def _instance(self, pod: pods.Pod) -> Instance | None:
         try:
@@ -316,14 +334,21 @@ class KubernetesFleet:
         return instance
 
     def _is_foreign(self, pod: pods.Pod) -> bool:
-        return bool(pod["metadata"].get("labels", {}).get(pods.CLUSTER_LABEL) != self._cluster)
+        labels = pod["metadata"].get("labels", {})
+        own = (labels.get(pods.CLUSTER_LABEL), labels.get(pods.JOB_LABEL, self._job))
+        return own != (self._cluster, self._job)
+
+
+def _ended(instance: Instance, reason: EndReason, now_s: float) -> Instance:
+    """The instance of a pod that was deleted now; it has cost nothing where it had no node."""
+    return replace(instance, state=InstanceState.ENDED, ended_s=now_s, end_reason=reason)
 
 
 def connect(config: JobConfig) -> KubernetesFleet:
     """The fleet that a job file describes, as `connect_api`."""
     api, template = connect_api(config)
     assert isinstance(config.fleet, KubernetesFleetConfig)
-    return KubernetesFleet(api, cluster=config.cluster, template=template, settings=config.fleet)
+    return KubernetesFleet(api, cluster=config.cluster, job=config.job, template=template, settings=config.fleet)
 
 
 def connect_api(config: JobConfig) -> tuple[PodApi, pods.Pod]:
@@ -336,19 +361,17 @@ def connect_api(config: JobConfig) -> tuple[PodApi, pods.Pod]:
     settings = config.fleet
     if not isinstance(settings, KubernetesFleetConfig):
         raise ConfigError(f"fleet.kind: expected kubernetes, got {settings.kind}")
-    if not config.cluster[-1].isalnum():
-        raise ConfigError(
-            f"fleet.cluster: expected a name that ends in a letter or digit, as labels of Kubernetes do, got "
-            f"{config.cluster!r}"
-        )
+    for key, name in (("fleet.cluster", config.cluster), ("job", config.job)):
+        if not name[-1].isalnum():
+            raise ConfigError(
+                f"{key}: expected a name that ends in a letter or digit, as labels of Kubernetes do, got {name!r}"
+            )
     template = pod_template(config.path(settings.pod_template), settings)
     try:
         from kubernetes import client
         from kubernetes import config as access
     except ImportError as error:
-        raise ConfigError(
-            "fleet.kind: kubernetes: expected the package kubernetes: pip install 'doll-online[kubernetes]'"
-        ) from error
+        raise lacking("fleet.kind: kubernetes", "kubernetes") from error
     client_settings = client.Configuration()
     try:
         if settings.kubeconfig is None and settings.context is None and _in_a_pod():

@@ -20,15 +20,24 @@ from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, Ord
 from doll.provisioner.planning.state import Market
 
 POOL: Final = "pod/cluster"
-CLUSTER_LABEL, WORKER_LABEL, INCARNATION_LABEL, MARKET_LABEL = (
+CLUSTER_LABEL, JOB_LABEL, WORKER_LABEL, INCARNATION_LABEL, MARKET_LABEL = (
     "doll/cluster",
+    "doll/job",
     "doll/worker",
     "doll/incarnation",
     "doll/market",
 )
 LATE_S: Final = 30.0
 """A pod that should have ended so long ago, and is not reported as ended, is on a node that does not answer."""
+SILENT_S: Final = 1800.0
+"""A node that does not answer costs until its cloud, or who repairs nodes, takes it away, and its pods with it. Nobody
+does so on a cluster of one's own machines: so long after it should have ended, such a pod counts as ended."""
+LIFE_S: Final = 24 * 3600
+"""A pod ends after this time, also where no provisioner runs any more; the template may say less or more."""
+_APART_S: Final = 600  # from the end of one slot's pod to the next one's: not all workers are replaced at once
+_APART: Final = 24
 _LONGEST_NAME: Final = 63  # a pod's host name
+_WAITS: Final = ("Unschedulable", "SchedulingGated")
 _NEVER_STARTS: Final = frozenset({
     "ImagePullBackOff", "ErrImageNeverPull", "InvalidImageName", "CreateContainerConfigError", "CreateContainerError",
     "RunContainerError",
@@ -52,9 +61,9 @@ def name_of(order: Order, cluster: str) -> str:
 
 
 def manifest(
-    order: Order, template: Pod, settings: KubernetesFleetConfig, cluster: str, owner_uid: str = ""
+    order: Order, template: Pod, settings: KubernetesFleetConfig, cluster: str, job: str = "", owner_uid: str = ""
 ) -> dict[str, Any]:
-    """The pod that an order asks for: the template with its identity, its market's nodes, and no restarts.
+    """The pod that an order asks for: the template with its identity, its market's nodes, an end, and no restarts.
 
     Args:
         owner_uid: of the ConfigMap `settings.owner`, with which the pod ends; "": of none.
@@ -70,6 +79,7 @@ def manifest(
         WORKER_LABEL: str(order.slot),
         INCARNATION_LABEL: str(order.incarnation),
         MARKET_LABEL: order.market,
+        **({JOB_LABEL: job} if job else {}),
     })  # fmt: skip
     if owner_uid:
         metadata["ownerReferences"] = [
@@ -77,6 +87,7 @@ def manifest(
         ]
     spec = pod["spec"]
     spec["restartPolicy"] = "Never"  # who dies is replaced by the provisioner, under a new incarnation
+    spec.setdefault("activeDeadlineSeconds", LIFE_S - order.slot % _APART * _APART_S)
     spec["nodeSelector"] = {**spec.get("nodeSelector", {}), **placement.node_selector}
     spec["tolerations"] = [*spec.get("tolerations", []), *placement.tolerations]
     given = identity(order, name)
@@ -90,7 +101,8 @@ def instance_of(pod: Pod, now_s: float) -> Instance | None:
     """The instance that a pod stands for; None: its labels are not a worker's.
 
     A deletion with the condition `DisruptionTarget` was asked for by the owner of the nodes (a drain, an eviction, a
-    preemption, a node that is not ready): it is a notice until `deletionTimestamp`. A deletion without it is ours.
+    preemption, a node that is not ready): it is a notice until `deletionTimestamp`. A deletion without it is ours, and
+    so is the end of a pod's time.
 
     Raises:
         KeyError, TypeError, ValueError: it is no pod.
@@ -101,23 +113,29 @@ def instance_of(pod: Pod, now_s: float) -> Instance | None:
     if market not in get_args(Market) or not worker.isdecimal() or not incarnation.isdecimal():
         return None
     phase = status.get("phase", "Pending")
+    deleted = metadata.get("deletionTimestamp")
+    end_s = unix_s(deleted) if deleted else None
+    has_ended = phase in ("Succeeded", "Failed")
+    ended_s = (_finished_s(status) or end_s or now_s) if has_ended else end_s
+    has_node = bool(spec.get("nodeName"))
+    placed_s = _since_s(condition(pod, "PodScheduled", "True")) if has_node else ended_s or now_s
     instance = Instance(
         id=metadata["name"], slot=int(worker), incarnation=int(incarnation), market=cast("Market", market), pool=POOL,
         state=InstanceState.RUNNING if phase == "Running" else InstanceState.PENDING,
-        launched_s=unix_s(metadata["creationTimestamp"]),
+        launched_s=unix_s(metadata["creationTimestamp"]), job=labels.get(JOB_LABEL, ""), costs_from_s=placed_s,
+        trouble="" if has_ended else never_starts(pod),
     )  # fmt: skip
-    deleted = metadata.get("deletionTimestamp")
-    end_s = unix_s(deleted) if deleted else None
     taken = condition(pod, "DisruptionTarget", "True") is not None
-    reason = EndReason.INTERRUPTED if taken else EndReason.TERMINATED if deleted else EndReason.FAILED
-    if phase in ("Succeeded", "Failed"):
-        ended_s = _finished_s(status) or end_s or now_s
+    is_ours = bool(deleted) or status.get("reason") == "DeadlineExceeded"
+    reason = EndReason.INTERRUPTED if taken else EndReason.TERMINATED if is_ours else EndReason.FAILED
+    if has_ended or (end_s is not None and not has_node):
         return replace(instance, state=InstanceState.ENDED, ended_s=ended_s, end_reason=reason)
     if end_s is None:
         return instance
-    if not spec.get("nodeName") or now_s > end_s + LATE_S:
-        return replace(instance, state=InstanceState.ENDED, ended_s=end_s, end_reason=reason)
-    return replace(instance, notice_s=end_s) if taken else replace(instance, state=InstanceState.ENDING)
+    if now_s > end_s + SILENT_S:
+        return replace(instance, state=InstanceState.ENDED, ended_s=end_s + SILENT_S, end_reason=reason)
+    noticed = replace(instance, notice_s=end_s if taken else None)
+    return noticed if taken and now_s <= end_s + LATE_S else replace(noticed, state=InstanceState.ENDING)
 
 
 def vanished(instance: Instance, now_s: float) -> Instance:
@@ -128,12 +146,10 @@ def vanished(instance: Instance, now_s: float) -> Instance:
     """
     if instance.state is InstanceState.ENDED:
         return instance
-    if instance.state is InstanceState.ENDING:
-        reason = EndReason.TERMINATED
-    else:
-        is_taken = instance.notice_s is not None or instance.market == "spot"
-        reason = EndReason.INTERRUPTED if is_taken else EndReason.FAILED
-    ended_s = now_s if instance.notice_s is None else min(now_s, instance.notice_s)
+    is_ending = instance.state is InstanceState.ENDING  # it was listed until now, also after its notice
+    is_taken = instance.notice_s is not None or (instance.market == "spot" and not is_ending)
+    reason = EndReason.INTERRUPTED if is_taken else EndReason.TERMINATED if is_ending else EndReason.FAILED
+    ended_s = now_s if instance.notice_s is None or is_ending else min(now_s, instance.notice_s)
     return replace(instance, state=InstanceState.ENDED, ended_s=ended_s, end_reason=reason)
 
 
@@ -143,12 +159,19 @@ def condition(pod: Pod, kind: str, status: str) -> Mapping[str, Any] | None:
     return next((each for each in conditions if each.get("type") == kind and each.get("status") == status), None)
 
 
+def why_it_waits(pod: Pod) -> str:
+    """What the scheduler says of a pod without a node; the names of the gates that hold one."""
+    gates = ", ".join(str(gate.get("name")) for gate in pod["spec"].get("schedulingGates") or ())
+    said = str((condition(pod, "PodScheduled", "False") or {}).get("message", ""))
+    return f"held by its scheduling gates: {gates}" if gates else said
+
+
 def unschedulable_since_s(pod: Pod) -> float | None:
-    """Since when no node takes the pod; None: one does, or the scheduler has not tried."""
+    """The time since which no node takes the pod, or a queue (Kueue) holds it; None if neither is known."""
     scheduled = condition(pod, "PodScheduled", "False")
-    if scheduled is None or scheduled.get("reason") != "Unschedulable" or pod["metadata"].get("deletionTimestamp"):
+    if scheduled is None or scheduled.get("reason") not in _WAITS or pod["metadata"].get("deletionTimestamp"):
         return None
-    return unix_s(scheduled.get("lastTransitionTime") or pod["metadata"]["creationTimestamp"])
+    return _since_s(scheduled) or unix_s(pod["metadata"]["creationTimestamp"])
 
 
 def never_starts(pod: Pod) -> str:
@@ -164,6 +187,11 @@ def never_starts(pod: Pod) -> str:
 def unix_s(text: str) -> float:
     """A time as the API server writes it."""
     return datetime.fromisoformat(text).timestamp()
+
+
+def _since_s(condition: Mapping[str, Any] | None) -> float | None:
+    at = condition.get("lastTransitionTime") if condition is not None else None
+    return unix_s(at) if at else None
 
 
 def _finished_s(status: Mapping[str, Any]) -> float | None:

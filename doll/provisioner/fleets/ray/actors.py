@@ -13,8 +13,9 @@ from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, Ord
 from doll.provisioner.planning.state import Market
 
 POOL: Final = "actor/cluster"
-CLUSTER_LABEL, WORKER_LABEL, INCARNATION_LABEL, MARKET_LABEL, LAUNCHED_LABEL = (
+CLUSTER_LABEL, JOB_LABEL, WORKER_LABEL, INCARNATION_LABEL, MARKET_LABEL, LAUNCHED_LABEL = (
     "doll-cluster",
+    "doll-job",
     "doll-worker",
     "doll-incarnation",
     "doll-market",
@@ -33,6 +34,7 @@ class Actor:
     Attributes:
         node: id of its node; "" where it has none.
         started: its process is there, or was.
+        start_s: when its constructor had returned; None while it has not.
         end_s: Unix seconds; None while it has not ended.
         cause: why it is dead: it left in order ("exited"), by `ray.kill`, its node died or was taken, its constructor
             failed ("start"), anything else.
@@ -44,15 +46,17 @@ class Actor:
     state: str
     node: str = ""
     started: bool = False
+    start_s: float | None = None
     end_s: float | None = None
     cause: Cause = ""
     detail: str = ""
 
 
-def labels_of(order: Order, cluster: str, now_s: float) -> dict[str, str]:
+def labels_of(order: Order, cluster: str, job: str, now_s: float) -> dict[str, str]:
     """The labels that say who the actor is."""
     return {
         CLUSTER_LABEL: cluster,
+        **({JOB_LABEL: job} if job else {}),
         WORKER_LABEL: str(order.slot),
         INCARNATION_LABEL: str(order.incarnation),
         MARKET_LABEL: order.market,
@@ -82,6 +86,8 @@ def instance_of(
     instance = Instance(
         id=actor.name, slot=slot, incarnation=incarnation, market=cast("Market", market), pool=POOL,
         state=InstanceState.RUNNING if actor.state == "ALIVE" else InstanceState.PENDING, launched_s=launched_ms / 1000,
+        job=labels.get(JOB_LABEL, ""), costs_from_s=actor.start_s if actor.started else actor.end_s or now_s,
+        trouble=actor.detail if actor.cause == "start" else "",
     )  # fmt: skip
     notice_s = None if known is None else known.notice_s
     if notice_s is None and actor.node in draining and actor.started:

@@ -2,7 +2,8 @@
 
 Who an actor is stands in its labels, and its name comes from the order, so that nothing is kept outside Ray's table. An
 actor is never restarted by Ray (`max_restarts=0`): whether there is a replacement, and on which market, is the
-provisioner's decision. A node that is drained is a notice for the workers on it; this process tells them to leave.
+provisioner's decision. A node that is drained is a notice for the workers on it; this process tells them to leave. An
+actor that does not end in its time is killed, and one that no provisioner has listed for an hour ends itself.
 
 It has to run on a node of the cluster: Ray's client connection does not carry the tables. Ray has no public call for
 labels and draining nodes without its dashboard, so the tables are read as Ray's own libraries read them
@@ -12,6 +13,7 @@ labels and draining nodes without its dashboard, so the tables are read as Ray's
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import socket
@@ -26,10 +28,11 @@ from doll import telemetry
 from doll.config import RayFleetConfig
 from doll.config.loader import dump
 from doll.errors import ConfigError, ServiceUnavailableError
-from doll.provisioner.fleets.orders import DryMarkets, identity, order_name
+from doll.extras import lacking
+from doll.provisioner.fleets.orders import DryMarkets, FailedStarts, identity, order_name
 from doll.provisioner.fleets.port import Instance, InstanceState, LaunchError, LaunchFailure, Order
 from doll.provisioner.fleets.ray import actors
-from doll.provisioner.fleets.ray.host import WorkerHost
+from doll.provisioner.fleets.ray.host import KV_NAMESPACE, WorkerHost
 from doll.records.bounded import short
 
 if TYPE_CHECKING:
@@ -41,6 +44,12 @@ T = TypeVar("T")
 NAMESPACE: Final = "doll"
 ENDED_KEPT_S: Final = 3600.0
 GRACE_S: Final = 5.0  # after the worker's own time to drain
+KILL_AFTER_S: Final = 10.0  # after that; an actor that is stuck does not hear that it should end
+RENEW_S: Final = 60.0  # of the sign that a provisioner is there
+HEAD_AWAY_ENV: Final = "RAY_gcs_rpc_server_reconnect_timeout_s"
+HEAD_AWAY_S: Final = 24 * 3600
+"""Ray ends a process that has not reached the cluster's head for a minute, unless it is told to wait longer. A
+provisioner goes on without it, as it does where another owner of machines does not answer."""
 
 
 class RayError(Exception):
@@ -101,6 +110,12 @@ class RayApi:
         """End an actor at once, also one that has no node yet."""
         self._call(f"kill actor {name}", lambda: self._with_actor(name, self._ray.kill))
 
+    def renew(self, key: str) -> None:
+        """Show the actors that have this key that a provisioner is there."""
+        from ray.experimental.internal_kv import _internal_kv_put
+
+        self._call(f"renew {key}", lambda: _internal_kv_put(key, str(time.time_ns()), namespace=KV_NAMESPACE))
+
     def close(self) -> None:
         self._caller.shutdown(wait=False)
         self._ray.shutdown()
@@ -120,19 +135,23 @@ class RayApi:
         return [_actor(row) for row in rows if row.ray_namespace == NAMESPACE]
 
     def _call(self, what: str, call: Callable[[], T]) -> T:
+        future = self._caller.submit(call)
         try:
-            return self._caller.submit(call).result(self._timeout_s)
+            return future.result(self._timeout_s)
         except FutureTimeoutError as error:
+            future.cancel()  # what waits behind a call without an answer is not made when the head is back
             raise RayError(f"{what}: Ray does not answer within {self._timeout_s:g} s") from error
         except (self._ray.exceptions.RayError, RuntimeError, OSError) as error:
             raise RayError(f"{what}: {short(error)}") from error
 
 
 class RayFleet:
-    """The actors that carry the cluster's label.
+    """The actors that carry the labels of the cluster and of the job. Those of another job are left alone; those of an
+    earlier release, which gave no label of a job, are the job's.
 
     Args:
         cluster: value of the label `doll-cluster`.
+        job: value of the label `doll-job`.
         drain_s: what a worker has from SIGTERM to its end.
         clock: Unix seconds, as Ray's nodes have them.
     """
@@ -142,29 +161,38 @@ class RayFleet:
         api: RayApi,
         *,
         cluster: str,
+        job: str = "",
         settings: RayFleetConfig,
         drain_s: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._api = api
         self._cluster = cluster
+        self._job = job
         self._settings = settings
         self._drain_s = drain_s
         self._clock = clock
         self._known: dict[str, Instance] = {}
-        self._asked: set[str] = set()  # for whose end the provisioner has asked
+        self._asked_s: dict[str, float] = {}  # when the provisioner has asked for its end
         self._told: set[str] = set()  # who know that their node goes
+        self._made: set[str] = set()  # by this process, and not seen ended
+        self._renewed_s = float("-inf")
         self._dry = DryMarkets(actors.POOL, clock)
-        self._never_starts = ""
+        self._starts = FailedStarts(
+            "expected nodes with this version of doll-online and the job's packages: correct the nodes' image or "
+            "fleet.runtime_env", clock,
+        )  # fmt: skip
 
     def launch(self, order: Order) -> Instance:
         """As the port. Everything that keeps it from an instance is a `LaunchError`, a cluster that is away too."""
         name = order_name(order, self._cluster)
         try:
             if (instance := self._listed().get(name)) is None:
-                self._check(order, name)
+                self._starts.check(name)
+                self._dry.check(order, name)
+                self._made.add(name)
                 placement = self._settings.spot if order.market == "spot" else self._settings.on_demand
-                labels = actors.labels_of(order, self._cluster, self._clock())
+                labels = actors.labels_of(order, self._cluster, self._job, self._clock())
                 self._api.create(name, identity(order, name), labels, placement)
                 log.info("launched", id=name, worker=order.slot, incarnation=order.incarnation, market=order.market)
                 instance = self._listed().get(name)
@@ -187,6 +215,9 @@ class RayFleet:
         try:
             self._listed()
             now_s = self._clock()
+            if now_s - self._renewed_s >= RENEW_S:
+                self._api.renew(lease_key(self._cluster, self._job))
+                self._renewed_s = now_s
             for id_, instance in list(self._known.items()):
                 if instance.is_alive and instance.notice_s is not None and id_ not in self._told:
                     self._told.add(id_)
@@ -196,7 +227,7 @@ class RayFleet:
         return [each for each in self._known.values() if each.ended_s is None or now_s - each.ended_s <= ENDED_KEPT_S]
 
     def terminate(self, ids: Collection[str]) -> None:
-        """As the port: each worker gets SIGTERM and its time to drain.
+        """As the port: each worker gets SIGTERM and its time to drain; a later `instances()` kills who does not end.
 
         Raises:
             ServiceUnavailableError: Ray does not answer; workers that were not reached live on.
@@ -206,7 +237,7 @@ class RayFleet:
         try:
             for id_, instance in self._listed().items():
                 if id_ in ids and instance.is_alive:
-                    self._asked.add(id_)
+                    self._asked_s[id_] = self._clock()
                     if instance.state is InstanceState.RUNNING:
                         self._api.end(id_, self._drain_s)
                     else:
@@ -223,28 +254,32 @@ class RayFleet:
     def _listed(self) -> dict[str, Instance]:
         """All instances of the cluster by name, as Ray's table has them now."""
         now_s = self._clock()
-        rows = self._api.actors_of(self._cluster)
+        own = (self._job, None)
+        rows = [row for row in self._api.actors_of(self._cluster) if row.labels.get(actors.JOB_LABEL) in own]
         draining = self._api.draining()
         for actor in rows:
             known = self._known.get(actor.name)
-            instance = actors.instance_of(actor, known, draining, actor.name in self._asked, now_s)
+            instance = actors.instance_of(actor, known, draining, actor.name in self._asked_s, now_s)
             if instance is None:
                 log.warning("invalid_worker_tags", id=actor.name, cluster=self._cluster)
                 continue
             self._known[actor.name] = instance
-        self._never_starts = next((row.detail for row in rows if row.cause == "start" and row.name in self._known), "")
+            if instance.state is InstanceState.RUNNING:
+                self._starts.clear()
+            if instance.state is InstanceState.ENDED:
+                if actor.name in self._made and instance.trouble:
+                    self._starts.put(instance.trouble)
+                self._made.discard(actor.name)
+                self._asked_s.pop(actor.name, None)
+            elif now_s - self._asked_s.get(actor.name, now_s) > self._drain_s + KILL_AFTER_S:
+                log.warning("killed", id=actor.name, action="it has not ended since it was asked to")
+                self._api.kill(actor.name)
+        for id_ in self._known.keys() - {row.name for row in rows}:
+            if self._known[id_].ended_s is None:  # the head has started again without its table: its actors are gone
+                del self._known[id_]
+                self._asked_s.pop(id_, None)
         self._give_back(rows, now_s)
         return self._known
-
-    def _check(self, order: Order, name: str) -> None:
-        """Refuse an order that cannot be carried out, as the actors that are there show."""
-        if self._never_starts:
-            raise LaunchError(
-                f"{name}: actors of this job do not start: {self._never_starts}; expected nodes with this version of "
-                "doll-online and the job's packages: correct the nodes' image or fleet.runtime_env",
-                failure=LaunchFailure.CONFIG,
-            )
-        self._dry.check(order, name)
 
     def _give_back(self, rows: Sequence[actors.Actor], now_s: float) -> None:
         """End the actors that have waited for a node for too long; their market counts as without capacity."""
@@ -257,7 +292,7 @@ class RayFleet:
             placement = self._settings.spot if instance.market == "spot" else self._settings.on_demand
             wanted = ", ".join(f"{key}={value}" for key, value in placement.items())
             why = f"no node with {wanted} has {self._settings.num_cpus:g} CPUs free"
-            self._asked.add(actor.name)
+            self._asked_s[actor.name] = now_s
             self._api.kill(actor.name)
             self._dry.put(instance.market, why)
             log.warning("no_node", id=actor.name, market=instance.market, why=why)
@@ -267,15 +302,17 @@ def connect(config: JobConfig) -> RayFleet:
     """The fleet that a job file describes, on the cluster to which this machine belongs.
 
     Raises:
-        ConfigError: another kind of fleet, no package ray, no cluster, or one of another version.
+        ConfigError: another kind of fleet, no package ray, or a cluster of another version.
+        ServiceUnavailableError: the cluster does not answer. Its head may be back soon: who restarts this may go on.
     """
     settings = config.fleet
     if not isinstance(settings, RayFleetConfig):
         raise ConfigError(f"fleet.kind: expected ray, got {settings.kind}")
+    os.environ.setdefault(HEAD_AWAY_ENV, str(HEAD_AWAY_S))  # before ray reads it
     try:
         import ray
     except ImportError as error:
-        raise ConfigError("fleet.kind: ray: expected the package ray: pip install 'doll-online[ray]'") from error
+        raise lacking("fleet.kind: ray", "ray") from error
     runtime_env = dict(settings.runtime_env)
     if settings.working_dir is not None:
         folder = config.path(settings.working_dir)
@@ -295,16 +332,25 @@ def connect(config: JobConfig) -> RayFleet:
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         if (other := _other_version(str(error))) is not None:
             raise ConfigError(f"fleet.address: {settings.address}: {other}") from error
-        raise ConfigError(
+        raise ServiceUnavailableError(
             f"fleet.address: expected a Ray cluster of this machine at {settings.address}: {short(error)}; start one "
             "with `ray start --head`, or run this on a node of the cluster, e.g. by `ray job submit`"
         ) from error
+    lease = lease_key(config.cluster, config.job)
     base_folder = None if settings.working_dir is not None else str(config.base_folder.resolve())
     options: dict[str, Any] = {"num_cpus": settings.num_cpus, "num_gpus": settings.num_gpus}
     if settings.memory_bytes is not None:
         options["memory"] = settings.memory_bytes
-    api = RayApi((settings.command, dump(config), base_folder, settings.env), options, settings.timeout_s)
-    return RayFleet(api, cluster=config.cluster, settings=settings, drain_s=config.worker.drain_s + GRACE_S)
+    arguments = (settings.command, dump(config), base_folder, settings.env, lease)
+    return RayFleet(
+        RayApi(arguments, options, settings.timeout_s), cluster=config.cluster, job=config.job, settings=settings,
+        drain_s=config.worker.drain_s + GRACE_S,
+    )  # fmt: skip
+
+
+def lease_key(cluster: str, job: str) -> str:
+    """Under which the job's provisioner shows its actors that it is there."""
+    return f"doll-provisioner/{cluster}/{job}"
 
 
 @contextlib.contextmanager
@@ -334,7 +380,7 @@ def _check_address(address: str, timeout_s: float) -> None:
     """Ray itself tries a wrong address for minutes.
 
     Raises:
-        ConfigError: nobody listens there.
+        ServiceUnavailableError: nobody listens there.
     """
     if address == "auto":
         return
@@ -342,7 +388,7 @@ def _check_address(address: str, timeout_s: float) -> None:
     try:
         socket.create_connection((host, int(port)), timeout_s).close()
     except (OSError, OverflowError) as error:
-        raise ConfigError(
+        raise ServiceUnavailableError(
             f"fleet.address: expected the head of a Ray cluster at {address}: {short(error)}; `ray status` on a node "
             "of the cluster shows its address"
         ) from error
@@ -358,6 +404,7 @@ def _actor(row: Any) -> actors.Actor:
     cause, detail = _death(row) if state == "DEAD" else ("", "")
     return actors.Actor(
         name=row.name, labels=dict(row.labels), state=state, node=row.address.node_id.hex(), started=row.pid != 0,
+        start_s=row.start_time / 1000 if row.start_time else None,
         end_s=row.end_time / 1000 if row.end_time else None, cause=cause, detail=detail,
     )  # fmt: skip
 

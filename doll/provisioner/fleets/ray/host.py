@@ -1,7 +1,8 @@
 """The actor of a worker: it runs on a node of the Ray cluster and has the worker as its child process.
 
 The worker's output goes where Ray collects the actor's. The worker ends with the actor, also where the actor is killed;
-the actor ends with the worker, with an error unless somebody asked for it.
+the actor ends with the worker, with an error unless somebody asked for it. It also ends where no provisioner has shown
+itself for an hour: nobody else would end it, and its node is paid for.
 """
 
 from __future__ import annotations
@@ -11,12 +12,42 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 import yaml
 
 from doll.local import processes
+
+KV_NAMESPACE: Final = b"doll"
+ORPHAN_S: Final = 3600.0
+_LOOK_S: Final = 60.0
+_GRACE_S: Final = 60.0  # from SIGTERM to SIGKILL of an orphan's worker
+
+
+def wait_until_orphaned(
+    read: Callable[[], bytes | None], *, sleep: Callable[[float], None], clock: Callable[[], float]
+) -> None:
+    """Return when no provisioner has renewed its sign for `ORPHAN_S`.
+
+    Only changes of it count, so that clocks need not agree. While it cannot be read, nobody could have renewed it
+    either, and the time stands still.
+
+    Args:
+        read: the sign; raises where it cannot be read.
+        clock: monotonic seconds.
+    """
+    seen, unchanged_s, looked_s = None, 0.0, clock()
+    while unchanged_s < ORPHAN_S:
+        sleep(_LOOK_S)
+        passed_s, looked_s = clock() - looked_s, clock()
+        try:
+            sign = read()
+        except Exception:  # of Ray, whose head is away
+            continue
+        seen, unchanged_s = sign, 0.0 if sign != seen else unchanged_s + passed_s
 
 
 class WorkerHost:
@@ -27,6 +58,7 @@ class WorkerHost:
         job: the job file's text, without `base_folder`.
         base_folder: to which the job's relative paths refer; None: the folder that Ray has copied to this node.
         env: additions to the worker's environment.
+        lease: key under which the provisioner shows itself.
         identity: the variables that say which worker it is.
     """
 
@@ -36,6 +68,7 @@ class WorkerHost:
         job: str,
         base_folder: str | None,
         env: Mapping[str, str],
+        lease: str,
         identity: Mapping[str, str],
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="doll-worker-", ignore_cleanup_errors=True)
@@ -48,6 +81,7 @@ class WorkerHost:
         )
         self._asked = threading.Event()
         threading.Thread(target=self._end_with_worker, daemon=True).start()
+        threading.Thread(target=self._end_as_orphan, args=(lease,), daemon=True).start()
 
     def end(self, grace_s: float) -> None:
         """Send the worker SIGTERM, and SIGKILL after `grace_s`; then the actor exits in order."""
@@ -62,6 +96,18 @@ class WorkerHost:
             self._worker.wait()
         self._folder.cleanup()
         ray.actor.exit_actor()
+
+    def _end_as_orphan(self, lease: str) -> None:
+        from ray.experimental.internal_kv import _internal_kv_get
+
+        wait_until_orphaned(
+            lambda: _internal_kv_get(lease, namespace=KV_NAMESPACE), sleep=time.sleep, clock=time.monotonic
+        )
+        sys.stderr.write(f"the worker is ended: no provisioner has shown itself for {ORPHAN_S:g} s\n")
+        sys.stderr.flush()
+        self._worker.terminate()
+        time.sleep(_GRACE_S)
+        self._worker.kill()
 
     def _end_with_worker(self) -> None:
         code = self._worker.wait()

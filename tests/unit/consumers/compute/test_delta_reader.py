@@ -7,11 +7,14 @@ import pytest
 import record_builders
 from doll.consumers.compute.delta_reader import DeltaReader
 from doll.errors import BlobError
-from doll.ps.model.delta_writer import DeltaWriter
+from doll.ps.model.local_host import DeltaWriter
 from doll.records.control import Grant
 from doll.storage.blobs import delta_key
 from doll.storage.deltas import Layout, changes, decode_changes
+from fuzzing import seeds
 from memory_stores import MemoryBlobs
+
+pytestmark = pytest.mark.slow  # loads torch
 
 LAYOUT = Layout(numel=520, num_parameters=500)
 
@@ -52,7 +55,7 @@ class Rig:
             assert weights.tobytes() == self.versions[version].tobytes()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_changes_make_the_version_to_the_bit_or_the_whole_is_read(seed: int) -> None:
     rig = Rig(seed)
     rng, newest = rig.rng, 0

@@ -13,6 +13,7 @@ from doll.consumers.compute.error_feedback import ErrorFeedback
 from doll.errors import BlobError, ConfigError
 from doll.storage.blobs import blob_info, encode_bytes
 from doll.storage.contributions import Compressor, decode_contribution
+from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,7 +37,7 @@ def gradients(seed: int, scale: float) -> npt.NDArray[np.float32]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), power=st.integers(-60, 60))
 def test_the_sum_of_what_is_sent_differs_by_one_rounding(form: Literal["bf16", "fp16"], seed: int, power: int) -> None:
     compressor = Compressor("j", PARAMETERS, rounding=ErrorFeedback(form).round)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from doll.config import SgdConfig, parse
 from doll.config.fingerprint import difference
 from doll.consumers.compute.gradient import Gradient, GradientComputer, GradientSum
-from doll.errors import ConfigError, IllegalEventError
+from doll.errors import ConfigError, IllegalEventError, TaskError
 from doll.model.flat_model import FlatModel, build, fingerprint
 from doll.optim.optimizer import Optimizer
 from doll.task.base import Sample, Task
@@ -133,16 +134,54 @@ def test_a_flat_model_is_one_vector_that_its_module_lives_in() -> None:
     assert (model.module[1].running_mean == 0.5).all()  # type: ignore[index]
 
 
+def with_dense(layer: torch.nn.Module) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(2, 2), layer)
+
+
+class _Complex(torch.nn.Module):
+    def __init__(self, *, trained: bool) -> None:
+        super().__init__()
+        self.dense = torch.nn.Linear(3, 1)
+        self.pad = torch.nn.Buffer(torch.tensor(3))  # the next buffer begins at a multiple of 8 bytes, not of 16
+        turn = torch.ones(3, dtype=torch.complex128)
+        self.turn = torch.nn.Parameter(turn) if trained else torch.nn.Buffer(turn)
+
+
 @pytest.mark.parametrize(
-    ("module", "said"),
+    ("make", "said"),
     [
-        (torch.nn.Flatten(), "no trainable parameter"),
-        (torch.nn.Linear(2, 2).double(), "expected float32 parameters, got torch.float64 for 'weight'"),
+        (torch.nn.Flatten, "no trainable parameter"),
+        (
+            lambda: torch.nn.Linear(2, 2).double(),
+            r"expected float32 parameters, got torch.float64 for 'weight': return model.float\(\)",
+        ),
+        (lambda: with_dense(torch.nn.BatchNorm1d(2, affine=False).half()), "got torch.float16 for '1.running_mean'"),
+        (lambda: _Complex(trained=True), "got torch.complex128 for 'turn': keep it as torch.view_as_real"),
+        (lambda: _Complex(trained=False), r"at most 8 bytes each, got torch.complex128 for 'turn': .* complex64"),
+        (
+            lambda: torch.nn.Sequential(torch.nn.LazyLinear(2)),
+            r"got '0.weight', which LazyLinear has not made yet: use the layer that is told its sizes",
+        ),
+        (
+            lambda: with_dense(torch.nn.LazyBatchNorm1d(affine=False)),
+            "'1.running_mean', which LazyBatchNorm1d",
+        ),
+        (
+            lambda: torch.nn.Linear(2, 2, device="meta"),
+            "got 'weight' on the device meta: build Linear on the device cpu",
+        ),
     ],
 )
-def test_a_model_that_cannot_be_trained_here_is_refused(module: torch.nn.Module, said: str) -> None:
+def test_a_model_that_cannot_be_trained_here_is_refused(make: Callable[[], torch.nn.Module], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        FlatModel(module)
+        FlatModel(make())
+
+    class Given(Gaussian):
+        def build_model(self) -> torch.nn.Module:
+            return make()
+
+    with pytest.raises(ConfigError, match=said):  # where every command sees a model first
+        build(parse(JOB), Given(hidden=(4,)))
 
 
 JOB = "job: j\ntask: {class: 'examples.synthetic.task:Gaussian'}\n"
@@ -305,3 +344,129 @@ def test_a_sum_says_what_it_holds_and_takes_no_batch_twice() -> None:
             total.add(gradient_of(1.0), batch=batch)
     assert total.rest(0) is None
     assert total.holds == ()
+
+
+class Heads(torch.nn.Module):
+    """Which of two heads a batch uses depends on it; forward may also forget the gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.left, self.right = torch.nn.Linear(5, 4), torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+        self.unused = torch.nn.Parameter(torch.ones(2))
+        self.forgets = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.forgets:
+            self.zero_grad()
+        head = self.left if x[0, 0] > 0.3 else self.right
+        output: torch.Tensor = head(torch.tanh(self.body(x)))
+        return output
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_parameter_that_no_sample_has_used_is_absent_from_the_gradient_and_from_a_sum(forgets: bool) -> None:
+    torch.manual_seed(0)
+    model, names = FlatModel(Heads()), [name for name, _ in Heads().named_parameters()]
+    model.module.forgets = forgets  # type: ignore[assignment]
+    computer, total = GradientComputer(Classes(), model), GradientSum(model.num_parameters, model.num_floats)
+    seen = set()
+    total.begin(grant(0, *range(4)))
+    for number in range(4):
+        x, y = data(8, True, seed=number)
+        plain_model = Heads()
+        plain_model.load_state_dict(model.module.state_dict())
+        torch.nn.functional.cross_entropy(plain_model(torch.from_numpy(x)), torch.from_numpy(y)).backward()
+        gradient = computer.compute(x, y)
+        absent = {name for at, name in enumerate(names) if gradient.absent >> at & 1}
+        assert absent == {name for name, parameter in plain_model.named_parameters() if parameter.grad is None}
+        flat = [torch.zeros(p.numel()) if p.grad is None else 8 * p.grad.flatten() for p in plain_model.parameters()]
+        np.testing.assert_allclose(gradient.values, torch.cat(flat), atol=1e-5)
+        seen.add(frozenset(absent))
+        assert total.add(gradient, batch=number)
+    assert len(seen) == 2
+    assert total.absent == 1 << names.index("unused")
+
+
+class Positions(torch.nn.Module):
+    """A cache in a buffer that grows with the longest sequence so far, as in many public transformers."""
+
+    cache: torch.Tensor
+
+    def __init__(self, *, persistent: bool) -> None:
+        super().__init__()
+        self.embed, self.out, self.persistent = torch.nn.Embedding(20, 4), torch.nn.Linear(4, 3), persistent
+        self.make(6)
+
+    def make(self, length: int) -> None:
+        cache = torch.sin(torch.arange(length)[:, None] / 10.0 ** (torch.arange(4) / 4))
+        self.register_buffer("cache", cache, persistent=self.persistent)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        if words.shape[1] > len(self.cache):
+            self.make(words.shape[1])
+        output: torch.Tensor = self.out((self.embed(words.long()) + self.cache[: words.shape[1]]).mean(1))
+        return output
+
+
+def words(length: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(length)
+    return rng.integers(0, 20, (8, length)), rng.integers(0, 3, 8)
+
+
+def test_a_cache_that_grows_gives_the_gradients_of_torch() -> None:
+    torch.manual_seed(0)
+    model = FlatModel(Positions(persistent=False))
+    before, computer = model.flat.clone(), GradientComputer(Classes(), model)
+    theirs = Positions(persistent=False)
+    theirs.load_state_dict(model.module.state_dict())
+    for length in (5, 9, 3, 6, 12, 4):
+        x, y = words(length)
+        theirs.zero_grad()
+        (8 * torch.nn.functional.cross_entropy(theirs(torch.from_numpy(x)), torch.from_numpy(y))).backward()
+        expected = torch.cat([p.grad.flatten() for p in theirs.parameters() if p.grad is not None])
+        np.testing.assert_allclose(computer.compute(x, y).values[: model.num_parameters], expected, atol=1e-5)
+    assert torch.equal(model.flat, before), "what all processes share is as it was"
+
+
+def test_a_buffer_of_the_model_that_grows_is_refused_by_name() -> None:
+    computer = GradientComputer(Classes(), FlatModel(torch.nn.Sequential(Positions(persistent=True))))
+    computer.compute(*words(6))
+    with pytest.raises(TaskError, match=r"buffer '0.cache' has shape \(9, 4\) after a pass, and \(6, 4\) when build_"):
+        computer.compute(*words(9))
+    computer.compute(*words(5))
+
+
+class Late(torch.nn.Linear):
+    """Statistics that the first batch makes: no other process would have them."""
+
+    level: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "level"):
+            self.register_buffer("level", x.mean(0))
+        return super().forward(x - self.level)
+
+
+def test_a_buffer_that_the_first_batch_makes_is_refused_by_name() -> None:
+    computer = GradientComputer(Classes(), FlatModel(Late(5, 3)))
+    with pytest.raises(TaskError, match=r"buffer 'level' has shape \(5,\) after a pass, and None when"):
+        computer.compute(*data(8, True))
+
+
+class Noisy(Classes):
+    """Torch, numpy and Python draw."""
+
+    def forward(self, model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = model(x) * (1 + random.random()) + torch.from_numpy(np.random.rand(1)).float()
+        return output
+
+
+def test_the_random_numbers_of_a_pass_are_those_of_its_seed() -> None:
+    torch.manual_seed(0)
+    model = FlatModel(torch.nn.Sequential(mlp(3), torch.nn.Dropout(0.5)))
+    computer = GradientComputer(Noisy(), model)
+    made = []
+    for seed in (1, 2, 1):
+        computer.seed = seed
+        made.append(computer.compute(*data(16, True)).values.tobytes())
+    assert made[0] == made[2] != made[1]

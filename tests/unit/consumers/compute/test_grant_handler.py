@@ -17,7 +17,8 @@ from doll.consumers.protocol.worker_core import Batch
 from doll.model.flat_model import build
 from doll.storage.blobs import decode_blob, encode_blob
 from doll.storage.contributions import Compressor
-from doll.task.base import Sample, load_task
+from doll.task.base import Sample, Task, load_task
+from examples.synthetic.task import Gaussian
 from memory_stores import MemoryBlobs
 from worker_fakes import FakeChannel
 from worker_records import grant
@@ -36,9 +37,9 @@ def goes_on(batch: int, grant_id: int) -> bool:
 
 
 class Rig:
-    def __init__(self, *overrides: str) -> None:
+    def __init__(self, *overrides: str, task: Task | None = None) -> None:
         self.config = parse(JOB, overrides)
-        self.task = load_task(self.config)
+        self.task = load_task(self.config) if task is None else task
         self.computer = GradientComputer(self.task, build(self.config, self.task))
         self.channel, self.blobs = FakeChannel(), MemoryBlobs()
         self.letters = DeadLetters(self.config, self.task, self.channel, 1, term=lambda: 3)
@@ -56,14 +57,14 @@ class Rig:
     def publish(self) -> None:
         self.blobs.put("doll:unit:w:3:9", encode_blob(self.weights, job="unit", kind="w", version=9), 60.0)
 
-    def batch(self, *bad: int, number: int = 5) -> Batch:
+    def batch(self, *bad: int, number: int = 5, partition: int = 0) -> Batch:
         """Eight samples, of batch 5 from offset 140 on; those of `bad` cannot be decoded."""
         rng = np.random.default_rng(number - 3)
         first = 100 + 8 * number
         values = [b"?" if at in bad else np.array([*rng.normal(size=3), at % 2], "<f4").tobytes() for at in range(8)]
         decoded = self.letters.decode(RawRecords(range(first, first + 8), values))
         dead = tuple(item.offset for item in decoded.refused if item.whole)
-        return Batch(number, decoded, decoded.num_samples, 0.0, dead=dead)
+        return Batch(number, decoded, decoded.num_samples, 0.0, dead=dead, partition=partition)
 
 
 def test_the_stored_gradient_is_todays_to_the_bit() -> None:
@@ -279,3 +280,30 @@ def test_the_guard_judges_each_batch_of_a_set_by_itself(monkeypatch: pytest.Monk
     middle = rig.computer.compute(batches[1].data.x[left], batches[1].data.y[left]).values.copy()
     expected = (alone(rig, batches[0]) + middle) + alone(rig, batches[2])
     assert stored(rig, done.key).tobytes() == expected.tobytes()
+
+
+class Dropping(Gaussian):
+    def build_model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Dropout(0.5), super().build_model(), torch.nn.Dropout(0.5))
+
+
+def test_a_batch_draws_the_same_numbers_at_any_worker_after_anything_and_another_batch_others() -> None:
+    def computed(*numbers: int, partition: int = 0, seed: int = 0) -> bytes:
+        """The gradient of the last one of these batches, all with the same samples."""
+        rig = Rig(f"seed={seed}", task=Dropping(features=3))
+        rig.publish()
+        samples = rig.batch(number=5).data
+        for number in numbers:
+            batch = rig.batch(number=number, partition=partition)
+            batch.data.x, batch.data.y = samples.x, samples.y
+            done = rig.handler.handle(grant(number), (batch,), goes_on)
+        assert done is not None
+        blob = rig.blobs.get(done.key)
+        assert blob is not None
+        return decode_blob(blob, job="unit", kind="g", version=9, numel=rig.weights.size).tobytes()
+
+    first = computed(5)
+    assert computed(3, 4, 5) == first
+    others = [computed(6), computed(5, 6), computed(5, partition=1), computed(5, seed=1)]
+    assert others[0] == others[1]
+    assert len({first, *others}) == 4

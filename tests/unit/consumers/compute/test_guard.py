@@ -425,3 +425,48 @@ def test_hard_batches_of_a_model_that_knows_most_samples_cost_one_pass_each() ->
     assert len(passes) <= 90 + 80  # two inspections: of the first batch, and of the first hard one
     x[7], y[7] = (1e6, 1e6), 0
     assert set(world.compute(x, y).bad) == {7}, "a bad sample goes meanwhile"
+
+
+def _of(loss: Callable[[torch.Tensor, torch.Tensor], Any]) -> Task:
+    return type("Wrong", (Plane,), {"loss": lambda self, output, target: loss(output, target)})()
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (
+            _of(lambda output, target: torch.nn.functional.cross_entropy(output, target, reduction="none")),
+            r"Wrong.loss\(\): expected the mean over the batch, .* shape \(\d+,\): return its mean\(\), or name the",
+        ),
+        (_of(lambda output, target: 0.5), r"Wrong.loss\(\): expected the mean over the batch, .* got float"),
+        (
+            _of(lambda output, target: torch.tensor(float(output.argmax(dim=1).ne(target).sum()))),
+            r"Wrong: expected a loss with a gradient, got one without: compute it from",
+        ),
+        # One sample alone has a loss, because its shapes are stretched to each other.
+        (
+            _of(lambda output, target: ((output - target) ** 2).mean()),
+            r"fails on a batch \(RuntimeError: The size of tensor.*compare the shapes of output and target",
+        ),
+        (
+            _of(lambda output, target: torch.nn.functional.cross_entropy(output, target[:, None])),
+            r"fails on every sample of its first batch \(",
+        ),
+    ],
+)
+def test_a_loss_that_is_none_is_the_tasks_fault_and_says_what_to_do(task: Task, said: str) -> None:
+    with pytest.raises(TaskError, match=said):
+        World(task).compute(*points(0))
+
+
+def test_samples_are_not_blamed_while_the_model_diverges() -> None:
+    """Far away from where it has learned, what is a little unlike the others is far beyond them."""
+    for diverges in (False, True):
+        world = run(Amounts())
+        if diverges:
+            world.optimizer.weights[:] = 500.0
+        x, y = points(99, task=Amounts())
+        x[3] *= 60
+        gradient, bad = world.compute(x, y)
+        assert gradient is not None
+        assert (3 in bad) == (not diverges)

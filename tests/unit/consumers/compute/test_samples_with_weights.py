@@ -56,7 +56,7 @@ def rows(seed: int, n: int = 16, num_classes: int | None = 2) -> SampleBatch:
 def repeated(batch: SampleBatch) -> SampleBatch:
     """Each sample as often as its weight says."""
     assert batch.weight is not None
-    return batch.unweighted().of(np.repeat(np.arange(batch.num_samples), batch.weight.astype(int)).tolist())
+    return batch.unweighted().take(np.repeat(np.arange(batch.num_samples), batch.weight.astype(int)).tolist())
 
 
 def assert_same(weighted: Gradient, other: Gradient) -> None:
@@ -109,11 +109,11 @@ def test_sequences_of_any_length_are_put_together_by_the_task() -> None:
     batch = visits(3, make=lambda rng: visit(rng, int(rng.integers(1, 513))))
     together = computer.compute(*batch)
     values, loss_sum = together.values.copy(), together.loss_sum
-    alone = [computer.compute(*batch.of([at])) for at in range(batch.num_samples)]
+    alone = [computer.compute(*batch.take([at])) for at in range(batch.num_samples)]
     assert loss_sum == pytest.approx(sum(item.loss_sum for item in alone), rel=1e-5)
     total = np.zeros_like(values)
     for at in range(batch.num_samples):
-        total += computer.compute(*batch.of([at])).values
+        total += computer.compute(*batch.take([at])).values
     np.testing.assert_allclose(values, total, rtol=1e-4, atol=1e-5)
 
 
@@ -234,8 +234,8 @@ def test_a_step_of_the_tasks_own_gets_weights_or_refuses_them() -> None:
 
     config, batch = parse(JOB), rows(1)
     with pytest.raises(TaskError, match=r"expected step\(\) to have a parameter weight"):
-        OwnSteps(config, Step(), FlatModel(Step().build_model()), 0).compute(*batch, batch=0)
-    gradient, _ = OwnSteps(config, Weighing(), FlatModel(Weighing().build_model()), 0).compute(*batch, batch=0)
+        OwnSteps(config, Step(), FlatModel(Step().build_model())).compute(*batch, seed=0)
+    gradient, _ = OwnSteps(config, Weighing(), FlatModel(Weighing().build_model())).compute(*batch, seed=0)
     assert gradient is not None
     assert set(gradient.values.tolist()) == {batch.total_weight}
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 from doll.config import parse
-from doll.consumers.intake.batching import BatchBuffer, Batcher, buffer_capacity, stream_buffer_records
+from doll.consumers.intake.batching import BatchBuffer, PartitionBatcher, buffer_capacity, stream_buffer_records
 
 JOB = 'job: unit\ntask: {class: "examples.synthetic.task:Gaussian"}\ndata: {workers: 2, batch_size: 4}\n'
 
 
 def buffer(capacity: int = 3, max_bytes: int = 1000) -> BatchBuffer:
-    return BatchBuffer({0: Batcher(origin=10, records_per_batch=2, next_batch=1)}, capacity, max_bytes)
+    return BatchBuffer({0: PartitionBatcher(origin=10, records_per_batch=2, next_batch=1)}, capacity, max_bytes)
 
 
 def feed(made: BatchBuffer, until: int) -> list[bool]:
@@ -85,7 +85,7 @@ def test_how_much_may_wait_follows_the_batch(overrides: tuple[str, ...], records
 
 
 def test_records_far_apart_are_cut_as_there_is_room() -> None:
-    made = BatchBuffer({0: Batcher(origin=0, records_per_batch=1, next_batch=0)}, 64)
+    made = BatchBuffer({0: PartitionBatcher(origin=0, records_per_batch=1, next_batch=0)}, 64)
     offsets = range(0, 200 * 500, 200)  # 199 empty batches before each
     assert made.feed(0, offsets, [b"x"] * 500)
     assert len(made) == 64 + 1024
@@ -101,13 +101,14 @@ def test_records_far_apart_are_cut_as_there_is_room() -> None:
 
 def test_a_partition_that_is_removed_leaves_nothing_and_others_in_their_order() -> None:
     made = BatchBuffer(
-        {number: Batcher(origin=0, records_per_batch=1, next_batch=0, partition=number) for number in (3, 5)}, 64
+        {number: PartitionBatcher(origin=0, records_per_batch=1, next_batch=0, partition=number) for number in (3, 5)},
+        64,
     )
     made.feed(3, range(2), [b"aa", b"b"])
     made.feed(5, range(2), [b"c", b"d"])
     made.feed(3, [5_000], [b"e"])  # many batches without a record: not all of them are cut yet
     made.remove(3)
-    made.add(4, Batcher(origin=0, records_per_batch=1, next_batch=7, partition=4))
+    made.add(4, PartitionBatcher(origin=0, records_per_batch=1, next_batch=7, partition=4))
     made.feed(4, [7], [b"f"])
     taken = [made.take() for _ in range(len(made))]
     assert [(raw.partition, raw.number, raw.values) for raw in taken] == [

@@ -8,15 +8,15 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from doll.consumers.intake.batching import Batcher, RawBatch
-from doll.consumers.protocol.skipped_batches import Skipped, SkippedBatches
+from doll.consumers.intake.batching import PartitionBatcher, RawBatch
+from doll.consumers.protocol.skipped_batches import SkippedBatches, SkippedRange
 from doll.ledger import offset_ranges
 from doll.records.control import encode
 from hypothesis import given
 from hypothesis import strategies as st
 
 
-def feed(batcher: Batcher[int], offsets: Sequence[int], cuts: Sequence[int] = ()) -> list[RawBatch[int]]:
+def feed(batcher: PartitionBatcher[int], offsets: Sequence[int], cuts: Sequence[int] = ()) -> list[RawBatch[int]]:
     """Offsets, each its own value, in chunks: of one record each, or up to each of `cuts` and then the rest."""
     ends = {0, *(cut for cut in cuts if cut < len(offsets)), len(offsets)}
     bounds = sorted(ends) if cuts else range(len(offsets) + 1)
@@ -43,7 +43,7 @@ def check(batch: RawBatch[int], origin: int, size: int) -> None:
 
 
 def test_full_batches_come_out_as_soon_as_their_last_record_is_there() -> None:
-    batcher: Batcher[int] = Batcher(origin=100, records_per_batch=3, next_batch=0)
+    batcher: PartitionBatcher[int] = PartitionBatcher(origin=100, records_per_batch=3, next_batch=0)
     assert feed(batcher, [100, 101]) == []
     (batch,) = feed(batcher, [102])
     assert batch == RawBatch(0, 0, 100, 103, [100, 101, 102], [])
@@ -51,7 +51,7 @@ def test_full_batches_come_out_as_soon_as_their_last_record_is_there() -> None:
 
 
 def test_a_batch_has_a_leader_epoch_that_nothing_before_its_end_exceeds() -> None:
-    batcher: Batcher[int] = Batcher(origin=0, records_per_batch=4, next_batch=0)
+    batcher: PartitionBatcher[int] = PartitionBatcher(origin=0, records_per_batch=4, next_batch=0)
 
     def feed_all(offsets: Sequence[int], leader_epoch: int) -> list[int]:
         return [batch.leader_epoch for batch in batcher.feed(offsets, list(offsets), leader_epoch)]
@@ -65,14 +65,14 @@ def test_a_batch_has_a_leader_epoch_that_nothing_before_its_end_exceeds() -> Non
 
 
 def test_it_begins_at_any_batch() -> None:
-    batcher: Batcher[int] = Batcher(origin=100, records_per_batch=3, next_batch=5)
+    batcher: PartitionBatcher[int] = PartitionBatcher(origin=100, records_per_batch=3, next_batch=5)
     assert batcher.next_offset == 115
     (batch,) = feed(batcher, list(range(110, 118)))
     assert (batch.number, batch.lo, batch.hi) == (5, 115, 118)
 
 
 def test_a_gap_over_several_batches_gives_each_of_them() -> None:
-    batcher: Batcher[int] = Batcher(origin=0, records_per_batch=4, next_batch=0)
+    batcher: PartitionBatcher[int] = PartitionBatcher(origin=0, records_per_batch=4, next_batch=0)
     batches = feed(batcher, [0, 1, 14, 15])
     assert [(b.number, [*b.offsets], b.gaps) for b in batches] == [
         (0, [0, 1], [(2, 4)]),
@@ -95,8 +95,8 @@ def test_how_the_stream_is_cut_into_chunks_changes_nothing(
 ) -> None:
     log = [at for at in range(length) if at not in missing]
 
-    def batcher() -> Batcher[int]:
-        made: Batcher[int] = Batcher(origin=0, records_per_batch=size, next_batch=start // size)
+    def batcher() -> PartitionBatcher[int]:
+        made: PartitionBatcher[int] = PartitionBatcher(origin=0, records_per_batch=size, next_batch=start // size)
         for lo, hi in offset_ranges.union((lo, lo + span) for lo, span in losses):
             made.mark_lost(lo, hi)
         return made
@@ -113,7 +113,7 @@ def test_a_chunk_costs_no_call_per_record() -> None:
         def __iter__(self) -> Iterator[int]:
             raise AssertionError("one by one")
 
-    batcher: Batcher[int] = Batcher(origin=0, records_per_batch=1000, next_batch=0)
+    batcher: PartitionBatcher[int] = PartitionBatcher(origin=0, records_per_batch=1000, next_batch=0)
     lookups = 0
 
     class Offsets(Sequence[int]):
@@ -131,7 +131,7 @@ def test_a_chunk_costs_no_call_per_record() -> None:
 
 def test_a_batch_of_no_records_is_refused() -> None:
     with pytest.raises(ValueError, match="expected records_per_batch >= 1, got 0"):
-        Batcher(origin=0, records_per_batch=0, next_batch=0)
+        PartitionBatcher(origin=0, records_per_batch=0, next_batch=0)
 
 
 @given(
@@ -149,11 +149,11 @@ def test_gaps_and_duplicates_change_no_bounds(
     read = list(log)
     for at, back in sorted(again, reverse=True):
         read[at:at] = read[max(0, at - back) : at]
-    batches = feed(Batcher(origin=origin, records_per_batch=size, next_batch=0), read)
+    batches = feed(PartitionBatcher(origin=origin, records_per_batch=size, next_batch=0), read)
     assert [batch.number for batch in batches] == list(range(len(batches)))
     for batch in batches:
         check(batch, origin, size)
-    assert batches == feed(Batcher(origin=origin, records_per_batch=size, next_batch=0), log)
+    assert batches == feed(PartitionBatcher(origin=origin, records_per_batch=size, next_batch=0), log)
     # All that is known to be complete is out: records of a later batch have been seen, or its own last one.
     complete = 0 if not log else (log[-1] + 1 - origin) // size
     assert len(batches) == complete
@@ -169,17 +169,17 @@ def test_crashes_and_second_readings_give_every_batch_once_and_the_same(
 ) -> None:
     """Each process reads for a while and dies; the next process begins at the first batch that did not come out."""
     log = [i for i in range(61) if i not in missing]
-    whole = feed(Batcher(origin=0, records_per_batch=size, next_batch=0), log)
+    whole = feed(PartitionBatcher(origin=0, records_per_batch=size, next_batch=0), log)
     batches: list[RawBatch[int]] = []
     for lifetime in [*crashes, len(log) + 1]:
-        batcher: Batcher[int] = Batcher(origin=0, records_per_batch=size, next_batch=len(batches))
+        batcher: PartitionBatcher[int] = PartitionBatcher(origin=0, records_per_batch=size, next_batch=len(batches))
         start = len(batches) * size
         batches += feed(batcher, [offset for offset in log if offset >= start][:lifetime])
     assert batches == whole
 
 
 def test_what_was_deleted_before_it_was_read_is_lost_and_no_gap() -> None:
-    batcher: Batcher[int] = Batcher(origin=0, records_per_batch=4, next_batch=0)
+    batcher: PartitionBatcher[int] = PartitionBatcher(origin=0, records_per_batch=4, next_batch=0)
     batcher.mark_lost(5, 9)  # the position of the reader, which is ahead of what was fed
     batcher.mark_lost(9, 11)
     batches = feed(batcher, [0, 1, 3, 12, 13, 14, 15])
@@ -204,7 +204,7 @@ def test_each_offset_is_a_record_a_gap_or_lost_whenever_the_loss_is_told(
 ) -> None:
     spans = offset_ranges.union((lo, lo + length) for lo, length in losses)
     log = [at for at in range(61) if at not in holes and not offset_ranges.contains(spans, at)]
-    batcher: Batcher[int] = Batcher(origin=0, records_per_batch=5, next_batch=0)
+    batcher: PartitionBatcher[int] = PartitionBatcher(origin=0, records_per_batch=5, next_batch=0)
     batches = []
     for offset in [*log, 80]:
         # The reader is ahead of what is fed by some records, so a loss is reported early, but in order.
@@ -221,7 +221,7 @@ def test_each_offset_is_a_record_a_gap_or_lost_whenever_the_loss_is_told(
 
 
 def test_a_batch_that_ends_in_a_gap_is_complete_as_soon_as_that_is_known() -> None:
-    batcher: Batcher[int] = Batcher(origin=0, records_per_batch=4, next_batch=0)
+    batcher: PartitionBatcher[int] = PartitionBatcher(origin=0, records_per_batch=4, next_batch=0)
     batcher.mark_lost(5, 7)
     assert feed(batcher, [0, 1, 2]) == []
     (batch,) = batcher.skip_to(4)
@@ -233,7 +233,7 @@ def test_a_batch_that_ends_in_a_gap_is_complete_as_soon_as_that_is_known() -> No
 
 
 def test_a_long_hole_comes_out_as_one_and_its_ends_as_batches() -> None:
-    batcher: Batcher[str] = Batcher(origin=0, records_per_batch=64, next_batch=0)
+    batcher: PartitionBatcher[str] = PartitionBatcher(origin=0, records_per_batch=64, next_batch=0)
     batcher.mark_lost(100, 20_000_000)
     hole = 36_000_000
     out = [*batcher.feed([0], ["a"]), *batcher.feed(range(hole + 1, hole + 64), ["b"] * 63)]
@@ -248,7 +248,7 @@ def test_a_long_hole_comes_out_as_one_and_its_ends_as_batches() -> None:
 def test_a_record_of_skipped_batches_is_short_whatever_the_hole_was_made_of() -> None:
     """They hold no record, so what has no record follows on: a hole is one range, and a loss one more with what is
     behind it. Losses that follow each other are one."""
-    batcher: Batcher[str] = Batcher(origin=0, records_per_batch=64, next_batch=0)
+    batcher: PartitionBatcher[str] = PartitionBatcher(origin=0, records_per_batch=64, next_batch=0)
     for lo in range(0, 10_000_000, 1_000):  # retention is faster than the worker
         batcher.mark_lost(lo, lo + 1_000)
     for lo in range(10_500_000, 10_520_000, 1_000):  # and then a compacted log is deleted from its beginning
@@ -257,12 +257,12 @@ def test_a_record_of_skipped_batches_is_short_whatever_the_hole_was_made_of() ->
     assert raw.lost[0] == (0, 10_000_000)
     assert (len(raw.lost), len(raw.gaps)) == (21, 21)
     skipped = SkippedBatches()
-    skipped.put(Skipped(raw.number, raw.number + raw.count, tuple(raw.gaps), tuple(raw.lost)), 0)
+    skipped.put(SkippedRange(raw.number, raw.number + raw.count, tuple(raw.gaps), tuple(raw.lost)), 0)
     assert len(encode(skipped.record(3, 7, 5))) < 1_000
 
 
 def test_a_hole_is_one_only_between_whole_waves() -> None:
-    batcher: Batcher[str] = Batcher(origin=0, records_per_batch=1, next_batch=0, align=8)
+    batcher: PartitionBatcher[str] = PartitionBatcher(origin=0, records_per_batch=1, next_batch=0, align=8)
     out = [*batcher.feed([0, 1003], ["a", "b"])]
     ranges = [(raw.number, raw.count) for raw in out if raw.count > 1]
     assert ranges == [(8, 992)]

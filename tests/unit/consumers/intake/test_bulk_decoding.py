@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 from doll import JsonTask
-from doll.consumers.intake.decoding import Decoded, RawRecords, decode_records
+from doll.consumers.intake.decoding import DecodedBatch, RawRecords, decode_records
 from doll.errors import BadRecordsError, SampleError
 from doll.records.packing import pack
 from doll.task.base import Sample, Task
@@ -25,13 +25,13 @@ from hypothesis import strategies as st
 pytestmark = pytest.mark.slow  # loads torch
 
 
-def decode(task: Task, values: Sequence[bytes | None], *, m: int = 1) -> Decoded:
+def decode(task: Task, values: Sequence[bytes | None], *, m: int = 1) -> DecodedBatch:
     return decode_records(
         task, RawRecords(range(100, 100 + len(values)), values), samples_per_record=m, max_record_bytes=9999
     )
 
 
-def assert_same(one: Decoded, other: Decoded) -> None:
+def assert_same(one: DecodedBatch, other: DecodedBatch) -> None:
     assert one.refused == other.refused
     assert one.offsets.tolist() == other.offsets.tolist()
     assert (one.x.dtype, one.x.shape, one.y.dtype, one.y.shape) == (

@@ -6,14 +6,14 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from doll.consumers.intake.batching import MIN_RANGE, BatchBuffer, Batcher, RawBatch
+from doll.consumers.intake.batching import MIN_RANGE, BatchBuffer, PartitionBatcher, RawBatch
 from doll.records.bounds import Cuts
 from hypothesis import given
 from hypothesis import strategies as st
 
 
-def batcher_of(cuts: Cuts | None = None, *, next_batch: int = 0, size: int = 4, origin: int = 0) -> Batcher[int]:
-    return Batcher(origin=origin, records_per_batch=size, next_batch=next_batch, cuts=cuts)
+def batcher_of(cuts: Cuts | None = None, next_batch: int = 0, size: int = 4, origin: int = 0) -> PartitionBatcher[int]:
+    return PartitionBatcher(origin=origin, records_per_batch=size, next_batch=next_batch, cuts=cuts)
 
 
 def spans(batches: Sequence[RawBatch[int]]) -> list[tuple[int, int, int]]:
@@ -64,7 +64,7 @@ def test_batches_without_a_record_come_out_as_one_in_front_of_a_decided_cut_only
 
 
 def test_a_buffer_closes_a_batch_where_all_that_was_fed_is_in_batches() -> None:
-    buffer = BatchBuffer({7: Batcher(origin=0, records_per_batch=4, next_batch=0, partition=7)}, 64)
+    buffer = BatchBuffer({7: PartitionBatcher(origin=0, records_per_batch=4, next_batch=0, partition=7)}, 64)
     assert not buffer.close(7)
     buffer.feed(7, range(6), [b"x"] * 6)
     assert buffer.close(7)
@@ -112,7 +112,7 @@ def test_any_cuts_and_crashes_give_contiguous_batches_and_the_same_where_they_ar
 
 @pytest.mark.parametrize("align", [1, 8])
 def test_a_cut_takes_a_place_in_its_wave(align: int) -> None:
-    batcher: Batcher[int] = Batcher(origin=0, records_per_batch=1_000, next_batch=0, align=align)
+    batcher: PartitionBatcher[int] = PartitionBatcher(origin=0, records_per_batch=1_000, next_batch=0, align=align)
     list(batcher.feed([0], [0]))
     cut = batcher.cut()
     assert cut is not None

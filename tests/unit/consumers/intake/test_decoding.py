@@ -10,11 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from doll.consumers.intake.decoding import MAX_REASON_CHARS, Decoded, RawRecords, Refused, decode_records, refuse
+from doll.consumers.intake.decoding import (
+    MAX_REASON_CHARS,
+    DecodedBatch,
+    RawRecords,
+    RefusedSamples,
+    decode_records,
+    refuse,
+)
 from doll.errors import SampleError
 from doll.records.packing import pack
 from doll.records.refusals import UnreadValue
+from doll.task import trees
 from doll.task.base import Sample, Task
+from doll.task.forms import Field
 from examples.synthetic.task import Gaussian
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,7 +53,7 @@ def point(x: Any, y: Any) -> bytes:
 GOOD = point([1, 2], 0)
 
 
-def decode(task: Task, *values: bytes | None, m: int = 1, limit: int = 1000) -> Decoded:
+def decode(task: Task, *values: bytes | None, m: int = 1, limit: int = 1000) -> DecodedBatch:
     records = RawRecords(range(100, 100 + len(values)), values)
     return decode_records(task, records, samples_per_record=m, max_record_bytes=limit)
 
@@ -210,7 +219,7 @@ def test_the_fast_path_equals_the_slow_one(records: list[bytes | None]) -> None:
     assert one.num_samples + sum(item.samples for item in one.refused) == len(records)
 
 
-def assert_equal(one: Decoded, other: Decoded) -> None:
+def assert_equal(one: DecodedBatch, other: DecodedBatch) -> None:
     assert one.refused == other.refused
     assert one.num_samples == other.num_samples
     if one.num_samples:
@@ -309,9 +318,9 @@ def test_an_integer_that_torch_cannot_hold_is_refused() -> None:
     task = Block()
     task.kind = "<u8"
     decoded = decode(task, *(np.array([value, 0], "<u8").tobytes() for value in (1, 1 << 63)))
-    assert [(item.offset, item.reason) for item in decoded.refused] == [
-        (101, f"expected integers below 2**63, got {1 << 63}")
-    ]
+    [letter] = decoded.refused
+    assert letter.offset == 101
+    assert letter.reason.startswith(f"x: expected integers below 2**63, got {1 << 63}: Task.spec() may declare")
 
 
 def test_one_sample_of_floats_does_not_round_the_ids_of_the_others() -> None:
@@ -323,8 +332,94 @@ def test_one_sample_of_floats_does_not_round_the_ids_of_the_others() -> None:
     assert [(item.offset, item.reason) for item in decoded.refused] == [
         (104, "expected integers in x as most of the batch, got [1.5, 2.0]")
     ]
-    floats = decode(Anything(), point([LARGE, 1], 0), point([0.5, 1], 0), point([1.5, 2], 0))
-    assert (floats.x.dtype, floats.refused) == (np.float32, [])
+    floats = decode(Anything(), point([LARGE, 1], 0), point([LARGE - 1, 1], 0), *[point([0.5, i], 0) for i in range(3)])
+    assert (floats.x.dtype, floats.num_samples) == (np.float32, 4)
+    assert [item.reason for item in floats.refused] == [
+        f"expected numbers that float32 holds in x as most of the batch, got [{LARGE}, 1]"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("x", "text"),
+    [
+        ([2**40 + 1, 3.5], f"x: expected numbers that float32 holds, got the integer {2**40 + 1} beside a fraction"),
+        ([2**63 + 1, -1], f"x: expected integers of 64 bits, got {2**63 + 1}"),
+        ([2**63 + 1, 1], f"x: expected integers below 2**63, got {2**63 + 1}"),
+        ([2**64, 1], f"x: expected integers of 64 bits, got {2**64}"),
+        (2**64, f"x: expected integers of 64 bits, got {2**64}"),
+        ([2**200, 0.5], "x: expected integers of 64 bits, got 1606938044258990275541962092341162602522"),
+    ],
+)
+def test_an_integer_in_a_list_never_becomes_another_number(x: Any, text: str) -> None:
+    """numpy makes floats of them before anybody has looked."""
+    decoded = decode(Anything(), point(x, 0))
+    assert [item.reason.startswith(text) for item in decoded.refused] == [True], decoded.refused
+    assert decode(Anything(), point([2**24, 3.5], 0)).x.tolist() == [[2**24, 3.5]], "float32 holds it"
+    assert decode(Anything(), point([float(2**40 + 1), 3.5], 0)).x.tolist() == [[2**40, 3.5]], (
+        "it is written as a float"
+    )
+
+
+def test_a_reason_that_repeats_a_record_is_one_line_of_characters_that_are_printed() -> None:
+    bad = json.dumps({"x": [1], "y\u202e\ud800\n\x1b": 0}).encode()
+
+    class Picky(Anything):
+        def decode(self, record: bytes) -> Sample:
+            raise ValueError(f"unknown keys {'  '.join(json.loads(record))}")
+
+    [letter] = decode(Picky(), bad).refused
+    assert letter.reason == r"ValueError: unknown keys x y\u202e\ud800 \x1b"
+    [again] = refuse(decode(Anything(), GOOD), {0: "a\u202eb"})
+    assert again.reason == r"a\u202eb"
+
+
+class Ids(Task):
+    """One integer, or more, in any form that a number may arrive in."""
+
+    kind = "int64"
+
+    def spec(self) -> Any:
+        return {"id": Field(self.kind)}, None
+
+    def decode(self, record: bytes) -> Sample:
+        return Sample({"id": json.loads(record)}, 0)
+
+
+class IdsInBulk(Ids):
+    def decode_many(self, values: Any) -> Any:
+        return {"id": np.array([json.loads(value) for value in values])}, np.zeros(len(values))
+
+
+class AloneIds(Ids):
+    def spec(self) -> Any:
+        return Field(self.kind), None
+
+    def decode(self, record: bytes) -> Sample:
+        return Sample(json.loads(record), 0)
+
+
+@pytest.mark.parametrize("task", [Ids(), IdsInBulk(), AloneIds()])
+def test_ids_that_arrive_as_floats_are_the_same_ids_or_refused(task: Task) -> None:
+    ids = [16_777_217.0, 123_456_789.0, 4_294_967_295.0, 2.0**53 - 1, -(2.0**53) + 1, 0.0]
+    decoded = decode(task, *(json.dumps(value).encode() for value in ids))
+    assert decoded.refused == []
+    assert trees.arrays_of(decoded.x)[0].tolist() == [int(value) for value in ids]
+    for value in (2.0**53, 9_007_199_254_740_993.0, 2.0**63, -(2.0**63), 1e300, 0.5, float("nan"), 2**63, 2**64):
+        [letter] = decode(task, json.dumps(value).encode()).refused
+        assert letter.reason.startswith(
+            'x["id"]: expected int' if not isinstance(task, AloneIds) else "x: expected int"
+        )
+
+
+def test_a_field_of_uint64_holds_all_64_bits() -> None:
+    for task in (Ids(), IdsInBulk(), AloneIds()):
+        task.kind = "uint64"
+        ids = [2**64 - 1, 2**63, 2**63 - 1, 0]
+        decoded = decode(task, *(b"%d" % value for value in ids), b"-1", b"%d" % 2**64, b"1.5")
+        assert len(decoded.refused) == 3
+        (array,) = trees.arrays_of(decoded.x)
+        assert (array.tolist(), array.dtype) == (ids, np.uint64)
+        assert torch.from_numpy(array).view(torch.int64).tolist() == [-1, -(2**63), 2**63 - 1, 0]
 
 
 def test_held_out_samples_keep_integers_too() -> None:
@@ -348,9 +443,9 @@ def test_samples_that_are_refused_later_are_refused_in_their_records() -> None:
     decoded = decode(Points(), half_bad, pack([GOOD] * 3), half_bad, GOOD, m=3)
     assert decoded.offsets.tolist() == [100, 100, 101, 101, 101, 102, 102]
     assert refuse(decoded, {1: "one", 0: "zero", 3: "three", 6: "six" * 1000}) == [
-        Refused(100, "zero", 3, True, "harmful"),
-        Refused(101, "three", 1, False, "harmful"),
-        Refused(102, ("six" * 1000)[:MAX_REASON_CHARS], 1, False, "harmful"),
+        RefusedSamples(100, "zero", 3, True, "harmful"),
+        RefusedSamples(101, "three", 1, False, "harmful"),
+        RefusedSamples(102, ("six" * 1000)[:MAX_REASON_CHARS], 1, False, "harmful"),
     ]
 
 
@@ -362,8 +457,8 @@ def test_each_refusal_has_a_code() -> None:
 
 
 def test_what_was_not_read_is_refused_for_the_readers_reason() -> None:
-    unread = UnreadValue.of("unreadable", "the batch of records at offsets 5 to 6 cannot be read")
-    long = UnreadValue.of("too_long", "record of 9 bytes: expected at most 8", 9, b"head")
+    unread = UnreadValue.with_reason("unreadable", "the batch of records at offsets 5 to 6 cannot be read")
+    long = UnreadValue.with_reason("too_long", "record of 9 bytes: expected at most 8", 9, b"head")
     records = RawRecords([4, 5, 6, 7, 8], [b"", unread, unread, long, None])
     decoded = decode_records(Gaussian(2), records, samples_per_record=1, max_record_bytes=8)
     assert [(item.offset, item.code, item.whole) for item in decoded.refused] == [

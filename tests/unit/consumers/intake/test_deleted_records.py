@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from doll.config import parse
-from doll.consumers.intake.batching import Batcher
+from doll.consumers.intake.batching import PartitionBatcher
 from doll.consumers.intake.deleted_records import DeletedRecords
 from doll.consumers.lifecycle.departure import ProcessExit
 from doll.consumers.protocol.worker_core import WorkerCore
@@ -38,7 +38,7 @@ class Rig:
         self.now = 0.0
         self.channel = FakeChannel()
         self.core = WorkerCore(welcome(), max_pending=4, now=0.0)
-        self.batcher: Batcher[Any] = Batcher(origin=100, records_per_batch=4, next_batch=5)
+        self.batcher: PartitionBatcher[Any] = PartitionBatcher(origin=100, records_per_batch=4, next_batch=5)
         self.exit = Exit()
         self.deleted = DeletedRecords(
             parse(JOB, overrides), self.core, 1, self.batcher, self.channel, self.exit, sleep=self.sleep,

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from doll import JsonTask
-from doll.consumers.intake.decoding import Decoded, RawRecords, decode_records, refuse
+from doll.consumers.intake.decoding import DecodedBatch, RawRecords, decode_records, refuse
 from doll.records.packing import pack
 from doll.task.base import Sample, Samples, Task
 from doll.task.fields_task import Columns
@@ -53,7 +53,7 @@ class OneByOne(Task):
         return [Sample([basket.shop, price], int(basket.bought)) for price in basket.prices]
 
 
-def decode(task: Task, values: Sequence[bytes], *, m: int = 1) -> Decoded:
+def decode(task: Task, values: Sequence[bytes], *, m: int = 1) -> DecodedBatch:
     return decode_records(
         task, RawRecords(range(100, 100 + len(values)), values), samples_per_record=m, max_record_bytes=9999
     )

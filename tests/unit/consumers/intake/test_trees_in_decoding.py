@@ -10,7 +10,7 @@ import doll
 import msgspec
 import numpy as np
 import pytest
-from doll.consumers.intake.decoding import Decoded, RawRecords, SeenForms, decode_records, refuse
+from doll.consumers.intake.decoding import DecodedBatch, RawRecords, SeenForms, decode_records, refuse
 from doll.errors import ConfigError
 from doll.task import trees
 from doll.task.base import Sample, Samples, Task
@@ -49,7 +49,7 @@ class OneByOne(Nested):
     decode_many = Task.decode_many  # type: ignore[assignment]
 
 
-def decode(task: Task, values: Sequence[bytes], seen: SeenForms | None = None) -> Decoded:
+def decode(task: Task, values: Sequence[bytes], seen: SeenForms | None = None) -> DecodedBatch:
     records = RawRecords(range(100, 100 + len(values)), values)
     return decode_records(task, records, samples_per_record=1, max_record_bytes=100_000, seen=seen)
 
@@ -282,6 +282,6 @@ def test_a_weight_below_0_or_not_finite_is_refused(cls: type[Task]) -> None:
 def test_what_is_refused_later_leaves_the_others_with_their_weights() -> None:
     decoded = decode(Weighted(), [b"[1, 2, 7]", b"[2, 3, 8]", b"[3, 4, 9]"])
     assert [item.offset for item in refuse(decoded, {1: "bad"})] == [101]
-    left = decoded.samples.of([0, 2])
+    left = decoded.samples.take([0, 2])
     assert left.weight is not None
     assert (left.x.tolist(), left.weight.tolist(), left.total_weight) == ([[1], [3]], [2, 4], 6.0)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doll import Record, Records, RetryLater, Sample, Samples, SkipRecord, Task
-from doll.consumers.intake.decoding import Decoded, RawRecords, decode_records
+from doll.consumers.intake.decoding import DecodedBatch, RawRecords, decode_records
 from doll.errors import BadRecordsError, ConfigError, TaskError
 from doll.records.packing import pack
 from doll.records.refusals import UnreadValue
@@ -44,7 +44,7 @@ MESSAGES = [
 
 def decode(
     task: Task, values: Sequence[bytes | None], messages: Sequence[Any] = (), *, m: int = 1, skip: bool = False
-) -> Decoded:
+) -> DecodedBatch:
     records = RawRecords(range(100, 100 + len(values)), values, 7, messages)
     return decode_records(task, records, samples_per_record=m, max_record_bytes=99, skip_tombstones=skip)
 
@@ -89,7 +89,7 @@ def test_a_task_gets_columns_of_a_whole_batch() -> None:
 
 def test_columns_leave_out_what_was_refused_unread() -> None:
     task = Columns()
-    unread = UnreadValue.of("too_long", "too long", 1000)
+    unread = UnreadValue.with_reason("too_long", "too long", 1000)
     decoded = decode(task, [None, unread, b"z"], [MESSAGES[0], None, MESSAGES[2]])
     assert task.seen == [([b"z"], [b"c"], [()], [5], 7, [102])]
     assert [(item.offset, item.code) for item in decoded.refused] == [(100, "empty"), (101, "too_long")]

@@ -15,7 +15,7 @@ from doll.consumers.protocol.worker_core import (
     StoreRest,
     WorkerCore,
 )
-from doll.records.control import Announce, Durable, Flush, Grant, Nack, Push, Run, Served, Settle, Welcome
+from doll.records.control import Announce, BatchRange, Durable, Flush, Grant, Nack, Push, Served, Settle, Welcome
 
 SERVED = Served(
     partition=2, origin=100, next_batch=5, included=6, decided=7, left_out=3, cuts=((6, 2),)
@@ -46,9 +46,9 @@ def core() -> WorkerCore:
 
 
 def test_it_announces_what_it_has_cut_and_what_others_have_decided(core: WorkerCore) -> None:
-    assert core.announce() == [Send(Announce(worker=0, session=3, runs=(Run(2, 5, 10, 3, ((6, 2), (8, 1))),)))]
+    assert core.announce() == [Send(Announce(worker=0, session=3, runs=(BatchRange(2, 5, 10, 3, ((6, 2), (8, 1))),)))]
     core.on_record(Durable(term=1, worker=0, until={2: 8}, batches=3, left_out={2: 5}), 1.0)
-    assert core._announce_all() == [Send(Announce(worker=0, session=3, runs=(Run(2, 8, 10, 5, ((8, 1),)),)))]
+    assert core._announce_all() == [Send(Announce(worker=0, session=3, runs=(BatchRange(2, 8, 10, 5, ((8, 1),)),)))]
 
 
 def test_it_computes_the_batches_that_the_server_means_and_no_others(core: WorkerCore) -> None:
@@ -102,7 +102,7 @@ def test_what_is_decided_as_it_has_read_it_stays_and_is_not_cut_any_more(core: W
     served = msgspec.structs.replace(SERVED, next_batch=7, included=8, decided=11, left_out=5, cuts=((8, 1),))
     acknowledged, announced = core.on_record(welcome(served), 1.0)
     assert acknowledged == Acknowledge(2, 7, 5)
-    assert announced == Send(Announce(worker=0, session=3, runs=(Run(2, 7, 10, 5, ((8, 1),)),)))
+    assert announced == Send(Announce(worker=0, session=3, runs=(BatchRange(2, 7, 10, 5, ((8, 1),)),)))
     assert core.served[2].cuts.decided == 11
     core.on_record(welcome(msgspec.structs.replace(served, decided=7, cuts=())), 1.0)
     assert core.served[2].cuts.decided == 11, "a later server has decided less: what is read stays"

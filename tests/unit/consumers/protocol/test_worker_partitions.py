@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from doll.consumers.protocol.skipped_batches import Skipped
+from doll.consumers.protocol.skipped_batches import SkippedRange
 from doll.consumers.protocol.worker_core import Acknowledge, Batch, Compute, Exit, Send, Serve, WorkerCore
-from doll.records.control import Alive, Announce, Durable, Grant, Nack, Run, Served, Skip, Welcome
+from doll.records.control import Alive, Announce, BatchRange, Durable, Grant, Nack, Served, Skip, Welcome
 
 SERVED = (Served(partition=2, origin=100, next_batch=5), Served(partition=7, origin=0, next_batch=1))
 
@@ -38,7 +38,7 @@ def core() -> WorkerCore:
 
 
 def test_batches_are_announced_in_the_order_in_which_they_came_and_so_again(core: WorkerCore) -> None:
-    runs = (Run(2, 5, 6), Run(7, 1, 3), Run(2, 6, 7))
+    runs = (BatchRange(2, 5, 6), BatchRange(7, 1, 3), BatchRange(2, 6, 7))
     assert core.announce() == [Send(Announce(worker=0, session=3, runs=runs))]
     assert core.announce() == []
     assert core.on_record(welcome(), 1.0) == [Send(Announce(worker=0, session=3, runs=runs))], "after a new Welcome"
@@ -70,14 +70,14 @@ def test_each_partition_is_released_and_acknowledged_by_itself(core: WorkerCore)
 
 def test_what_is_skipped_in_one_partition_holds_up_no_other() -> None:
     core = WorkerCore(welcome(), max_pending=8, now=0.0)
-    (told,) = core.skip(2, Skipped(5, 300, ((100, 200),), ()))
+    (told,) = core.skip(2, SkippedRange(5, 300, ((100, 200),), ()))
     assert isinstance(told, Send)
     assert isinstance(told.record, Skip)
     assert (told.record.partition, told.record.first, told.record.until) == (2, 5, 300)
-    assert core.batch_ready(batch(7, 1)) == [Send(Announce(worker=0, session=3, runs=(Run(7, 1, 2),)))]
+    assert core.batch_ready(batch(7, 1)) == [Send(Announce(worker=0, session=3, runs=(BatchRange(7, 1, 2),)))]
     assert core.on_record(Durable(term=1, worker=0, until={2: 300}, batches=0), 1.0) == [Acknowledge(2, 300)]
     assert core.served[2].next_batch == 300
-    assert core.batch_ready(batch(2, 300)) == [Send(Announce(worker=0, session=3, runs=(Run(2, 300, 301),)))]
+    assert core.batch_ready(batch(2, 300)) == [Send(Announce(worker=0, session=3, runs=(BatchRange(2, 300, 301),)))]
 
 
 def test_what_a_worker_serves_changes_with_a_welcome(core: WorkerCore) -> None:
@@ -85,7 +85,7 @@ def test_what_a_worker_serves_changes_with_a_welcome(core: WorkerCore) -> None:
     new = Served(partition=4, origin=50, next_batch=9, included=11)
     serve, announced = core.on_record(welcome(SERVED[0], new), 1.0)
     assert serve == Serve((7,), (new,))
-    assert announced == Send(Announce(worker=0, session=3, runs=(Run(2, 5, 7),)))
+    assert announced == Send(Announce(worker=0, session=3, runs=(BatchRange(2, 5, 7),)))
     assert core.is_wanted(1, 20, 30), "it goes on with what it computes"
     (order,) = core.on_record(msgspec.structs.replace(grant(21, (2, 6)), grant_ids=(40,)), 1.0)
     assert isinstance(order, Compute)

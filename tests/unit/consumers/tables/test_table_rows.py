@@ -7,7 +7,7 @@ import pytest
 import record_builders
 from doll.config import parse
 from doll.consumers.tables.row_client import RowClient
-from doll.consumers.tables.table_rows import TableRows
+from doll.consumers.tables.table_rows import WorkerTables
 from doll.records.control import GetRows, NewVersion, RowsStored
 from doll.storage.blobs import changed_rows_key, rows_key
 from doll.storage.sections import encode_rows
@@ -27,7 +27,7 @@ class Server:
         self.blobs = MemoryBlobs()
         self.client = RowClient(parse(JOB), self.blobs, TABLES)
         self.client.connect(self.answer)
-        self.rows = TableRows(self.client, 1 << 20)
+        self.rows = WorkerTables(self.client, 1 << 20)
         self.version = self.included = self.asked = 0
         self.pushes_behind: list[tuple[int, int, int]] = []  # since, version, included: they overtake the next answer
 

@@ -59,3 +59,13 @@ def test_held_out_losses_need_no_window() -> None:
     assert LossTrend.of([1, 2, 3], [2.0, 0.5, 1.9]).worsened
     assert LossTrend.of([1, 2, 3], [2.0, 0.5, math.nan]).worsened
     assert not LossTrend.of([], []).worsened
+
+
+def test_a_loss_far_above_its_first_and_its_best_is_a_model_that_diverges() -> None:
+    diverged = course([2.0] * 10 + [1.0] * 20 + [1433.0] * 10)
+    assert diverged.diverged.startswith("the model diverges: its loss has risen from 1 at version ")
+    assert "to 1433; lower training.optimizer.lr" in diverged.diverged
+    # A model that was nearly perfect, and a stream that has changed: the loss is as at the start.
+    assert not course([2.0] * 10 + [1e-4] * 20 + [3.0] * 10).diverged
+    assert not course([2.0] * 3).diverged
+    assert not course([2.0] * 10 + [math.nan] * 10).diverged

@@ -12,7 +12,7 @@ from doll.monitor.state.progress import ProgressModel
 from doll.monitor.views.display import Display, panel
 from doll.monitor.views.text import one_line, table_lines, worker_table
 from doll.process.files import json_safe
-from doll.records.control import Finished, Measures, Member, Metric, TableStatus, Update
+from doll.records.control import Finished, Measures, Member, Metric, TableStatus, Update, WorkerStatus
 from doll.run.status import JobStatus
 from doll.theory.queueing import Stability
 from paths import EXAMPLES
@@ -213,7 +213,7 @@ def test_clock(seconds: float, shown: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"), [(math.nan, "?"), (math.inf, "unlimited"), (0.12345, "0.123"), (12345.6, "12346")]
+    ("value", "shown"), [(math.nan, "?"), (math.inf, "unlimited"), (0.12345, "0.123"), (12345.6, "12,346")]
 )
 def test_number(value: float, shown: str) -> None:
     assert formats.number(value) == shown
@@ -346,7 +346,7 @@ def test_what_the_policy_cost_is_added_up_over_the_terms() -> None:
     assert policy.staleness.mean == pytest.approx(-23 / 8)
     assert (policy.blocked_share, policy.bytes.gradients) == (0.25, 50)
     assert policy.text() == (
-        "staleness -2.88 (p99 -5), workers blocked 25 % of the time, 1 234 batches void, gradients 50 B, weights 0 B"
+        "staleness -2.88 (p99 -5), workers blocked 25 % of the time, 1,234 batches void, gradients 50 B, weights 0 B"
     )
     assert policy.to_dict()["void_batches"] == 1_234
     model.feed(term_started(3, generation=3))
@@ -398,7 +398,7 @@ def test_the_panel_fits_80_columns_and_cuts_nothing_off(running: ProgressModel, 
     assert {cell_len(line) for line in text.splitlines()} == {80}
     words = "".join(text.split()).replace("│", "")
     for expected in (
-        "123456of400000",
+        "123,456of400,000",
         "0.88of0.95(v123456)",
         "parallel",
         "on-demand",
@@ -418,3 +418,20 @@ def test_the_status_of_a_job_with_measures_is_plain() -> None:
     assert content["policy"]["staleness"]["reads"] == 4
     assert content["policy"]["bytes"]["gradients"] == 100
     assert content["policy"]["bytes"]["both_ways"] == 100 + content["policy"]["bytes"]["fetched"]
+
+
+@pytest.mark.parametrize(
+    ("worker", "computing", "expected"),
+    [
+        (live_worker(0, retained_batches=1), 0, True),
+        (live_worker(0, retained_batches=1), 1, False),
+        (live_worker(0, retained_batches=1, is_stalled=True), 0, False),  # a first pass that takes long
+        (live_worker(0), 0, False),  # what it has read is being decoded
+    ],
+)
+def test_batches_that_nobody_computes_wait_for_more(worker: WorkerStatus, computing: int, expected: bool) -> None:
+    model = ProgressModel(job(), started_s=10.0)
+    assert not model.waits_for_more()
+    model.feed(term_started(1))
+    model.feed(server_status([worker], computing_batches=computing))
+    assert model.waits_for_more() == expected

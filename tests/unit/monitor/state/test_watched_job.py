@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from doll.monitor.state import newest_updates, watched_job
-from doll.monitor.state.event_log import EventLog, append_event
+from doll.monitor.state.folder_logs import EventLog, append_event
 from doll.monitor.state.watched_job import Decisions, PageState, ProcessEvent
 from doll.records.control import Finished
 from page_feed import MadeUpJob

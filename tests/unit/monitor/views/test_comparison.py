@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from doll.errors import ConfigError
 from doll.monitor.state.csv_file import CsvFile
 from doll.monitor.state.history import History
 from doll.monitor.state.policy_summary import PolicySummary
 from doll.monitor.views.comparison import Comparison, PolicyRun, read_run
-from doll.monitor.views.comparison_plot import draw
 from doll.process.files import json_safe, write_json
 from doll.records.control import Measures
 from record_builders import term_started, update
@@ -38,6 +37,7 @@ def run_folder(folder: Path, losses: list[float], *, every_s: float, evaluate_ev
     if report:
         content = {
             "reason": "samples: reached", "error": None, "exit_code": 0, "audit": {"ok": True},
+            "step_factor": 4.0,
             "training_seconds": every_s * (len(losses) - 1), "samples": 8 * len(losses), "updates": len(losses),
             "measures": json_safe(PolicySummary.of([MEASURES]).to_dict()),  # type: ignore[union-attr]
         }  # fmt: skip
@@ -51,7 +51,7 @@ FALLING = [4.0 - 0.03 * number for number in range(100)]
 @pytest.fixture
 def fast(tmp_path: Path) -> PolicyRun:
     folder = run_folder(tmp_path / "fast", FALLING, every_s=0.5, evaluate_every=10, kept=True)
-    return read_run("bsp", folder, usd_per_h=7.2)
+    return replace(read_run("bsp", folder, usd_per_h=7.2), step_factor=1.0)
 
 
 @pytest.fixture
@@ -88,15 +88,23 @@ def test_the_table_has_a_row_for_each_policy(fast: PolicyRun, slow: PolicyRun) -
     assert lines[0] == "digits: time and samples to a held-out loss of 1.11, the best that every policy reached"
     header, row, other = lines[1:4]
     assert header.split() == [
-        "policy", "time", "to", "loss", "samples", "to", "loss", "time", "samples", "updates", "loss", "gradients",
-        "weights", "staleness", "blocked", "USD",
+        "policy", "step", "time", "to", "loss", "samples", "to", "loss", "time", "samples", "updates", "loss",
+        "gradients", "weights", "staleness", "blocked", "USD",
     ]  # fmt: skip
-    assert row.split()[:4] == ["bsp", "30", "s", "480"]
+    assert row.split()[:7] == ["bsp", "1", "x", "bsp", "30", "s", "480"]
     assert "2.0 MB of 8.0 MB" in row
     assert "-1.03 (p99 -3)" in row
     assert "25 %" in row
     assert other.startswith("doll:group_size=8")
     assert len({len(line) for line in lines[1:4]}) == 1, "the columns stand below each other"
+
+
+def test_steps_of_different_sizes_are_said_beside_the_table(fast: PolicyRun, slow: PolicyRun) -> None:
+    unequal, equal = (Comparison("digits", [fast, other]).text() for other in (slow, replace(slow, step_factor=1.0)))
+    assert "4 x bsp" in unequal
+    assert "note: the same training.optimizer.lr makes steps of different sizes here" in unequal
+    assert "note" not in equal
+    assert [item["step_factor"] for item in Comparison("digits", [fast, slow]).to_dict()["policies"]] == [1.0, 4.0]
 
 
 def test_a_run_that_was_killed_half_way_shows_what_it_left(tmp_path: Path, fast: PolicyRun) -> None:
@@ -132,18 +140,3 @@ def test_a_policy_that_never_began_has_a_row_too() -> None:
     assert "digits: no loss" in comparison.text()
     assert "bsp: failed: no Redis" in comparison.text()
     assert comparison.to_dict()["target_loss"] is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_the_picture(tmp_path: Path, fast: PolicyRun, slow: PolicyRun, suffix: str) -> None:
-    path = tmp_path / f"comparison.{suffix}"
-    nothing = PolicyRun("asp", "no Redis", ok=False)
-    draw(Comparison("digits", [fast, slow, nothing]), path)
-    data = path.read_bytes()
-    assert data.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
-    assert len(data) > 20_000
-    if suffix == "svg":
-        assert data.count(b"doll:group") >= 0
-    with pytest.raises(ConfigError, match="cannot write the picture"):
-        draw(Comparison("digits", [fast]), tmp_path / "nowhere" / "comparison.png")

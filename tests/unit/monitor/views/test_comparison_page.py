@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+from doll.monitor.state.policy_summary import PolicySummary
 from doll.monitor.views.comparison import Comparison, LossCurve, PolicyRun
 from doll.monitor.views.comparison_page import comparison_page
+from doll.records.control import Measures
 
 
 def run(label: str, *losses: float, outcome: str = "updates: reached", ok: bool = True) -> PolicyRun:
@@ -31,3 +35,11 @@ def test_without_a_run_there_is_a_page_too() -> None:
 def test_of_an_error_the_first_line_is_shown() -> None:
     shown = comparison_page(Comparison("x", [run("bsp", outcome="ps failed; its log:\n a()", ok=False)]))
     assert (shown["runs"]["bsp"]["tone"], shown["runs"]["bsp"]["cells"][-1]) == ("bad", "ps failed; its log:")
+
+
+def test_the_staleness_of_those_that_measured_it_is_a_chart() -> None:
+    summary = PolicySummary.of([Measures(staleness={-1: 3, 0: 1})])
+    shown = comparison_page(Comparison("x", [replace(run("ssp", 2.0), summary=summary), run("asp", 2.0)]))
+    (staleness,) = shown["panels"]
+    assert staleness["lines"] == [{"label": "ssp", "x": [-1.0, 0.0], "y": [75.0, 25.0], "style": "line"}]
+    assert comparison_page(Comparison("x", [run("asp", 2.0)]))["panels"] == []

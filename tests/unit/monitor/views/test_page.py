@@ -47,25 +47,25 @@ def test_the_four_questions_of_a_job_that_does_well(made_up: MadeUpJob) -> None:
     tone, text = verdict(shown, "learning")
     assert (tone, text.startswith("yes: held-out accuracy 0.93")) == ("good", True), text
     assert facts(shown, "learning")["target"] == "accuracy 0.97"
-    assert verdict(shown, "progress") == ("good", "yes: expected end 262 s of 300 s")
-    assert facts(shown, "progress")["expected end"] == "262.0 ± 4.2 s"
+    assert verdict(shown, "progress") == ("good", "yes: expected end 4:22 of 5:00")
+    assert facts(shown, "progress")["expected end"] == "4:22 ± 0:04"
     assert facts(shown, "progress")["expected cost"] == "0.720 ± 0.030 USD"
     bars = {bar["label"]: bar for bar in shown["questions"]["progress"]["bars"]}
-    assert bars["samples"]["text"] == "61 440 of 100 000"
+    assert bars["samples"]["text"] == "61,440 of 100,000"
     assert bars["samples"]["share"] == 0.614
     assert bars["cost"]["text"] == "0.31 USD, 65 % of 0.48 all on-demand"
     assert verdict(shown, "safety") == ("good", "yes: each offset is in one update, none is missing")
-    assert facts(shown, "safety")["audit"] == "61 440 offsets in updates, 0 missing, 0 twice so far"
+    assert facts(shown, "safety")["audit"] == "61,440 offsets in updates, 0 missing, 0 twice so far"
     assert facts(shown, "safety")["durable"] == "version 474, updates after it: 6"
     assert verdict(shown, "work") == ("good", "8 of 8 workers are live")
-    assert facts(shown, "work")["staleness"] == "-0.899 (p99 -1)"
+    assert facts(shown, "work")["staleness"] == "-0.899 batches (99 %: -1, lock step: -1)"
 
 
 def test_a_job_without_a_provisioner_foresees_its_end_by_its_own_rate() -> None:
     made_up = MadeUpJob()
     made_up.run(60)
     shown = made_up.read(page)
-    assert verdict(shown, "progress") == ("good", "yes: expected end 195 s of 300 s")
+    assert verdict(shown, "progress") == ("good", "yes: expected end 3:15 of 5:00")
     assert facts(shown, "progress")["workers on EC2"].endswith("USD on-demand")
     assert "USD at list prices" in facts(shown, "progress")["Kafka, control host"]
 
@@ -83,8 +83,8 @@ def test_trouble_is_said_first() -> None:
     assert tone == "bad"
     assert text.startswith("no: partition 0: offsets ")
     silent = made_up.read(lambda state: page(replace(state, continuity=None, silent_s={"worker-3": 40.0, "ps": 31.0})))
-    assert verdict(silent, "safety") == ("bad", "no: nothing is heard of ps")
-    assert facts(silent, "safety")["silent"] == "worker-3 for 40 s, ps for 31 s"
+    assert verdict(silent, "safety") == ("bad", "no: nothing is heard of the parameter server for 31 s")
+    assert facts(silent, "safety")["silent"] == "the parameter server for 31 s, worker 3 for 40 s"
     late = made_up.read(lambda state: page(replace(state, problem="Kafka has not answered for 20 s")))
     assert verdict(late, "safety") == ("warn", "Kafka has not answered for 20 s")
 
@@ -109,7 +109,7 @@ def test_a_deadline_that_will_be_missed_is_said() -> None:
     )
     made_up.run(60)
     shown = made_up.read(lambda state: page(replace(state, config=made_up.config)))
-    assert verdict(shown, "progress") == ("bad", "no: expected end 195 s of 100 s")
+    assert verdict(shown, "progress") == ("bad", "no: expected end 3:15 of 1:40")
 
 
 def test_the_end_is_shown(made_up: MadeUpJob) -> None:
@@ -165,7 +165,7 @@ def test_a_worker_opens(made_up: MadeUpJob) -> None:
 def test_an_update_opens_with_its_offsets(made_up: MadeUpJob) -> None:
     shown = made_up.read(lambda state: detail(state, "update", [480]))
     assert shown is not None
-    assert all(int(row[1].partition(" to ")[2].replace(" ", "")) % 32 == 31 for row in shown["rows"])
+    assert all(int(row[1].partition(" to ")[2].replace(",", "")) % 32 == 31 for row in shown["rows"])
     assert sum(int(row[2]) for row in shown["rows"]) == 128
     old = made_up.read(lambda state: opened(state, "update", 3))
     assert old["samples"] == "128"

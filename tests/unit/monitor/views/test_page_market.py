@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from doll.monitor.state.watched_job import PageState
@@ -42,6 +43,14 @@ def test_the_market_has_prices_costs_and_who_ran_where() -> None:
     assert [value for _, value in shown["curves"]["spent_usd"].values()] == [0.01, 0.02, 0.03, 0.04, 0.05]
     assert shown["curves"]["spot_usd_per_h"] == {"0": [1.0, 0.1], "4": [5.0, 0.1]}, "a price that stays is a line"
     assert shown["curves"]["all_on_demand_usd"] == {}
+
+
+def test_a_spot_run_also_says_when_no_spot_was_there() -> None:
+    made_up = MadeUpJob(2)
+    feed(made_up, 1, 1.0, ["spot", "on_demand"])
+    report = {"spot_unavailable_s": [[], [[0.0, 9.5]]]}
+    shown = made_up.read(lambda state: page(replace(state, report=report)))["market"]
+    assert shown["spans"] == {"0": [[1.0, -1, "spot"]], "1": [[0.0, 9.5, "unavailable"], [1.0, -1, "on_demand"]]}
 
 
 def test_the_market_of_a_thousand_workers_is_small() -> None:

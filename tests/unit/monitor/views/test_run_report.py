@@ -123,12 +123,21 @@ def test_a_run_that_has_lost_what_it_had_learned_says_so(model: ProgressModel) -
     report = build_report(model, RunOutcome("updates", 0, 1.0), None)
     assert report["loss_worsened"] is False
     assert "warning" not in summary(report)
-    for version in range(41, 60):
-        model.feed(Update(term=1, version=version, members=(), n_samples=16, loss=1e36, samples_total=0, time_s=200.0))
+
+    def learned(first: int, loss: float) -> None:
+        for version in range(first, first + 19):
+            model.feed(
+                Update(term=1, version=version, members=(), n_samples=16, loss=loss, samples_total=0, time_s=200.0)
+            )
+
+    learned(41, 60.0)
     report = json.loads(json.dumps(build_report(model, RunOutcome("updates", 0, 1.0), None), allow_nan=False))
     assert report["loss_worsened"] is True
     assert (report["prequential"]["best_window_loss"], report["prequential"]["best_window_version"]) == (2.0, 10)
     assert "warning: the loss ended far above its best (prequential loss 2 at version 10" in summary(report)
+    learned(60, 1e36)
+    report = build_report(model, RunOutcome("updates", 0, 1.0), None)
+    assert "warning: the model diverges: its loss has risen from 2 at version 10 to 3.8e+35; lower" in summary(report)
 
 
 def test_samples_and_seconds_of_a_resumed_run_are_of_the_same_span(model: ProgressModel) -> None:

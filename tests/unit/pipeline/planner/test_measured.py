@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from doll.pipeline.planner.measured import timeline_of
-from doll.pipeline.planner.schedule import StageTimes, simulate, simulate_as_measured
 from doll.pipeline.runtime.messages import StageTask
+
+from doll_lab.pipelines.measured import timeline_of
+from doll_lab.pipelines.schedule import StageTimes, simulate, simulate_as_measured
 
 
 def tasks(minibatches: int, first: int = 8) -> list[StageTask]:

@@ -30,6 +30,7 @@ from doll.pipeline.planner.partition import (
     partition_in_order,
 )
 from doll.pipeline.profiling.profile import Device, LayerProfile, Network, Profile, StageSize
+from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -399,7 +400,7 @@ def test_a_device_without_speed_and_no_minibatch_in_flight_are_refused() -> None
         best_partition(chain([1.0]), [], Network(), in_flight=1, memory=PAPER)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), more=st.floats(1.0, 4.0))
 def test_what_holds_for_each_partition(seed: int, more: float) -> None:
     instance = random_instance(random.Random(seed), max_layers=14, max_stages=5)

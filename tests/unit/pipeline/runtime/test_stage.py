@@ -405,3 +405,51 @@ def test_an_output_that_was_sent_takes_no_memory_until_the_backward_pass() -> No
     assert sent.shape == (5, 6)
     assert [output() for output in OUTPUTS] == [None]  # `sent` is another tensor, with its memory
     assert stage.backward(0, [np.ones((5, 6), np.float32)]).squares == pytest.approx(12 * 6 * 25 + 6 * 25)
+
+
+class Part(torch.nn.Module):
+    """With a parameter that is used now and then, and random numbers."""
+
+    def __init__(self, out: int) -> None:
+        super().__init__()
+        self.layer, self.shift = torch.nn.Linear(6, out), torch.nn.Parameter(torch.ones(out))
+        self.dropout = torch.nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        output: torch.Tensor = self.dropout(y * self.shift if x.shape[0] > 4 else y)
+        return output
+
+
+class Parts(Net):
+    def build_model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(Part(6), Part(3))
+
+
+def test_a_parameter_that_a_minibatch_has_not_used_is_not_decayed_at_its_stage() -> None:
+    chain = Chain(Parts(), [1, 2], optimizer={"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.5})
+    chain.adopt(chain.first_weights)
+    shifts = [
+        parameter
+        for stage in chain.stages
+        for name, parameter in stage._local.module.named_parameters()
+        if "shift" in name
+    ]
+    for batch, (n, moves) in enumerate(((2, False), (8, True), (3, False))):
+        before = [shift.clone() for shift in shifts]
+        chain.forward(batch % 2, *data(n))
+        chain.backward(batch % 2)
+        chain.commit(batch, batch % 2, scale=1 / n, n=n)
+        assert [not torch.equal(a, b) for a, b in zip(before, shifts, strict=True)] == [moves, moves]
+
+
+def test_a_stage_draws_the_numbers_of_a_minibatch() -> None:
+    (stage,) = Chain(Parts(), [2]).stages
+    x, _ = data(8)
+    outputs = [np.asarray(stage.device.get(stage.forward(0, x, 8, seed=seed))).tobytes() for seed in (1, 2, 1)]
+    assert outputs[0] == outputs[2] != outputs[1]
+
+
+def data(n: int) -> tuple[Array, Array]:
+    rng = np.random.default_rng(n)
+    return rng.normal(size=(n, 6)).astype(np.float32), rng.integers(0, 3, n)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from doll.pipeline.runtime import vectors
 from doll.pipeline.runtime.vectors import VectorFile, Vectors, VectorsInFile, VectorsInMemory
+from fuzzing import seeds
 
 pytestmark = pytest.mark.slow  # loads torch
 
@@ -21,7 +22,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(5))
 def test_what_is_read_was_written(kind: str, seed: int) -> None:
     draw = random.Random(seed)
     kept: Vectors = VectorsInMemory(NUMEL, "cpu") if kind == "memory" else VectorsInFile(NUMEL)

@@ -17,12 +17,13 @@ from doll.pipeline.runtime.virtual_worker import (
     PullWeights,
     SendDown,
     StartBatch,
-    Submitted,
+    Submission,
     VirtualWorkerCore,
     Void,
     WaveSplitError,
     Weights,
 )
+from fuzzing import seeds
 from msgspec import structs
 from virtual_world import World
 
@@ -40,7 +41,7 @@ def check(seed: int, core: type[VirtualWorkerCore] = VirtualWorkerCore, **option
 @pytest.mark.slow
 def test_whatever_happens() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(100):
+    for seed in seeds(100):
         seen += check(seed)
     for what in (
         "new term", "timeout", "blob lost", "weights missing", "suspect", "dropped", "again", "left",
@@ -65,7 +66,7 @@ class PullsBeforeAdoption(VirtualWorkerCore):
 
 
 class ForgetsWhatIsIncluded(VirtualWorkerCore):
-    def _start(self, submitted: Submitted) -> Sequence[Action]:
+    def _start(self, submitted: Submission) -> Sequence[Action]:
         started = super()._start(submitted)
         return [
             StartBatch(structs.replace(item.message, included=0), submitted)
@@ -112,14 +113,14 @@ class TakesVoidOnes(VirtualWorkerCore):
 
 
 class IgnoresMinVersion(VirtualWorkerCore):
-    def submit(self, submitted: Submitted, weights: Weights) -> list[Action]:
+    def submit(self, submitted: Submission, weights: Weights) -> list[Action]:
         return super().submit(
-            Submitted(submitted.batch, submitted.term, 0, submitted.num_samples, submitted.token), weights
+            Submission(submitted.batch, submitted.term, 0, submitted.num_samples, submitted.token), weights
         )
 
 
 class TakesOldTerms(VirtualWorkerCore):
-    def _begin_term(self, submitted: Submitted) -> None:
+    def _begin_term(self, submitted: Submission) -> None:
         known = self._base
         super()._begin_term(submitted)
         self._base = known
@@ -137,7 +138,7 @@ def test_a_wrong_variant_is_caught(mutant: type[VirtualWorkerCore]) -> None:
 
 
 def is_caught(core: type[VirtualWorkerCore], **options: bool) -> bool:
-    for seed in range(60):
+    for seed in seeds(60):
         try:
             check(seed, core, **options)
         except (AssertionError, ValueError, KeyError, WaveSplitError):
@@ -156,8 +157,8 @@ def weights(version: int, included: int = 0, term: int = 1) -> Weights:
     return Weights(term, version, f"{term}:{version}", included)
 
 
-def batch(number: int, *, term: int = 1, min_version: int = 0, num_samples: int = 8) -> Submitted:
-    return Submitted(number, term, min_version, num_samples)
+def batch(number: int, *, term: int = 1, min_version: int = 0, num_samples: int = 8) -> Submission:
+    return Submission(number, term, min_version, num_samples)
 
 
 def started(actions: Sequence[Action]) -> list[int]:

@@ -86,15 +86,38 @@ def test_a_manifest_is_the_template_with_identity_and_placement() -> None:
     proxy, worker = spec["containers"]
     assert "env" not in proxy
     owned = pods.manifest(
-        Order(3, 2, "spot"), TEMPLATE, settings.model_copy(update={"owner": "my-job"}), "digits", "u1"
+        Order(3, 2, "spot"), TEMPLATE, settings.model_copy(update={"owner": "my-job"}), "digits", "clicks", "u1"
     )
     assert owned["metadata"]["ownerReferences"] == [
         {"apiVersion": "v1", "kind": "ConfigMap", "name": "my-job", "uid": "u1"}
     ]
+    assert owned["metadata"]["labels"]["doll/job"] == "clicks"
     assert {entry["name"]: entry["value"] for entry in worker["env"]} == {
         "A": "b", "DOLL_WORKER": "3", "DOLL_INCARNATION": "2", "DOLL_INSTANCE": "doll-digits-3-2-on-demand",
         "DOLL_MARKET": "on_demand",
     }  # fmt: skip
+
+
+def test_a_pod_ends_though_nobody_ends_it_and_not_with_all_others() -> None:
+    lives_s = [
+        pods.manifest(Order(slot, 1, "spot"), TEMPLATE, SETTINGS, "digits")["spec"]["activeDeadlineSeconds"]
+        for slot in range(24)
+    ]
+    assert max(lives_s) == 24 * 3600
+    assert min(lives_s) >= 20 * 3600
+    assert len(set(lives_s)) == 24
+    own = {**TEMPLATE, "spec": {**TEMPLATE["spec"], "activeDeadlineSeconds": 900}}
+    assert pods.manifest(Order(0, 1, "spot"), own, SETTINGS, "digits")["spec"]["activeDeadlineSeconds"] == 900
+    ended = instance(pod("Failed", reason="DeadlineExceeded"))
+    assert ended.end_reason is EndReason.TERMINATED, "neither the market nor the worker is at fault"
+
+
+def test_a_pod_costs_from_when_it_has_a_node() -> None:
+    scheduled = {"type": "PodScheduled", "status": "True", "lastTransitionTime": LATER}
+    assert instance(pod(conditions=[scheduled]), START_S + 900).costs_from_s == START_S + 630
+    assert instance(pod("Pending", node=""), START_S + 500).costs_from_s == START_S + 500
+    gone = instance(pod("Pending", node="", deleted=True), START_S + 900)
+    assert gone.costs_from_s == gone.ended_s == START_S + 630, "it has never cost anything"
 
 
 def test_the_states_of_a_pod() -> None:
@@ -126,13 +149,19 @@ def test_the_ends_of_a_pod(made: Any, ended_s: float, reason: EndReason) -> None
     assert (ended.state, ended.ended_s, ended.end_reason) == (InstanceState.ENDED, ended_s, reason)
 
 
-def test_a_pod_on_a_node_that_does_not_answer_has_ended_when_it_should_have() -> None:
+def test_a_pod_on_a_node_that_does_not_answer_is_replaced_and_costs_while_its_node_is_there() -> None:
     late_s = START_S + 630 + pods.LATE_S
     for taken, reason in ((True, EndReason.INTERRUPTED), (False, EndReason.TERMINATED)):
         made = pod(deleted=True, taken=taken)
-        assert instance(made, late_s).state is not InstanceState.ENDED
-        ended = instance(made, late_s + 1)
-        assert (ended.state, ended.ended_s, ended.end_reason) == (InstanceState.ENDED, START_S + 630, reason)
+        assert instance(made, late_s).is_alive is taken
+        silent = instance(made, late_s + 1)
+        assert (silent.state, silent.ended_s) == (InstanceState.ENDING, None)
+        gone = pods.vanished(silent, late_s + 300)
+        assert (gone.state, gone.ended_s, gone.end_reason) == (InstanceState.ENDED, late_s + 300, reason)
+        for now_s in (START_S + 630 + pods.SILENT_S + 1, START_S + 1e6):
+            ended = instance(made, now_s)
+            assert (ended.state, ended.end_reason) == (InstanceState.ENDED, reason)
+            assert ended.ended_s == START_S + 630 + pods.SILENT_S, "not for ever"
 
 
 def test_what_has_vanished_ended_as_it_was_last_seen() -> None:
@@ -164,10 +193,12 @@ def test_a_pod_that_no_node_takes() -> None:
     refused = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "lastTransitionTime": LATER}
     assert pods.unschedulable_since_s(pod("Pending", node="", conditions=[refused])) == START_S + 630
     assert pods.unschedulable_since_s(pod("Pending", node="", deleted=True, conditions=[refused])) is None
-    assert (
-        pods.unschedulable_since_s(pod("Pending", node="", conditions=[{**refused, "reason": "SchedulingGated"}]))
-        is None
-    )
+    gated = pod("Pending", node="", conditions=[{**refused, "reason": "SchedulingGated"}])
+    gated["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/admission"}]
+    assert pods.unschedulable_since_s(gated) == START_S + 630, "a queue without quota is a market without capacity"
+    assert pods.why_it_waits(gated) == "held by its scheduling gates: kueue.x-k8s.io/admission"
+    waits = pod("Pending", node="", conditions=[{**refused, "reason": "WaitingForGates"}])
+    assert pods.unschedulable_since_s(waits) is None
     assert pods.unschedulable_since_s(pod("Pending")) is None
 
 

@@ -16,7 +16,7 @@ NOW_S = 1_100.0
 def actor(state: str = "ALIVE", *, market: str = "spot", cause: Cause = "", end_s: float | None = None) -> Actor:
     order = Order(3, 2, "spot" if market == "spot" else "on_demand")
     return Actor(
-        "doll-digits-3-2", actors.labels_of(order, "digits", LAUNCHED_S), state, node="n1", started=True,
+        "doll-digits-3-2", actors.labels_of(order, "digits", "clicks", LAUNCHED_S), state, node="n1", started=True,
         cause=cause, end_s=end_s,
     )  # fmt: skip
 
@@ -60,6 +60,15 @@ def test_who_an_actor_is_stands_in_its_labels(state: str, expected: InstanceStat
 def test_why_it_ended(market: str, cause: Cause, asked: bool, expected: EndReason) -> None:
     instance = seen(actor("DEAD", market=market, cause=cause, end_s=1_050.0), asked=asked)
     assert (instance.state, instance.ended_s, instance.end_reason) == (InstanceState.ENDED, 1_050.0, expected)
+
+
+def test_an_actor_costs_from_when_it_runs() -> None:
+    waiting = replace(actor("PENDING_CREATION"), started=False)
+    assert seen(waiting).costs_from_s == NOW_S
+    never = replace(actor("DEAD", cause="killed", end_s=1_050.0), started=False)
+    assert seen(never).costs_from_s == seen(never).ended_s == 1_050.0, "it has never cost anything"
+    assert seen(replace(actor(), start_s=1_010.0)).costs_from_s == 1_010.0
+    assert seen(replace(actor("DEAD", cause="start", end_s=1_050.0), detail="no doll")).trouble == "no doll"
 
 
 def test_a_drained_node_is_a_notice_until_the_worker_has_left() -> None:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from doll.config import JobConfig
 from doll.config.loader import parse
-from doll.errors import ConfigError
+from doll.errors import ConfigError, ServiceUnavailableError
 from doll.local.processes import free_port
-from doll.provisioner.fleets.ray.fleet import _other_version, connect
+from doll.provisioner.fleets.ray.fleet import HEAD_AWAY_ENV, _other_version, connect
 
 
 def job(fleet: str) -> JobConfig:
     return parse(f"job: digits\ntask: {{class: 'a:B'}}\ndata: {{workers: 2}}\nfleet: {fleet}\n")
 
 
-def test_an_address_at_which_nobody_listens_is_refused_at_once() -> None:
+def test_an_address_at_which_nobody_listens_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(HEAD_AWAY_ENV, raising=False)
     address = f"127.0.0.1:{free_port()}"
-    with pytest.raises(
-        ConfigError, match=rf"fleet\.address: expected the head of a Ray cluster at {address}: .*refused"
+    with pytest.raises(  # its head may be back soon, so who restarts a provisioner goes on trying
+        ServiceUnavailableError, match=rf"fleet\.address: expected the head of a Ray cluster at {address}: .*refused"
     ):
         connect(job(f"{{kind: ray, address: '{address}'}}"))
+    waits_s = float(os.environ[HEAD_AWAY_ENV])
+    assert waits_s >= 3600, "else Ray ends a provisioner a minute after the head is gone"
 
 
 @pytest.mark.parametrize("address", ["ray://head:10001", "head", "head:99999999", ""])

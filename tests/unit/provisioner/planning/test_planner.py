@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from benchmarks.paper.formulas import best_num_spot
+from doll.provisioner.planning.assessment import PlanRequest, assess
 from doll.provisioner.planning.market_rules import Slack
 from doll.provisioner.planning.planner import Reason, plan, start
 from doll.provisioner.planning.state import Alpha, PlannerSettings, PlannerState
@@ -418,3 +421,56 @@ def test_forecast_spread_matches_simulation() -> None:
     assert clock.std() == pytest.approx(expected.finish_sd_s, rel=0.15)
     assert cost.std() == pytest.approx(expected.cost_sd_usd, rel=0.15)
     assert np.mean(clock > settings.deadline_s) == pytest.approx(expected.miss_prob, abs=0.08)
+
+
+def test_the_risk_of_a_fixed_mix_of_few_workers_is_that_of_few_workers() -> None:
+    """Four workers are interrupted rarely and lose much: the normal distribution states a hundredth of this."""
+    few = paper(samples=4 * 125 * 6720 * 0.7, cycle_s=20_000.0)
+    made = start(state(workers=4, rates_per_s=np.full(4, 125.0)), few)
+    assert made.on_spot.all()
+    rng = np.random.default_rng(11)
+    runs = 100_000
+    up, left_s, made_samples = rng.random((4, runs)) < 0.9, np.full((4, runs), 6720.0), np.zeros(runs)
+    while (left_s > 0).any():
+        lasts_s = np.minimum(rng.exponential(np.where(up, 18_000.0, 2_000.0)), left_s)
+        made_samples += 125.0 * np.where(up, lasts_s, 0.0).sum(axis=0)
+        left_s, up = left_s - lasts_s, ~up
+    late = float(np.mean(made_samples < few.samples))
+    assert late > 0.02
+    assert made.forecast.miss_prob == pytest.approx(late, rel=0.1)
+
+
+def test_a_later_deadline_is_never_forecast_to_cost_more() -> None:
+    """Also with streams of unequal rates, where waiting for a fast one can be dearer than covering it."""
+    rng = np.random.default_rng(2)
+    jobs = [
+        (np.array([20.0, 180.0]), 552.0, 0.18, 0.31, 109.0, 1133.0),
+        (np.array([10.0, 60.0, 60.0, 70.0, 100.0, 180.0]), 922.0, 0.4, 0.67, 243.0, 773.0),
+    ]
+    for _ in range(6):
+        rates = rng.uniform(10.0, 200.0, int(rng.choice([1, 2, 3, 4, 6, 8, 16])))
+        jobs.append((rates, 10 ** rng.uniform(2, 5), rng.uniform(0.05, 0.95), rng.uniform(0.3, 0.99),
+                     10 ** rng.uniform(0, 2.5), 10 ** rng.uniform(2, 5)))  # fmt: skip
+    for job in jobs:
+        rates, work_s, spot_usd_per_h, alpha, boot_s, cycle_s = job
+        costs = []
+        for slack in (*np.arange(1.0, 1.3, 0.03), *np.arange(1.3, 4.0, 0.9)):
+            settings = PlannerSettings(
+                samples=work_s * float(rates.sum()), group_size=4, batch_size=10, deadline_s=work_s * slack,
+                boot_s=boot_s, cycle_s=cycle_s,
+            )  # fmt: skip
+            answer = assess(PlanRequest(settings, rates, Prices(float(spot_usd_per_h), 1.0), alpha)).adaptive
+            costs.append(answer.expected_cost_usd if answer else math.inf)
+        assert all(later <= sooner * (1 + 1e-9) for sooner, later in itertools.pairwise(costs)), (job, costs)
+
+
+def test_a_stream_that_all_wait_for_is_covered_at_once() -> None:
+    """Its outage would keep seven paid workers waiting, so the slack is not spent on it; on equal streams it is."""
+    settings = replace(SETTINGS, samples=8 * 6400 * 100.0, deadline_s=16_000.0)
+    down = np.arange(8) == 7
+    for fastest, covered in ((660.0, True), (100.0, False)):
+        rates = np.full(8, 100.0)
+        rates[7] = fastest
+        rates *= 800.0 / rates.sum()
+        made = plan(state(1000.0, 0.0, workers=8, rates_per_s=rates, up=~down, spot_available=~down), settings)
+        assert made.on_spot.tolist() == [True] * 7 + [not covered]

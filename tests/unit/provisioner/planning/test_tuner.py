@@ -15,6 +15,7 @@ from doll.provisioner.planning.loss_history import LossHistory
 from doll.provisioner.planning.tuner import ScaleInTuner, TunerSettings
 from doll.theory import scale_in
 from doll.theory.scale_in import ReferenceCurve, relative_excess
+from fuzzing import examples
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -247,7 +248,7 @@ def test_settings_out_of_range_are_named(change: dict[str, Any], what: str) -> N
 
 
 @pytest.mark.slow
-@hypothesis_settings(max_examples=15, deadline=None)
+@hypothesis_settings(max_examples=examples(15), deadline=None)
 @given(restarts=st.sets(st.integers(1, 499), max_size=6), noise=st.sampled_from([0.0, 0.004]), follows=st.booleans())
 def test_a_restart_at_any_step_changes_no_decision(restarts: set[int], noise: float, follows: bool) -> None:
     whole, resumed = Job(noise=noise), Job(noise=noise)

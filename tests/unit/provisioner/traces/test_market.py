@@ -52,6 +52,12 @@ def test_spells_follow_each_other_and_alternate() -> None:
             assert after.number == before.number + 1
 
 
+def test_the_times_without_spot_end_with_what_is_asked() -> None:
+    market = fixed((True, 30.0), (False, 10.0))
+    assert market.gaps(0, 75.0) == [(30.0, 40.0), (70.0, 75.0)]
+    assert market.gaps(0, 30.0) == []
+
+
 def test_the_chain_is_up_a_share_alpha_of_market_time() -> None:
     drawn = [interval for slot in range(4) for interval in intervals(chain(), slot, 50_000.0)]
     up_s = sum(interval.end_s - interval.start_s for interval in drawn if interval.up)

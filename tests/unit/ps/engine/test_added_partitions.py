@@ -7,7 +7,7 @@ from doll.ps.engine.engine import Engine
 from doll.ps.engine.events import CheckpointStored, EngineSnapshot, StoreCheckpoint, TopicGrew
 from doll.ps.engine.settings import EngineSettings
 from doll.ps.policies.asp import Asp
-from doll.records.control import Announce, Durable, Join, Run, Scale, Welcome
+from doll.records.control import Announce, BatchRange, Durable, Join, Scale, Welcome
 
 SETTINGS = EngineSettings(
     num_workers=2, max_workers=4, records_per_batch=1, max_pending_batches=8, lease_s=5.0, grant_timeout_s=5.0,
@@ -44,7 +44,7 @@ def test_who_serves_the_fewest_gets_what_is_added_and_only_he_is_told() -> None:
     assert (served(engine), welcome.worker) == ([[0, 2], [1, 3], [], []], 1)
     assert (snapshot.origins, snapshot.applied, snapshot.assignment) == ((7, 7, 7, 0), (0, 0, 0, 0), (0, 1, 0, 1))
     assert [(item.partition, item.origin, item.next_batch) for item in welcome.served] == [(1, 7, 0), (3, 0, 0)]
-    engine.handle(Announce(worker=1, session=welcome.session, runs=(Run(3, 0, 1),)), 0.0)
+    engine.handle(Announce(worker=1, session=welcome.session, runs=(BatchRange(3, 0, 1),)), 0.0)
     assert engine.worker(1).computing == 1
 
 
@@ -105,7 +105,7 @@ def test_a_spare_that_waits_gets_its_first_partition() -> None:
 def test_what_is_computed_goes_on() -> None:
     engine = engine_of(1)
     session = join(engine, 0).session
-    engine.handle(Announce(worker=0, session=session, runs=(Run(0, 0, 2),)), 0.0)
+    engine.handle(Announce(worker=0, session=session, runs=(BatchRange(0, 0, 2),)), 0.0)
     assert engine.worker(0).computing == 1
     assert [welcome.worker for welcome in grow(engine, 4)[0]] == [0], "worker 1 is not here"
     assert (engine.worker(0).computing, engine.num_waiting) == (1, 1)

@@ -12,7 +12,7 @@ from doll.ps.engine.events import ApplyUpdate, EngineAction, FetchGradient, Grad
 from doll.ps.engine.partition_loads import PartitionLoads
 from doll.ps.engine.settings import EngineSettings
 from doll.ps.policies.asp import Asp
-from doll.records.control import Alive, Announce, Grant, Join, Run, Scale, Welcome
+from doll.records.control import Alive, Announce, BatchRange, Grant, Join, Scale, Welcome
 from hypothesis import given
 from hypothesis import strategies as st
 from pushes import push_of
@@ -110,7 +110,7 @@ class Rig:
         owner = next(worker for worker, served in self.served.items() if partition in served)
         first = self.announced[partition]
         self.announced[partition] += count
-        runs = (Run(partition, first, first + count),)
+        runs = (BatchRange(partition, first, first + count),)
         self.handle(Announce(worker=owner, session=self.engine.worker(owner).session, runs=runs))
 
     def second(self, *rates: int) -> None:

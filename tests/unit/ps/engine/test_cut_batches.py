@@ -12,11 +12,11 @@ from doll.ps.engine.settings import EngineSettings
 from doll.ps.policies.bsp import Bsp
 from doll.records.control import (
     Announce,
+    BatchRange,
     Durable,
     Grant,
     Join,
     Nack,
-    Run,
     Scale,
     Served,
     Skip,
@@ -49,7 +49,7 @@ class Job:
         self.sessions[worker] = welcome.session
         return welcome.served
 
-    def announce(self, worker: int, *runs: Run) -> list[ev.EngineAction]:
+    def announce(self, worker: int, *runs: BatchRange) -> list[ev.EngineAction]:
         return self.handle(Announce(worker=worker, session=self.sessions[worker], runs=runs))
 
     def push(self, grant: Grant) -> list[ev.EngineAction]:
@@ -79,9 +79,9 @@ def applied(actions: list[ev.EngineAction]) -> list[tuple[int, int, int, int, bo
 
 
 def test_an_announced_cut_moves_all_later_batches_and_is_in_update_checkpoint_and_durable(job: Job) -> None:
-    (cut,) = granted(job.announce(0, Run(0, 0, 3, 0, ((1, 3),))))
+    (cut,) = granted(job.announce(0, BatchRange(0, 0, 3, 0, ((1, 3),))))
     assert cut.left_out == ((0, 0),), "what it was granted as"
-    (other,) = granted(job.announce(1, Run(1, 0, 3)))
+    (other,) = granted(job.announce(1, BatchRange(1, 0, 3)))
     assert other.left_out == ()
     job.push(cut)
     actions = job.push(other)
@@ -99,41 +99,41 @@ def test_an_announced_cut_moves_all_later_batches_and_is_in_update_checkpoint_an
     (served,) = later.join(0, "c")
     assert (served.next_batch, served.decided, served.left_out, served.cuts) == (2, 2, 3, ())
     later.join(1, "b")
-    (grant,) = granted(later.announce(0, Run(0, 2, 3, 3, ())))
+    (grant,) = granted(later.announce(0, BatchRange(0, 2, 3, 3, ())))
     assert grant.left_out == ((3, 0),)
-    (other,) = granted(later.announce(1, Run(1, 2, 3)))
+    (other,) = granted(later.announce(1, BatchRange(1, 2, 3)))
     later.push(grant)
     assert applied(later.push(other))[0] == (0, 2, 105, 109, False)
 
 
 def test_the_first_announcement_counts_while_it_stands(job: Job) -> None:
-    job.announce(0, Run(0, 0, 2, 0, ((0, 2),)))
-    assert granted(job.announce(0, Run(0, 0, 2, 0, ((1, 1),)))) == [], "it is known already"
-    assert job.announce(0, Run(0, 2, 3, 1, ())) == [ev.SendHello(0)], "it does not follow what is known"
+    job.announce(0, BatchRange(0, 0, 2, 0, ((0, 2),)))
+    assert granted(job.announce(0, BatchRange(0, 0, 2, 0, ((1, 1),)))) == [], "it is known already"
+    assert job.announce(0, BatchRange(0, 2, 3, 1, ())) == [ev.SendHello(0)], "it does not follow what is known"
     assert job.engine.counters["refused_announce"] == 1
     (served,) = job.join(0, "a")
     assert (served.decided, served.cuts) == (0, ()), "nothing was at the server"
-    (grant,) = granted(job.announce(0, Run(0, 0, 3, 0, ((1, 1),))))
+    (grant,) = granted(job.announce(0, BatchRange(0, 0, 3, 0, ((1, 1),))))
     assert grant.left_out == ((0, 0),), "it is full"
 
 
 def test_what_is_held_is_decided_for_the_next_process_and_what_is_only_announced_is_not(job: Job) -> None:
-    (grant,) = granted(job.announce(0, Run(0, 0, 3, 0, ((0, 2), (2, 1)))))
+    (grant,) = granted(job.announce(0, BatchRange(0, 0, 3, 0, ((0, 2), (2, 1)))))
     job.push(grant)
     (served,) = job.join(0, "another")
     assert (served.next_batch, served.included, served.decided, served.left_out) == (0, 0, 1, 0)
     assert served.cuts == ((0, 2),)
-    job.announce(0, Run(0, 0, 4, 0, ((0, 2), (1, 3))))
-    (other,) = granted(job.announce(1, Run(1, 0, 1)))
+    job.announce(0, BatchRange(0, 0, 4, 0, ((0, 2), (1, 3))))
+    (other,) = granted(job.announce(1, BatchRange(1, 0, 1)))
     actions = job.push(other)
     assert applied(actions) == [(0, 0, 100, 102, True), (1, 0, 200, 204, False)]
-    job.announce(1, Run(1, 1, 2))
+    job.announce(1, BatchRange(1, 1, 2))
     waiting = job.engine.worker(0).queue.partitions[0]
     assert [waiting.offsets(batch, 4) for batch in (1, 2, 3)] == [(102, 103), (103, 107), (107, 111)]
 
 
 def test_a_nack_forgets_the_cuts_of_what_was_not_pushed(job: Job) -> None:
-    (grant,) = granted(job.announce(0, Run(0, 0, 2, 0, ((0, 2),))))
+    (grant,) = granted(job.announce(0, BatchRange(0, 0, 2, 0, ((0, 2),))))
     nack = Nack(
         worker=0, session=job.sessions[0], batch=0, term=1, grant_id=grant.grant_ids[0], reason="batch"
     )  # fmt: skip
@@ -144,7 +144,7 @@ def test_a_nack_forgets_the_cuts_of_what_was_not_pushed(job: Job) -> None:
 
 def test_a_partition_that_moves_takes_along_what_is_decided(job: Job) -> None:
     for worker in (0, 1):
-        (grant,) = granted(job.announce(worker, Run(worker, 0, 2, 0, ((0, 1), (1, 1)))))
+        (grant,) = granted(job.announce(worker, BatchRange(worker, 0, 2, 0, ((0, 1), (1, 1)))))
         job.push(grant)
     job.handle(Scale(workers=1, run_id="r"))
     assert job.engine.worker(0).queue.partitions.keys() == {0, 1}
@@ -156,25 +156,25 @@ def test_a_partition_that_moves_takes_along_what_is_decided(job: Job) -> None:
 @pytest.mark.parametrize(
     "run",
     [
-        Run(0, 0, 2, 0, ((0, 4),)),
-        Run(0, 0, 2, 0, ((0, 0),)),
-        Run(0, 0, 2, 0, ((0, -1),)),
-        Run(0, 0, 2, 0, ((2, 1),)),
-        Run(0, 0, 3, 0, ((1, 1), (1, 1))),
-        Run(0, 0, 3, 0, ((2, 1), (1, 1))),
-        Run(0, 0, 2, -1, ()),
-        Run(0, 0, 2, 1, ()),
+        BatchRange(0, 0, 2, 0, ((0, 4),)),
+        BatchRange(0, 0, 2, 0, ((0, 0),)),
+        BatchRange(0, 0, 2, 0, ((0, -1),)),
+        BatchRange(0, 0, 2, 0, ((2, 1),)),
+        BatchRange(0, 0, 3, 0, ((1, 1), (1, 1))),
+        BatchRange(0, 0, 3, 0, ((2, 1), (1, 1))),
+        BatchRange(0, 0, 2, -1, ()),
+        BatchRange(0, 0, 2, 1, ()),
     ],
 )
-def test_cuts_that_cannot_be_are_refused(job: Job, run: Run) -> None:
+def test_cuts_that_cannot_be_are_refused(job: Job, run: BatchRange) -> None:
     assert job.announce(0, run) == [ev.SendHello(0)]
     assert job.engine.counters["refused_announce"] == 1
-    assert granted(job.announce(0, Run(0, 0, 1))) != []
+    assert granted(job.announce(0, BatchRange(0, 0, 1))) != []
 
 
 def test_what_is_skipped_lies_behind_the_cuts(job: Job) -> None:
-    (grant,) = granted(job.announce(0, Run(0, 0, 1, 0, ((0, 3),))))
-    (other,) = granted(job.announce(1, Run(1, 0, 1)))
+    (grant,) = granted(job.announce(0, BatchRange(0, 0, 1, 0, ((0, 3),))))
+    (other,) = granted(job.announce(1, BatchRange(1, 0, 1)))
     job.push(grant)
     job.push(other)
     skip = Skip(worker=0, session=job.sessions[0], partition=0, first=1, until=301, gaps=((104, 1304),))

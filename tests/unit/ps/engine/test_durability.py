@@ -6,14 +6,14 @@ import pytest
 from doll.ps.engine.batch_queue import BatchQueue
 from doll.ps.engine.durability import Durability
 from doll.ps.engine.membership import Worker
-from doll.ps.engine.partition_state import Partition
+from doll.ps.engine.partition_state import PartitionState
 
 
 @pytest.mark.parametrize(
     ("costs_rests", "may_hold", "due_at"), [(False, 32, 16), (True, 32, 24), (False, 1, 1), (True, 1, 1), (True, 2, 1)]
 )
 def test_is_due_before_a_worker_comes_to_a_halt(costs_rests: bool, may_hold: int, due_at: int) -> None:
-    partition = Partition(0, 0, 0)
+    partition = PartitionState(0, 0, 0)
     worker = Worker(0, BatchQueue({0: partition}, 0), 1, "w0", 0, 0)
     durability = Durability(
         [partition], [worker], version=0, now=0.0, every_updates=1000, every_s=1000.0, max_pending_batches=may_hold,

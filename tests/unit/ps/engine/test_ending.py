@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
-from doll.ps.engine.partition_state import Partition
+from doll.ps.engine.partition_state import PartitionState
 from doll.ps.engine.settings import EngineSettings
 from doll.ps.policies.base import Policy
 from doll.ps.policies.bsp import Bsp
@@ -14,7 +14,7 @@ from doll.ps.policies.diloco import Diloco
 from doll.ps.policies.doll import Doll
 from doll.ps.policies.ssp import Ssp
 from doll.ps.policies.wsp import Wsp
-from doll.records.control import Announce, Flush, Grant, Join, Run, Settle, SourceEnded, Welcome
+from doll.records.control import Announce, BatchRange, Flush, Grant, Join, Settle, SourceEnded, Welcome
 from pushes import answer
 
 SETTINGS = EngineSettings(
@@ -42,7 +42,8 @@ class Job:
         return actions
 
     def announce(self, worker: int, first: int, until: int, *cuts: tuple[int, int]) -> None:
-        self.handle(Announce(worker=worker, session=self.sessions[worker], runs=(Run(worker, first, until, 0, cuts),)))
+        runs = (BatchRange(worker, first, until, 0, cuts),)
+        self.handle(Announce(worker=worker, session=self.sessions[worker], runs=runs))
 
     def answer_all(self) -> None:
         while self.grants:
@@ -154,14 +155,14 @@ def test_the_end_of_a_source_costs_an_event_nothing_for_each_partition() -> None
     looks: list[int] = []
     is_reached = engine.ending._is_reached
 
-    def counted(partition: Partition) -> bool:
+    def counted(partition: PartitionState) -> bool:
         looks.append(partition.number)
         return is_reached(partition)
 
     engine.ending._is_reached = counted  # type: ignore[method-assign]
     session = engine.worker(0).session
     for number in range(10):
-        engine.handle(Announce(worker=0, session=session, runs=(Run(2 * number, 0, 1, 0, ()),)), 0.0)
+        engine.handle(Announce(worker=0, session=session, runs=(BatchRange(2 * number, 0, 1, 0, ()),)), 0.0)
         engine.handle(ev.Tick(), 0.0)
     assert 0 < len(looks) <= 3 * 20
     assert set(looks) == {0}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from doll.config import StopConfig
 from doll.config.data import BadRecordsConfig
 from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
+from doll.ps.engine.stopping import reached_before
 from doll.ps.policies.doll import Doll
 from doll.records.control import (
     Durable,
@@ -51,6 +53,56 @@ def test_a_server_that_starts_again_on_a_finished_job_adds_nothing() -> None:
     again = Engine(settings(1, stop=StopConfig(updates=1)), Doll(1), term=2, now=0.0, snapshot=snapshot)
     assert [type(action) for action in again.handle(ev.Tick(), 0.0)] == [ev.StoreCheckpoint]
     assert only(again.handle(ev.CheckpointStored(version=1), 0.0), ev.Finish)
+
+
+@pytest.mark.parametrize("stop", [StopConfig(accuracy=0.9), StopConfig(loss=0.5)])
+@pytest.mark.parametrize("is_saving", [False, True])
+def test_a_target_that_was_reached_is_in_the_last_checkpoint(stop: StopConfig, is_saving: bool) -> None:
+    """A server that starts again ends the job, unless its rule asks for more; the evaluation does not come again."""
+    bench = Bench(Doll(1), workers=1, stop=stop, checkpoint_every_updates=1 if is_saving else 1000)
+    bench.join(0)
+    bench.announce(0, 0, 2)
+    saves = only(bench.push(0, 0), ev.StoreCheckpoint)
+    assert len(saves) == is_saving, "the checkpoint of this version may be under way when the evaluation comes"
+    saves += only(bench.handle(Evaluated(term=1, version=1, loss=0.4, accuracy=0.95)), ev.StoreCheckpoint)
+    actions = bench.handle(ev.CheckpointStored(version=1))
+    if is_saving:
+        assert not only(actions, ev.Finish)
+        saves += only(actions, ev.StoreCheckpoint)
+        actions = bench.handle(ev.CheckpointStored(version=1))
+    assert only(actions, ev.Finish)
+    kept = msgspec.msgpack.decode(msgspec.msgpack.encode(saves[-1].snapshot), type=ev.EngineSnapshot)
+    assert reached_before(stop, kept)
+    again = Engine(settings(1, stop=stop), Doll(1), term=2, now=0.0, snapshot=kept)
+    assert [type(action) for action in again.handle(ev.Tick(), 0.0)] == [ev.StoreCheckpoint]
+    assert only(again.handle(ev.CheckpointStored(version=1), 0.0), ev.Finish)
+    assert reached_before(stop, again.snapshot(0.0)), "as long as the rule is the same"
+    more = StopConfig(accuracy=0.99, loss=0.1)
+    assert reached_before(more, kept) is None
+    further = Engine(settings(1, stop=more), Doll(1), term=2, now=0.0, snapshot=kept)
+    assert further.handle(ev.Tick(), 0.0) == []
+    assert further.stopping is None
+
+
+@pytest.mark.parametrize(
+    ("stop", "is_met"),
+    [
+        (StopConfig(updates=1), True),
+        (StopConfig(updates=2), False),
+        (StopConfig(samples=4), True),
+        (StopConfig(samples=5), False),
+        (StopConfig(seconds=5), True),
+        (StopConfig(seconds=7), False),
+        (StopConfig(accuracy=0.1), False),
+    ],
+)
+def test_a_checkpoint_says_whether_its_job_has_ended(stop: StopConfig, is_met: bool) -> None:
+    bench = Bench(Doll(1), workers=1)
+    assert reached_before(stop, bench.engine.snapshot(100.0)) is None
+    bench.join(0)
+    bench.announce(0, 0, 1)
+    bench.push(0, 0)
+    assert (reached_before(stop, bench.engine.snapshot(6.0)) is not None) == is_met
 
 
 def test_an_evaluation_of_another_server_does_not_stop_the_job() -> None:

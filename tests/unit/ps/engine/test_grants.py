@@ -8,10 +8,10 @@ from doll.errors import IllegalEventError
 from doll.ps.engine.batch_queue import ActiveGrant, BatchQueue, PushedSet
 from doll.ps.engine.grants import Grants
 from doll.ps.engine.membership import Worker
-from doll.ps.engine.partition_state import Partition
+from doll.ps.engine.partition_state import PartitionState
 from doll.ps.policies.base import BatchId
 from doll.ps.policies.vap import Vap
-from doll.records.control import Run
+from doll.records.control import BatchRange
 from pushes import answer
 
 VERSION = 7
@@ -21,13 +21,13 @@ OTHER, MINE = 0, 1
 def workers_with_batches(*, waiting: int) -> tuple[list[Worker], Grants]:
     """Two workers, each with so many complete batches."""
     workers = [
-        Worker(number, BatchQueue({number: Partition(number, 0, 0)}, 0), 1, f"w{number}", 0, 0, present=True)
+        Worker(number, BatchQueue({number: PartitionState(number, 0, 0)}, 0), 1, f"w{number}", 0, 0, present=True)
         for number in (OTHER, MINE)
     ]
     grants = Grants(workers, workers, Vap(1.0))
     for number in range(waiting):
         for worker in workers:
-            run = Run(worker.number, number, number + 1)
+            run = BatchRange(worker.number, number, number + 1)
             assert worker.queue.announce(run, waiting) == 1
             grants.note_change(worker)
     grants.changed.clear()

@@ -13,7 +13,7 @@ from doll.ps.engine.engine import Engine
 from doll.ps.engine.limit import STANDS_S, LimitWatch, limit_of
 from doll.ps.engine.settings import EngineSettings
 from doll.ps.policies import make_policy
-from doll.records.control import Alive, Announce, Join, Limit, Run
+from doll.records.control import Alive, Announce, BatchRange, Join, Limit
 from statuses import live_worker, server_status
 
 SIZE = 10  # records per batch
@@ -34,7 +34,7 @@ class Rig:
 
     def announce(self, partition: int, batches: int = 3) -> None:
         worker = self.engine.worker(partition % 3)
-        runs = (Run(partition, 0, batches),)
+        runs = (BatchRange(partition, 0, batches),)
         self.engine.handle(Announce(worker=worker.number, session=worker.session, runs=runs), 0.0)
 
     def unread(self, worker: int, lag: int, *most: tuple[int, int]) -> None:

@@ -11,25 +11,25 @@ from doll.ps.engine import events as ev
 from doll.ps.engine.assignment import reassigned
 from doll.ps.engine.batch_queue import ActiveGrant, BatchQueue, PushedSet
 from doll.ps.engine.engine import Engine
-from doll.ps.engine.partition_state import Partition
+from doll.ps.engine.partition_state import PartitionState
 from doll.ps.engine.settings import EngineSettings
 from doll.ps.policies.base import BatchId
 from doll.ps.policies.doll import Doll
-from doll.records.control import Announce, Durable, Grant, Join, Run, Welcome
+from doll.records.control import Announce, BatchRange, Durable, Grant, Join, Welcome
 from hypothesis import given
 from hypothesis import strategies as st
 from pushes import answer
 from record_builders import announce, grant_of
 
 
-def queue_of(*partitions: Partition, announced: int = 0) -> BatchQueue:
+def queue_of(*partitions: PartitionState, announced: int = 0) -> BatchQueue:
     """A queue of which each partition has announced so many batches, one of each in turn."""
     queue = BatchQueue(
         {partition.number: partition for partition in partitions}, sum(partition.applied for partition in partitions)
     )
     for _ in range(announced):
         for partition in partitions:
-            run = Run(partition.number, partition.announced, partition.announced + 1)
+            run = BatchRange(partition.number, partition.announced, partition.announced + 1)
             assert queue.announce(run, 100) == 1
     return queue
 
@@ -44,7 +44,7 @@ def hold(queue: BatchQueue, *grants: ActiveGrant) -> None:
 
 
 def test_a_batch_moves_along_the_counters_in_order() -> None:
-    partition = Partition(3, origin=100, applied=5)
+    partition = PartitionState(3, origin=100, applied=5)
     queue = queue_of(partition, announced=3)
     grants = [queue.grant(number, 0, 7, 7, 1.0) for number in (1, 2)]
     assert [grant.batch_id for grant in grants] == [(3, 5), (3, 6)]
@@ -59,7 +59,7 @@ def test_a_batch_moves_along_the_counters_in_order() -> None:
 
 
 def test_what_is_taken_back_keeps_its_place() -> None:
-    partition = Partition(0, origin=0, applied=0)
+    partition = PartitionState(0, origin=0, applied=0)
     queue = queue_of(partition, announced=4)
     for number in (1, 2, 3):
         queue.grant(number, 0, 0, 0, 0.0)
@@ -72,7 +72,7 @@ def test_what_is_taken_back_keeps_its_place() -> None:
 
 
 def test_one_queue_has_the_batches_of_several_partitions_in_the_order_in_which_they_were_read() -> None:
-    one, other = Partition(1, origin=0, applied=3), Partition(4, origin=50, applied=2)
+    one, other = PartitionState(1, origin=0, applied=3), PartitionState(4, origin=50, applied=2)
     queue = queue_of(one, other, announced=3)
     grants = [queue.grant(number, 0, 0, 0, 0.0) for number in (1, 2, 3, 4)]
     assert [(grant.batch, *grant.batch_id) for grant in grants] == [(5, 1, 3), (6, 4, 2), (7, 1, 4), (8, 4, 3)]
@@ -83,9 +83,9 @@ def test_one_queue_has_the_batches_of_several_partitions_in_the_order_in_which_t
     assert (one.applied, other.applied, queue.applied, queue.received, queue.settled) == (4, 3, 7, 7, 7)
     assert [grant.batch_id for grant in queue.take_back(7)] == [(4, 3), (1, 4)], "of both partitions, the latest first"
     queue.check_invariants()
-    assert queue.announce(Run(4, 6, 7), 100) is None, "batch 5 of this partition is missing"
+    assert queue.announce(BatchRange(4, 6, 7), 100) is None, "batch 5 of this partition is missing"
     with pytest.raises(KeyError):
-        queue.announce(Run(0, 0, 1), 100)
+        queue.announce(BatchRange(0, 0, 1), 100)
 
 
 @dataclass
@@ -146,7 +146,7 @@ def test_a_worker_may_serve_every_partition_and_another_none() -> None:
     (idle,) = world.handle(Join(worker=1, process="b"))
     assert isinstance(idle, Welcome)
     assert idle.served == ()
-    runs = (Run(0, 3, 4), Run(1, 2, 4), Run(0, 4, 5))
+    runs = (BatchRange(0, 3, 4), BatchRange(1, 2, 4), BatchRange(0, 4, 5))
     _, grant = world.handle(Announce(worker=0, session=welcome.session, runs=runs))
     assert isinstance(grant, Grant)
     applied = []

@@ -10,7 +10,7 @@ from doll.ps.engine.settings import EngineSettings
 from doll.ps.policies.asp import Asp
 from doll.ps.policies.base import Policy
 from doll.ps.policies.doll import Doll
-from doll.records.control import Announce, Grant, Join, Leave, Run, Scale, Welcome
+from doll.records.control import Announce, BatchRange, Grant, Join, Leave, Scale, Welcome
 from pushes import answer
 
 
@@ -37,7 +37,7 @@ def test_a_partition_moves_once_its_new_worker_is_here_and_its_worker_goes_on_wi
     engine = engine_of()
     assert [served(join(engine, worker)) for worker in (0, 1)] == [[0, 2], [1, 3]]
     session = engine.worker(0).session
-    engine.handle(Announce(worker=0, session=session, runs=(Run(0, 0, 2), Run(2, 0, 2))), 0.0)
+    engine.handle(Announce(worker=0, session=session, runs=(BatchRange(0, 0, 2), BatchRange(2, 0, 2))), 0.0)
     assert engine.worker(0).computing == 1
     engine.handle(Scale(workers=4, run_id="run"), 0.0)
     assert (engine.moves.num_workers, sorted(engine.moves.targets)) == (4, [2, 3])
@@ -48,7 +48,7 @@ def test_a_partition_moves_once_its_new_worker_is_here_and_its_worker_goes_on_wi
     assert (engine.worker(0).computing, engine.num_waiting) == (1, 1), "of partition 0"
     assert not [action for action in actions if isinstance(action, Grant | SendHello)]
     assert sorted(engine.moves.targets) == [3], "worker 3 is not here"
-    engine.handle(Announce(worker=0, session=session, runs=(Run(2, 0, 2), Run(0, 0, 3))), 0.0)
+    engine.handle(Announce(worker=0, session=session, runs=(BatchRange(2, 0, 2), BatchRange(0, 0, 3))), 0.0)
     assert engine.counters["refused_moved"] == 1
     assert (engine.worker(0).computing, engine.num_waiting) == (1, 2)
     engine.check_invariants()
@@ -58,7 +58,7 @@ def test_a_partition_moves_once_its_new_worker_is_here_and_its_worker_goes_on_wi
 def test_what_is_computed_of_a_partition_that_moves_is_taken_back_with_what_is_behind_it(is_pushed: bool) -> None:
     engine = engine_of(num_workers=1, partitions=2, policy=Doll(4))
     session = join(engine, 0).session
-    runs = (Run(0, 0, 1), Run(1, 0, 1), Run(0, 1, 3), Run(1, 1, 2))
+    runs = (BatchRange(0, 0, 1), BatchRange(1, 0, 1), BatchRange(0, 1, 3), BatchRange(1, 1, 2))
     actions = engine.handle(Announce(worker=0, session=session, runs=runs), 0.0)
     (grant,) = [action for action in actions if isinstance(action, Grant)]
     assert grant.batches == ((0, 0), (1, 0), (0, 1), (0, 2))
@@ -154,7 +154,7 @@ def test_partitions_that_wait_for_a_worker_cost_an_event_nothing() -> None:
     CountingList.reads = 0
     session = engine.worker(0).session
     for number in range(20):
-        engine.handle(Announce(worker=0, session=session, runs=(Run(0, number, number + 1),)), 0.0)
+        engine.handle(Announce(worker=0, session=session, runs=(BatchRange(0, number, number + 1),)), 0.0)
         engine.handle(Tick(), 0.0)
     assert CountingList.reads == 0
     join(engine, 2)
@@ -209,7 +209,7 @@ def test_a_worker_goes_on_that_announces_more_than_there_is_room_for_behind_a_mo
     engine = engine_of(num_workers=1)
     session = join(engine, 0).session
     actions = engine.handle(
-        Announce(worker=0, session=session, runs=tuple(Run(number, 0, 1) for number in range(4))), 0.0
+        Announce(worker=0, session=session, runs=tuple(BatchRange(number, 0, 1) for number in range(4))), 0.0
     )
     while grants := [action for action in actions if isinstance(action, Grant)]:
         actions = engine.handle(answer(grants[0], 1, ""), 0.0)
@@ -217,12 +217,12 @@ def test_a_worker_goes_on_that_announces_more_than_there_is_room_for_behind_a_mo
     engine.handle(Scale(workers=2, run_id="run"), 0.0)
     actions = engine.handle(Join(worker=1, process="p1"), 0.0)
     session = engine.worker(1).session
-    engine.handle(Announce(worker=1, session=session, runs=(Run(2, 0, 8),)), 0.0)
+    engine.handle(Announce(worker=1, session=session, runs=(BatchRange(2, 0, 8),)), 0.0)
     partition = engine.worker(1).queue.partitions[2]
     assert partition.announced == 7, "8 batches may be pending, and one is of partition 3"
     engine.handle(CheckpointStored(version=4), 0.0)
-    actions = engine.handle(Announce(worker=1, session=session, runs=(Run(2, 8, 9),)), 0.0)
+    actions = engine.handle(Announce(worker=1, session=session, runs=(BatchRange(2, 8, 9),)), 0.0)
     assert (partition.announced, [action for action in actions if isinstance(action, SendHello)]) == (7, [])
-    engine.handle(Announce(worker=1, session=session, runs=(Run(2, 1, 9),)), 0.0)
+    engine.handle(Announce(worker=1, session=session, runs=(BatchRange(2, 1, 9),)), 0.0)
     assert partition.announced == 9
     engine.check_invariants()

@@ -6,20 +6,14 @@ import pytest
 from doll.kafka.facts import KafkaFacts, StreamFacts
 from doll.kafka.permissions import Role, needed
 from doll.kafka.topic_plan import ActualTopic, plan_topics
-from doll.provisioner.fleets.ec2.quota_facts import QuotaFacts
+from doll.records.check import Check
 from doll.run.doctor.checks import (
-    AddressFacts,
-    StoreFacts,
-    Unreachable,
-    check_addresses,
+    check_certificate,
     check_kafka,
-    check_own_certificate,
-    check_quotas,
     check_redis,
-    check_store,
     check_tcp,
 )
-from doll.run.doctor.report import Check, Report
+from doll.run.doctor.report import Report
 from doll.storage.redis_facts import RedisFacts
 from job_files import job
 
@@ -149,30 +143,9 @@ def test_redis() -> None:
     assert checks["Redis: eviction"].result == "warning"
 
 
-def test_addresses_and_certificates() -> None:
-    facts = [
-        AddressFacts("a:1", problem="nothing answers (Connection refused)"),
-        AddressFacts("b:1", connect_s=0.001, certificate_problem="certificate has expired"),
-        AddressFacts("c:1", connect_s=0.001, certificate_left_s=3 * DAY_S),
-        AddressFacts("d:1", connect_s=0.001, certificate_left_s=90 * DAY_S),
-    ]
-    results = [(check.name, check.result) for check in check_addresses("Kafka", facts)]
-    assert results == [
-        ("Kafka: connect to a:1", "failed"), ("Kafka: connect to b:1", "ok"), ("Kafka: certificate of b:1", "failed"),
-        ("Kafka: connect to c:1", "ok"), ("Kafka: certificate of c:1", "warning"), ("Kafka: connect to d:1", "ok"),
-        ("Kafka: certificate of d:1", "ok"),
-    ]  # fmt: skip
-    assert [check.result for check in check_own_certificate(-DAY_S)] == ["failed"]
-    assert not list(check_own_certificate(None))
-
-
-def test_the_store_and_quotas() -> None:
-    stores = (StoreFacts("f", problem="no"), StoreFacts("s3://b", versions=2, is_tried=False), StoreFacts("f"))
-    assert [check.result for facts in stores for check in check_store(facts)] == ["failed", "ok", "ok"]
-    (far,) = check_store(StoreFacts("s3://b", problem="Could not connect to the endpoint URL"))
-    assert "open the network" in far.todo
-    quotas = [QuotaFacts("spot", 5.0, 8), QuotaFacts("on-demand", 64.0, 8), QuotaFacts("spot", problem="denied")]
-    assert [check.result for check in check_quotas(quotas)] == ["warning", "ok", "unknown"]
+@pytest.mark.parametrize(("days", "result"), [(-1, "failed"), (3, "warning"), (90, "ok")])
+def test_a_certificate_is_renewed_in_time(days: int, result: str) -> None:
+    assert check_certificate("it", days * DAY_S).result == result
 
 
 def test_a_report_is_a_table_and_its_exit_follows_from_failures() -> None:
@@ -217,19 +190,6 @@ def test_ten_thousand_workers_fit_into_what_managed_services_take() -> None:
         facts.topics[plan.name] = ActualTopic(plan.settings | {"max.message.bytes": "1000000"}, 1, 1)
     checks = check_kafka(config, facts, ["server"], "User:me", NOW_S)
     assert not [check for check in checks if "may take" in check.detail]
-
-
-def test_an_address_that_cannot_be_reached_has_the_remedy_of_its_reason() -> None:
-    reasons: tuple[Unreachable, ...] = ("name", "refused", "silent", "no_route", "other")
-    facts = [AddressFacts(f"{why}:1", problem="no", why=why) for why in reasons]
-    todos = [check.todo for check in check_addresses("Redis", facts)]
-    assert len(set(todos)) == len(reasons)
-    assert "DNS" in todos[0]
-    assert "nothing listens" in todos[1]
-    assert "security group" in todos[2]
-    (check,) = check_addresses("Kafka", [AddressFacts("b:9", problem="no", why="refused")], advertised_by="a:1")
-    assert check.name == "Kafka: connect to b:9, which the brokers advertise"
-    assert check.todo.startswith("a:1 answers, and sends clients there: set advertised.listeners")
 
 
 def test_a_far_redis_needs_a_window_that_survives_a_pause() -> None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from doll.run.doctor.gather import _redis
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doll.errors import CheckpointError
+from doll.run.doctor import gather
+from doll.run.doctor.gather import _redis, _store
 from doll.services import Services
 from job_files import job
 
@@ -12,3 +18,17 @@ def test_no_address_of_redis_is_no_failure() -> None:
     assert (check.result, check.todo) == ("ok", "")
     assert "doll up starts a Redis of its own" in check.detail
     assert "redis.address" in check.detail
+
+
+def test_a_store_is_counted_or_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = _store(job(), tmp_path)
+    assert check.result == "ok"
+    assert check.detail.startswith("0 checkpoints, ")
+
+    def refuse(*args: Any) -> None:
+        raise CheckpointError("Could not connect to the endpoint URL")
+
+    monkeypatch.setattr(gather, "open_store", refuse)
+    far = _store(job("checkpoint.folder=s3://bucket/c"), tmp_path)
+    assert (far.result, far.detail) == ("failed", "Could not connect to the endpoint URL")
+    assert "open the network" in far.todo

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +35,20 @@ def finished(run: RunFolder) -> dict[str, Any]:
     return finish.finish_run(local_run(config, run.path), ProgressModel(config, 0.0), outcome)
 
 
-def test_a_picture_that_fails_is_one_line_of_the_report(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_fails_is_one_line_of_the_report(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
-        raise ValueError("'module://x' is not a valid value for backend;\n supported values are ...")
+        raise ValueError("a table without\n rows")
 
-    monkeypatch.setattr(finish, "draw", broken)
+    monkeypatch.setattr(finish, "save_run", broken)
     report = finished(run)
     assert report["exit_code"] == 0
-    assert report["notes"] == [
-        "no plots: ValueError: 'module://x' is not a valid value for backend; supported values are ..."
-    ]
+    assert report["notes"] == ["no page: ValueError: a table without rows"]
     assert json.loads(run.report.read_text()) == report
 
 
-def test_the_report_is_there_before_the_first_picture(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_is_there_before_the_page(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    monkeypatch.setattr(finish, "draw", lambda *_, **__: seen.append(run.report.exists()))
+    monkeypatch.setattr(finish, "save_run", lambda *_, **__: seen.append(run.report.exists()))
     finished(run)
     assert seen == [True]
 
@@ -63,21 +58,6 @@ def test_a_report_that_cannot_be_written_is_still_shown(run: RunFolder) -> None:
     report = finished(run)
     assert report["exit_code"] == 1
     assert "report.json: Is a directory" in summary(report)
-
-
-def test_plots_need_no_backend_of_a_notebook(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from doll.config import parse; "
-        "from doll.dashboard.ended_run import ended_run; from doll.monitor.views.run_plot import draw; "
-        "picture = Path(sys.argv[1]); "
-        "draw(ended_run(parse(\"job: x\\ntask: {class: 'a:B'}\"), picture.parent), picture)"
-    )
-    picture = tmp_path / "x.png"
-    subprocess.run(
-        [sys.executable, "-c", code, str(picture)],
-        env={**os.environ, "MPLBACKEND": "module://matplotlib_inline.backend_inline"}, check=True,
-    )  # fmt: skip
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -11,6 +11,7 @@ from doll.config.loader import dump, parse
 from doll.errors import ConfigError
 from doll.ledger.admission import AFTER_TERM_ENV
 from doll.local import ray_head
+from doll.run.local import provisioning
 from doll.run.local.provisioning import ActorCluster, check_actors, job_on
 from doll.services import KAFKA_ENV, REDIS_ENV, Services
 
@@ -33,7 +34,7 @@ def job(fleet: str = "{kind: ray}", more: str = "") -> JobConfig:
 
 def test_without_ray_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"fleet\.kind: ray: .*pip install 'doll-online\[ray\]'.*--fleet processes"):
+    with pytest.raises(ConfigError, match=r"fleet\.kind: ray needs the extra ray: pip .*\[ray\]'.*--fleet processes"):
         check_actors(job())
 
 
@@ -51,7 +52,7 @@ def test_without_ray_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) 
 def test_what_cannot_work_is_refused_before_anything_starts(
     changed: JobConfig, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_head, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(provisioning, "is_installed", lambda extra: True)
     check_actors(job())
     check_actors(job("{kind: ray, address: '127.0.0.1:6379'}"))
     with pytest.raises(ConfigError, match=words):
@@ -59,7 +60,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(
 
 
 def test_a_job_without_work_or_rates_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_head, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(provisioning, "is_installed", lambda extra: True)
     with pytest.raises(ConfigError, match="J, the number of updates"):
         check_actors(job().model_copy(update={"stop": type(job().stop)()}))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,20 +109,31 @@ class Ended:
         self.now = 0.0
         self.history = SimpleNamespace(version=7, service_s=lambda: 0.1)
         self.finished, self.num_workers = False, 1
+        self.said: list[str] = []
+        self.events: list[str] = []
+        self.learned_at_s, self.waits_at_s = 0.0, math.inf
         run = SimpleNamespace(
-            config=SimpleNamespace(data=SimpleNamespace(workers=1), group_size=1, source=None),
+            config=SimpleNamespace(
+                data=SimpleNamespace(workers=1), group_size=1, source=None, worker=SimpleNamespace(grant_timeout_s=30.0)
+            ),
             launch=lambda spec: Process(spec.name),
             interrupts=SimpleNamespace(stop_requested=False),
-            display=SimpleNamespace(say=lambda text: None),
+            display=SimpleNamespace(say=self.said.append),
             hook=SimpleNamespace(tick=lambda *args: None, pids=dict),
             stack=SimpleNamespace(kafka=None, redis=None, services="services"),
+            folder=SimpleNamespace(path=Path("line")),
         )
-        follower = SimpleNamespace(model=self, role_restarted=lambda restart: None, follow=self.follow, finished=False)
+        follower = SimpleNamespace(
+            model=self, role_restarted=lambda restart: None, follow=self.follow, finished=False,
+            unlearned=self.unlearned,
+        )  # fmt: skip
         self.learning = Learning(run, follower)  # type: ignore[arg-type]
         producer = self.learning._supervisor.start(RoleSpec("producer", "", Path("log")))
         assert isinstance(producer, Process)
         producer.code = 0
+        self.free_bytes = lambda: 10**9
         monkeypatch.setattr(Learning, "_write_pids", lambda self: None)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=self.free_bytes()))
         monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def follow(self) -> None:
@@ -128,6 +141,45 @@ class Ended:
 
     def worker_lines(self) -> list[SimpleNamespace]:
         return [SimpleNamespace(worker=0, is_spare=False, is_live=True, lag_records=0)]
+
+    def add_event(self, text: str, at_s: float) -> None:
+        self.events.append(text)
+
+    def unlearned(self) -> int:
+        return 0 if self.now >= self.learned_at_s else 2000
+
+    def waits_for_more(self) -> bool:
+        return self.now >= self.waits_at_s
+
+
+@pytest.mark.parametrize(
+    ("learned_at_s", "waits_at_s", "ends_s"),
+    [
+        (20.0, math.inf, 20.0),  # its first update takes longer than any pause between two updates
+        (math.inf, 30.0, 30.0),  # a last group that is never full
+        (math.inf, math.inf, 301.0),  # nothing comes of it
+    ],
+)
+def test_records_that_somebody_works_on_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, learned_at_s: float, waits_at_s: float, ends_s: float
+) -> None:
+    run = Ended(monkeypatch)
+    run.history.version, run.history.service_s = 0, lambda: math.nan
+    run.learned_at_s, run.waits_at_s = learned_at_s, waits_at_s
+    assert run.learning.follow() == running.SOURCE_ENDED
+    assert ends_s <= run.now <= ends_s + 2
+    assert run.said == ["the source has ended: 2000 records are read, and not learned yet"]
+
+
+def test_a_full_disk_is_said_once_and_so_is_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails by it says so in the log of its process only."""
+    run = Ended(monkeypatch)
+    run.free_bytes = lambda: 0 if 2 <= run.now <= 4 else 10**9
+    run.learning.follow()
+    assert [text.partition(":")[0] for text in run.said] == [
+        "no space is left on the disk of line", "there is space again for line",
+    ]  # fmt: skip
+    assert run.events == run.said
 
 
 def test_a_run_goes_on_for_a_while_behind_the_end_of_its_source(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 #!/bin/bash
 # One node of the self-managed Kafka: KRaft, broker and controller in one process. Clients authenticate with SCRAM-SHA-512
 # over TLS, nodes with certificates of the stack's authority, which node 1 creates. Users without an ACL have no access:
-# doll's user is a super user, and doll adds an ACL per topic for the user of external producers.
+# the control host's user is a super user, and doll adds ACLs per topic for the users of workers and of external producers.
 # Runs at each boot: certificates are new each time, data and cluster id stay on the data volume.
 # shellcheck source=common.sh
 . "${DOLL_ROOT:-}/opt/doll/common.sh"
@@ -74,16 +74,21 @@ scram_user() {
 format_data() {
   local code=0
   [ -f "$kafka/data/meta.properties" ] && return
-  insist fetch_secret producer "$run/producer"
-  { scram_user "$run/secrets" && scram_user "$run/producer"; } > "$conf/users"
+  local user
+  scram_user "$run/secrets" > "$conf/users"
+  for user in worker producer; do
+    insist fetch_secret "$user" "$run/$user"
+    scram_user "$run/$user" >> "$conf/users"
+    rm -f "$run/$user"
+  done
   chown "$kafka_uid:$kafka_uid" "$conf/users"
   kafka_run "$(setting DOLL_BOOT_KAFKA_IMAGE)" /opt/kafka/bin/kafka-storage.sh format "--cluster-id=$(cluster_id)" \
     --config "$conf/server.properties" "@$conf/users" || code=$?
-  rm -f "$conf/users" "$run/producer"
+  rm -f "$conf/users"
   return "$code"
 }
 
-get_settings
+get_settings clients
 need openssl openssl
 insist mount_volume
 rm -rf "$conf" && mkdir -p "$conf"

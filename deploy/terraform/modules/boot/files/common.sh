@@ -2,8 +2,8 @@
 # Functions of every host's boot scripts. Sourced by the other scripts, which cloud-init writes to /opt/doll.
 #
 # Settings come from two SSM parameters: `environment` (a docker env file) and `settings` (`--set` lines for doll).
-# Passwords come from one secret, also a docker env file (and the schema registry's from another), and are written to a folder
-# in memory that only root can read.
+# Passwords come from secrets, also docker env files, of which each kind of host reads its own (iam.tf), and are written to a
+# folder in memory that only root can read.
 # So user data contains neither, and a host picks up changes when its services restart.
 
 set -euo pipefail
@@ -41,8 +41,8 @@ parameter() {
 # name of a variable: its value in the parameter `environment`
 setting() { sed -n "s/^$1=//p" "$run/environment"; }
 
-# name of a variable: its value in the secret
-secret() { sed -n "s/^$1=//p" "$run/secrets"; }
+# name of a variable: its value in the secrets, the last one if several have it
+secret() { sed -n "s/^$1=//p" "$run/secrets" | tail -n 1; }
 
 fetch_environment() {
   mkdir -p "$run/ca" "$state"
@@ -86,11 +86,18 @@ fetch_job() {
   chmod -R u=rwX,go=rX "$new" && rm -rf "$state/job" && mv "$new" "$state/job"
 }
 
-# The first step of every host.
+# The first step of every host. Names of the secrets whose values its containers get.
 get_settings() {
+  local name
   need aws awscli-2
   insist fetch_environment
-  insist fetch_secret clients "$run/secrets"
+  : > "$run/secrets.all"
+  for name in "$@"; do
+    insist fetch_secret "$name" "$run/secrets.one"
+    cat "$run/secrets.one" >> "$run/secrets.all"
+  done
+  rm -f "$run/secrets.one"
+  mv "$run/secrets.all" "$run/secrets"
 }
 
 # Prerequisites of run_doll. At the first apply, image and job are pushed after the hosts have started, so it waits for them,

@@ -3,7 +3,7 @@
 # shellcheck source=common.sh
 . "${DOLL_ROOT:-}/opt/doll/common.sh"
 
-get_settings
+get_settings clients cache
 if [ -n "$(setting DOLL_BOOT_CACHE_IMAGE)" ]; then
   # Certificate and user of the cache on this host; doll's user has access to its own keys only.
   need openssl openssl

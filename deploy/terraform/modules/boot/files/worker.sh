@@ -7,7 +7,7 @@
 # Exit codes without a retry: finished, invalid job file, infeasible plan.
 final() { [[ $1 == 0 || $1 == 2 || $1 == 3 ]]; }
 
-get_settings
+get_settings worker cache
 get_doll
 
 code=1

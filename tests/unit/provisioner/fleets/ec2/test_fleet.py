@@ -55,7 +55,10 @@ def test_a_launch_asks_for_one_instance_of_one_market_that_carries_its_identity_
     assert request["SpotOptions"] == {"AllocationStrategy": "price-capacity-optimized"}, "and no maximum price"
     (config,) = request["LaunchTemplateConfigs"]
     assert config["LaunchTemplateSpecification"] == {"LaunchTemplateId": rig.template, "Version": "1"}
-    tags = {"doll:cluster": "digits", "doll:worker": "3", "doll:incarnation": "2", "doll:market": "spot"}
+    tags = {
+        "doll:cluster": "digits", "doll:worker": "3", "doll:incarnation": "2", "doll:market": "spot",
+        "doll:job": "digits",
+    }  # fmt: skip
     assert {specification["ResourceType"] for specification in request["TagSpecifications"]} == {
         "instance",
         "volume",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from botocore.exceptions import ClientError
-from doll.provisioner.fleets.ec2.quota_facts import QuotaFacts
 from doll.provisioner.fleets.ec2.quotas import ask_quotas
 from job_files import job
 
@@ -28,11 +27,16 @@ class Quotas:
 def test_the_largest_type_for_all_workers_is_what_is_needed() -> None:
     config = job(workers=3, text=FLEET + "instance_types: [c7g.large, c7g.xlarge]}")
     spot, on_demand = ask_quotas(config, Ec2(), Quotas())
-    assert spot == QuotaFacts("spot", 5.0, 12)
-    assert (on_demand.vcpus, on_demand.needed) == (None, 12)
-    assert "AccessDenied" in on_demand.problem
+    assert (spot.result, spot.detail) == ("warning", "the quota is 5, all workers at once need 12")
+    assert on_demand.result == "unknown"
+    assert "AccessDenied" in on_demand.detail
+
+
+def test_a_quota_for_all_workers_is_enough() -> None:
+    spot, _ = ask_quotas(job(workers=2, text=FLEET + "instance_types: [c7g.large]}"), Ec2(), Quotas())
+    assert (spot.result, spot.detail) == ("ok", "the quota is 5, 4 are needed")
 
 
 def test_other_families_have_quotas_of_their_own() -> None:
-    facts = ask_quotas(job(text=FLEET + "instance_types: [g5.xlarge]}"), Ec2(), Quotas())
-    assert all("not of the standard types" in item.problem for item in facts)
+    checks = ask_quotas(job(text=FLEET + "instance_types: [g5.xlarge]}"), Ec2(), Quotas())
+    assert all("not of the standard types" in item.detail for item in checks)

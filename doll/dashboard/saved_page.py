@@ -1,0 +1,106 @@
+"""A page as one HTML file, which needs no server and no network: its scripts, its styles and its state are in it.
+
+The scripts are those of the live page. Only they run: the file names their hashes, so that no text of a record does.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.resources
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+from doll.monitor.state.formats import visible
+from doll.monitor.state.watched_job import PageState
+from doll.monitor.views.page import page
+from doll.monitor.views.page_details import detail
+from doll.monitor.views.panels import Panel
+from doll.process.files import write_atomically
+
+MAX_ROWS: Final = 100  # of the table of a record
+_IMPORT: Final = re.compile(r'^import .* from "\./(.+)";\n', re.MULTILINE)
+_EXPORT: Final = re.compile(r"^export ", re.MULTILINE)
+_STYLE: Final = re.compile(r'<link rel="stylesheet" href="(.+)">')
+_SCRIPT: Final = re.compile(r'<script src="(.+?)" (defer|type="module")></script>')
+_ICON: Final = 'href="icon.svg"'
+_CHARSET: Final = '<meta charset="utf-8">\n'
+
+
+def save_run(state: PageState, path: Path, panels: Sequence[Panel] = ()) -> None:
+    """Write the page of a run that has ended, with what a click opens.
+
+    Raises:
+        OSError: `path` cannot be written.
+    """
+    shown = page(state)
+    keys = [f"worker/{worker}" for worker in shown["workers"]]
+    keys += [f"{name[:-1]}/{key}" for name, rows in shown["lists"].items() if name != "events" for key in rows]
+    details = {}
+    for target in keys:
+        kind, _, numbers = target.partition("/")
+        if (opened := detail(state, kind, [*map(int, numbers.split("-"))])) is not None:
+            details[target] = {**opened, "rows": opened.get("rows", [])[:MAX_ROWS]}
+    save_page("index", {**shown, "panels": list(panels), "details": details}, path)
+
+
+def save_panels(name: str, headline: str, panels: Sequence[Panel], path: Path) -> None:
+    """Write charts alone, below a name and a line.
+
+    Raises:
+        OSError: `path` cannot be written.
+    """
+    save_page("panels", {"name": name, "headline": headline, "panels": list(panels)}, path)
+
+
+def save_page(name: Literal["index", "runs", "panels"], state: dict[str, Any], path: Path) -> None:
+    """Write a page of the live server's with its state.
+
+    Raises:
+        OSError: `path` cannot be written.
+    """
+    hashes: dict[str, list[str]] = {"script": [], "style": []}
+
+    def inline(tag: Literal["script", "style"], attributes: str, text: str) -> str:
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        hashes[tag].append(f"'sha256-{digest}'")
+        return f"<{tag}{attributes}>{text}</{tag}>"
+
+    def script(found: re.Match[str]) -> str:
+        if found[2] == "defer":
+            return inline("script", "", static(found[1]))
+        return inline("script", ' type="module"', bundle(found[1]))
+
+    html = _SCRIPT.sub(script, _STYLE.sub(lambda found: inline("style", "", static(found[1])), static(f"{name}.html")))
+    policy = (
+        f"default-src 'none'; script-src {' '.join(hashes['script'])}; style-src {' '.join(hashes['style'])}; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    icon = base64.b64encode(static("icon.svg").encode()).decode()
+    html = html.replace(_ICON, f'href="data:image/svg+xml;base64,{icon}"').replace(
+        _CHARSET, f'{_CHARSET}<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+    )
+    # No text of a record ends the element, or begins a comment.
+    values = msgspec.json.encode(visible(state)).decode().replace("<", "\\u003c")
+    data = f'<script type="application/json" id="saved">{values}</script>'
+    write_atomically(path, html.replace("</body>", f"{data}\n</body>"))
+
+
+def static(name: str) -> str:
+    """The text of a file of the front end."""
+    return importlib.resources.files("doll.dashboard").joinpath("static", name).read_text(encoding="utf-8")
+
+
+def bundle(name: str, seen: set[str] | None = None) -> str:
+    """A module of the front end as one script: those that it imports first, each once. Their names do not collide."""
+    seen = set() if seen is None else seen
+    if name in seen:
+        return ""
+    seen.add(name)
+    text = static(name)
+    before = "".join(bundle(other, seen) for other in _IMPORT.findall(text))
+    return before + _EXPORT.sub("", _IMPORT.sub("", text))

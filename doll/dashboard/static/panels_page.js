@@ -1,0 +1,18 @@
+// Charts alone, with a title: what `doll plan --plot` and `doll simulate --out` write (doll/monitor/views/panels.py).
+
+import { byId, setText } from "./dom.js";
+import { Panels } from "./panels.js";
+import { follow } from "./state.js";
+
+const panels = new Panels(byId("panels"));
+
+follow(
+  (state) => {
+    document.title = `${state.name} - DOLL`;
+    setText(byId("name"), state.name);
+    setText(byId("headline"), state.headline);
+    panels.render(state.panels);
+    document.body.dataset.ready = "true";
+  },
+  () => true,
+);

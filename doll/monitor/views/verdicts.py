@@ -1,0 +1,360 @@
+"""The answers to the four questions of the page, from a job's records. Pure.
+
+An answer says what the records show. Where they are old (Kafka or the parameter server does not answer), it says that
+it is not known, and what it was before. A model learns where its error is better than at the start by more than noise;
+where it has an accuracy that is no better, a loss that falls shows no more than that it has found what guessing gives.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.amounts import usd
+from doll.monitor.state.formats import clock, clock_range, known, number, of
+from doll.monitor.state.watched_job import PageState
+from doll.process.metric_names import EVALUATOR, PRODUCER, PROVISIONER, worker_of
+from doll.provisioner.planning.planner import slot_ranges
+
+Tone = str  # "good", "warn", "bad", or "none" where there is nothing to say, or not yet
+
+_PS: Final = "ps"
+_ROLES: Final = {role: f"the {role}" for role in (EVALUATOR, PRODUCER, PROVISIONER)} | {_PS: "the parameter server"}
+_SLOW_S: Final = 2.0  # a forecast is "barely" if the deadline is less than this many standard deviations behind it
+_PAUSE_S: Final = 30.0  # without an update, or ten times as long as one takes
+_PAUSE_UPDATES: Final = 10.0
+
+_FIRST: Final = 10  # updates, or fewer, are the start
+_LAST: Final = 50  # and up to so many are what it is now
+_FEWEST: Final = 2 * _FIRST
+_ENOUGH: Final = _FIRST + _LAST
+_LEAST_FALL: Final = 0.05  # of a loss; untrained models begin a little above the loss of guessing
+_LEAST_RISE: Final = 0.02  # of an accuracy
+_ERRORS: Final = 4.0  # standard errors that are no chance
+_HELD_OUT_SAMPLES: Final = 360  # records do not say how many there are: as few as in a small example
+_MOST_GUESSED: Final = 0.6  # where the commonest label is so common, an accuracy cannot tell, and the loss does
+
+
+class Verdict(NamedTuple):
+    """An answer, and how good it is."""
+
+    tone: Tone
+    text: str
+
+
+def verdicts(state: PageState) -> dict[str, Verdict]:
+    """The answers by question."""
+    answers = {
+        "learning": _learning(state), "progress": _progress(state), "safety": _safety(state), "work": _work(state),
+    }  # fmt: skip
+    for question, why in blind(state).items():
+        before = answers[question]
+        is_news = bool(state.snapshot.version) and before.tone != "none"
+        answers[question] = Verdict("none", f"not known: {why}{f'. Before: {before.text}' if is_news else ''}")
+    return answers
+
+
+def blind(state: PageState) -> dict[str, str]:
+    """The questions whose newest records are missing, and why."""
+    if state.problem:
+        return dict.fromkeys(("learning", "progress", "work"), state.problem)
+    if _PS in state.silent_s:
+        return dict.fromkeys(("learning", "progress", "work"), _not_heard(state, [_PS]))
+    if PROVISIONER in state.silent_s:
+        return {"progress": _not_heard(state, [PROVISIONER])}
+    return {}
+
+
+def _not_heard(state: PageState, roles: list[str]) -> str:
+    return f"nothing is heard of {', '.join(_with_age(state, role) for role in roles)}"
+
+
+def _with_age(state: PageState, role: str) -> str:
+    return f"{_ROLES.get(role, role)} for {clock(state.silent_s[role])}"
+
+
+def silent_text(state: PageState) -> str:
+    """All roles that are silent, workers together: `the parameter server for 45 s, workers 0-7 for 40 s`."""
+    workers = {worker: age_s for role, age_s in state.silent_s.items() if (worker := worker_of(role)) is not None}
+    texts = [_with_age(state, role) for role in _others(state)]
+    if workers:
+        texts.append(f"worker{'s' * (len(workers) > 1)} {slot_ranges([*workers])} for {clock(min(workers.values()))}")
+    return ", ".join(texts)
+
+
+def _others(state: PageState) -> list[str]:
+    """Roles other than workers that are silent. Workers come and go; without one of these the job does not go on, or
+    nobody sees it."""
+    return [role for role in state.silent_s if worker_of(role) is None]
+
+
+def elapsed_s(state: PageState) -> float:
+    """On the job's clock: that of the provisioner, else since the first update."""
+    decided_s = state.decisions.newest.get("elapsed_s", math.nan)
+    end_s = state.now_s if state.is_live else state.history.last_time_s
+    return float(decided_s) if known(decided_s) else end_s - state.history.first_time_s
+
+
+def _nothing_yet(state: PageState) -> Verdict:
+    """Before any update."""
+    if state.is_live:
+        return Verdict("none", "waiting for the first update")
+    return Verdict("bad", "no: it has ended, and nothing was learned")
+
+
+def _refused(state: PageState) -> int:
+    """Records that were refused, where no sample could be used; 0 where one could."""
+    return 0 if state.snapshot.updates else max(state.snapshot.dead.letters, len(state.letters))
+
+
+def pause(state: PageState) -> str:
+    """The time without an update, and why, if that is long for this job; "" if it is not."""
+    snapshot = state.snapshot
+    idle_s, per_s = state.now_s - state.history.last_time_s, snapshot.rate_measured
+    usual_s = _PAUSE_UPDATES / per_s if known(per_s) and per_s > 0 else 0.0
+    if not (state.is_live and snapshot.version and idle_s > max(_PAUSE_S, usual_s)):
+        return ""
+    lines = [line for line in snapshot.workers if not line.is_spare]
+    has_read_all = all(line.is_live and line.lag_records == 0 for line in lines)
+    return f"{'no records have come' if has_read_all else 'there was no update'} for {clock(idle_s)}"
+
+
+# --- is it learning
+
+
+class Change(NamedTuple):
+    """How one measure has changed: the `name`, at the start, now, and whether that is better by more than noise."""
+
+    name: str
+    start: float
+    now: float
+    is_better: bool
+
+    @property
+    def text(self) -> str:
+        return f"{self.name} {number(self.now)}, {number(self.start)} at the start"
+
+
+def _learning(state: PageState) -> Verdict:
+    snapshot, history = state.snapshot, state.history
+    if refused := _refused(state):
+        return Verdict("bad", f"no: all {of(refused, None)} records so far were refused")
+    if not snapshot.version:
+        return _nothing_yet(state)
+    if not snapshot.updates:
+        return Verdict("bad", "no: no sample so far could be used")
+    trend, held_out = history.loss_trend, history.held_out_loss_trend()
+    for name, losses in (("prequential", trend), ("held-out", held_out)):
+        if losses.worsened:
+            return Verdict(
+                "bad", f"no: {losses.diverged or f'the {name} loss is {number(losses.last)}, far above its best'}"
+            )
+    if reached := _reached(state):
+        return Verdict("good", f"yes: {reached}, reached")
+    accuracy, loss = _change(state, "accuracy"), _change(state, "loss")
+    updates = history.learned_updates
+    changes = [change for change in (accuracy, loss) if change is not None]
+    if not changes:
+        return Verdict("none", f"too early to say, after {of(updates, None)} updates")
+    better = [change for change in changes if change.is_better]
+    if accuracy is not None and not accuracy.is_better and accuracy.now < _MOST_GUESSED:
+        better = []
+    if better:
+        text = f"yes: {_with_target(state, better[0])}"
+        return Verdict("none", f"{text}; but {why}") if (why := pause(state)) else Verdict("good", text)
+    if updates < _ENOUGH and state.is_live:
+        return Verdict("none", f"too early to say: {changes[0].text}")
+    after = f"no better after {of(updates, None)} updates"
+    return Verdict("warn" if state.is_live else "bad", f"no: {changes[0].text}: {after}")
+
+
+def _reached(state: PageState) -> str:
+    """The target that the newest version has reached."""
+    snapshot, stop = state.snapshot, state.config.stop
+    if stop.accuracy is not None and snapshot.held_out_accuracy >= stop.accuracy:
+        return f"held-out accuracy {number(snapshot.held_out_accuracy)} of {stop.accuracy:g}"
+    if stop.loss is not None and snapshot.held_out_loss <= stop.loss:
+        return f"held-out loss {number(snapshot.held_out_loss)} of {stop.loss:g}"
+    return ""
+
+
+def _with_target(state: PageState, change: Change) -> str:
+    stop = state.config.stop
+    target = {"held-out accuracy": stop.accuracy, "held-out loss": stop.loss}.get(change.name)
+    of_target = "" if target is None else f" of {target:g}"
+    return f"{change.name} {number(change.now)}{of_target}, {number(change.start)} at the start"
+
+
+def _change(state: PageState, measure: str) -> Change | None:
+    """The change on held-out samples if they were evaluated from the start on, else on samples not yet learned.
+
+    Returns None without enough values of this measure.
+    """
+    history = state.history
+    evaluations = history.evaluations
+    values, versions = evaluations.valid(measure), evaluations.valid("version")
+    is_known = np.isfinite(values)
+    values, versions = values[is_known], versions[is_known]
+    if len(values) >= 2 and versions[0] <= max(_FIRST, versions[-1] / 10):
+        return _held_out(measure, values)
+    column = f"prequential_{measure}"
+    if column not in history.updates.names:
+        return None
+    return _prequential(measure, history.updates.valid(column), history.updates.valid("weight"))
+
+
+def _held_out(measure: str, values: npt.NDArray[np.float64]) -> Change:
+    start, now = float(values[0]), float(values[-1])
+    steady = float(values[-3:].mean()) if len(values) > 3 else now
+    if measure == "loss":
+        return Change("held-out loss", start, now, start - steady > _LEAST_FALL * abs(start))
+    spread = max(start * (1 - start), now * (1 - now), 0.0)
+    noise = _ERRORS * math.sqrt(spread / _HELD_OUT_SAMPLES)
+    return Change("held-out accuracy", start, now, steady - start > max(noise, _LEAST_RISE))
+
+
+def _prequential(
+    measure: str, values: npt.NDArray[np.float64], weights: npt.NDArray[np.float64]
+) -> Change | None:  # fmt: skip
+    counted = np.isfinite(values) & (weights > 0)
+    values, weights = values[counted], weights[counted]
+    if len(values) < _FEWEST:
+        return None
+    first, last = slice(0, _FIRST), slice(max(_FIRST, len(values) - _LAST), None)
+    start, now = (float(np.average(values[part], weights=weights[part])) for part in (first, last))
+    error = math.hypot(*(float(values[part].std()) / math.sqrt(len(values[part])) for part in (first, last)))
+    least = _LEAST_FALL * abs(start) if measure == "loss" else _LEAST_RISE
+    gain = start - now if measure == "loss" else now - start
+    return Change(f"prequential {measure}", start, now, gain > max(least, _ERRORS * error))
+
+
+# --- is it on time and on budget
+
+
+def _progress(state: PageState) -> Verdict:
+    on_time, over = _on_time(state), _over_budget(state)
+    if not over:
+        return on_time
+    if on_time.tone == "bad":
+        return Verdict("bad", f"{on_time.text}; {over}")
+    return Verdict("bad", f"no: {over}")
+
+
+def _over_budget(state: PageState) -> str:
+    """What is above the budget; "" where nothing is, or costs are not known."""
+    budget, decision = state.config.plan.budget_usd, state.decisions.newest
+    if not budget:
+        return ""
+    spent = state.report.get("cost_usd") or decision.get("spent_usd", math.nan)
+    if spent > budget:
+        return f"{usd(spent)} USD spent of a budget of {usd(budget)} USD"
+    expected = decision.get("expected_cost_usd", math.nan)
+    if state.is_live and expected > budget:
+        return f"an expected cost of {usd(expected)} USD, above the budget of {usd(budget)} USD"
+    return ""
+
+
+def _on_time(state: PageState) -> Verdict:
+    decision, snapshot, passed_s = state.decisions.newest, state.snapshot, elapsed_s(state)
+    deadline_s = state.config.plan.deadline_s or math.nan
+    if not state.is_live:
+        return _ended_on_time(state, passed_s, deadline_s)
+    if decision.get("phase") in ("failed", "stopped", "budget"):
+        return Verdict("bad", f"no: the provisioner has stopped ({decision['phase']})")
+    if passed_s > deadline_s:
+        return Verdict("bad", f"no: {clock(passed_s)} of {clock(deadline_s)}, and it is not done")
+    if alarms := decision.get("alarms"):
+        return Verdict("warn", str(alarms[0]))
+    if not snapshot.version:
+        return _nothing_yet(state)
+    if not snapshot.updates:
+        return Verdict("none", "not known: no sample has been learned")
+    if why := pause(state):
+        return Verdict("none", f"not known: {why}")
+    finish_s, finish_sd_s = forecast_s(state)
+    if not known(finish_s):
+        stop = state.config.stop
+        is_planned = stop.updates or stop.samples
+        return Verdict("none", "not known yet" if is_planned else "no number of updates or samples to reach")
+    if not known(deadline_s):
+        return Verdict("good", f"about {clock_range(max(0.0, finish_s - passed_s), finish_sd_s)} left")
+    margin_s = 0.0 if not known(finish_sd_s) else _SLOW_S * finish_sd_s
+    text = f"expected end {clock(finish_s)} of {clock(deadline_s)}"
+    if decision.get("feasible") is False or finish_s > deadline_s:
+        return Verdict("bad", f"no: {text}")
+    if finish_s + margin_s > deadline_s and not decision:
+        return Verdict("warn", f"barely: {text}")
+    return Verdict("good", f"yes: {text}")
+
+
+def forecast_s(state: PageState) -> tuple[float, float]:
+    """The expected end on the job's clock, and its standard deviation; NaN where it is not known."""
+    decision, snapshot = state.decisions.newest, state.snapshot
+    finish_s = decision.get("expected_finish_s", elapsed_s(state) + snapshot.eta_s)
+    sd_s = decision.get("expected_finish_sd_s", math.nan) if decision else snapshot.eta_sd_s
+    return float(finish_s), float(sd_s)
+
+
+def _ended_on_time(state: PageState, passed_s: float, deadline_s: float) -> Verdict:
+    finished = state.history.finished
+    if error := state.report.get("error") or (finished.error if finished else ""):
+        return Verdict("bad", f"no: {error}")
+    if not state.snapshot.version:
+        return Verdict("bad", "no: there was no update")
+    if not known(deadline_s):
+        return Verdict("none", f"ended after {clock(passed_s)}")
+    met = state.report.get("deadline_met", passed_s <= deadline_s)
+    if not met and passed_s <= deadline_s:
+        return Verdict(
+            "warn", f"ended after {clock(passed_s)} of {clock(deadline_s)}, before the planned work was done"
+        )
+    return Verdict("good" if met else "bad", f"{'yes' if met else 'no'}: {clock(passed_s)} of {clock(deadline_s)}")
+
+
+# --- is it safe
+
+
+def _safety(state: PageState) -> Verdict:
+    snapshot, audit = state.snapshot, state.report.get("audit")
+    if state.problem:
+        return Verdict("warn" if snapshot.version else "none", state.problem)
+    if audit and not audit["ok"]:
+        return Verdict("bad", "no: the audit found offsets that are missing or applied twice")
+    if state.continuity is not None and state.continuity.problem:
+        return Verdict("bad", f"no: {state.continuity.problem}")
+    if snapshot.lost:
+        return Verdict("bad", "no: records were deleted before they were learned")
+    if away := _others(state):
+        return Verdict("bad", f"no: {_not_heard(state, away)}")
+    if refused := _refused(state):
+        return Verdict("bad", f"no: none of {of(refused, None)} records could be learned")
+    if state.is_live and not snapshot.version:
+        return _nothing_yet(state)
+    if not state.is_live and not audit:
+        return Verdict("none", "not known: it has ended, and there is no audit yet (doll audit)")
+    if dead := snapshot.dead.letters:
+        return Verdict("warn", f"yes, but {of(dead, None)} record{'s' * (dead > 1)} could not be learned")
+    if audit:
+        return Verdict("good", "yes: by the audit each offset is in one update, none is missing")
+    return Verdict("good", "yes: each offset is in one update, none is missing")
+
+
+# --- who works
+
+
+def _work(state: PageState) -> Verdict:
+    snapshot = state.snapshot
+    live = sum(line.is_live is True and not line.is_spare for line in snapshot.workers)
+    needed = sum(not line.is_spare for line in snapshot.workers)
+    if not state.is_live:
+        return Verdict("none", f"{needed} workers took part")
+    if snapshot.limit and not state.history.loss_trend.diverged:  # that is said of the learning
+        return Verdict("warn", snapshot.limit)
+    text = f"{of(live, needed)} workers are live"
+    if why := pause(state):
+        return Verdict("none" if live == needed else "warn" if live else "bad", f"{text}, and {why}")
+    tone = "good" if live == needed else "warn" if live else "bad"
+    return Verdict(tone if snapshot.version or live else "none", text)

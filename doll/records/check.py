@@ -1,0 +1,25 @@
+"""One judgement about what a job needs, for `doll doctor`. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Result = Literal["ok", "warning", "failed", "unknown"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check of one thing, and its result.
+
+    Attributes:
+        name: what was looked at, with its role if it concerns one.
+        result: `warning`: the job can run, later or with less than its job file asks for; `unknown`: nobody said.
+        detail: what is there.
+        todo: what a person should do; "" if nothing.
+    """
+
+    name: str
+    result: Result
+    detail: str = ""
+    todo: str = ""

@@ -1,0 +1,1 @@
+"""Backtests: the planner and baseline policies on recorded spot markets."""

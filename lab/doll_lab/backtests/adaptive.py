@@ -1,0 +1,101 @@
+"""The production planner as a market policy of the backtest: one planner state per job and tick."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from doll.provisioner.planning.planner import plan, start
+from doll.provisioner.planning.state import Alpha, PlannerSettings, PlannerState, SlotHistory
+from doll.theory.cost import Prices
+
+from doll_lab.backtests.baselines import (
+    ON_DEMAND,
+    SPOT,
+    BacktestJob,
+    Choices,
+    MarketPolicy,
+    Observation,
+    baselines,
+)
+
+# Half a machine-hour up and half down before anything has been seen (Jeffreys' prior, weighed in hours).
+_PRIOR_S = 1800.0
+# Live, the planner is asked every 30 s at most: so long an outage may go unseen, however long a tick is.
+LIVE = PlannerSettings(samples=1, batch_size=1, deadline_s=1.0, replan_s=30.0)
+ADAPTIVE = "adaptive"
+
+
+class Adaptive:
+    """`doll.provisioner.planning.planner`, asked at every tick for every job.
+
+    Availability is up-time over time on spot, of all jobs at once: the point estimate of
+    `estimators.AvailabilityEstimator`. Its interval is left out, as no rule of the planner uses it.
+    """
+
+    def __init__(self, name: str, settings: PlannerSettings | None = None) -> None:
+        """
+        Args:
+            settings: behaviour of the planner; what the job says (work, deadline, boot, tick) is put in at the start.
+        """
+        self.name = name
+        self._given = settings or LIVE
+
+    def start(self, job: BacktestJob) -> None:
+        self._job = job
+        self.settings = replace(
+            self._given, samples=job.samples, batch_size=1, group_size=None, deadline_s=job.deadline_s,
+            replan_s=job.tick_s, detection_delay_s=min(job.tick_s, self._given.replan_s), boot_s=job.boot_s,
+        )  # fmt: skip
+        shape = (job.num_jobs, job.num_slots)
+        self._rates = np.broadcast_to(job.rates_per_s, shape)
+        self._history = SlotHistory(shape)
+        self._choice: Choices = np.full(shape, SPOT)
+        self._on_s = np.full(job.num_jobs, _PRIOR_S)
+        self._off_s = np.full(job.num_jobs, _PRIOR_S)
+
+    def decide(self, observation: Observation) -> Choices:
+        job, first = self._job, observation.now_s == 0.0
+        if first:
+            self._history.begin(observation.up)
+        self._history.observe(observation.up, observation.now_s)
+        on_spot = observation.choice == SPOT
+        self._on_s += job.tick_s * (on_spot & observation.up).sum(axis=1)
+        self._off_s += job.tick_s * (on_spot & ~observation.up).sum(axis=1)
+        alpha = self._on_s / (self._on_s + self._off_s)
+        if self.settings.rule == "mix":
+            alpha = job.pool_alpha  # a plan that is made once is made for a stated availability
+        choice = self._choice.copy()
+        moved = np.zeros(choice.shape, dtype=np.bool_)
+        unfinished = observation.done < job.samples * (1 - 1e-9)
+        for index in np.flatnonzero(unfinished):
+            state = PlannerState(
+                elapsed_s=observation.now_s,
+                samples_done=float(observation.done[index]),
+                rates_per_s=self._rates[index],
+                on_spot=on_spot[index],
+                up=observation.ready[index],
+                alpha=Alpha(float(alpha[index])),
+                prices=Prices(float(observation.price[index]), float(job.on_demand[index])),
+                **self._history.since(job=int(index)),
+            )
+            decided = start(state, self.settings) if first else plan(state, self.settings)
+            choice[index] = np.where(decided.on_spot, SPOT, ON_DEMAND)
+            moved[index] = decided.moved
+        self._history.move(moved, observation.now_s)
+        self._choice = choice
+        return choice
+
+
+def planners() -> list[Adaptive]:
+    """The planner as it is used, without its guard, and under the paper's rule (Theorems 4 and 5 on what is left)."""
+    return [
+        Adaptive(ADAPTIVE, LIVE),
+        Adaptive("adaptive-no-guard", replace(LIVE, guard=False)),
+        Adaptive("adaptive-theorem", replace(LIVE, rule="theorem")),
+    ]
+
+
+def backtest_policies() -> list[MarketPolicy]:
+    """The planner in its three forms, and the baselines that it is compared with."""
+    return [*baselines(), *planners()]

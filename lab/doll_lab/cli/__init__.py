@@ -1,0 +1,1 @@
+"""Commands that `doll` has where doll-lab is installed."""

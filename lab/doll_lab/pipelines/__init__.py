@@ -1,0 +1,1 @@
+"""Pipelines of a fleet (HetPipe): which devices form a virtual worker, schedules, predictions and pictures."""

@@ -1,0 +1,131 @@
+"""A run on a spot market: moves with their reasons, cost and progress over time, and the result. Pure."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from doll.monitor.state.spot_history import Move
+
+if TYPE_CHECKING:
+    from doll.provisioner.decision import Decision
+    from doll.provisioner.fleets.processes import Machine
+
+
+@dataclass(frozen=True)
+class TimelinePoint:
+    """One turn of the controller; `at_s` on the job's clock."""
+
+    at_s: float
+    usd: float
+    updates: float
+    num_spot: int
+    num_on_demand: int
+
+
+@dataclass
+class MarketTimeline:
+    """Moves and points over time, from the controller's decisions."""
+
+    points: list[TimelinePoint] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
+    _markets: tuple[str | None, ...] | None = None
+
+    def feed(self, decision: Decision) -> None:
+        """A decision that was made while the job's clock runs."""
+        at_s = decision.elapsed_s
+        if decision.phase == "run":
+            if self._markets is not None:
+                for slot, (before, now) in enumerate(zip(self._markets, decision.markets, strict=True)):
+                    if now != before and before is not None and now is not None:
+                        self.moves.append(Move(round(at_s, 3), slot, now, decision.reasons[slot]))
+            self._markets = decision.markets
+        alive = decision.alive
+        spot = sum(instance.market == "spot" for instance in alive)
+        point = TimelinePoint(at_s, decision.bill.usd, decision.updates_done, spot, len(alive) - spot)
+        if self.points and self.points[-1].at_s == at_s:
+            self.points[-1] = point
+        else:
+            self.points.append(point)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One policy on one market. Wall seconds since the market's opening.
+
+    Attributes:
+        finish_s: when the work is done.
+        cost_usd: until then.
+        moves: slots that changed their market.
+        preemptions: machines that were preempted while a slot used them.
+    """
+
+    policy: str
+    finish_s: float
+    cost_usd: float
+    moves: int
+    preemptions: int
+
+
+@dataclass(frozen=True)
+class SpotResult:
+    """The outcome of a run, as far as the controller's decisions do not show it.
+
+    Attributes:
+        finish_s: end of the job, seconds on its clock.
+        reached: its stop rule was met.
+        cost_usd: until the end of the job.
+        cost_until_terminated_usd: until the last machine was terminated.
+    """
+
+    finish_s: float
+    reached: bool
+    deadline_s: float
+    cost_usd: float
+    cost_until_terminated_usd: float
+    all_on_demand_usd: float
+
+
+def report_section(
+    result: SpotResult,
+    predictions: Mapping[str, Prediction],
+    planned: str,
+    timeline: MarketTimeline,
+    machines: Sequence[Machine],
+) -> dict[str, Any]:
+    """The fields of `report.json` about the market.
+
+    Args:
+        predictions: by policy.
+        planned: the policy that ran.
+    """
+    predicted = predictions[planned]
+    preempted = [machine for machine in machines if machine.preempted]
+    percent = 100.0 * result.cost_usd / result.all_on_demand_usd
+    predicted_percent = 100.0 * predicted.cost_usd / result.all_on_demand_usd
+    return {
+        "planned_policy": planned,
+        "deadline_met": result.reached and result.finish_s <= result.deadline_s,
+        "deadline_s": result.deadline_s,
+        "finish_s": round(result.finish_s, 3),
+        "finish_predicted_s": round(predicted.finish_s, 3),
+        "cost_usd": result.cost_usd,
+        "all_on_demand_usd": result.all_on_demand_usd,
+        "cost_until_terminated_usd": result.cost_until_terminated_usd,
+        "cost_predicted_usd": predicted.cost_usd,
+        "cost_percent": percent,
+        "cost_predicted_percent": predicted_percent,
+        "cost_error_points": percent - predicted_percent,
+        "moves": len(timeline.moves),
+        "moves_predicted": predicted.moves,
+        "preemptions": len(preempted),
+        "preemptions_predicted": predicted.preemptions,
+        "preemptions_killed": sum(machine.exit_code == -signal.SIGKILL for machine in preempted),
+        "preemptions_without_notice": sum(machine.without_notice for machine in preempted),
+        "instances": len(machines),
+        "machines_per_worker": max((machine.instance.machines for machine in machines), default=1),
+        "predictions": {name: asdict(prediction) for name, prediction in predictions.items()},
+        "moves_log": [asdict(move) for move in timeline.moves],
+    }
