@@ -31,7 +31,7 @@ def test_digits_goes_on_from_what_it_has_learned(
     before = accuracies(run)
     reached = before[160]
     assert reached > 0.8, "else this test would show little"
-    assert before[min(before)] < 0.4
+    assert before[min(before)] < reached - 0.2, "this run has learned"
 
     # Another job begins with these weights.
     begins = ("--set", f"job={job_name}", "--set", f"training.init_from={run}", "--set", "stop.updates=20")

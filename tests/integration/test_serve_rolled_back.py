@@ -23,6 +23,7 @@ from waiting import WAIT_TIMEOUT_S, until
 
 pytestmark = pytest.mark.integration
 FEATURES = 4
+SAMPLES = 400
 
 
 class Asker:
@@ -75,7 +76,7 @@ def job(make_pipeline: Any) -> Any:
     """A job that is under way, with its server and an alias for a version that is left later."""
     job = make_pipeline("stop.updates=1000", "checkpoint.keep=100")
     job.start()
-    job.send(job.samples(400))
+    job.send(job.samples(SAMPLES))
     job.until_version(12)
     return job
 
@@ -88,11 +89,13 @@ def test_the_server_and_the_page_follow_the_line_that_goes_on(job: Any) -> None:
     shown = RunningJob(job.config, job.run)
     try:
         with shown.followed(job.services):
-            job.until(lambda: job.status is not None and job.status.durable_version == job.version > 20, "all samples")
+            # The newest version stays the newest only once all samples are in it.
+            job.until(lambda: job.status is not None and job.status.samples_total == SAMPLES, "all samples")
+            job.until_status(lambda status: status.durable_version == status.version, "a checkpoint of all")
             left = job.checkpoint()
             job.store.change_marks(lambda marks: marks.with_alias("stable", left.version))
             until(asker.answers_now, lambda: job.log("serve"))
-            until(lambda: asker.ask()["version"] == left.version, "the newest version")
+            until(lambda: asker.ask()["version"] == left.version, lambda: str(asker.ask()))
             to = min(version for _, version in job.store.versions())
             job.supervisor.stop(grace_s=60)
             with asker.asking():

@@ -706,10 +706,12 @@ class Engine(EngineState):
         for worker, (until, batches, cut) in advanced.items():
             durable = Durable(term=self.term, worker=worker.number, until=until, batches=batches, left_out=cut)
             self._actions.append(durable)
+        if event.version == self.version:
+            # No worker asks for the last version of a stream that has gone quiet; evaluator and model server want it.
+            self._actions += self._commands.publish(self.version)
         # A checkpoint that was under way when an evaluation met the target does not know of it: the next one does.
         if self.stopping is not None and event.version == self.version and self._durability.is_kept:
             self.finished = self.stopping
-            self._actions += self._commands.publish(self.version)  # the evaluator's last measurement is of this version
             self._actions.append(Finish(self.finished, event.version, self.error))
 
     def _on_tick(self) -> None:

@@ -128,7 +128,8 @@ def test_the_assignment_of_a_checkpoint_says_whose_batches_a_worker_has() -> Non
     assert [(batch.lo, batch.hi) for batch in update.sets[0].batches] == [(2008, 2012)], "offsets of partition 1"
     assert isinstance(order, ev.StoreCheckpoint)
     assert (order.snapshot.applied, order.snapshot.assignment) == ((3, 3), (1, 0))
-    (durable,) = world.handle(ev.CheckpointStored(version=6))
+    durable, published = world.handle(ev.CheckpointStored(version=6))
+    assert published == ev.PublishWeights(6), "no grant has asked for it"
     assert durable == Durable(term=2, worker=0, until={1: 3}, batches=3)
 
 
