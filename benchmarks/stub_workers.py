@@ -43,6 +43,8 @@ from doll.storage.blobs import Blobs, blob_info, encode_blob, gradient_key, scop
 from doll.storage.stores import open_blobs
 
 _SPREAD: Final = 0.1  # of the compute time: uniform, plus or minus
+# Machines do not boot in the same second either: a broker that all of them ask at once answers few of them in time.
+_JOINS_AT_ONCE: Final = 4
 _POLL_S: Final = 0.01  # for the file that starts all processes at once
 _CLOCK_S: Final = 0.5
 
@@ -80,7 +82,8 @@ class StubWorker:
         """Wait for the Welcome, then pass commands to the loop. Blocks; runs in a thread of its own."""
         name = f"stub-{os.getpid()}-{self.number}"
         try:
-            joined = self._channel.join(name, lambda: False, after_term=self._process.after_term)
+            with self._process.joining:
+                joined = self._channel.join(name, lambda: False, after_term=self._process.after_term)
         except JobEndedError:
             os._exit(1)  # a benchmark without this worker would measure another fleet
         assert joined is not None
@@ -193,6 +196,7 @@ class StubProcess:
         self.compute_s = compute_s
         self.after_term = after_term
         self.num_values = 0
+        self.joining = threading.Semaphore(_JOINS_AT_ONCE)
         self.blobs: Blobs = open_blobs(config, services, give_up=lambda: False)
         self.workers: list[StubWorker] = []
         self._config = config
@@ -234,7 +238,8 @@ def _end_process(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> No
 def stub_workers(
     job_path: str, kafka: str, redis: str, run_folder: str, first: int, until: int, compute_s: float, after_term: int
 ) -> None:
-    """Workers [first, until): connect, wait for the file `go` in the run folder, join all at once, work until Stop.
+    """Workers [first, until): connect, wait for the file `go` in the run folder, join a few at a time, work until
+    Stop.
 
     Writes `joined-<first>.json`: the monotonic time at which each worker had its Welcome.
     """

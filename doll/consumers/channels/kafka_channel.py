@@ -11,7 +11,8 @@ import random
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Final, TypeAlias
+from functools import cached_property
+from typing import Any, Final, TypeAlias
 
 from doll.config import JobConfig
 from doll.errors import FencedError, ServiceUnavailableError
@@ -54,9 +55,6 @@ class WorkerChannel:
         self._key = str(worker).encode()
         self._ended_after_s = config.ps.lease_s + RESUME_GRACE_S
         self._publisher = Publisher(config, services)
-        # On a connection of its own: a request for watermarks would wait behind the fetch of commands, and librdkafka
-        # would poll for its answer a thousand times a second.
-        self._metadata_consumer = make_consumer(config, services, "metadata")
         self._reader: Reader | None = None
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -93,6 +91,15 @@ class WorkerChannel:
     def flush(self, timeout_s: float) -> None:
         """Wait until what was sent has arrived, at most `timeout_s`."""
         self._publisher.flush(timeout_s)
+
+    @cached_property
+    def _metadata_consumer(self) -> Any:
+        """A consumer that only asks, made when somebody does: each client costs the broker a connection.
+
+        A request for watermarks on another connection would wait behind the fetch of commands, and librdkafka would
+        poll for its answer a thousand times a second.
+        """
+        return make_consumer(self._config, self._services, "metadata")
 
     def watermarks(self, topic: str, partition: int) -> tuple[int, int]:
         """(low, high): the first offset that the partition still holds, and the one that its next record gets."""
@@ -216,4 +223,5 @@ class WorkerChannel:
             self._thread.join()
         if self._reader is not None:
             self._reader.close()
-        self._metadata_consumer.close()
+        if "_metadata_consumer" in vars(self):
+            self._metadata_consumer.close()
