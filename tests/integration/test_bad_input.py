@@ -214,6 +214,8 @@ def test_what_came_before_the_streams_stopped_becomes_durable_though_workers_hol
     """The last batch of partition 0 waits in a round for one of partition 1 that never comes."""
     job = points("training.policy={name: isp, significance: 5}", "stop.updates=1000")
     job.start()
+    # A round of one worker alone would take a batch of partition 1, and another one of partition 0 would wait.
+    job.until_status(lambda status: all(worker.is_live for worker in status.workers), "both workers")
     job.send([point(i) for i in range(5 * 8)], partition=0)
     job.send([point(i) for i in range(4 * 8)], partition=1)
     job.until_status(lambda status: status.samples_total == 9 * 8, "every batch is in the model")
