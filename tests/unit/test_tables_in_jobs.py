@@ -18,6 +18,7 @@ from doll.ps.tables.bounded_table import BoundedTable, stored_bounded_rows
 from doll.records.control import Grant
 from doll.tables.rows import Floats, Ids, Rows
 from doll.task.base import load_task
+from fuzzing import seeds
 from paths import SUPPORT
 from threadless_jobs import BATCHES, WORKERS, Job
 
@@ -65,7 +66,7 @@ def num_workers(policy: str) -> int:
 
 @pytest.mark.parametrize("training", TRAININGS.values(), ids=TRAININGS)
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_a_table_learns_what_a_dense_embedding_learns(policy: str, training: str, seed: int) -> None:
     workers = num_workers(policy)
     with_table, without = (job(policy, seed, training, workers, sparse=sparse) for sparse in (True, False))
