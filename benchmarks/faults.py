@@ -30,11 +30,11 @@ from typing import Any, Final, get_args
 
 import numpy as np
 from doll.config import JobConfig, StopConfig, load
-from doll.drill.main import run_drill
-from doll.drill.plan import FaultTarget
 from doll.run.local.up import run_up
 
 from benchmarks.results import keep
+from doll_lab.drill.main import run_drill
+from doll_lab.drill.plan import FaultTarget
 
 EVERY_S: Final = 29.0  # 62 faults in 30 minutes
 TARGET: Final = 0.977

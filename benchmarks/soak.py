@@ -27,9 +27,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 from doll.config import JobConfig
-from doll.drill.fault_injector import FaultInjector
-from doll.drill.plan import FAULT_KINDS, Fault, FaultTarget
-from doll.drill.routes import RoleRelays
 from doll.records.control import AnyRecord, ServerStatus, Update
 from doll.run.folder import RunFolder
 from doll.run.local.up import run_up
@@ -37,6 +34,9 @@ from doll.run.local.up import run_up
 from benchmarks import steadiness
 from benchmarks.harness import job
 from benchmarks.steadiness import WARM_UP, Point, Row
+from doll_lab.drill.fault_injector import FaultInjector
+from doll_lab.drill.plan import FAULT_KINDS, Fault, FaultTarget
+from doll_lab.drill.routes import RoleRelays
 
 if TYPE_CHECKING:
     from doll.local.stack import Stack

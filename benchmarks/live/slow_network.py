@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
-from doll.drill.relay import CHUNK, Relays, TcpRelay
 from doll.local.processes import LOOPBACK
 from doll.run.local.context import RunHook
+
+from doll_lab.drill.relay import CHUNK, Relays, TcpRelay
 
 if TYPE_CHECKING:
     from doll.local.stack import Stack

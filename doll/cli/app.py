@@ -57,7 +57,7 @@ _COMMANDS: Final = {
     "backtest": Listed(_MONEY, "Backtest the planner on recorded markets."),
     "provision": Listed(_MONEY, "Provision machines for a job's workers.", "provision:provision_app"),
     "doctor": Listed(_EXAMINE, "Check what a job's roles must be able to do.", "inspect:doctor"),
-    "drill": Listed(_EXAMINE, "Inject faults into a job, then audit it.", "runs:drill"),
+    "drill": Listed(_EXAMINE, "Inject faults into a job, then audit it."),
     "replay": Listed(_EXAMINE, "Make a version again from its event log.", "runs:replay_"),
     "compare": Listed(_EXAMINE, "Run a job under several consistency policies.", "compare:compare"),
     "simulate": Listed(_EXAMINE, "Simulate a whole job in virtual time.", "simulate:simulate"),

@@ -1,4 +1,4 @@
-"""Commands that run a whole job on this machine, or use what a run has left: up, drill, resume, rollback, export."""
+"""Commands that run a whole job on this machine, or use what a run has left: up, resume, rollback, export."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from doll.cli.options import (
     RunFolderOption,
     RunOptions,
     RunsFolderOption,
-    SeedOption,
     SetOption,
     VersionOption,
     duration,
 )
 from doll.cli.output import emit
-from doll.drill.plan import FaultTarget
 
 
 def up(
@@ -53,57 +51,6 @@ def up(
     if fleet is not None and replace(job, overrides=None).target().config.fleet.kind != fleet:
         job = replace(job, overrides=[f"fleet={{kind: {fleet}}}", *(job.overrides or [])])
     _finish(run_up(job.target().config, runs_folder, fresh=fresh, page=page), as_json)
-
-
-def drill(
-    job: JobOptions,
-    faults: Annotated[int, typer.Option("--faults", min=1, help="Number of faults.")] = 50,
-    seed: SeedOption = 0,
-    standby: Annotated[
-        bool, typer.Option("--standby", help="Also run a standby parameter server, which takes over from the leader.")
-    ] = False,
-    brokers: Annotated[
-        int,
-        typer.Option("--brokers", min=1, max=5, help="Number of Kafka brokers; with several, one fails at a time."),
-    ] = 1,
-    replay: Annotated[
-        bool,
-        typer.Option("--replay", help="Replay the run afterwards: it must make the same model, to the bit."),
-    ] = False,
-    every_s: Annotated[
-        float | None,
-        typer.Option(
-            "--every",
-            min=0.1,
-            help="Seconds from one fault to the next [default: after each recovery; a few come sooner].",
-        ),
-    ] = None,
-    only: Annotated[
-        FaultTarget | None,
-        typer.Option("--only", help="Inject faults into these processes only [default: all].", show_default=False),
-    ] = None,
-    runs_folder: RunsFolderOption = Path("runs"),
-    fresh: FreshOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Run a whole job as doll up does, and inject faults: kill, freeze, disconnect and preempt its processes.
-
-    The job's stop rule is ignored: the job ends when it has recovered from all faults. Then the ledger is audited, and
-    a table shows the recovery time by kind of fault, and how many samples were lost or applied twice.
-
-    Example: doll drill digits --faults 200 --seed 7 --set control.kind=local
-    """
-    from doll.drill.main import run_drill
-    from doll.errors import AuditError
-
-    report, failure = run_drill(
-        job.target().config, runs_folder, faults=faults, seed=seed, standby=standby, brokers=brokers, fresh=fresh,
-        replay=replay, every_s=every_s, only=only,
-    )  # fmt: skip
-    if failure is None:
-        _finish(report, as_json)
-    _print(report, as_json)
-    raise AuditError(failure)
 
 
 def resume(
@@ -328,12 +275,8 @@ def export(
     emit(as_json, exported, text)
 
 
-def _print(report: dict[str, Any], as_json: bool) -> None:
+def _finish(report: dict[str, Any], as_json: bool) -> None:
     from doll.monitor.views.run_report import summary
 
     emit(as_json, report, summary(report))
-
-
-def _finish(report: dict[str, Any], as_json: bool) -> None:
-    _print(report, as_json)
     raise typer.Exit(report["exit_code"])

@@ -8,9 +8,10 @@ from typing import Any
 
 import commands
 import pytest
-from doll.drill.plan import FAULT_KINDS
 from forked_commands import Program
 from fuzzing import ALL_EXAMPLES
+
+from doll_lab.drill.plan import FAULT_KINDS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("startable_broker")]
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doll.drill.plan import Cut
-from doll.drill.relay import Relays
 from doll.records.control import ServerStatus
 from doll.services import CONTROL_ENV
 from doll.storage.blobs import key_prefix
+
+from doll_lab.drill.plan import Cut
+from doll_lab.drill.relay import Relays
 
 pytestmark = pytest.mark.integration
 

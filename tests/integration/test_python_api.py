@@ -244,9 +244,10 @@ def test_dicts_sequences_and_weights_become_an_audited_model_that_its_event_log_
     tmp_path: Path, shared: str
 ) -> None:
     from doll.config import load
-    from doll.drill.replay_check import check_replay
     from doll.storage.stores import open_store
     from tree_tasks import visit
+
+    from doll_lab.drill.replay_check import check_replay
 
     rng = np.random.default_rng(0)
     samples = [doll.Sample(*visit(rng, int(rng.integers(1, 513))), weight=float(rng.integers(3))) for _ in range(1600)]

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from doll.drill.replay_check import check_replay
 from doll.model.flat_model import build
 from doll.optim.optimizer import AVERAGE, WEIGHTS
 from doll.records.control import Scale, TermStarted, Update
@@ -19,6 +18,8 @@ from job_policies import some
 from safetensors.torch import load_file
 from stacked import stack
 from torch.optim import lr_scheduler as schedulers
+
+from doll_lab.drill.replay_check import check_replay
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]  # starts servers
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from doll.drill.actions import children_of
+
+from doll_lab.drill.actions import children_of
 
 pytestmark = pytest.mark.integration
 

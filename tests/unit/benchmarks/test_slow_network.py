@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 from benchmarks.live.slow_network import SlowRelay
-from doll.drill.relay import Relays
+
+from doll_lab.drill.relay import Relays
 
 pytestmark = pytest.mark.slow  # seconds of waiting
 

@@ -34,7 +34,14 @@ def test_each_entry_point_that_is_declared_is_found(group: str, name: str) -> No
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
-    "line", ["backtest my-traces --windows 3", "spot market --seed 3", "backtest", "plan --pipeline fleet.yaml"]
+    "line",
+    [
+        "backtest my-traces --windows 3",
+        "drill digits --faults 3",
+        "spot market --seed 3",
+        "backtest",
+        "plan --pipeline fleet.yaml",
+    ],
 )
 def test_a_command_without_doll_lab_says_what_to_install(line: str) -> None:
     result = doll(*shlex.split(line))

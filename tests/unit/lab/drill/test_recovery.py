@@ -6,12 +6,13 @@ from typing import Any
 
 import msgspec
 import record_builders
-from doll.drill.plan import FAULT_KINDS, Fault
-from doll.drill.recovery import PoisonTracker, RecoveryTracker
-from doll.drill.status_trackers import ControlTracker, SetTracker
 from doll.monitor.views.run_report import drill_lines as report_lines
 from doll.records.control import Member, Update
 from record_builders import term_started
+
+from doll_lab.drill.plan import FAULT_KINDS, Fault
+from doll_lab.drill.recovery import PoisonTracker, RecoveryTracker
+from doll_lab.drill.status_trackers import ControlTracker, SetTracker
 
 
 def fault(kind: str, number: int = 1) -> Fault:

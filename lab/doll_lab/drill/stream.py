@@ -88,7 +88,7 @@ class SamplesTopic:
             self._publisher.poll()
 
     def truncate(self, partition: int) -> int | None:
-        """Delete what is durable of a stream; the first offset that is left, None where that was not possible now."""
+        """Delete what is durable of a stream; the first offset that is left, or None if that was not possible now."""
         until = self._durable_until(partition)
         if until is None:
             return None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import msgspec
-from doll.drill.status_trackers import SetTracker
 from doll.monitor.views.run_report import set_line
 from record_builders import update
 from statuses import server_status
+
+from doll_lab.drill.status_trackers import SetTracker
 
 
 def test_it_counts_sets_by_their_batches() -> None:

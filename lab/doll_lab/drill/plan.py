@@ -60,7 +60,7 @@ class FaultKind:
 
     @property
     def link(self) -> Link | None:
-        """The control links that only this kind breaks: it is possible where the job has such."""
+        """The control links that only this kind breaks: it is possible if the job has such."""
         return _BROKEN_LINKS.get(self.action)
 
 
@@ -108,7 +108,7 @@ class Fault:
         worker: number of the worker or stream, for kinds that target one.
         gap_s: minimum time after the previous fault or, unless `overlapping`, after the recovery from it.
         hold_s: duration of the freeze or cut.
-        cut: what a cut does to connections; see `doll.drill.relay`.
+        cut: what a cut does to connections; see `doll_lab.drill.relay`.
         overlapping: it does not wait for the recovery from the previous fault.
         broker: number of the broker, from 0, for kinds that target one.
         stage: number of the stage, from 0, for kinds that target one of the worker's.

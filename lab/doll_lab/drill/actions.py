@@ -1,4 +1,4 @@
-"""What a fault does: a function for each action. A new fault is an entry in `ACTIONS` and in `FAULT_KINDS` of the plan.
+"""The actions of faults, a function each. A new fault is an entry in `ACTIONS` and in `FAULT_KINDS` of the plan.
 
 An action returns whether it has injected the fault. If not, its target is not there now, and it is tried again later.
 """
@@ -15,18 +15,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from doll.control.redis_streams import streams_pattern
-from doll.drill.plan import Fault, FaultAction
-from doll.drill.recovery import InjectedFault, PoisonTracker, RecoveryTracker
-from doll.drill.stream import SamplesTopic, poison_for
 from doll.errors import DollError
 from doll.storage.redis_client import delete_keys
 
+from doll_lab.drill.plan import Fault, FaultAction
+from doll_lab.drill.recovery import InjectedFault, PoisonTracker, RecoveryTracker
+from doll_lab.drill.stream import SamplesTopic, poison_for
+
 if TYPE_CHECKING:
     from doll.config import JobConfig
-    from doll.drill.routes import RoleRelays
     from doll.local.processes import LocalServer
     from doll.local.stack import Stack
     from doll.local.supervisor import Handle, RoleSpec, Supervisor
+
+    from doll_lab.drill.routes import RoleRelays
 
 _EXIT_TIMEOUT_S: Final = 90.0
 _PROC: Final = Path("/proc")
@@ -53,10 +55,10 @@ class Victim:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Effect:
-    """What a fault goes on doing after its injection.
+    """The part of a fault that goes on after its injection.
 
     Attributes:
-        on: name of the process that the effect keeps from working; "" where it keeps none.
+        on: name of the process that the effect keeps from working; "" if it keeps none.
         poll: whether the effect is over at a time; called several times a second, and not again after that.
         close: undoes the effect, since the drill ends.
     """
@@ -74,7 +76,7 @@ class Scene:
     Attributes:
         say: called with what each fault does.
         now: wall clock in seconds, as in `Update.time_s`.
-        leader_pid: of two parameter servers, the process that leads; None where there is one server.
+        leader_pid: of two parameter servers, the process that leads; None if there is one server.
         effects: what earlier faults still do.
     """
 
@@ -194,7 +196,7 @@ class Scene:
 
 
 def children_of(pid: int, proc: Path = _PROC) -> list[int]:
-    """Processes that `pid` has started and that run, oldest first; none where there is no /proc."""
+    """Processes that `pid` has started and that run, oldest first; none if there is no /proc."""
     children: list[tuple[int, int]] = []
     for path in proc.glob("[0-9]*/stat"):
         try:

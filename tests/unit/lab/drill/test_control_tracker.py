@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from doll.drill.status_trackers import ControlKind, ControlTracker
 from doll.monitor.views.run_report import control_line
 from statuses import gone_worker, live_worker, server_status
+
+from doll_lab.drill.status_trackers import ControlKind, ControlTracker
 
 
 def test_it_counts_falls_to_kafka_and_returns_of_one_process() -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 from urllib.parse import urlsplit
 
-from doll.drill.plan import Service
-from doll.drill.relay import Relay, Relays, TcpRelay, UnixRelay
 from doll.local.processes import LOOPBACK
 from doll.run.local.context import PARAMETER_SERVERS
+
+from doll_lab.drill.plan import Service
+from doll_lab.drill.relay import Relay, Relays, TcpRelay, UnixRelay
 
 if TYPE_CHECKING:
     from doll.local.stack import Stack
@@ -42,7 +43,7 @@ class RoleRelays:
 
     @property
     def advertised_ports(self) -> Sequence[Mapping[str, int]]:
-        """For each broker the port that it advertises, by role; see `LocalKafka`."""
+        """The port that each broker advertises, by role; see `LocalKafka`."""
         return [
             {role: self._by_role[role, "kafka"][broker].port for role in self._roles} for broker in range(self._brokers)
         ]

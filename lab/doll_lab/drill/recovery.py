@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from doll.drill.plan import Fault
 from doll.ledger.lineage import Lineage, UpdatesRecord
 from doll.records.control import AnyRecord, Update
+
+from doll_lab.drill.plan import Fault
 
 _RECENT = 500  # updates kept until Kafka has acknowledged a poison record with its offset
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from doll.drill.routes import RoleRelays
 from doll.services import Services
+
+from doll_lab.drill.routes import RoleRelays
 
 
 def test_a_workers_control_socket_is_its_relay_to_the_servers() -> None:

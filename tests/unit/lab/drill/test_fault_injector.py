@@ -13,16 +13,17 @@ from typing import Any, cast
 import pytest
 import record_builders
 from doll.config import JobConfig, parse
-from doll.drill import actions, stream
-from doll.drill.actions import DrillError
-from doll.drill.fault_injector import FaultInjector
-from doll.drill.plan import FAULT_KINDS, Fault, FaultTarget
-from doll.drill.recovery import InjectedFault
 from doll.kafka.publisher import Delivery
 from doll.local.stack import Stack
 from doll.local.supervisor import RoleSpec, Supervisor
 from doll.services import Services
 from statuses import server_status
+
+from doll_lab.drill import actions, stream
+from doll_lab.drill.actions import DrillError
+from doll_lab.drill.fault_injector import FaultInjector
+from doll_lab.drill.plan import FAULT_KINDS, Fault, FaultTarget
+from doll_lab.drill.recovery import InjectedFault
 
 JOB = """
 job: t

@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from doll.config import StopConfig
-from doll.drill.fault_injector import FaultInjector
-from doll.drill.replay_check import check_replay
-from doll.drill.routes import RoleRelays
 from doll.errors import ConfigError
 from doll.kafka.foreign_topic import require_own_topic
 from doll.process.files import write_json
@@ -19,10 +16,15 @@ from doll.run.local.context import PARAMETER_SERVERS
 from doll.run.local.up import run_up
 from doll.storage.stores import open_store
 
+from doll_lab.drill.fault_injector import FaultInjector
+from doll_lab.drill.replay_check import check_replay
+from doll_lab.drill.routes import RoleRelays
+
 if TYPE_CHECKING:
     from doll.config import JobConfig
-    from doll.drill.plan import FaultTarget
     from doll.monitor.views.display import Display
+
+    from doll_lab.drill.plan import FaultTarget
 
 
 def _problem(report: Mapping[str, Any], poisoned: int) -> str | None:

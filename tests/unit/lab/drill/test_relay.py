@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from doll.drill.relay import Relay, Relays, TcpRelay, UnixRelay
+
+from doll_lab.drill.relay import Relay, Relays, TcpRelay, UnixRelay
 
 WAIT_TIMEOUT_S = 60.0  # only bounds a failure
 SILENCE_S = 0.3

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from doll.drill.actions import children_of
+from doll_lab.drill.actions import children_of
 
 
 def test_children_that_run_are_listed_oldest_first() -> None:

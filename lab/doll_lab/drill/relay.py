@@ -20,8 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
-from doll.drill.plan import Cut
 from doll.local.processes import LOOPBACK
+
+from doll_lab.drill.plan import Cut
 
 T = TypeVar("T")
 R = TypeVar("R", bound="Relay")

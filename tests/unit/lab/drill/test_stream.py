@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from doll.config import parse
 from doll.consumers.intake.decoding import RawRecords, decode_records
-from doll.drill.stream import poison_for
 from doll.task.base import load_task
+
+from doll_lab.drill.stream import poison_for
 
 pytestmark = pytest.mark.slow  # loads torch
 

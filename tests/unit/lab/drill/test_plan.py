@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from doll.drill.plan import FAULT_KINDS, FaultTarget, Link, make_plan
 from hypothesis import given
 from hypothesis import strategies as st
+
+from doll_lab.drill.plan import FAULT_KINDS, FaultTarget, Link, make_plan
 
 ALL: set[FaultTarget] = {"worker", "ps", "producer", "evaluator", "redis", "kafka", "stream", "broker"}
 # No worker is a pipeline.

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-
 from doll.errors import DollError
 from doll.ps.engine.events import EngineSnapshot
 from doll.ps.event_log import read_log, replay
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What a replay has shown: the field `replay` of `report.json`.
+    """The result of a replay: the field `replay` of `report.json`.
 
     Attributes:
         terms: number of logs that were replayed.
@@ -40,7 +39,7 @@ class ReplayResult:
 
 
 class _Replayed:
-    """Digests of what a replay makes, by term and version."""
+    """Checksums of the versions that a replay makes, by term and version."""
 
     def __init__(self) -> None:
         self.tensors: dict[tuple[int, int], bytes] = {}
@@ -54,7 +53,7 @@ class _Replayed:
         """
 
         def note(version: int, parts: ModelParts) -> None:
-            self.tensors[term, version] = _digest(parts.tensors())
+            self.tensors[term, version] = _checksum(parts.tensors())
 
         for checkpoint in replay(config, path, on_update=note):
             self.states[term, checkpoint.version] = checkpoint.state
@@ -64,7 +63,7 @@ def check_replay(config: JobConfig, events: Path, newest: Checkpoint | None) -> 
     """Replay the event logs in the folder `events` and compare them with the checkpoints of the run.
 
     Tensors must be equal: weights and optimizer state. So must the engine's state. A checkpoint that no event has
-    ordered is made on SIGTERM and of version 0; where an event has ordered the same version before, only what passes
+    ordered is made on SIGTERM and of version 0; if an event has ordered the same version before, only what passes
     without an update may differ: time, counters, and who the workers are.
 
     Args:
@@ -98,7 +97,7 @@ def _differences(checkpoint: Checkpoint, replayed: _Replayed) -> list[str]:
     if key not in replayed.tensors:
         return [f"the replay does not make {name}, which is in a checkpoint"]
     differences = []
-    if replayed.tensors[key] != _digest(checkpoint.tensors):
+    if replayed.tensors[key] != _checksum(checkpoint.tensors):
         differences.append(f"the tensors of {name} differ")
     if key in replayed.states and not _is_same_or_later(checkpoint.state, replayed.states[key]):
         differences.append(f"the engine's state of {name} differs")
@@ -119,9 +118,9 @@ def _is_same_or_later(stored: bytes, ordered: bytes) -> bool:
     return later == theirs and theirs.elapsed_s > ours.elapsed_s
 
 
-def _digest(tensors: Mapping[str, npt.NDArray[Any]]) -> bytes:
-    digest = hashlib.sha256()
+def _checksum(tensors: Mapping[str, npt.NDArray[Any]]) -> bytes:
+    checksum = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
-        digest.update(np.ascontiguousarray(tensor).data)
-    return digest.digest()
+        checksum.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+        checksum.update(np.ascontiguousarray(tensor).data)
+    return checksum.digest()

@@ -1,4 +1,4 @@
-"""What the parameter server's records tell of control links and of sets during a drill. Pure."""
+"""Counts of control links and of sets during a drill, from the parameter server's records. Pure."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final, Literal, get_args
 
-from doll.drill.plan import Link
 from doll.records.control import ServerStatus, Update
+
+from doll_lab.drill.plan import Link
 
 ControlKind = Literal["auto", "kafka", "redis", "local"]
 

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from doll.drill.replay_check import ReplayResult, check_replay
 from doll.ps.checkpointing import decode_snapshot, encode_snapshot
 from doll.storage.checkpoints import Checkpoint
 from logged_runs import LoggedRun
 from memory_stores import MemoryCheckpointStore
 from msgspec import structs
+
+from doll_lab.drill.replay_check import ReplayResult, check_replay
 
 pytestmark = pytest.mark.slow  # loads torch
 

@@ -11,23 +11,25 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from doll.config import StdinSource
-from doll.drill.actions import DrillError, Scene
-from doll.drill.plan import Fault, FaultTarget, make_plan
-from doll.drill.recovery import RecoveryTracker
-from doll.drill.status_trackers import ControlTracker, SetTracker
-from doll.drill.stream import SamplesTopic, poison_for
 from doll.process.files import write_json
 from doll.records.control import AnyRecord, ServerStatus, Update
 from doll.run.local.context import RunHook
+
+from doll_lab.drill.actions import DrillError, Scene
+from doll_lab.drill.plan import Fault, FaultTarget, make_plan
+from doll_lab.drill.recovery import RecoveryTracker
+from doll_lab.drill.status_trackers import ControlTracker, SetTracker
+from doll_lab.drill.stream import SamplesTopic, poison_for
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from doll.config import JobConfig
-    from doll.drill.routes import RoleRelays
     from doll.local.stack import Stack
     from doll.local.supervisor import Supervisor
     from doll.services import Services
+
+    from doll_lab.drill.routes import RoleRelays
 
 # Kafka starts in 7 s, or in a minute on a machine with 20 processes per core; a longer recovery counts as a failure.
 _RECOVERY_TIMEOUT_S: Final = 300.0
@@ -94,11 +96,11 @@ class FaultInjector(RunHook):
 
     @property
     def advertised_ports(self) -> Sequence[Mapping[str, int]]:
-        """As of `RoleRelays`."""
+        """The ports of the relays; see `RoleRelays`."""
         return self._relays.advertised_ports
 
     def services(self, role: str, stack: Stack) -> Services:
-        """As of `RoleRelays`."""
+        """The addresses of the relays; see `RoleRelays`."""
         return self._relays.services(role, stack)
 
     def tick(self, supervisor: Supervisor, stack: Stack) -> str | None:
@@ -156,9 +158,9 @@ class FaultInjector(RunHook):
         if self._only is not None and self._only not in targets:
             raise DrillError(f"expected faults of what this job runs, {sorted(targets)}, got {self._only!r}")
         pipeline, links = self._config.worker.pipeline, self._control.links
-        is_behind = self._config.arrivals.process == "asap"  # what is written now is not read before the job ends
+        is_backlog = self._config.arrivals.process == "asap"  # what is written now is not read before the job ends
         impossible = {
-            "stream_poison": is_behind or poison_for(self._config, 0) is None,
+            "stream_poison": is_backlog or poison_for(self._config, 0) is None,
         }
         return make_plan(
             self._number,
