@@ -21,10 +21,11 @@ from pathlib import Path
 import numpy as np
 from doll.provisioner.traces.availability import Markov
 from doll.ps.policies.doll import DollPolicyConfig
-from doll.simulation.settings import SimulationSettings
-from doll.simulation.system import System
 from doll.theory.cost import Prices
 from doll.theory.planning import best_assignment
+
+from doll_lab.simulation.settings import SimulationSettings
+from doll_lab.simulation.system import System
 
 CYCLE_S = 1000.0
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"

@@ -1,4 +1,4 @@
-"""Parts of DOLL that other distributions add by entry points: commands, planners, pictures, forms of recordings.
+"""Parts of DOLL that other distributions add by entry points: commands, planners, simulations, pictures, recordings.
 
 `doll-lab`, the folder lab/ of this repository, has those that only studies and reproductions need. DOLL imports none
 of them by name: it asks for an entry point when somebody uses the part.
@@ -15,6 +15,7 @@ from doll.errors import ConfigError
 COMMANDS: Final = "doll.commands"
 PICTURES: Final = "doll.pictures"
 PLANNERS: Final = "doll.planners"
+SIMULATIONS: Final = "doll.simulations"
 TRACE_FORMATS: Final = "doll.trace_formats"
 _LAB: Final = "doll_lab"
 

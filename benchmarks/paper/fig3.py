@@ -12,8 +12,6 @@ import numpy as np
 from doll.process.figures import decorate
 from doll.provisioner.traces.availability import Markov
 from doll.ps.policies.doll import DollPolicyConfig
-from doll.simulation.settings import SimulationSettings
-from doll.simulation.system import System
 from doll.theory.cost import cost_ratio
 
 from benchmarks.paper.formulas import best_num_spot, best_num_spot_at_risk, cost_usd, on_demand_runtime_s, runtime_s
@@ -38,6 +36,8 @@ from benchmarks.paper.setting import (
     fluid,
     ticks_for,
 )
+from doll_lab.simulation.settings import SimulationSettings
+from doll_lab.simulation.system import System
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,10 +14,10 @@ from doll.config import AdamConfig, OptimizerConfig, SgdConfig
 from doll.process.figures import decorate
 from doll.provisioner.traces.availability import Markov
 from doll.ps.policies.doll import DollPolicyConfig
-from doll.simulation.settings import SimulationSettings
-from doll.simulation.system import System
 
 from benchmarks.paper.harness import FORMULA, Check, Result, Value, cannot_be_tried, main
+from doll_lab.simulation.settings import SimulationSettings
+from doll_lab.simulation.system import System
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,10 +1,10 @@
 """A learning job on cloud functions, as MLLess runs it, in virtual time.
 
-A setting of `doll.simulation.world`: the engine and policy, the worker's protocol and significance filter, its blobs,
-the scale-in tuner and the cost formula are those of production. What is simulated is time: how long a batch takes, and
-when a message arrives. As in MLLess, each worker writes its steps into a key-value store and reads those of every other
-worker from there. What a worker computes on is what a real one would have: the version that its grant allows, its own
-steps that this does not hold, and what its filter holds back.
+A setting of `doll_lab.simulation.world`: the engine and policy, the worker's protocol and significance filter, its
+blobs, the scale-in tuner and the cost formula are those of production. What is simulated is time: how long a batch
+takes, and when a message arrives. As in MLLess, each worker writes its steps into a key-value store and reads those of
+every other worker from there. What a worker computes on is what a real one would have: the version that its grant
+allows, its own steps that this does not hold, and what its filter holds back.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from doll.provisioner.planning.loss_history import LossHistory
 from doll.provisioner.planning.tuner import ScaleInTuner
 from doll.ps.engine.events import ApplyUpdate, EngineAction, Event, FetchGradient, GradientFetched, RollBack
 from doll.records.control import AnyRecord, Push
-from doll.simulation.timed_world import MESSAGE, UNBOUNDED, TimedProcess, TimedWorld
 from doll.storage.contributions import Compressor
 
 from benchmarks.paper.factorization import Factorization
 from benchmarks.paper.function_cost import functions_usd
+from doll_lab.simulation.timed_world import MESSAGE, UNBOUNDED, TimedProcess, TimedWorld
 
 Vector = npt.NDArray[np.float32]
 

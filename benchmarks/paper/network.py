@@ -33,9 +33,10 @@ from doll.ps.policies import Policy, make_policy
 from doll.ps.policies.essp import Essp
 from doll.ps.policies.ssp import BoundedStalenessConfig, Ssp
 from doll.records.control import AnyRecord, Grant, NewVersion, Push
-from doll.simulation.randomness import Draw, blocks
-from doll.simulation.timed_world import MESSAGE, TimedProcess, TimedWorld
 from doll.theory.staleness import Histogram, StalenessMeter
+
+from doll_lab.simulation.randomness import Draw, blocks
+from doll_lab.simulation.timed_world import MESSAGE, TimedProcess, TimedWorld
 
 Read = Literal["asks", "waits", "has"]
 # (worker, batch) -> seconds that its gradient takes

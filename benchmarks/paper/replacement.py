@@ -16,12 +16,12 @@ import numpy as np
 from doll.process.figures import decorate
 from doll.provisioner.traces.availability import Markov
 from doll.ps.policies.doll import DollPolicyConfig
-from doll.simulation.report import formula_rate
-from doll.simulation.settings import SimulationSettings
-from doll.simulation.system import System
 
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, claim, main
 from benchmarks.paper.setting import CYCLE_S, RATE, B, K, N
+from doll_lab.simulation.report import formula_rate
+from doll_lab.simulation.settings import SimulationSettings
+from doll_lab.simulation.system import System
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from doll.process.figures import decorate
 from doll.ps.policies.doll import DollPolicyConfig
-from doll.simulation.settings import SimulationSettings
-from doll.simulation.system import System
 
 from benchmarks.paper.formulas import UpdateCount, printed_update_variance, update_count
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, claim, main, near
+from doll_lab.simulation.settings import SimulationSettings
+from doll_lab.simulation.system import System
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

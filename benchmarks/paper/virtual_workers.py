@@ -18,11 +18,11 @@ from doll.ps.engine.events import ApplyUpdate, EngineAction, Event, StopRequeste
 from doll.ps.policies import Policy
 from doll.ps.policies.wsp import WspPolicyConfig
 from doll.records.control import AnyRecord, Push
-from doll.simulation.randomness import blocks
-from doll.simulation.timed_world import MESSAGE, TimedProcess, TimedWorld
 
 from doll_lab.pipelines.schedule import Jitter, Pipeline, StageTimes
 from doll_lab.pipelines.timeline import Timeline
+from doll_lab.simulation.randomness import blocks
+from doll_lab.simulation.timed_world import MESSAGE, TimedProcess, TimedWorld
 
 # Numbers of messages: that of a stage whose task ends, or one of these.
 _PUSHED, _PULLED = 1 << 20, (1 << 20) + 1

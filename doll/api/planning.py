@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from doll import extensions
 from doll.config import PlanConfig
 from doll.errors import ConfigError
 from doll.run.target import open_target
@@ -13,7 +14,6 @@ from doll.run.target import open_target
 if TYPE_CHECKING:
     from doll.monitor.views.comparison import Comparison
     from doll.provisioner.planning.assessment import Assessment
-    from doll.simulation.report import Summary
 
 
 def plan(job: str | Path, *, instance: str | None = None, region: str | None = None, **goals: Any) -> Assessment:
@@ -43,51 +43,20 @@ def plan(job: str | Path, *, instance: str | None = None, region: str | None = N
     return assess(request)
 
 
-def simulate(
-    job: str | Path,
-    *,
-    updates: int | None = None,
-    seconds: float | None = None,
-    spot: int = 0,
-    alpha: float = 0.9,
-    cycle_s: float = 1000.0,
-    service_s: float = 0.02,
-    seed: int = 0,
-    instance: str | None = None,
-    region: str | None = None,
-) -> Summary:
-    """A job in virtual time, on the parameter server's own engine and policies (`doll simulate`).
+def simulate(job: str | Path, **options: Any) -> Any:
+    """Simulate a job in virtual time, on the parameter server's own engine and policies (`doll simulate`).
 
     Args:
         job: a job file, the folder of a run, or the name of a shipped example.
-        updates, seconds: where it stops; default: as the job file says.
-        spot: workers on spot.
-        alpha: share of the time for which spot is available.
-        cycle_s: mean time from one loss of a spot machine to the next.
-        service_s: mean time of a batch's gradient.
-        instance, region: take their prices from the table that ships with DOLL, if the job file has none.
+        options: `updates`, `seconds`, `spot`, `alpha` and others; `doll_lab.simulation.job.simulate` lists them.
+
+    Returns:
+        The `doll_lab.simulation.report.Summary`.
 
     Raises:
-        ConfigError: the job or a number is not what was expected.
+        ConfigError: doll-lab is not installed, or the job or a number is not what was expected.
     """
-    from doll.provisioner.prices.shipped import with_prices
-    from doll.simulation import job as jobs
-    from doll.simulation.report import summarise
-
-    config = open_target(Path(job), []).config
-    prices = with_prices(config, config.plan, instance, region, [])
-    settings = jobs.simulation_settings(
-        config, config.rates_per_s(), batch_size=None, group_size=None, updates=updates, seconds=seconds,
-        compute_s=service_s, spot_usd_per_hour=prices.spot_usd_per_h or 0.0,
-        on_demand_usd_per_hour=prices.on_demand_usd_per_h or 0.0, seed=seed,
-        machines_per_worker=config.machines_per_worker,
-    )  # fmt: skip
-    if not 0 <= spot <= settings.num_workers:
-        raise ConfigError(f"spot: expected 0 to {settings.num_workers} (the workers), got {spot}")
-    preemption, availability = jobs.preemptions(settings, alpha, cycle_s, None, None)
-    system = jobs.fixed_mix(settings, spot, preemption, boot_s=0.0, measure=True)
-    system.run(lambda done, now_s: None)
-    return summarise(system, availability)
+    return extensions.need(extensions.SIMULATIONS, "job", "doll.simulate")(job, **options)
 
 
 def compare(

@@ -60,7 +60,7 @@ _COMMANDS: Final = {
     "drill": Listed(_EXAMINE, "Inject faults into a job, then audit it."),
     "replay": Listed(_EXAMINE, "Make a version again from its event log.", "runs:replay_"),
     "compare": Listed(_EXAMINE, "Run a job under several consistency policies.", "compare:compare"),
-    "simulate": Listed(_EXAMINE, "Simulate a whole job in virtual time.", "simulate:simulate"),
+    "simulate": Listed(_EXAMINE, "Simulate a whole job in virtual time."),
     "profile": Listed(_EXAMINE, "Measure the layers of a model, for pipelines.", "profile:profile"),
     "dead": Listed(_EXAMINE, "Inspect dead letters, and replay their records.", "dead:dead_app"),
 }

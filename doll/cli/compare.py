@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from doll import extensions
 from doll.cli import options
 from doll.cli.output import emit
 
@@ -33,7 +34,7 @@ def compare(
         ),
     ] = None,
     simulate: Annotated[
-        bool, typer.Option("--simulate", help="In virtual time, without services and without a loss; takes seconds.")
+        bool, typer.Option("--simulate", help="In virtual time, without services and a loss; takes seconds (doll-lab).")
     ] = False,
     service: options.ServiceOption = None,
     runs_folder: options.RunsFolderOption = Path("runs"),
@@ -60,13 +61,14 @@ def compare(
 
     Example: doll compare digits --policies doll,bsp,asp --set stop.samples=20000
     """
-    from doll.run.local.compare import compare_live, compare_simulated
+    from doll.run.local.compare import compare_live
     from doll.run.policy_choice import parse_choices
 
     job_file = job.target().path
     overrides = job.overrides or []
     choices = parse_choices(policies or [])
     if simulate:
+        compare_simulated = extensions.need(extensions.SIMULATIONS, "comparison", "doll compare --simulate")
         comparison, code = compare_simulated(
             job_file, overrides, choices, service_s=service, say=_say,
             rates_per_s=options.StreamOptions().rates_per_s,

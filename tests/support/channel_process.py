@@ -41,7 +41,6 @@ from doll.records.control import (
     RowsStored,
     Settle,
 )
-from doll.simulation import world as worlds
 from doll.storage.contributions import Compressor
 from doll.storage.deltas import Layout
 from doll.tables.rows import Ids, Rows
@@ -49,6 +48,8 @@ from doll.task.base import Task, load_task
 from doll.task.batches import SampleBatch
 from expected_model import LR, Added, Held
 from manual_executor import ManualExecutor
+
+from doll_lab.simulation import world as worlds
 
 if TYPE_CHECKING:
     from channel_world import World

@@ -1,4 +1,4 @@
-"""The world of `doll.simulation.world` with two channels, and numbers that are compared at every version.
+"""The world of `doll_lab.simulation.world` with two channels, and numbers that are compared at every version.
 
 The model host, rows and blobs are those of production, and so are the processes. Each channel is FIFO. Which one moves
 next, and what breaks, is drawn from a seed. A link that has broken may still deliver what was on it, behind what was
@@ -43,11 +43,12 @@ from doll.records.control import (
     Settle,
     Welcome,
 )
-from doll.simulation import world as worlds
 from doll.storage.checkpoints import Checkpoint
 from expected_model import ExpectedModel, Moment, Vector
 from memory_stores import MemoryBlobs
 from msgspec import structs
+
+from doll_lab.simulation import world as worlds
 
 _GRANT_TIMEOUT_S: Final = 35.0  # above the default
 _LEASE_S: Final = 9.0

@@ -1,4 +1,4 @@
-"""The world of `doll.simulation.world` with streams, symbolic blobs, crashes, and channels that a test moves.
+"""The world of `doll_lab.simulation.world` with streams, symbolic blobs, crashes, and channels that a test moves.
 
 Each channel is FIFO, as Kafka's partitions are; which channel moves next is the test's choice. Nothing sleeps.
 """
@@ -50,9 +50,10 @@ from doll.records.control import (
     Stop,
     Welcome,
 )
-from doll.simulation import world as worlds
 from doll.storage.blobs import weights_key
 from msgspec import structs
+
+from doll_lab.simulation import world as worlds
 
 # Every policy that is registered where the tests run, with its defaults.
 POLICIES: dict[str, PolicyConfig] = {name: policy_section(name)(name=name) for name in registered.names()} | {

@@ -1,4 +1,4 @@
-"""Every example in a docstring of doll, and of the formulas of the papers, is true."""
+"""Every example in a docstring of doll, of doll-lab, and of the formulas of the papers, is true."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from paths import ROOT
 
 PROMPT = ">>> "
 MODULES = [
-    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    for folder in ("doll", "benchmarks/paper")
-    for path in sorted((ROOT / folder).rglob("*.py"))
+    ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+    for root, folder in ((ROOT, "doll"), (ROOT / "lab", "doll_lab"), (ROOT, "benchmarks/paper"))
+    for path in sorted((root / folder).rglob("*.py"))
     if PROMPT in path.read_text()
 ]
 

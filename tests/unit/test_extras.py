@@ -68,7 +68,7 @@ class Missing:
         if name.partition(".")[0] in {names}:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Missing())
-import doll.cli.app, doll.run.local.up, doll.run.local.roles, doll.run.local.compare, doll.simulation.report
+import doll.cli.app, doll.run.local.up, doll.run.local.roles, doll.run.local.compare, doll.dashboard.saved_page
 import doll.ps.main, doll.consumers.faust_app, doll.evaluation.main, doll.producers.main
 """
 

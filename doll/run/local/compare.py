@@ -25,7 +25,6 @@ from doll.run.local.page import page_of_runs
 from doll.run.local.running import INTERRUPTED
 from doll.run.local.up import check_runnable, run_up
 from doll.run.policy_choice import PolicyChoice, jobs_of
-from doll.simulation.comparison import seconds_of, simulate_policy
 
 INTERRUPTED_EXIT_CODE: Final = 1
 _NAME_CHARS: Final = (24, 16)  # of a job's and a policy's name in the name of a run's job, which has 63 at most
@@ -65,7 +64,7 @@ def compare_live(
     runs: list[PolicyRun] = []
     codes: list[int] = []
     labels = [choice.label for choice in choices]
-    target, job, notes = configs[0].stop.loss, configs[0].job, _notes(configs[0])
+    target, job, notes = configs[0].stop.loss, configs[0].job, notes_on(configs[0])
 
     def comparison() -> Comparison:
         return Comparison(job, tuple(runs), target, labels, notes)
@@ -136,40 +135,8 @@ def own_job(config: JobConfig, policy: str, number: int, folder: Path) -> JobCon
     return config.model_copy(update={"job": f"{job}-{number}-{name}-{time}", "checkpoint": checkpoint})
 
 
-def compare_simulated(
-    path: Path,
-    overrides: Sequence[str],
-    choices: Sequence[PolicyChoice],
-    *,
-    rates_per_s: Callable[[JobConfig], Sequence[float]],
-    service_s: float | None,
-    say: Callable[[str], None],
-) -> tuple[Comparison, int]:
-    """Simulate the job under each policy in virtual time, on the same arrivals; the comparison, and the exit code.
-
-    Args:
-        rates_per_s: of the job's streams, shape (N,).
-        service_s: mean seconds to compute a batch's gradient; None: the job's `plan.service_s`, else 20 ms.
-
-    Raises:
-        ConfigError: the job, or a policy's options, cannot be compared.
-    """
-    configs = jobs_of(path, overrides, choices)
-    rates = rates_per_s(configs[0])
-    seconds = seconds_of(configs[0], rates)  # of the same stream for all of them
-    runs, codes = [], []
-    for choice, config in zip(choices, configs, strict=True):
-        say(f"simulating {choice.label}")
-        try:
-            runs.append(simulate_policy(choice.label, config, rates, seconds=seconds, service_s=service_s))
-        except DollError as error:
-            runs.append(PolicyRun(choice.label, str(error), ok=False))
-            codes.append(error.exit_code)
-    notes = (*_notes(configs[0]), "simulated: no gradients are computed, so there is no loss, and no bytes are sent")
-    return Comparison(configs[0].job, runs, None, [choice.label for choice in choices], notes), max(codes, default=0)
-
-
-def _notes(config: JobConfig) -> list[str]:
+def notes_on(config: JobConfig) -> list[str]:
+    """Notes on a comparison of this job: a stop rule that ends the policies at different points of the stream."""
     if config.stop.samples is None and config.stop.updates is not None:
         return [
             "stop.updates ends each policy after as many updates, which hold different numbers of batches; "

@@ -13,9 +13,10 @@ from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import Optimizer
 from doll.provisioner.traces.availability import Markov
 from doll.ps.policies.doll import DollPolicyConfig
-from doll.simulation.settings import SimulationSettings
-from doll.simulation.system import System
 from examples.digits.task import Digits
+
+from doll_lab.simulation.settings import SimulationSettings
+from doll_lab.simulation.system import System
 
 pytestmark = pytest.mark.slow  # loads torch
 

@@ -37,7 +37,8 @@ class Refuse(importlib.abc.MetaPathFinder):
 
 
 def become_windows():
-    for name in [name for name in sys.modules if name == "doll" or name.startswith("doll.") or name in MODULES]:
+    gone = {"doll", "doll_lab", *MODULES}
+    for name in [name for name in sys.modules if name.partition(".")[0] in gone]:
         del sys.modules[name]
     sys.meta_path.insert(0, Refuse())
     for module, names in NAMES.items():

@@ -6,6 +6,7 @@ import shlex
 import tomllib
 from pathlib import Path
 
+import doll as doll_package
 import pytest
 from commands import doll
 from doll import extensions
@@ -38,7 +39,9 @@ def test_each_entry_point_that_is_declared_is_found(group: str, name: str) -> No
     [
         "backtest my-traces --windows 3",
         "drill digits --faults 3",
+        "simulate -N 4",
         "spot market --seed 3",
+        "compare digits --simulate",
         "backtest",
         "plan --pipeline fleet.yaml",
     ],
@@ -46,10 +49,17 @@ def test_each_entry_point_that_is_declared_is_found(group: str, name: str) -> No
 def test_a_command_without_doll_lab_says_what_to_install(line: str) -> None:
     result = doll(*shlex.split(line))
     assert result.exit_code == 2
-    what = "doll plan --pipeline" if line.startswith("plan") else f"doll {line.split()[0]}"
+    words = line.split()
+    what = f"doll {words[0]}" + {"plan": " --pipeline", "compare": " --simulate"}.get(words[0], "")
     assert result.stderr.splitlines() == [
         f"doll: {what} is in doll-lab, which is not installed: install doll-lab (in a clone: make setup)"
     ]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_function_without_doll_lab_says_what_to_install() -> None:
+    with pytest.raises(ConfigError, match=r"doll\.simulate is in doll-lab, which is not installed: install doll-lab"):
+        doll_package.simulate("digits")
 
 
 @pytest.mark.slow  # loads torch

@@ -18,8 +18,6 @@ from doll.provisioner.planning.assessment import assess, report_text
 from doll.provisioner.planning.plan_request import plan_request
 from doll.provisioner.settings import controller_settings
 from doll.provisioner.status import status_text
-from doll.simulation import job as jobs
-from doll.simulation.report import summarise
 from doll.theory.cost import SECONDS_PER_HOUR
 from doll.theory.preemption import gang_availability
 from fake_fleet import FakeFleet, VirtualClock
@@ -31,6 +29,8 @@ from job_world import ON_DEMAND, SPOT, FlatPrices, JobWorld, run, settings
 from memory_state_store import MemoryStateStore
 from paths import EXAMPLES
 
+from doll_lab.simulation import job as jobs
+from doll_lab.simulation.report import summarise
 from doll_lab.spot.preparation import SpotRun
 
 T0 = 1_700_000_000.0

@@ -13,13 +13,14 @@ from doll.ps.policies.clocks import WaitingAtGate, WorkerClocks
 from doll.ps.policies.essp import Essp, EsspPolicyConfig
 from doll.ps.policies.ssp import BoundedStalenessConfig, Ssp, SspPolicyConfig
 from doll.records.control import Grant, NewVersion
-from doll.simulation.settings import SimulationSettings
-from doll.simulation.system import System
 from engine_runs import play, random_steps
 from engine_world import World
 from fuzzing import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
+from doll_lab.simulation.settings import SimulationSettings
+from doll_lab.simulation.system import System
 
 pytestmark = pytest.mark.slow  # loads torch
 

@@ -17,12 +17,13 @@ from doll.config.policy import POLICIES, PolicyConfig
 from doll.errors import ConfigError
 from doll.ps.policies import make_policy, policy_spec
 from doll.records.control import NewVersion
-from doll.simulation.report import summarise
-from doll.simulation.settings import SimulationSettings
-from doll.simulation.system import System
 from engine_runs import check_random_run, play, random_steps
 from engine_world import World
 from paths import SUPPORT
+
+from doll_lab.simulation.report import summarise
+from doll_lab.simulation.settings import SimulationSettings
+from doll_lab.simulation.system import System
 
 pytestmark = pytest.mark.slow  # loads torch
 

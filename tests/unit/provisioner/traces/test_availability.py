@@ -9,7 +9,8 @@ import pytest
 from doll.errors import ConfigError
 from doll.provisioner.traces.availability import Markov, RecordedAvailability
 from doll.provisioner.traces.model import Pool, Series, constant
-from doll.simulation.randomness import blocks, compute_time, samples_time
+
+from doll_lab.simulation.randomness import blocks, compute_time, samples_time
 
 
 def test_a_markov_slot_is_up_its_share_of_the_time_in_cycles_of_the_given_length() -> None:

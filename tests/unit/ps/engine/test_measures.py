@@ -16,11 +16,12 @@ from doll.ps.policies.asp import AspPolicyConfig
 from doll.ps.policies.bsp import BspPolicyConfig
 from doll.ps.policies.vap import VapPolicyConfig
 from doll.records.control import Join, Measures
-from doll.simulation.settings import SimulationSettings
-from doll.simulation.system import System
 from engine_world import POLICIES
 from pushes import applied_set, push_of
 from record_builders import announce
+
+from doll_lab.simulation.settings import SimulationSettings
+from doll_lab.simulation.system import System
 
 pytestmark = pytest.mark.slow  # loads torch
 

@@ -13,16 +13,16 @@ from heapq import heapify, heappush
 from typing import Protocol
 
 import numpy as np
-
 from doll.consumers.protocol.worker_core import Compute
 from doll.provisioner.traces.availability import Preemption
 from doll.ps.engine.events import ApplyUpdate, EngineAction, Event
 from doll.ps.engine.measures import PolicyMeasures
 from doll.ps.policies import Policy
 from doll.records.control import Grant
-from doll.simulation.randomness import Draw, compute_time, samples_time
-from doll.simulation.settings import SimulationSettings
-from doll.simulation.timed_world import BATCH, BOOTED, FOREVER_S, PLAN, SPAN, TimedProcess, TimedWorld
+
+from doll_lab.simulation.randomness import Draw, compute_time, samples_time
+from doll_lab.simulation.settings import SimulationSettings
+from doll_lab.simulation.timed_world import BATCH, BOOTED, FOREVER_S, PLAN, SPAN, TimedProcess, TimedWorld
 
 
 @dataclass

@@ -8,19 +8,21 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-
 from doll.config import JobConfig
 from doll.config.policy import PolicyConfig
 from doll.errors import ConfigError
 from doll.provisioner.planning.state import PlannerSettings
+from doll.provisioner.prices.shipped import with_prices
 from doll.provisioner.traces.availability import Markov, Preemption, RecordedAvailability, WholeWorkers, pool_of_workers
 from doll.provisioner.traces.recordings import pool_of
 from doll.ps.policies.doll import DollPolicyConfig
-from doll.simulation.provisioning import PlannerProvisioner
-from doll.simulation.report import group_size
-from doll.simulation.settings import SimulationSettings
-from doll.simulation.system import System
+from doll.run.target import open_target
 from doll.theory.preemption import gang_availability
+
+from doll_lab.simulation.provisioning import PlannerProvisioner
+from doll_lab.simulation.report import Summary, group_size, summarise
+from doll_lab.simulation.settings import SimulationSettings
+from doll_lab.simulation.system import System
 
 PAPER_RATE_PER_S: Final = 125.0
 PAPER_WORKERS: Final = 64
@@ -32,6 +34,49 @@ PAPER_ON_DEMAND_USD_PER_H: Final = 0.286
 _PAPER_BATCH_SIZE: Final = 256
 _PAPER_GROUP_SIZE: Final = 20
 _PAPER_UPDATES: Final = 10_000
+
+
+def simulate(
+    job: str | Path,
+    *,
+    updates: int | None = None,
+    seconds: float | None = None,
+    spot: int = 0,
+    alpha: float = PAPER_ALPHA,
+    cycle_s: float = PAPER_CYCLE_S,
+    service_s: float = PAPER_SERVICE_S,
+    seed: int = 0,
+    instance: str | None = None,
+    region: str | None = None,
+) -> Summary:
+    """Simulate a job in virtual time: `doll.simulate`.
+
+    Args:
+        job: a job file, the folder of a run, or the name of a shipped example.
+        updates, seconds: the end of the simulation; default: the stop rule of the job file.
+        spot: number of workers on spot.
+        alpha: share of the time for which spot is available.
+        cycle_s: mean time from one loss of a spot machine to the next.
+        service_s: mean time of a batch's gradient.
+        instance, region: take their prices from the table that ships with DOLL, if the job file has none.
+
+    Raises:
+        ConfigError: the job or a number is not what was expected.
+    """
+    config = open_target(Path(job), []).config
+    prices = with_prices(config, config.plan, instance, region, [])
+    settings = simulation_settings(
+        config, config.rates_per_s(), batch_size=None, group_size=None, updates=updates, seconds=seconds,
+        compute_s=service_s, spot_usd_per_hour=prices.spot_usd_per_h or 0.0,
+        on_demand_usd_per_hour=prices.on_demand_usd_per_h or 0.0, seed=seed,
+        machines_per_worker=config.machines_per_worker,
+    )  # fmt: skip
+    if not 0 <= spot <= settings.num_workers:
+        raise ConfigError(f"spot: expected 0 to {settings.num_workers} (the workers), got {spot}")
+    preemption, availability = preemptions(settings, alpha, cycle_s, None, None)
+    system = fixed_mix(settings, spot, preemption, boot_s=0.0, measure=True)
+    system.run()
+    return summarise(system, availability)
 
 
 def simulation_settings(

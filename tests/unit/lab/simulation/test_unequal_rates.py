@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 from doll.config.policy import POLICIES, policy_section
-from doll.simulation.settings import SimulationSettings
-from doll.simulation.system import System
+from paths import ROOT
+
+from doll_lab.simulation.settings import SimulationSettings
+from doll_lab.simulation.system import System
 
 pytestmark = pytest.mark.slow  # some seconds
 
-GUIDE = Path(__file__).parents[3] / "docs" / "guide" / "run.md"
+GUIDE = ROOT / "docs" / "guide" / "run.md"
 NO_RECORDS = 1e-6  # per second: none in the run
 RATES = {
     "dry": (100.0, 100.0, 100.0, NO_RECORDS),

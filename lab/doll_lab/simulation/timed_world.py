@@ -1,7 +1,7 @@
 """A world in virtual time: one queue of events, and workers whose batches take a time each.
 
 Gradients carry no numbers. Subclasses add where batches come from, links that take time, and what is measured:
-`doll.simulation.system` has the streams and machines of a job.
+`doll_lab.simulation.system` has the streams and machines of a job.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from doll.ps.engine.engine import Engine
 from doll.ps.engine.settings import EngineSettings
 from doll.ps.policies import Policy, make_policy
 from doll.records.control import NewVersion
-from doll.simulation.world import Process, World
+
+from doll_lab.simulation.world import Process, World
 
 # Larger than any simulated queue: workers of the simulation are not held back, so that an unstable queue shows.
 UNBOUNDED = 1 << 40
@@ -50,7 +51,7 @@ class TimedProcess(Process):
         self.offered = weights.version
 
     def stop(self) -> None:
-        """What it computes is lost, and the weights that it has."""
+        """Lose the gradients under way, and the weights that the process has."""
         self.done, self.is_computing = [], False
         self.cached = self.offered = -1
 
@@ -90,7 +91,7 @@ class TimedWorld(World[TimedProcess]):
             seconds_of: (worker, batch) -> how long its gradient takes.
             batch_size: samples per batch.
             policy: in place of the one that `config` names.
-            updates: the run ends after so many model updates; None: it does not.
+            updates: the run ends after this many model updates; None: it does not.
         """
         n = num_workers
         settings = EngineSettings(
@@ -205,7 +206,7 @@ class TimedWorld(World[TimedProcess]):
         self.do(process, process.protocol.gradient_done(order.grant, order.batches, done, begun_s))
 
     def _key_of(self, worker: int, batch: int) -> str:
-        """Of the blob with a set that ends with this batch."""
+        """The key of the blob with a set that ends with this batch."""
         return ""
 
     def _holds_back(self, worker: int) -> bool:

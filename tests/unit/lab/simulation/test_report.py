@@ -8,11 +8,12 @@ from doll.config import parse
 from doll.provisioner.traces.availability import Markov
 from doll.ps.policies.bsp import BspPolicyConfig
 from doll.ps.policies.doll import DollPolicyConfig
-from doll.simulation.comparison import seconds_of, simulate_policy
-from doll.simulation.job import simulation_settings
-from doll.simulation.report import formula_rate, summarise
-from doll.simulation.settings import SimulationSettings
-from doll.simulation.system import System
+
+from doll_lab.simulation.comparison import seconds_of, simulate_policy
+from doll_lab.simulation.job import simulation_settings
+from doll_lab.simulation.report import formula_rate, summarise
+from doll_lab.simulation.settings import SimulationSettings
+from doll_lab.simulation.system import System
 
 
 def test_formulas_know_rates_availability_and_policy() -> None:

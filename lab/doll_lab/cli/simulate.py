@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-
 from doll.cli import options
 from doll.cli.output import emit, progress_bar
 
 
 @dataclass(frozen=True, kw_only=True)
 class SettingOptions:
-    """Settings of the simulation, under their names in `doll.simulation.settings`."""
+    """Settings of the simulation, under their names in `doll_lab.simulation.settings`."""
 
     updates: Annotated[int | None, typer.Option("--updates", "-J", min=1, help="Stop after this many updates.")] = None
     seconds: Annotated[float | None, options.duration("Stop at this virtual time.", "--duration")] = None
@@ -70,8 +69,9 @@ def simulate(
     from doll.config import PlanConfig
     from doll.provisioner.planning.plan_request import changed_plan
     from doll.provisioner.prices.shipped import with_prices
-    from doll.simulation import job as jobs
-    from doll.simulation.report import summarise, write_report
+
+    from doll_lab.simulation import job as jobs
+    from doll_lab.simulation.report import summarise, write_report
 
     config = job.config_if_named()
     papers = {"spot_usd_per_h": jobs.PAPER_SPOT_USD_PER_H, "on_demand_usd_per_h": jobs.PAPER_ON_DEMAND_USD_PER_H}

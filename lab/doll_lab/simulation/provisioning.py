@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-
 from doll.provisioner.planning.estimators import AvailabilityEstimator
 from doll.provisioner.planning.planner import plan, start
 from doll.provisioner.planning.state import PlannerSettings, PlannerState, SlotHistory
-from doll.simulation.system import System
+
+from doll_lab.simulation.system import System
 
 
 class PlannerProvisioner:

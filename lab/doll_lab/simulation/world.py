@@ -3,8 +3,8 @@
 A worker's process is a `WorkerCore`; the server is an `Engine`. `World` does with their records and actions what the
 loops of a real server and a real worker do. A subclass decides the rest: how records travel (`to_server`, `to_worker`),
 what the model is (`perform`), and what a process computes. By default a record takes no time, and a checkpoint is
-durable immediately. `doll.simulation.timed_world` adds a virtual clock, and the random tests of the engine move a world
-by dice (docs/decisions/0057).
+durable immediately. `doll_lab.simulation.timed_world` adds a virtual clock, and the random tests of the engine move a
+world by dice (docs/decisions/0057).
 """
 
 from __future__ import annotations

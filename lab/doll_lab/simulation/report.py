@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-
 from doll.amounts import usd
 from doll.dashboard.saved_page import save_panels
 from doll.monitor.state.formats import known, number
@@ -22,9 +21,10 @@ from doll.monitor.state.rates import (
 )
 from doll.monitor.views.panels import Panel, line, panel, staleness_panel
 from doll.process.files import json_safe
-from doll.simulation.settings import SimulationSettings
-from doll.simulation.system import System, Trajectory
 from doll.theory.queueing import Stability
+
+from doll_lab.simulation.settings import SimulationSettings
+from doll_lab.simulation.system import System, Trajectory
 
 COLUMNS = ("update", "time_s", "waiting_batches", "workers_up", "group_s", "usd")
 

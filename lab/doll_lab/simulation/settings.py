@@ -1,4 +1,4 @@
-"""What a simulation needs to know: the job, the machines and how they are preempted."""
+"""The settings of a simulation: the job, the machines and how they are preempted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SimulationSettings:
         arrival_scv: c_A², squared coefficient of variation of the time between samples: 1 Poisson, 0 regular.
         compute_s: μ_C, mean seconds per gradient of one batch.
         compute: distribution of the gradient time.
-        updates: the run ends after so many model updates; None: only `seconds` ends it.
+        updates: the run ends after this many model updates; None: only `seconds` ends it.
         seconds: the run ends at this virtual time; None: only `updates` ends it.
         random_phase: each worker begins with a batch that is filled to a random degree. Without it all batches of equal
             streams complete together and stay in step for hundreds of seconds.
@@ -32,7 +32,6 @@ class SimulationSettings:
             pile up in the log and a returned worker announces all of them.
         spot_usd_per_hour, on_demand_usd_per_hour: price of a machine.
         machines_per_worker: k: machines that a worker gets, loses and pays together.
-        sample_every_s: spacing of the rows of the time series; None: one row per update.
     """
 
     rates_per_s: Sequence[float]
@@ -67,7 +66,7 @@ class SimulationSettings:
 
     @property
     def worker_prices(self) -> Prices:
-        """Of a worker with all of its machines."""
+        """The prices of a worker with all of its machines."""
         return Prices(self.spot_usd_per_hour, self.on_demand_usd_per_hour).times(self.machines_per_worker)
 
     @property

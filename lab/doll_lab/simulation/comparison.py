@@ -1,24 +1,61 @@
-"""One policy of a comparison in virtual time."""
+"""`doll compare --simulate`: a comparison of policies in virtual time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from doll.config import JobConfig
 from doll.config.step_size import step_factor
-from doll.errors import ConfigError
+from doll.errors import ConfigError, DollError
 from doll.monitor.state.policy_summary import PolicySummary
-from doll.monitor.views.comparison import PolicyRun
-from doll.simulation.job import PAPER_SERVICE_S
-from doll.simulation.settings import SimulationSettings
-from doll.simulation.system import System
+from doll.monitor.views.comparison import Comparison, PolicyRun
+from doll.run.local.compare import notes_on
+from doll.run.policy_choice import PolicyChoice, jobs_of
+
+from doll_lab.simulation.job import PAPER_SERVICE_S
+from doll_lab.simulation.settings import SimulationSettings
+from doll_lab.simulation.system import System
+
+
+def compare_simulated(
+    path: Path,
+    overrides: Sequence[str],
+    choices: Sequence[PolicyChoice],
+    *,
+    rates_per_s: Callable[[JobConfig], Sequence[float]],
+    service_s: float | None,
+    say: Callable[[str], None],
+) -> tuple[Comparison, int]:
+    """Simulate the job under each policy in virtual time, on the same arrivals; the comparison, and the exit code.
+
+    Args:
+        rates_per_s: of the job's streams, shape (N,).
+        service_s: mean seconds to compute a batch's gradient; None: the job's `plan.service_s`, else 20 ms.
+
+    Raises:
+        ConfigError: the job, or a policy's options, cannot be compared.
+    """
+    configs = jobs_of(path, overrides, choices)
+    rates = rates_per_s(configs[0])
+    seconds = seconds_of(configs[0], rates)  # of the same stream for all of them
+    runs, codes = [], []
+    for choice, config in zip(choices, configs, strict=True):
+        say(f"simulating {choice.label}")
+        try:
+            runs.append(simulate_policy(choice.label, config, rates, seconds=seconds, service_s=service_s))
+        except DollError as error:
+            runs.append(PolicyRun(choice.label, str(error), ok=False))
+            codes.append(error.exit_code)
+    notes = (*notes_on(configs[0]), "simulated: no gradients are computed, so there is no loss, and no bytes are sent")
+    return Comparison(configs[0].job, runs, None, [choice.label for choice in choices], notes), max(codes, default=0)
 
 
 def simulate_policy(
     label: str, config: JobConfig, rates_per_s: Sequence[float], *, seconds: float, service_s: float | None
 ) -> PolicyRun:
-    """The job's streams under its policy, for so many virtual seconds.
+    """The job's streams under its policy, for `seconds` of virtual time.
 
     Args:
         rates_per_s: λ_n, shape (N,), as the job file counts: a record is one sample, a packed one m.
@@ -48,7 +85,7 @@ def simulate_policy(
 
 
 def seconds_of(config: JobConfig, rates_per_s: Sequence[float]) -> float:
-    """For how long the job's streams last until its first limit, at these rates.
+    """The seconds that the job's streams last until its first limit, at these rates.
 
     Raises:
         ConfigError: it has none.

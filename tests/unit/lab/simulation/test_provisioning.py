@@ -7,10 +7,11 @@ import pytest
 from doll.provisioner.planning.state import PlannerSettings
 from doll.provisioner.traces.availability import Markov
 from doll.ps.policies.doll import DollPolicyConfig
-from doll.simulation.provisioning import PlannerProvisioner
-from doll.simulation.settings import SimulationSettings
-from doll.simulation.system import System
 from fuzzing import seeds
+
+from doll_lab.simulation.provisioning import PlannerProvisioner
+from doll_lab.simulation.settings import SimulationSettings
+from doll_lab.simulation.system import System
 
 N, K, B, RATE, UPDATES = 16, 4, 32, 50.0, 4000
 ON_DEMAND_S = UPDATES * K * B / (N * RATE)

@@ -13,10 +13,11 @@ from doll.provisioner.traces.availability import Markov
 from doll.ps.policies.asp import AspPolicyConfig
 from doll.ps.policies.bsp import BspPolicyConfig
 from doll.ps.policies.doll import DollPolicyConfig
-from doll.simulation.report import formula_rate, summarise
-from doll.simulation.settings import SimulationSettings
-from doll.simulation.system import System
 from doll.theory.queueing import harmonic
+
+from doll_lab.simulation.report import formula_rate, summarise
+from doll_lab.simulation.settings import SimulationSettings
+from doll_lab.simulation.system import System
 
 
 class Script:
