@@ -27,7 +27,8 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 from doll.config import JobConfig
 from doll.pipeline.planner.cut import cut
-from doll.pipeline.planner.profiled import live_rule, paper_rule
+from doll.pipeline.planner.partition import MemoryRule
+from doll.pipeline.planner.profiled import live_rule, num_states
 from doll.pipeline.profiling.layers import layers_of
 from doll.pipeline.profiling.profiler import profile_layers, sample_batch
 from doll.task.base import load_task
@@ -201,7 +202,8 @@ def _promised(model: _Model, in_flight: int, optimizer: str) -> list[tuple[float
     batch = sample_batch(task, module, model.samples, np.random.default_rng(0))
     profile = profile_layers(task, layers_of(task, module), batch, model=model.task, repeats=1)
     parts = cut(config, task, module, 0)
-    rules = [live_rule(config.training.optimizer), paper_rule(config.training.optimizer)]
+    # The paper's rule leaves out what an interpreter and its libraries take.
+    rules = [live_rule(config.training.optimizer), MemoryRule(1 + num_states(config.training.optimizer))]
     promised, at = [], 0
     for number, part in enumerate(parts):
         size, is_last = profile.size_of(at, at + len(part)), number == len(parts) - 1

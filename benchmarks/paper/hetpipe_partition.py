@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from doll.pipeline.planner.partition import DoesNotFitError, MemoryRule, best_partition
+from doll.pipeline.planner.partition import DoesNotFitError, MemoryRule
 from doll.pipeline.profiling.profile import Device, LayerProfile, Network, Profile
 from doll.process.figures import decorate
 
@@ -30,6 +30,7 @@ from benchmarks.paper.partition_reference import (
     by_integer_programme,
     random_instance,
 )
+from doll_lab.pipelines.partition import best_partition
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,6 +1,6 @@
 """Other ways to the best partition, for comparison: all cuts and orders one by one, and a mixed-integer programme.
 
-They share nothing with `doll.pipeline.planner.partition` but its types: the formulas of the HetPipe paper are here once
+They share nothing with `doll_lab.pipelines.partition` but its types: the formulas of the HetPipe paper are here once
 more.
 """
 

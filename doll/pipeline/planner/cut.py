@@ -9,7 +9,7 @@ import torch
 
 from doll.config import JobConfig
 from doll.errors import ConfigError, TaskError
-from doll.pipeline.planner.profiled import partition_by_profile
+from doll.pipeline.planner.profiled import load_profile, stops_by_profile
 from doll.pipeline.profiling.layers import Layer, chain, check_cut, layers_of, trial_input
 from doll.pipeline.profiling.profile import Profile
 from doll.task import passes
@@ -35,13 +35,13 @@ def cut(config: JobConfig, task: Task, model: torch.nn.Module, worker: int) -> l
     if pipeline.layers is not None:
         stops = _named_stops(names, pipeline.layers)
     elif pipeline.profile is not None:
-        profile, partition = partition_by_profile(config, worker)
+        profile = load_profile(config)
         if [layer.name for layer in profile.layers] != names:
             raise ConfigError(
                 f"worker.pipeline.profile: {pipeline.profile} has the layers {_few(profile)}, the job's model has "
                 f"{', '.join(names[:8])}: profile it again (doll profile JOB.yaml --out {pipeline.profile.name})"
             )
-        stops = [stage.stop for stage in partition.stages]
+        stops = stops_by_profile(config, profile, worker)
     else:
         stops = even_stops([sum(p.numel() for p in layer.module.parameters()) for layer in layers], pipeline.stages)
     starts = [0, *stops[:-1]]
@@ -52,7 +52,7 @@ def cut(config: JobConfig, task: Task, model: torch.nn.Module, worker: int) -> l
 
 
 def check_parts(task: Task, model: torch.nn.Module, parts: Sequence[Sequence[Layer]], inputs: passes.Inputs) -> None:
-    """As `check_cut`, for the stages of `cut`."""
+    """Check the stages of `cut`; see `check_cut`."""
     stages = [
         Layer(part[0].name if len(part) == 1 else f"{part[0].name}..{part[-1].name}", chain(part)) for part in parts
     ]
@@ -62,8 +62,8 @@ def check_parts(task: Task, model: torch.nn.Module, parts: Sequence[Sequence[Lay
 def check_with_samples(
     task: Task, model: torch.nn.Module, parts: Sequence[Sequence[Layer]], samples: SampleBatch, *, batch: int
 ) -> None:
-    """As `check_parts`, for samples of the stream, at least one: random numbers may not do in the model what these do,
-    or it takes none.
+    """Check the stages of `cut` with samples of the stream, at least one: random numbers may have another effect in the
+    model, or it takes none.
 
     Raises:
         TaskError: the stages compute something else than the model. A restart would find the same.
@@ -76,9 +76,9 @@ def check_with_samples(
 
 def even_stops(sizes: Sequence[int], parts: int) -> list[int]:
     """Cut `sizes` into `parts` runs of one or more, such that the largest sum is as small as possible, and the others
-    are about even: where each ends."""
+    are about even. Returns the end of each."""
     sums = list(accumulate(sizes, initial=0))
-    # best[n]: the smallest largest sum of the first n in so many runs, the sum of squares, where the last run begins.
+    # best[n]: the smallest largest sum of the first n in this many runs, the sum of squares, the begin of the last run.
     best = [(sums[n], sums[n] ** 2, 0) for n in range(len(sums))]
     begins = []
     for part in range(2, parts + 1):
@@ -101,10 +101,10 @@ def _few(profile: Profile) -> str:
 
 
 def _named_stops(names: Sequence[str], wanted: Sequence[Sequence[str]]) -> list[int]:
-    """Where each stage of `wanted` ends.
+    """The end of each stage of `wanted`.
 
     Raises:
-        ConfigError: a layer is missing, unknown, named twice, or not behind the one before it.
+        ConfigError: a layer is missing, unknown, named twice, or not after the one before it.
     """
     at = 0
     stops = []

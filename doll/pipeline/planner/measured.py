@@ -1,4 +1,4 @@
-"""What the stages of a running virtual worker did: written to a file of the run folder, and read from there."""
+"""The tasks of the stages of a running virtual worker, in a file of the run folder."""
 
 from __future__ import annotations
 

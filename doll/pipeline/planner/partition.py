@@ -1,118 +1,219 @@
-"""Which layers of a model each stage of a virtual worker gets, and on which device (the HetPipe paper, section 5).
+"""The cut of a model's layers into the stages of one virtual worker, on devices in a given order. Pure.
 
-Pure. Stages are contiguous. The time of a stage is that of its layers, forward and backward, with what it takes to
-receive the activations from the stage before and the gradients from the stage behind. The best partition has the
-least bottleneck, the time of its slowest stage, within the memory of the devices. `doll.pipeline.planner.device_orders`
-finds it exactly, by a dynamic programme in place of the paper's CPLEX.
+Stages are contiguous. The best cut has the least bottleneck, the time of its slowest stage, within the memory of the
+devices (the HetPipe paper, section 5). Links take no time here. doll-lab's planner of a fleet also chooses devices and
+their order, and counts transfers (`doll_lab.pipelines.partition`).
 
 >>> from doll.pipeline.profiling.profile import LayerProfile
 >>> layers = tuple(LayerProfile(name, 1.0, 2.0, 10, 4, 100) for name in "abcdef")
 >>> devices = [Device("slow"), Device("fast", speed=2.0)]
->>> memory = MemoryRule(optimizer_multiplier=1.0)
->>> best = best_partition(Profile("net", 32, "slow", layers), devices, Network(), in_flight=4, memory=memory)
->>> [(stage.device.name, stage.first, stage.stop, stage.memory_bytes) for stage in best.stages]
-[('slow', 0, 2, 1280.0), ('fast', 2, 6, 1240.0)]
->>> best.bottleneck_s, best.binding
-(6.0, 0)
+>>> stops_in_order(Profile("net", 32, "slow", layers), devices, in_flight=4, memory=MemoryRule(optimizer_multiplier=1))
+[2, 6]
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from doll.pipeline.planner.device_orders import Placed, best
-from doll.pipeline.planner.misfit import explain
-from doll.pipeline.planner.partition_problem import DoesNotFitError, MemoryRule, Problem
-from doll.pipeline.profiling.profile import Device, Network, Profile
+import numpy as np
+import numpy.typing as npt
 
-__all__ = [
-    "DoesNotFitError", "MemoryRule", "Partitioning", "StagePlan", "best_partition", "partition_in_order",
-]  # fmt: skip
+from doll.errors import ConfigError
+from doll.pipeline.profiling.profile import Device, Profile, StageSize
 
-
-@dataclass(frozen=True, slots=True)
-class StagePlan:
-    """Layers [first, stop) on `device`; seconds of one minibatch."""
-
-    first: int
-    stop: int
-    device: Device
-    forward_s: float
-    backward_s: float
-    receive_forward_s: float
-    receive_backward_s: float
-    memory_bytes: float
-
-    @property
-    def total_s(self) -> float:
-        return self.forward_s + self.backward_s + self.receive_forward_s + self.receive_backward_s
+Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Partitioning:
-    """Stages, first stage first.
+class DoesNotFitError(ConfigError):
+    """No partition fits into the memory of the devices, or there are too few devices or layers.
 
     Attributes:
-        bottleneck_s: time of the slowest stage.
-        binding: the slowest stage, from 0.
+        layer: name of the layer that does not fit; "" if the number of layers or of devices is the reason.
+        devices: names of the devices that it does not fit on.
     """
 
-    stages: tuple[StagePlan, ...]
-    bottleneck_s: float
-    binding: int
+    def __init__(self, message: str, *, layer: str = "", devices: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.layer = layer
+        self.devices = tuple(devices)
 
 
-def best_partition(
-    profile: Profile, devices: Sequence[Device], network: Network, *, in_flight: int, memory: MemoryRule,
-    stages: int | None = None,
-) -> Partitioning:  # fmt: skip
-    """The partition with the least bottleneck, over all cuts and all different orders of the devices. Of equal ones it
-    is one in which a minibatch takes least, from the first stage to the last and back; the same one in each run.
+@dataclass(frozen=True, slots=True)
+class MemoryRule:
+    """Memory of a stage with weights of W bytes and activations of A: W (1 + opt) + m (W + A), and, if a rule has
+    them, inputs, temporaries and reserved bytes.
+
+    m is the number of minibatches between their forward and backward pass: N_m, and 1 at the last stage, which does
+    both at once. N_m is reached at the other stages with some times of theirs.
+
+    Attributes:
+        optimizer_multiplier: opt, arrays of the weights' size besides the weights: gradients, the optimizer's state.
+        inputs: whether the inputs of N_m minibatches are counted, which wait or are kept; not in the paper.
+        temporaries: arrays of the size of the largest input or output of the stage's layers.
+        reserved_bytes: what each stage takes besides.
+    """
+
+    optimizer_multiplier: float
+    inputs: bool = False
+    temporaries: float = 0.0
+    reserved_bytes: float = 0.0
+
+    def stage_bytes(self, size: StageSize, *, in_flight: int, is_last: bool) -> Any:
+        """Memory of one stage, in bytes; an array if `size` has arrays.
+
+        Args:
+            in_flight: N_m.
+        """
+        kept = 1 if is_last else in_flight
+        weights = (1.0 + self.optimizer_multiplier + kept) * size.parameter_bytes
+        activations = kept * size.activation_bytes + (in_flight * size.input_bytes if self.inputs else 0.0)
+        return weights + activations + self.temporaries * size.largest_bytes + self.reserved_bytes
+
+
+def stops_in_order(profile: Profile, devices: Sequence[Device], *, in_flight: int, memory: MemoryRule) -> list[int]:
+    """The end of each stage in the cut with the least bottleneck; of equal cuts, one with the least sum of times.
 
     Args:
+        devices: one for each stage, first stage first, and not more than there are layers.
         in_flight: N_m.
-        stages: k; default: one for each device. With fewer stages than devices, the best of the devices are used.
 
     Raises:
-        DoesNotFitError: no partition fits.
-        ConfigError: there are too many different devices to try all orders.
-        ValueError: no minibatch in flight, or a stage less than one.
+        DoesNotFitError: no cut fits.
     """
-    return _solve(Problem(profile, devices, network, memory, stages or len(devices)), in_flight)
+    end = len(profile.layers)
+    seconds = _stage_seconds(profile, devices, in_flight, memory)
+    bottleneck = _least(seconds, np.maximum)[-1][end]
+    if not np.isfinite(bottleneck):
+        raise _explain(profile, devices, in_flight, memory)
+    seconds = [np.where(table <= bottleneck, table, np.inf) for table in seconds]
+    sums = _least(seconds, np.add)
+    stops = [end]
+    for stage in range(len(devices) - 1, 0, -1):
+        stops.insert(0, int((sums[stage] + seconds[stage][:, stops[0]]).argmin()))
+    return stops
 
 
-def partition_in_order(
-    profile: Profile, devices: Sequence[Device], network: Network, *, in_flight: int, memory: MemoryRule
-) -> Partitioning:
-    """The best partition with the devices in this order, first stage first.
+def stage_needs(profile: Profile, in_flight: int, memory: MemoryRule) -> tuple[Floats, Floats]:
+    """Memory of layers i to j - 1 at [i, j] in a stage before the last one, and in the last one: shape (L + 1, L + 1).
 
-    Raises:
-        DoesNotFitError: no partition fits.
-        ValueError: no minibatch in flight.
+    Only what is above the diagonal is a stage.
     """
-    return _solve(Problem(profile, devices, network, memory, len(devices), in_order=True), in_flight)
+    layers = profile.layers
+    parameters = np.cumsum([0.0, *(layer.parameter_bytes for layer in layers)])
+    activations = np.cumsum([0.0, *(layer.activation_bytes for layer in layers)])
+    inputs = np.array([profile.input_bytes, *(layer.output_bytes for layer in layers)], dtype=float)
+    largest = np.maximum.accumulate(np.triu(np.tile(inputs, (len(inputs), 1))), axis=1)
+    size = StageSize(
+        parameters[None, :] - parameters[:, None], activations[None, :] - activations[:, None], inputs[:, None], largest
+    )
+    before, last = (memory.stage_bytes(size, in_flight=in_flight, is_last=is_last) for is_last in (False, True))
+    return before, last
 
 
-def _solve(problem: Problem, in_flight: int) -> Partitioning:
-    costs = problem.costs(in_flight)
-    placed = best(costs, problem.sets)
-    if placed is None:
-        raise explain(problem, costs, in_flight)
-    free = [iter(group) for group in problem.groups]
-    stages = tuple(_stage(problem, at, next(free[at.kind]), in_flight) for at in placed)
-    binding = max(range(len(stages)), key=lambda number: stages[number].total_s)
-    return Partitioning(stages, stages[binding].total_s, binding)
+def _stage_seconds(profile: Profile, devices: Sequence[Device], in_flight: int, memory: MemoryRule) -> list[Floats]:
+    """Seconds of layers i to j - 1 at [i, j] on each device; infinite if they are no stage or do not fit."""
+    needs = stage_needs(profile, in_flight, memory)
+    tables = []
+    for number, device in enumerate(devices, 1):
+        sums = np.cumsum([0.0, *map(sum, profile.times_on(device))])
+        table = sums[None, :] - sums[:, None]
+        table[np.tri(len(sums), dtype=bool) | (needs[number == len(devices)] > device.memory_bytes)] = np.inf
+        tables.append(table)
+    return tables
 
 
-def _stage(problem: Problem, at: Placed, device: Device, in_flight: int) -> StagePlan:
-    forward_s, backward_s = problem.forward_s[at.kind], problem.backward_s[at.kind]
-    is_last = at.stop == len(problem.profile.layers)
-    return StagePlan(
-        at.first, at.stop, device,
-        forward_s=float(forward_s[at.stop] - forward_s[at.first]),
-        backward_s=float(backward_s[at.stop] - backward_s[at.first]),
-        receive_forward_s=float(problem.transfer_s[at.before, at.first]),
-        receive_backward_s=float(problem.transfer_s[at.behind, at.stop]),
-        memory_bytes=float(problem.bytes_of(at.first, at.stop, in_flight, is_last=is_last)),
-    )  # fmt: skip
+def _least(seconds: Sequence[Floats], join: Callable[[Floats, Floats], Floats]) -> list[Floats]:
+    """At [q][j] the least value of layers 0 to j - 1 in the first q stages: the `join` of the times of these stages."""
+    values = [np.full(len(seconds[0]), np.inf)]
+    values[0][0] = 0.0
+    for table in seconds:
+        values.append(join(values[-1][:, None], table).min(axis=0))
+    return values
+
+
+def _explain(profile: Profile, devices: Sequence[Device], in_flight: int, memory: MemoryRule) -> DoesNotFitError:
+    """The error if no cut fits: a layer that fits on no device, or how far the first stages come at best."""
+    end, k = len(profile.layers), len(devices)
+    names = [layer.name for layer in profile.layers]
+    needs = stage_needs(profile, in_flight, memory)
+
+    def error(what: str, layer: int, need_bytes: float, short: Sequence[Device], is_last: bool) -> DoesNotFitError:
+        fewer = next((n for n in range(in_flight - 1, 0, -1) if np.isfinite(reached(n)[-1][end])), 0)
+        return misfit(what, names[layer], need_bytes, short, in_flight, fewer, is_last=is_last, is_only=k == 1)
+
+    def reached(count: int) -> list[Floats]:
+        return _least(_stage_seconds(profile, devices, count, memory), np.maximum)
+
+    most = max(device.memory_bytes for device in devices)
+    for n in range(end):
+        is_last = k == 1 or n == end - 1
+        # Each stage before the last one needs a layer.
+        if needs[is_last][n, n + 1] > most and not (n >= k - 1 and needs[1][n, end] <= most):
+            return error(
+                f"layer {names[n]!r} fits on no device: it needs", n, needs[is_last][n, n + 1], devices, is_last
+            )
+    # After these stages, each other one needs a layer.
+    rooms = [np.isfinite(values[: end - (k - q) + 1]) for q, values in enumerate(reached(in_flight)[:-1])]
+    stage = next((q for q, room in enumerate(rooms) if not room.any()), k) - 1
+    first = int(np.flatnonzero(rooms[stage])[-1])
+    is_last = stage == k - 1
+    over = first
+    if is_last:
+        over = next(n for n in range(first, end) if needs[1][first, n + 1] > devices[stage].memory_bytes)
+    what = furthest_text(names, first, end if is_last else first + 1, over, [device.name for device in devices[:stage]])
+    need = needs[is_last][first, end if is_last else first + 1]
+    return error(what, over, need, devices[stage : stage + 1], is_last)
+
+
+def furthest_text(names: Sequence[str], first: int, stop: int, over: int, used: Sequence[str]) -> str:
+    """The sentence on a cut that comes to layer `first` on the devices `used`, so that layers [first, stop) are left.
+
+    Args:
+        over: the first of these layers that is too many for its device.
+    """
+    at_best = f" at best, {_layers(names[:first])} on {', '.join(used)}; then" if used else ""
+    too_many = f" ({names[over]!r} is the first too many)" if stop > first + 1 else ""
+    needs = "needs" if stop == first + 1 else "need"
+    rest = _layers(names[first:stop])
+    return f"the layers fit one by one, and no contiguous cut does:{at_best} {rest}{too_many} {needs}"
+
+
+def misfit(
+    what: str, layer: str, need_bytes: float, devices: Sequence[Device], in_flight: int, fewer: int, *, is_last: bool,
+    is_only: bool,
+) -> DoesNotFitError:  # fmt: skip
+    """The error that layers do not fit, with the need, the memory of `devices`, and a remedy.
+
+    Args:
+        what: the begin of the sentence, up to "needs".
+        fewer: a smaller number of minibatches in flight with which a partition fits; 0: there is none.
+        is_last, is_only: whether the layers would be in the last stage, and whether it is the only one.
+    """
+    has = list(dict.fromkeys(f"{device.name} has {gigabytes(device.memory_bytes)}" for device in devices))
+    remedy = f"{_minibatches(fewer)} in flight would fit" if fewer else "use more stages or devices with more memory"
+    if not fewer and in_flight > 1:
+        remedy += ", for fewer minibatches in flight would not fit"
+    place = f"in the {'only' if is_only else 'last'} stage" if is_last else f"with {_minibatches(in_flight)} in flight"
+    return DoesNotFitError(
+        f"{what} {gigabytes(need_bytes)} {place}, and {'; '.join(has)}: {remedy}",
+        layer=layer,
+        devices=list(dict.fromkeys(device.name for device in devices)),
+    )
+
+
+def _minibatches(count: int) -> str:
+    return "1 minibatch" if count == 1 else f"{count} minibatches"
+
+
+def _layers(names: Sequence[str]) -> str:
+    return f"layer {names[0]!r}" if len(names) == 1 else f"layers {names[0]!r} to {names[-1]!r}"
+
+
+def gigabytes(num_bytes: float) -> str:
+    """
+    >>> gigabytes(7.23e9), gigabytes(512.0)
+    ('7.23 GB', '512 bytes')
+    """
+    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e7 else f"{num_bytes:,.0f} bytes"

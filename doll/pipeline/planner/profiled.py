@@ -1,4 +1,4 @@
-"""The partition of a job's virtual workers that follows from a profile of its model, and the memory of a stage.
+"""The cut of a job's virtual workers that follows from a profile of its model, and the memory of a stage.
 
 Without torch.
 """
@@ -10,11 +10,11 @@ from typing import Final
 
 from doll.config import AdagradConfig, AdamConfig, JobConfig, OptimizerConfig, SgdConfig
 from doll.errors import ConfigError
-from doll.pipeline.planner.partition import MemoryRule, Partitioning, partition_in_order
-from doll.pipeline.profiling.profile import Device, Network, Profile
+from doll.pipeline.planner.partition import MemoryRule, stops_in_order
+from doll.pipeline.profiling.profile import Device, Profile
 
 # Arrays of the size of the stage's weights, beside the weights and their copies for minibatches in flight, of a stage
-# whose memory is limited: the gradient, where the optimizer's sum is too, and one layer's on its way into it.
+# whose memory is limited: the gradient, in which the optimizer's sum is too, and one layer's on its way into it.
 _COPIES: Final = 2
 # Of the largest input or output of a layer, beside what is kept for the backward pass: the output, gradients on their
 # way through a layer (3), and two messages in each direction on both links, of which the neighbours have half (4).
@@ -23,19 +23,13 @@ _SCRATCH_BYTES: Final = 24_000_000  # what BLAS keeps, and small arrays
 
 
 def live_rule(optimizer: OptimizerConfig) -> MemoryRule:
-    """What a stage whose memory is limited takes at most.
+    """The rule for the maximum memory of a stage whose memory is limited.
 
     The last stage keeps one copy of its weights, as in the paper. The inputs of N_m minibatches may wait at each stage.
     """
     return MemoryRule(
         _COPIES + num_states(optimizer), inputs=True, temporaries=_TEMPORARIES, reserved_bytes=_SCRATCH_BYTES
     )
-
-
-def paper_rule(optimizer: OptimizerConfig) -> MemoryRule:
-    """The paper's: weights, gradient, the optimizer's state, and for each minibatch in flight weights and activations;
-    without what an interpreter and its libraries take."""
-    return MemoryRule(1 + num_states(optimizer))
 
 
 def num_states(optimizer: OptimizerConfig) -> int:
@@ -51,30 +45,37 @@ def num_states(optimizer: OptimizerConfig) -> int:
             return 2
 
 
-def partition_by_profile(config: JobConfig, worker: int) -> tuple[Profile, Partitioning]:
-    """The partition with the least bottleneck, on this worker's devices in their order, and the profile.
+def load_profile(config: JobConfig) -> Profile:
+    """The profile that the job file names.
 
     Raises:
-        ConfigError: `worker.pipeline.profile` cannot be read, is of another batch size, or a stage does not fit its
-            device.
+        ConfigError: `worker.pipeline.profile` cannot be read, or is of another batch size.
     """
-    pipeline = config.worker.pipeline
-    assert pipeline is not None
-    assert pipeline.profile is not None
-    path = config.path(pipeline.profile)
+    assert config.worker.pipeline is not None
+    assert config.worker.pipeline.profile is not None
+    path = config.path(config.worker.pipeline.profile)
     profile = Profile.load(path)
     if profile.batch_size != config.data.batch_size:
         raise ConfigError(
             f"worker.pipeline.profile: {path} is of batches of {profile.batch_size}, data.batch_size is "
             f"{config.data.batch_size}: profile it again (doll profile JOB.yaml --out {path.name})"
         )
-    in_flight = config.training.policy.batches_per_push
+    return profile
+
+
+def stops_by_profile(config: JobConfig, profile: Profile, worker: int) -> list[int]:
+    """The end of each stage in the cut with the least bottleneck, on this worker's devices in their order.
+
+    Raises:
+        ConfigError: a stage does not fit its device.
+    """
+    assert config.worker.pipeline is not None
     devices = [
         Device(
             f"{device.device} of stage {number}", device.speed / device.slowdown,
             math.inf if device.memory_bytes is None else device.memory_bytes,
         )
-        for number, device in enumerate(pipeline.devices_of(worker), 1)
+        for number, device in enumerate(config.worker.pipeline.devices_of(worker), 1)
     ]  # fmt: skip
     rule = live_rule(config.training.optimizer)
-    return profile, partition_in_order(profile, devices, Network(), in_flight=in_flight, memory=rule)
+    return stops_in_order(profile, devices, in_flight=config.training.policy.batches_per_push, memory=rule)

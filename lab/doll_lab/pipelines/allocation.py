@@ -18,9 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from doll.errors import ConfigError
-from doll.pipeline.planner.partition import DoesNotFitError, MemoryRule, Partitioning, best_partition
+from doll.pipeline.planner.partition import DoesNotFitError, MemoryRule
 from doll.pipeline.profiling.profile import Device, Network, Profile
 
+from doll_lab.pipelines.partition import Partitioning, best_partition
 from doll_lab.pipelines.schedule import StageTimes, simulate
 
 Group = tuple[Device, ...]

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from doll.pipeline.planner.partition import StagePlan
 from doll.pipeline.profiling.profile import Profile
 
 from doll_lab.pipelines.fleet_plan import Candidate, FleetPlan
+from doll_lab.pipelines.partition import StagePlan
 from doll_lab.pipelines.prediction import Prediction
 
 _GIB, _MB = 2.0**30, 1e6

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
 from doll.config import JobConfig
 from doll.monitor.views.panels import Panel, line, panel, timeline
 from doll.pipeline.planner.measured import read_tasks
-from doll.pipeline.planner.profiled import live_rule, partition_by_profile
+from doll.pipeline.planner.profiled import live_rule, load_profile, stops_by_profile
 
 from doll_lab.pipelines.measured import timeline_of
 from doll_lab.pipelines.schedule import simulate_as_measured
@@ -82,8 +83,9 @@ def _kept(config: JobConfig, worker: int, name: str, item: Timeline, end_s: floa
 
 def _sizes(config: JobConfig, worker: int) -> list[tuple[float, float]]:
     """Bytes of the weights of each stage, and of one minibatch's activations with its input, by the job's profile."""
-    profile, partition = partition_by_profile(config, worker)
-    sizes = [profile.size_of(stage.first, stage.stop) for stage in partition.stages]
+    profile = load_profile(config)
+    stops = stops_by_profile(config, profile, worker)
+    sizes = [profile.size_of(first, stop) for first, stop in pairwise([0, *stops])]
     return [(float(size.parameter_bytes), float(size.activation_bytes + size.input_bytes)) for size in sizes]
 
 

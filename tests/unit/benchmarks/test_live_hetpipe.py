@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from benchmarks.live.paced import Drift, PacedBlocks
 from benchmarks.live.paced_allreduce import Round, measure
 from doll.config import parse
 from doll.pipeline.planner.measured import TaskLog
-from doll.pipeline.planner.profiled import partition_by_profile
+from doll.pipeline.planner.profiled import load_profile, stops_by_profile
 from doll.pipeline.runtime.messages import StageTask
 from doll.task.base import load_task
 
@@ -145,8 +146,14 @@ def test_stages_are_cut_for_the_speeds_of_their_gpus(tmp_path: Path) -> None:
     path.write_bytes(profile_of(parse(hetpipe._JOB, changes)).to_json())
     for gpus, slowest in ((ED, 5 * slowdown("Q")), (NP, 6.0)):
         config = parse(hetpipe._JOB, [*changes, pipeline_of(System("", gpus), path)])
-        _, best = partition_by_profile(config, 0)
-        assert best.bottleneck_s == pytest.approx(slowest * float(SETTINGS["block_s"]))
+        assert config.worker.pipeline is not None
+        profile = load_profile(config)
+        stages = pairwise([0, *stops_by_profile(config, profile, 0)])
+        bottleneck_s = max(
+            sum(layer.compute_s for layer in profile.layers[first:stop]) * device.slowdown / device.speed
+            for (first, stop), device in zip(stages, config.worker.pipeline.devices_of(0), strict=True)
+        )
+        assert bottleneck_s == pytest.approx(slowest * float(SETTINGS["block_s"]))
         assert (config.seed, config.training.policy.batches_per_push) == (3, IN_FLIGHT)
 
 

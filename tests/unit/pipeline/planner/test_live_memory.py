@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from doll.config import AdagradConfig, AdamConfig, OptimizerConfig, SgdConfig
-from doll.pipeline.planner.profiled import live_rule, paper_rule
+from doll.pipeline.planner.partition import MemoryRule
+from doll.pipeline.planner.profiled import live_rule, num_states
 from doll.pipeline.profiling.profile import StageSize
 
 
@@ -25,7 +26,8 @@ def test_the_optimizers_state_is_counted(optimizer: OptimizerConfig, arrays: int
 
 def test_the_last_stage_has_one_copy_as_in_the_paper_and_the_inputs_that_wait() -> None:
     size = StageSize(1_000_000, 0, input_bytes=1_000, largest_bytes=5_000)
-    rule, paper = live_rule(SgdConfig(momentum=0.9)), paper_rule(SgdConfig(momentum=0.9))
+    momentum = SgdConfig(momentum=0.9)
+    rule, paper = live_rule(momentum), MemoryRule(1 + num_states(momentum))
     one, four = (rule.stage_bytes(size, in_flight=number, is_last=True) for number in (1, 4))
     assert four == one + 3 * 1_000
     others = [rule.stage_bytes(size, in_flight=number, is_last=False) for number in (1, 4)]

@@ -1,262 +1,77 @@
-"""The best partition: against all cuts and orders one by one, and against a mixed-integer programme."""
+"""The cut for devices in a given order: against all cuts one by one, and what is said if none fits."""
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations, pairwise, permutations
-from typing import Any
+from itertools import combinations, pairwise
 
 import pytest
-from benchmarks.paper.partition_reference import (
-    Instance,
-    all_partitions,
-    by_enumeration,
-    by_furthest_layer,
-    by_integer_programme,
-    random_instance,
-    stage_bytes,
-    stage_times,
-)
-from doll.errors import ConfigError
-from doll.pipeline.planner import device_orders
-from doll.pipeline.planner.partition import (
-    DoesNotFitError,
-    MemoryRule,
-    Partitioning,
-    best_partition,
-    partition_in_order,
-)
+from benchmarks.paper.partition_reference import Instance, random_instance, stage_times
+from doll.pipeline.planner.partition import DoesNotFitError, MemoryRule, stops_in_order
 from doll.pipeline.profiling.profile import Device, LayerProfile, Network, Profile, StageSize
-from fuzzing import examples
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 PAPER = MemoryRule(1.0)
+GB = 1_000_000_000
+LARGE = Profile(
+    "net", 32, "cpu",
+    tuple(LayerProfile(f"conv{n}", 1.0, 1.0, GB, 0, gb * GB) for n, gb in enumerate((1, 1, 2, 1), 1)),
+)  # fmt: skip
 
 
-def chain(
-    compute_s: Sequence[float], output_bytes: Sequence[int] | None = None, *, weights: Sequence[int] | None = None
-) -> Profile:
-    """A profile with these times, and activations of 10 bytes for each layer."""
-    outputs = output_bytes or [0] * len(compute_s)
-    parameters = weights or [0] * len(compute_s)
-    layers = enumerate(zip(compute_s, outputs, parameters, strict=True))
-    return Profile("net", 32, "cpu", tuple(LayerProfile(f"l{n}", t, 0.0, 10, out, w) for n, (t, out, w) in layers))
+def instances(seed: int, count: int) -> Iterator[Instance]:
+    """Problems whose links take no time."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        yield replace(random_instance(rng, max_layers=7, temporaries=(0, 1, 3)), network=Network())
 
 
-def devices_of(*speeds: float, memory_bytes: float = math.inf, nodes: str = "") -> list[Device]:
-    return [Device(f"device{n}", speed, memory_bytes, node=nodes[n] if nodes else "") for n, speed in enumerate(speeds)]
+def stops_of(instance: Instance) -> list[int]:
+    return stops_in_order(
+        instance.profile, instance.devices, in_flight=instance.in_flight, memory=instance.memory
+    )  # fmt: skip
 
 
-def solve(instance: Instance, *, raises: bool = False) -> Partitioning | None:
-    try:
-        return best_partition(
-            instance.profile, instance.devices, instance.network, in_flight=instance.in_flight, memory=instance.memory
-        )
-    except DoesNotFitError:
-        if raises:
-            raise
-        return None
+def all_cuts(instance: Instance) -> dict[tuple[int, ...], Sequence[float]]:
+    """The times of the stages of each cut that fits, by the ends of its stages."""
+    count, k = len(instance.profile.layers), len(instance.devices)
+    cuts = [(*inner, count) for inner in combinations(range(1, count), k - 1)]
+    times = {stops: stage_times(instance, instance.devices, (0, *stops)) for stops in cuts}
+    return {stops: each for stops, each in times.items() if each is not None}
 
 
-def cuts_of(partition: Partitioning) -> tuple[int, ...]:
-    return (0, *(stage.stop for stage in partition.stages))
-
-
-def problems(instance: Instance, partition: Partitioning) -> list[str]:
-    """What is wrong with a partition, by formulas of its own."""
-    wrong = []
-    stages = partition.stages
-    devices, cuts = [stage.device for stage in stages], cuts_of(partition)
-    if sorted(devices, key=repr) != sorted(instance.devices, key=repr):
-        wrong.append("each device has a stage")
-    if any(stage.first != cut for stage, cut in zip(stages, cuts, strict=False)) or any(
-        a >= b for a, b in pairwise(cuts)
-    ):
-        wrong.append("stages are contiguous, with a layer at least")
-    if cuts[-1] != len(instance.profile.layers):
-        wrong.append("all layers have a stage")
-    for number, stage in enumerate(stages):
-        need = stage_bytes(instance, stage.first, stage.stop, is_last=number == len(stages) - 1)
-        if stage.memory_bytes != need or need > stage.device.memory_bytes:
-            wrong.append("stages fit into memory")
-    times = stage_times(instance, devices, cuts)
-    if times is None or not all(math.isclose(s.total_s, t, abs_tol=1e-9) for s, t in zip(stages, times, strict=True)):
-        wrong.append(f"stages take {times}")
-    if partition.bottleneck_s != stages[partition.binding].total_s or partition.bottleneck_s != max(
-        stage.total_s for stage in stages
-    ):
-        wrong.append("the binding stage is the slowest")
-    return wrong
-
-
-def test_the_best_of_all_cuts_and_orders_is_found() -> None:
-    rng = random.Random(1)
-    infeasible = 0
-    for number in range(150):
-        instance = random_instance(rng, max_layers=6, temporaries=(0, 1, 3))
-        ours, expected = solve(instance), by_enumeration(instance)
-        assert (ours is None) == (expected is None), number
-        if ours is None:
+def test_the_best_of_all_cuts_is_found_and_of_equal_ones_a_minibatch_takes_least() -> None:
+    infeasible = mattered = 0
+    for number, instance in enumerate(instances(1, 300)):
+        times = all_cuts(instance)
+        if not times:
+            with pytest.raises(DoesNotFitError):
+                stops_of(instance)
             infeasible += 1
             continue
-        assert problems(instance, ours) == [], number
-        assert ours.bottleneck_s == pytest.approx(expected, abs=1e-12), number
-    assert infeasible >= 5
-
-
-@pytest.mark.slow
-def test_a_mixed_integer_programme_finds_the_same() -> None:
-    rng = random.Random(2)
-    for number in range(15):
-        instance = random_instance(rng, max_layers=6, max_stages=3)
-        ours, expected = solve(instance), by_integer_programme(instance)
-        assert (ours and ours.bottleneck_s) == (expected and pytest.approx(expected, rel=1e-6)), number
-
-
-def test_of_equally_good_ones_a_minibatch_takes_least() -> None:
-    rng = random.Random(3)
-    mattered = 0
-    for number in range(100):
-        instance = random_instance(rng, max_layers=6)
-        ours = solve(instance)
-        if ours is None:
-            continue
-        sums = [sum(times) for _, _, times in all_partitions(instance) if max(times) <= ours.bottleneck_s + 1e-9]
-        assert sum(stage.total_s for stage in ours.stages) == pytest.approx(min(sums)), number
+        ours = times[tuple(stops_of(instance))]
+        least = min(map(max, times.values()))
+        sums = [sum(each) for each in times.values() if max(each) <= least + 1e-9]
+        assert max(ours) == pytest.approx(least, abs=1e-12), number
+        assert sum(ours) == pytest.approx(min(sums)), number
         mattered += max(sums) > min(sums) + 1e-9
-        assert solve(instance) == ours
+    assert infeasible >= 20
     assert mattered >= 10
 
 
-def test_an_order_that_is_given_is_kept() -> None:
-    rng = random.Random(4)
-    for number in range(60):
-        instance = random_instance(rng, max_layers=6, temporaries=(0, 1, 3))
-        count, k = len(instance.profile.layers), len(instance.devices)
-        times = [stage_times(instance, instance.devices, (0, *inner, count))
-                 for inner in combinations(range(1, count), k - 1)]  # fmt: skip
-        expected = min((max(each) for each in times if each is not None), default=None)
-        try:
-            ours = partition_in_order(
-                instance.profile, instance.devices, instance.network, in_flight=instance.in_flight,
-                memory=instance.memory,
-            )  # fmt: skip
-        except DoesNotFitError:
-            assert expected is None, number
-            continue
-        assert [stage.device for stage in ours.stages] == list(instance.devices)
-        assert problems(instance, ours) == [], number
-        assert ours.bottleneck_s == pytest.approx(expected, abs=1e-12), number
-
-
-def by_orders(instance: Instance) -> float:
-    """The programme of the digest for each order of the devices: best[q][j] = min over i of max(best[q - 1][i], T)."""
-    layers, count = instance.profile.layers, len(instance.profile.layers)
-    least = math.inf
-    for devices in permutations(instance.devices):
-        best = [0.0] + [math.inf] * count
-        for q, device in enumerate(devices):
-            times = instance.profile.times_on(device)
-            following = [math.inf] * (count + 1)
-            for i in range(count):
-                seconds = 0.0
-                if q:
-                    seconds += instance.network.transfer_s(devices[q - 1], device, layers[i - 1].output_bytes)
-                for j in range(i + 1, count + 1):
-                    seconds += sum(times[j - 1])
-                    sent_s = 0.0
-                    if q + 1 < len(devices):
-                        sent_s = instance.network.transfer_s(devices[q + 1], device, layers[j - 1].output_bytes)
-                    following[j] = min(following[j], max(best[i], seconds + sent_s))
-            best = following
-        least = min(least, best[count])
-    return least
-
-
-@pytest.mark.parametrize("small", [device_orders._SMALL, 0], ids=["no limit", "with a limit"])
-def test_more_layers_and_devices_than_can_be_enumerated(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_orders, "_SMALL", small)
-    rng = random.Random(5)
-    for seed in range(4):
-        compute_s = [rng.uniform(0.1, 2.0) for _ in range(30)]
-        if seed == 1:
-            compute_s[7] = 40.0
-        profile = chain(compute_s, [rng.randrange(1000) for _ in range(30)])
-        devices = devices_of(*(rng.choice((0.5, 1.0, 3.0)) for _ in range(4)), nodes="aabb" if seed % 2 else "abca")
-        network = Network(1000.0, 100.0, 0.01 * seed)
-        instance = Instance(profile, tuple(devices), network, 4, PAPER)
-        ours = solve(instance)
-        assert ours is not None
-        assert ours.bottleneck_s == pytest.approx(by_orders(instance)), seed
-
-
-class LastStageAsTheOthers(MemoryRule):
-    """A mutant: the last stage keeps N_m minibatches too."""
-
-    def stage_bytes(self, size: StageSize, *, in_flight: int, is_last: bool) -> Any:
-        return super().stage_bytes(size, in_flight=in_flight, is_last=False)
-
-
-@pytest.mark.slow
-def test_a_last_stage_with_n_m_minibatches_and_a_search_for_the_furthest_layer_are_seen_to_be_wrong() -> None:
-    rng = random.Random(6)
-    memory = furthest = 0
-    for _ in range(200):
-        instance = random_instance(rng, max_layers=6)
-        expected = by_enumeration(instance)
-        rule = LastStageAsTheOthers(instance.memory.optimizer_multiplier, inputs=instance.memory.inputs)
-        mutant = solve(replace(instance, memory=rule))
-        memory += expected is not None and (mutant is None or mutant.bottleneck_s > expected + 1e-9)
-        furthest += by_furthest_layer(instance) != expected
-    assert memory >= 1
-    assert furthest >= 1
-
-
-def test_devices_of_one_node_are_neighbours_where_that_is_faster() -> None:
-    # With equal speeds, each link between nodes costs 5 s on both of its sides: one is enough.
-    profile = chain([1.0] * 4, [10] * 4)
-    ours = best_partition(
-        profile, devices_of(1, 1, 1, 1, nodes="xyxy"), Network(1e9, 2.0), in_flight=1, memory=PAPER
-    )  # fmt: skip
-    assert "".join(stage.device.node for stage in ours.stages) in ("xxyy", "yyxx")
-    assert ours.bottleneck_s == pytest.approx(6.0)
-
-
-def test_transfers_are_counted_at_both_sides_of_a_cut() -> None:
-    profile = chain([1.0, 1.0, 1.0], [2, 6, 100])
-    ours = best_partition(profile, devices_of(1, 1, 1), Network(2.0, 2.0), in_flight=1, memory=PAPER)
-    first, second, third = ours.stages
-    assert (first.receive_forward_s, first.receive_backward_s) == (0.0, 1.0)
-    assert (second.receive_forward_s, second.receive_backward_s) == (1.0, 3.0)
-    assert (third.receive_forward_s, third.receive_backward_s) == (3.0, 0.0)
-    assert (ours.bottleneck_s, ours.binding) == (5.0, 1)
-
-
-def test_alike_devices_are_one_type_and_many_of_them_are_quick() -> None:
-    ours = best_partition(chain([1.0] * 26), devices_of(*[1.0] * 13, *[2.0] * 3), Network(), in_flight=1, memory=PAPER)
-    assert len(ours.stages) == 16
-    assert len({stage.device.name for stage in ours.stages}) == 16
-    assert ours.bottleneck_s == 2.0
-
-
-def test_with_fewer_stages_than_devices_the_best_devices_are_used() -> None:
-    ours = best_partition(
-        chain([1.0] * 6), devices_of(0.1, 2.0, 1.0, 0.2), Network(), in_flight=1, memory=PAPER, stages=2
-    )
-    assert sorted(stage.device.name for stage in ours.stages) == ["device1", "device2"]
-    assert ours.bottleneck_s == 2.0
-
-
-def test_too_many_different_devices_need_an_order() -> None:
-    devices = devices_of(*(1.0 + n for n in range(13)))
-    profile = chain([1.0] * 20)
-    with pytest.raises(ConfigError, match=r"13 devices of 13 types have 8192 sets, at most 4096 .* give the order"):
-        best_partition(profile, devices, Network(), in_flight=1, memory=PAPER)
-    assert len(partition_in_order(profile, devices, Network(), in_flight=1, memory=PAPER).stages) == 13
+def test_two_hundred_layers() -> None:
+    rng = random.Random(2)
+    layers = (LayerProfile(f"l{n}", rng.uniform(0.1, 2.0), 0.0, 10, 0, 100) for n in range(200))
+    profile = Profile("net", 32, "cpu", tuple(layers))
+    devices = [Device(f"device{n}", 1.0 + n % 3) for n in range(8)]
+    stops = stops_in_order(profile, devices, in_flight=4, memory=PAPER)
+    seconds = [
+        sum(layer.compute_s for layer in profile.layers[first:stop]) / device.speed
+        for (first, stop), device in zip(pairwise([0, *stops]), devices, strict=True)
+    ]
+    even_s = sum(layer.compute_s for layer in profile.layers) / sum(device.speed for device in devices)
+    assert even_s <= max(seconds) <= even_s + 2.0
 
 
 def test_memory_of_a_stage() -> None:
@@ -269,41 +84,13 @@ def test_memory_of_a_stage() -> None:
 
 
 def test_the_size_of_a_stage() -> None:
-    profile = chain([1.0] * 4, [30, 50, 20, 0], weights=[1, 2, 4, 8])
-    profile = replace(profile, input_bytes=40)
-    kept = [layer.activation_bytes for layer in profile.layers]
-    assert profile.size_of(0, 1) == (1, kept[0], 40, 40)
-    assert profile.size_of(0, 4) == (15, sum(kept), 40, 50)
-    assert profile.size_of(2, 4) == (12, kept[2] + kept[3], 50, 50)
-    assert profile.size_of(3, 4) == (8, kept[3], 20, 20)
-
-
-def most_in_flight(profile: Profile, devices: Sequence[Device], *, limit: int = 64) -> int:
-    """Max_m: the most minibatches in flight that fit, up to `limit`."""
-    for count in range(1, limit + 1):
-        try:
-            best_partition(profile, devices, Network(), in_flight=count, memory=PAPER)
-        except DoesNotFitError:
-            return count - 1
-    return limit
-
-
-def test_the_most_minibatches_in_flight() -> None:
-    profile = chain([1.0, 1.0], weights=[100, 100])
-    # The first stage needs 200 + 110 N_m bytes, the last one 310.
-    devices = devices_of(1, 1, memory_bytes=640)
-    assert most_in_flight(profile, devices) == 4
-    # The last stage needs 210 + 100 N_m bytes with a version for each minibatch: it is the one with less memory.
-    unequal = [Device("small", memory_bytes=310), Device("large", memory_bytes=1e9)]
-    assert most_in_flight(profile, unequal) == 64
-    assert most_in_flight(profile, devices_of(1, 1, memory_bytes=300)) == 0
-
-
-GB = 1_000_000_000
-LARGE = Profile(
-    "net", 32, "cpu",
-    tuple(LayerProfile(f"conv{n}", 1.0, 1.0, GB, 0, gb * GB) for n, gb in enumerate((1, 1, 2, 1), 1)),
-)  # fmt: skip
+    outputs, weights = (30, 50, 20, 0), (1, 2, 4, 8)
+    sizes = enumerate(zip(outputs, weights, strict=True))
+    profile = Profile("net", 32, "cpu", tuple(LayerProfile(f"l{n}", 1.0, 0.0, 10, out, w) for n, (out, w) in sizes), 40)
+    assert profile.size_of(0, 1) == (1, 10, 40, 40)
+    assert profile.size_of(0, 4) == (15, 40, 40, 50)
+    assert profile.size_of(2, 4) == (12, 20, 50, 50)
+    assert profile.size_of(3, 4) == (8, 10, 20, 20)
 
 
 @pytest.mark.parametrize(
@@ -317,24 +104,9 @@ LARGE = Profile(
          "the layers fit one by one, and no contiguous cut does: at best, layer 'conv1' on gpu0; then layers 'conv2' "
          "to 'conv4' ('conv4' is the first too many) need 15 GB in the last stage, and gpu1 has 11 GB: 1 minibatch in "
          "flight would fit"),
-        ((6.0, 6.0), 1, "conv3", ("gpu0",),
-         "layer 'conv3' fits on no device: it needs 7 GB with 1 minibatch in flight, and gpu0 has 6 GB: "
-         "use more stages or devices with more memory"),
-        # The whole model would fit as the last stage, and there must be another one.
-        ((19.0, 19.0), 20, "conv1", ("gpu0",),
-         "layer 'conv1' fits on no device: it needs 42 GB with 20 minibatches in flight, and gpu0 has 19 GB: "
-         "8 minibatches in flight would fit"),
-        ((100.0, 100.0, 2.5), 1, "conv1", ("gpu2",),
-         "3 stages need as many devices, and even the layer that needs least, 'conv1', is too large for some: it needs "
-         "4 GB with 1 minibatch in flight, and gpu2 has 2.5 GB: use more stages or devices with more memory"),
-        ((8.0, 8.0), 1, "conv4", ("gpu1",),
-         "the layers fit one by one, and no contiguous cut does: at best, layers 'conv1' to 'conv2' on gpu0; then "
-         "layers 'conv3' to 'conv4' ('conv4' is the first too many) need 11 GB in the last stage, and gpu1 has 8 GB: "
-         "use more stages or devices with more memory"),
-        ((10.0, 6.0, 5.0, 4.0), 2, "conv3", ("gpu2", "gpu3"),
-         "the layers fit one by one, and no contiguous cut does: at best, layers 'conv1' to 'conv2' on gpu0, gpu1; "
-         "then layer 'conv3' needs 10 GB with 2 minibatches in flight, and gpu2 has 5 GB; gpu3 has 4 GB: 1 minibatch "
-         "in flight would fit"),
+        ((4.5, 100.0), 2, "conv1", ("gpu0",),
+         "the layers fit one by one, and no contiguous cut does: layer 'conv1' needs 6 GB with 2 minibatches in "
+         "flight, and gpu0 has 4.5 GB: 1 minibatch in flight would fit"),
         ((16.0,), 3, "conv4", ("gpu0",),
          "the layers fit one by one, and no contiguous cut does: layers 'conv1' to 'conv4' ('conv4' is the first too "
          "many) need 19 GB in the only stage, and gpu0 has 16 GB: use more stages or devices with more memory, for "
@@ -344,28 +116,18 @@ LARGE = Profile(
 def test_what_does_not_fit_is_named(
     memory_gb: Sequence[float], in_flight: int, layer: str, devices: tuple[str, ...], message: str
 ) -> None:
-    fleet = [Device(f"gpu{n}", memory_bytes=gb * GB) for n, gb in enumerate(memory_gb)]
+    given = [Device(f"gpu{n}", memory_bytes=gb * GB) for n, gb in enumerate(memory_gb)]
     with pytest.raises(DoesNotFitError) as caught:
-        best_partition(LARGE, fleet, Network(), in_flight=in_flight, memory=PAPER)
+        stops_in_order(LARGE, given, in_flight=in_flight, memory=PAPER)
     assert str(caught.value) == message
     assert (caught.value.layer, caught.value.devices) == (layer, devices)
 
 
-def test_in_a_given_order_the_device_that_comes_next_is_named() -> None:
-    fleet = [Device("small", memory_bytes=4.5 * GB), Device("large", memory_bytes=100 * GB)]
-    best_partition(LARGE, fleet, Network(), in_flight=2, memory=PAPER)
-    with pytest.raises(DoesNotFitError) as caught:
-        partition_in_order(LARGE, fleet, Network(), in_flight=2, memory=PAPER)
-    assert (caught.value.layer, caught.value.devices) == ("conv1", ("small",))
-
-
 def test_every_instance_that_does_not_fit_is_explained_by_a_need_above_the_memory() -> None:
-    rng = random.Random(7)
     errors = []
-    for _ in range(400):
-        instance = random_instance(rng)
+    for instance in instances(3, 400):
         try:
-            solve(instance, raises=True)
+            stops_of(instance)
         except DoesNotFitError as exc:
             errors.append((instance, exc))
     assert len(errors) >= 20
@@ -373,74 +135,5 @@ def test_every_instance_that_does_not_fit_is_explained_by_a_need_above_the_memor
         need = float(str(error).split(" bytes ")[0].rsplit(" ", 1)[1].replace(",", ""))
         has = [device.memory_bytes for device in instance.devices if device.name in error.devices]
         assert has, str(error)
-        assert need > max(has), str(error)
+        assert need > min(has), str(error)
         assert error.layer in [layer.name for layer in instance.profile.layers]
-
-
-@pytest.mark.parametrize(
-    ("layers", "devices", "stages", "message"),
-    [
-        (6, 2, 3, "expected 3 devices, one for each stage, got 2: device0, device1"),
-        (2, 3, 3, "expected 3 layers at least, one for each stage, got the 2 of net"),
-    ],
-)
-def test_fewer_devices_or_layers_than_stages(layers: int, devices: int, stages: int, message: str) -> None:
-    with pytest.raises(DoesNotFitError, match=message):
-        best_partition(
-            chain([1.0] * layers), devices_of(*[1.0] * devices), Network(), in_flight=1, memory=PAPER, stages=stages
-        )
-
-
-def test_a_device_without_speed_and_no_minibatch_in_flight_are_refused() -> None:
-    with pytest.raises(ConfigError, match="'device0': expected a speed above 0"):
-        best_partition(chain([1.0]), devices_of(0.0), Network(), in_flight=1, memory=PAPER)
-    with pytest.raises(ValueError, match="expected a minibatch in flight at least, got 0"):
-        best_partition(chain([1.0]), devices_of(1.0), Network(), in_flight=0, memory=PAPER)
-    with pytest.raises(ValueError, match="expected a stage and a device at least"):
-        best_partition(chain([1.0]), [], Network(), in_flight=1, memory=PAPER)
-
-
-@settings(max_examples=examples(60), deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), more=st.floats(1.0, 4.0))
-def test_what_holds_for_each_partition(seed: int, more: float) -> None:
-    instance = random_instance(random.Random(seed), max_layers=14, max_stages=5)
-    instance = replace(instance, profile=replace(instance.profile, times_by_device={}))
-    ours = solve(instance)
-    roomier = solve(
-        replace(
-            instance,
-            devices=tuple(replace(device, memory_bytes=device.memory_bytes * more) for device in instance.devices),
-        )
-    )
-    if ours is None:
-        return
-    assert problems(instance, ours) == []
-    total_s = sum(layer.compute_s for layer in instance.profile.layers)
-    assert ours.bottleneck_s >= total_s / sum(device.speed for device in instance.devices) - 1e-9
-    assert roomier is not None, "more memory fits what fits less"
-    assert roomier.bottleneck_s <= ours.bottleneck_s + 1e-9
-
-
-def test_two_hundred_layers_on_eight_different_devices() -> None:
-    """40,320 orders. How long it takes is for `make paper`."""
-    rng = random.Random(8)
-    profile = chain_of(200, rng)
-    devices = devices_of(*(rng.uniform(0.3, 2.0) for _ in range(8)), nodes="abababab")
-    network = Network(2000.0, 500.0, 0.01)
-    ours = best_partition(profile, devices, network, in_flight=4, memory=PAPER)
-    assert problems(Instance(profile, tuple(devices), network, 4, PAPER), ours) == []
-    for _ in range(5):
-        rng.shuffle(devices)
-        given_order = partition_in_order(profile, devices, network, in_flight=4, memory=PAPER)
-        assert ours.bottleneck_s <= given_order.bottleneck_s + 1e-9
-
-
-def chain_of(count: int, rng: random.Random) -> Profile:
-    return Profile(
-        "net", 32, "cpu",
-        tuple(
-            LayerProfile(f"layer{n}", rng.uniform(0.1, 2.0), rng.uniform(0.1, 3.0), rng.randrange(1000),
-                         rng.randrange(1000), rng.randrange(1000))
-            for n in range(count)
-        ),
-    )  # fmt: skip

@@ -1,67 +1,21 @@
-"""The problem of `doll.pipeline.planner.partition` as arrays: layers, types of devices, links, memory. Pure."""
+"""The problem of `doll_lab.pipelines.partition` as arrays: layers, types of devices, links, memory. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, combinations
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-
 from doll.errors import ConfigError
-from doll.pipeline.planner.device_orders import Costs, Sets, reachable
-from doll.pipeline.profiling.profile import Device, Network, Profile, StageSize
+from doll.pipeline.planner.partition import DoesNotFitError, Floats, MemoryRule, stage_needs
+from doll.pipeline.profiling.profile import Device, Network, Profile
+
+from doll_lab.pipelines.device_orders import Costs, Sets, reachable
 
 MAX_SETS: Final = 4_096
 """Sets of devices that are searched: the sets of 12 different devices, or of 2 x 63."""
-
-
-class DoesNotFitError(ConfigError):
-    """No partition fits into the memory of the devices, or there are too few devices or layers.
-
-    Attributes:
-        layer: name of the layer that does not fit; "" where the number of layers or of devices is the reason.
-        devices: names of the devices that it does not fit on.
-    """
-
-    def __init__(self, message: str, *, layer: str = "", devices: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.layer = layer
-        self.devices = tuple(devices)
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryRule:
-    """Memory of a stage with weights of W bytes and activations of A: W (1 + opt) + m (W + A), and, where a rule has
-    them, inputs, temporaries and reserved bytes.
-
-    m is the number of minibatches between their forward and backward pass: N_m, and 1 at the last stage, which does
-    both at once. N_m is reached at the other stages with some times of theirs.
-
-    Attributes:
-        optimizer_multiplier: opt, arrays of the weights' size besides the weights: gradients, the optimizer's state.
-        inputs: whether the inputs of N_m minibatches are counted, which wait or are kept; not in the paper.
-        temporaries: arrays of the size of the largest input or output of the stage's layers.
-        reserved_bytes: what each stage takes besides.
-    """
-
-    optimizer_multiplier: float
-    inputs: bool = False
-    temporaries: float = 0.0
-    reserved_bytes: float = 0.0
-
-    def stage_bytes(self, size: StageSize, *, in_flight: int, is_last: bool) -> Any:
-        """Memory of one stage, in bytes; an array where `size` has arrays.
-
-        Args:
-            in_flight: N_m.
-        """
-        kept = 1 if is_last else in_flight
-        weights = (1.0 + self.optimizer_multiplier + kept) * size.parameter_bytes
-        activations = kept * size.activation_bytes + (in_flight * size.input_bytes if self.inputs else 0.0)
-        return weights + activations + self.temporaries * size.largest_bytes + self.reserved_bytes
 
 
 class Problem:
@@ -75,35 +29,28 @@ class Problem:
     """
 
     def __init__(
-        self, profile: Profile, devices: Sequence[Device], network: Network, memory: MemoryRule, num_stages: int, *,
-        in_order: bool = False,
-    ) -> None:  # fmt: skip
+        self, profile: Profile, devices: Sequence[Device], network: Network, memory: MemoryRule, num_stages: int
+    ) -> None:
         """
-        Args:
-            in_order: the devices stay in this order, and each is a type of its own.
-
         Raises:
             DoesNotFitError: there are fewer layers or devices than stages.
             ConfigError: there are too many different devices to try all orders, or one has no speed.
             ValueError: no stage.
         """
         _check(profile, devices, num_stages)
-        self.profile, self.memory, self.num_stages, self.in_order = profile, memory, num_stages, in_order
+        self.profile, self.num_stages = profile, num_stages
+        self._memory = memory
+        self._needs: dict[int, tuple[Floats, Floats]] = {}  # by minibatches in flight
         pairs = {network.bytes_per_s(a, b): (a, b) for a, b in combinations(devices, 2)}
         rates = sorted(pairs)
-        self.groups = _groups(profile, devices, in_order, have_nodes=len(rates) > 1)
+        self.groups = _groups(profile, devices, have_nodes=len(rates) > 1)
         self.types = [group[0] for group in self.groups]
-        self.sets = Sets.in_order(num_stages) if in_order else _sets(self.groups, num_stages)
+        self.sets = _sets(self.groups, num_stages)
         self.forward_s, self.backward_s = (
             np.array([_sums(times[way] for times in profile.times_on(device)) for device in self.types])
             for way in (0, 1)
         )
         layers = profile.layers
-        self._parameters = np.array(_sums(float(layer.parameter_bytes) for layer in layers))
-        self._activations = np.array(_sums(float(layer.activation_bytes) for layer in layers))
-        self._inputs = np.array([profile.input_bytes, *(layer.output_bytes for layer in layers)], dtype=float)
-        # The largest of the inputs and outputs of layers [first, stop).
-        self._largest = np.maximum.accumulate(np.triu(np.tile(self._inputs, (len(layers) + 1, 1))), axis=1)
         # The class of a link is the place of its rate in `rates`. A type of one device has no link to itself.
         classes = {rate: number for number, rate in enumerate(rates)}
         self._link = np.array([[classes.get(network.bytes_per_s(a, b), 0) for b in self.types] for a in self.types])
@@ -112,21 +59,22 @@ class Problem:
         for number, rate in enumerate(rates):
             self.transfer_s[number, 1:] = [network.transfer_s(*pairs[rate], layer.output_bytes) for layer in layers]
 
-    def bytes_of(self, first: Any, stop: Any, in_flight: int, *, is_last: bool) -> Any:
+    def bytes_of(self, first: int, stop: int, in_flight: int, *, is_last: bool) -> float:
         """Memory of layers [first, stop)."""
-        size = StageSize(
-            self._parameters[stop] - self._parameters[first], self._activations[stop] - self._activations[first],
-            self._inputs[first], self._largest[first, stop],
-        )  # fmt: skip
-        return self.memory.stage_bytes(size, in_flight=in_flight, is_last=is_last)
+        return float(self._stage_needs(in_flight)[is_last][first, stop])
+
+    def _stage_needs(self, in_flight: int) -> tuple[Floats, Floats]:
+        if in_flight not in self._needs:
+            self._needs[in_flight] = stage_needs(self.profile, in_flight, self._memory)
+        return self._needs[in_flight]
 
     def costs(self, in_flight: int) -> Costs:
         if in_flight < 1:
             raise ValueError(f"expected a minibatch in flight at least, got {in_flight}")
         cuts = np.arange(len(self.profile.layers) + 1)
-        first, stop = cuts[:, None], cuts[None, :]
-        need = [self.bytes_of(first, stop, in_flight, is_last=is_last) for is_last in (False, True)]
-        fits = np.array([[(need_ <= device.memory_bytes) & (first < stop) for need_ in need] for device in self.types])
+        is_stage = cuts[:, None] < cuts[None, :]
+        needs = self._stage_needs(in_flight)
+        fits = np.array([[(need <= device.memory_bytes) & is_stage for need in needs] for device in self.types])
         return Costs(self.forward_s + self.backward_s, self.transfer_s, self._link, fits)
 
     def fits(self, in_flight: int) -> bool:
@@ -154,12 +102,12 @@ def _check(profile: Profile, devices: Sequence[Device], num_stages: int) -> None
             )
 
 
-def _groups(profile: Profile, devices: Sequence[Device], in_order: bool, *, have_nodes: bool) -> list[list[Device]]:
+def _groups(profile: Profile, devices: Sequence[Device], *, have_nodes: bool) -> list[list[Device]]:
     """Devices by type. `have_nodes`: nodes make a difference, since links do."""
     groups: dict[object, list[Device]] = {}
-    for number, device in enumerate(devices):
+    for device in devices:
         alike = (tuple(profile.times_on(device)), device.memory_bytes, device.node if have_nodes else "")
-        groups.setdefault(number if in_order else alike, []).append(device)
+        groups.setdefault(alike, []).append(device)
     return list(groups.values())
 
 

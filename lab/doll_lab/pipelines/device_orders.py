@@ -1,12 +1,11 @@
 """The best cut of a chain of layers over all orders of devices: a dynamic programme over sets of devices. Pure.
 
-A state is the set of the devices in use, the last of them, and the class of the link behind it, which the time of both
+A state is the set of the devices in use, the last of them, and the class of the link after it, which the time of both
 of its neighbours depends on. The value of a state is a vector: for each layer j, the least bottleneck of layers 0 to
 j - 1 on these devices. It has to be kept for each j: with transfers, a stage may get faster by a layer more, so that
 the furthest layer within a time does not say which other ones are.
 
-Sets are of types of devices, with how many of each: devices of one type are not permuted among themselves. An order
-that is given is the case in which there is one set for each number of stages.
+Sets are of types of devices, with how many of each: devices of one type are not permuted among themselves.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _GROWTH = 1.25
 
 @dataclass(frozen=True)
 class Costs:
-    """What stages take. L layers, T types of devices, C classes of links.
+    """The times and the memory of stages. L layers, T types of devices, C classes of links.
 
     Attributes:
         compute_s: shape (T, L + 1); forward and backward of layers 0 to i - 1.
@@ -50,16 +49,16 @@ class Costs:
     def num_layers(self) -> int:
         return int(self.compute_s.shape[1]) - 1
 
-    def stage_s(self, kind: int, before: int, behind: int) -> Floats:
+    def stage_s(self, kind: int, before: int, after: int) -> Floats:
         """Seconds of layers i to j - 1 on a device of type `kind`, shape (L + 1, L + 1); infinite where j <= i.
 
         Args:
             before: class of the link to the stage before; C: none.
-            behind: that of the link to the next stage.
+            after: that of the link to the next stage.
         """
         compute = self.compute_s[kind]
         seconds: Floats = compute[None, :] - compute[:, None]
-        seconds = seconds + self.transfer_s[before][:, None] + self.transfer_s[behind][None, :]
+        seconds = seconds + self.transfer_s[before][:, None] + self.transfer_s[after][None, :]
         seconds[np.tri(self.num_layers + 1, dtype=bool)] = np.inf
         return seconds
 
@@ -108,13 +107,6 @@ class Sets:
             level = following
         return cls(tuple(members), tuple(steps))
 
-    @classmethod
-    def in_order(cls, num_stages: int) -> Sets:
-        """The sets of one order, in which each device has a type of its own."""
-        zero = np.zeros(1, np.intp)
-        members = tuple(((1,) * size + (0,) * (num_stages - size),) for size in range(num_stages + 1))
-        return cls(members, tuple((Step(kind, zero, zero),) for kind in range(num_stages)))
-
 
 class Placed(NamedTuple):
     """Layers `first` to `stop` - 1 on a device of type `kind`, and the classes of the links around it (C: none)."""
@@ -123,11 +115,11 @@ class Placed(NamedTuple):
     first: int
     stop: int
     before: int
-    behind: int
+    after: int
 
 
 def reachable(costs: Costs, sets: Sets) -> tuple[list[Bools], bool]:
-    """What fits into memory, whatever time it takes.
+    """The cuts that fit into memory, whatever time they take.
 
     Returns:
         for each number of stages below k, shape (sets, L + 1): layers 0 to j - 1 fit onto the devices of the set, none
@@ -152,7 +144,7 @@ def best(costs: Costs, sets: Sets) -> list[Placed] | None:
     to the last and back; the same one in each run.
 
     Returns:
-        the stages in order; None where none fits into memory.
+        the stages in order; None if none fits into memory.
     """
     if not reachable(costs, sets)[1]:
         return None
@@ -168,7 +160,7 @@ def best(costs: Costs, sets: Sets) -> list[Placed] | None:
         most = float(whole_s.max()) + 2.0 * float(costs.transfer_s.max())
     while (found := _Search(costs, sets, limit, np.maximum).path()) is None:
         limit = limit * _GROWTH if limit < most else np.inf
-    bottleneck = max(costs.stage_s(at.kind, at.before, at.behind)[at.first, at.stop] for at in found)
+    bottleneck = max(costs.stage_s(at.kind, at.before, at.after)[at.first, at.stop] for at in found)
     shortest = _Search(costs, sets, bottleneck, np.add).path()
     assert shortest is not None, "the partition that was found is within its own bottleneck"
     return shortest
@@ -183,37 +175,37 @@ class _Search:
         self._classes = len(costs.transfer_s) - 1
         self._limit = limit
         self._tables: dict[tuple[int, int, int], Floats] = {}
-        # Of each size: (sets, type of the last device, class of the link behind it, layers).
+        # Of each size: (sets, type of the last device, class of the link after it, layers).
         self._values: list[Floats] = []
         self._windows: dict[int, tuple[int, Floats]] = {}
         for size in range(1, sets.num_stages):
             self._values.append(self._level(size))
 
-    def _table(self, kind: int, before: int, behind: int) -> Floats:
+    def _table(self, kind: int, before: int, after: int) -> Floats:
         """Seconds of the stages that are allowed, the others infinite."""
-        key = (kind, before, behind)
+        key = (kind, before, after)
         if key not in self._tables:
             seconds = self._costs.stage_s(*key)
-            allowed = self._costs.fits[kind, int(behind == self._classes)] & (seconds <= self._limit)
+            allowed = self._costs.fits[kind, int(after == self._classes)] & (seconds <= self._limit)
             self._tables[key] = np.where(allowed, seconds, np.inf)
         return self._tables[key]
 
     def _window(self, kind: int) -> tuple[int, Floats]:
-        """(most layers of a stage, W; shape (classes before, classes behind, W, L + 1): seconds of layers j - W + u to
+        """(most layers of a stage, W; shape (classes before, classes after, W, L + 1): seconds of layers j - W + u to
         j - 1 at [u, j])."""
         if kind not in self._windows:
             classes, end = self._classes, self._costs.num_layers
             tables = np.array([[self._table(kind, b, c) for c in range(classes)] for b in range(classes)])
             first, stop = np.nonzero(np.isfinite(tables).any(axis=(0, 1)))
             width = int((stop - first).max(initial=0))
-            behind = np.arange(end + 1)[None, :]
-            before = behind - width + np.arange(width)[:, None]
-            band = tables[:, :, np.maximum(before, 0), behind]
+            after = np.arange(end + 1)[None, :]
+            before = after - width + np.arange(width)[:, None]
+            band = tables[:, :, np.maximum(before, 0), after]
             self._windows[kind] = (width, np.where(before >= 0, band, np.inf))
         return self._windows[kind]
 
     def _before(self, size: int, kind: int, sources: Indices) -> Floats:
-        """Values of `sources`, sets of this size, with a device of type `kind` behind them: shape (sources, class of
+        """Values of `sources`, sets of this size, with a device of type `kind` after them: shape (sources, class of
         the link between them, L + 1)."""
         values = self._values[size - 1]
         result = np.full((len(sources), self._classes, values.shape[-1]), np.inf)
@@ -229,7 +221,7 @@ class _Search:
         values = np.full((len(self._sets.members[size]), kinds, classes, length), np.inf)
         for kind, sources, targets in self._sets.steps[size - 1]:
             if size == 1:
-                values[targets, kind] = [self._table(kind, classes, behind)[0] for behind in range(classes)]
+                values[targets, kind] = [self._table(kind, classes, after)[0] for after in range(classes)]
                 continue
             width, band = self._window(kind)
             if not width:
@@ -261,30 +253,30 @@ class _Search:
         if not np.isfinite(best_value):
             return None
         number, kind = best_end
-        stop, behind = end, none
+        stop, after = end, none
         path: list[Placed] = []
         while True:
             step = next(step for step in self._sets.steps[size - 1] if step.kind == kind)
             source = step.sources[np.flatnonzero(step.targets == number)]
-            before, seconds = self._ways(size, kind, source, stop, behind)
+            before, seconds = self._ways(size, kind, source, stop, after)
             values = self._join(before, seconds)[0]
             link, first = (int(index) for index in np.unravel_index(values.argmin(), values.shape))
             value = before[0, link, first]
-            path.append(Placed(kind, first, stop, none if size == 1 else link, behind))
+            path.append(Placed(kind, first, stop, none if size == 1 else link, after))
             size -= 1
             if not size:
                 return path[::-1]
-            number, stop, behind = int(source[0]), first, link
+            number, stop, after = int(source[0]), first, link
             last = np.flatnonzero(self._costs.link[:, kind] == link)
             at_last = self._values[size - 1][number, last, link, stop]
             kind = int(last[np.flatnonzero(at_last == value)[-1]])
 
-    def _ways(self, size: int, kind: int, sources: Indices, stop: int, behind: int) -> tuple[Floats, Floats]:
+    def _ways(self, size: int, kind: int, sources: Indices, stop: int, after: int) -> tuple[Floats, Floats]:
         """Stage `size` - 1 of type `kind` up to layer `stop`: (values of what comes before it, shape (sources, class of
         the link to it, first layer); seconds of the stage, shape (class, first layer))."""
         if size == 1:
             start = np.full((len(sources), 1, self._costs.num_layers + 1), np.inf)
             start[:, :, 0] = 0.0
-            return start, self._table(kind, self._classes, behind)[None, :, stop]
-        seconds = np.array([self._table(kind, before, behind)[:, stop] for before in range(self._classes)])
+            return start, self._table(kind, self._classes, after)[None, :, stop]
+        seconds = np.array([self._table(kind, before, after)[:, stop] for before in range(self._classes)])
         return self._before(size - 1, kind, sources), seconds

@@ -1,14 +1,15 @@
-"""Why no partition fits: the layer, the device, and what is missing. Pure."""
+"""The reason why no partition fits: the layer, the device, and what is missing. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
-
-from doll.pipeline.planner.device_orders import Costs, reachable
-from doll.pipeline.planner.partition_problem import DoesNotFitError, Problem
+from doll.pipeline.planner.partition import DoesNotFitError, furthest_text, misfit
 from doll.pipeline.profiling.profile import Device
+
+from doll_lab.pipelines.device_orders import Costs, reachable
+from doll_lab.pipelines.partition_problem import Problem
 
 
 def explain(problem: Problem, costs: Costs, in_flight: int) -> DoesNotFitError:
@@ -25,7 +26,7 @@ class _Reasons:
         self._divided = problem.num_stages > 1
 
     def lonely_layer(self) -> DoesNotFitError | None:
-        """A layer that fits on no device, alone in a stage, or in the last one with all layers behind it."""
+        """A layer that fits on no device, alone in a stage, or in the last one with all layers after it."""
         for number, name in enumerate(self._names):
             in_last = not self._divided or number == self._end - 1
             stop = number + 1
@@ -65,69 +66,36 @@ class _Reasons:
         levels, _ = reachable(self._costs, problem.sets)
         size = number = first = 0
         for tried, level in enumerate(levels):
-            # Each stage behind needs a layer.
+            # Each stage after needs a layer.
             room = level[:, : self._end - (problem.num_stages - tried) + 1]
             if not room.any():
                 break
             size = tried
             number, first = max(((row, cut) for row, cut in np.argwhere(room).tolist()), key=lambda at: (at[1], -at[0]))
         used = problem.sets.members[size][number]
-        free = [group[count] for group, count in zip(problem.groups, used, strict=True) if len(group) > count]
-        left = [problem.types[size]] if problem.in_order else free
+        left = [group[count] for group, count in zip(problem.groups, used, strict=True) if len(group) > count]
         is_last = size == problem.num_stages - 1
         stop = self._end if is_last else first + 1
         need = self._need(first, stop, is_last=is_last)
-        name = self._names[first]
+        over = first
         if is_last:
             most = max(device.memory_bytes for device in left)
             over = next(n for n in range(first, self._end) if self._need(first, n + 1, is_last=True) > most)
-            name = self._names[over]
-        taken = ", ".join(
+        used_names = [
             f"{count} x {device.name}" if count > 1 else device.name
             for device, count in zip(problem.types, used, strict=True)
             if count
-        )
-        at_best = f" at best, {_layers(self._names[:first])} on {taken}; then" if size else ""
-        begin = f"the layers fit one by one, and no contiguous cut does:{at_best}"
-        rest = _layers(self._names[first:stop])
-        too_many = f" ({name!r} is the first too many)" if stop > first + 1 else ""
-        needs = "needs" if stop == first + 1 else "need"
-        return self._error(f"{begin} {rest}{too_many} {needs}", name, need, left, is_last)
+        ]
+        what = furthest_text(self._names, first, stop, over, used_names)
+        return self._error(what, self._names[over], need, left, is_last)
 
     def _need(self, first: int, stop: int, *, is_last: bool) -> float:
-        return float(self._problem.bytes_of(first, stop, self._in_flight, is_last=is_last))
+        return self._problem.bytes_of(first, stop, self._in_flight, is_last=is_last)
 
     def _error(
         self, what: str, layer: str, need_bytes: float, devices: Sequence[Device], is_last: bool
     ) -> DoesNotFitError:
-        has = list(dict.fromkeys(f"{device.name} has {gigabytes(device.memory_bytes)}" for device in devices))
         fewer = next((n for n in range(self._in_flight - 1, 0, -1) if self._problem.fits(n)), 0)
-        remedy = (
-            f"{_minibatches(fewer)} in flight would fit" if fewer else "use more stages or devices with more memory"
+        return misfit(
+            what, layer, need_bytes, devices, self._in_flight, fewer, is_last=is_last, is_only=not self._divided
         )
-        if not fewer and self._in_flight > 1:
-            remedy += ", for fewer minibatches in flight would not fit"
-        where = f"with {_minibatches(self._in_flight)} in flight"
-        if is_last:
-            where = "in the last stage" if self._divided else "in the only stage"
-        return DoesNotFitError(
-            f"{what} {gigabytes(need_bytes)} {where}, and {'; '.join(has)}: {remedy}",
-            layer=layer,
-            devices=list(dict.fromkeys(device.name for device in devices)),
-        )
-
-
-def _minibatches(count: int) -> str:
-    return "1 minibatch" if count == 1 else f"{count} minibatches"
-
-
-def _layers(names: Sequence[str]) -> str:
-    return f"layer {names[0]!r}" if len(names) == 1 else f"layers {names[0]!r} to {names[-1]!r}"
-
-
-def gigabytes(num_bytes: float) -> str:
-    """
-    >>> gigabytes(7.23e9), gigabytes(512.0)
-    ('7.23 GB', '512 bytes')
-    """
-    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e7 else f"{num_bytes:,.0f} bytes"
