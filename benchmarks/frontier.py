@@ -19,7 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from doll.process.figures import decorate
 from doll.provisioner.traces.model import TraceSet
 from doll.provisioner.traces.recordings import load
 from rich.console import Console
@@ -28,6 +27,7 @@ from rich.progress import Progress
 from doll_lab.backtests.adaptive import LIVE, Adaptive
 from doll_lab.backtests.backtest import BacktestSettings, Row, backtest, cells, windows_of
 from doll_lab.backtests.baselines import MarketPolicy, baselines
+from doll_lab.figures import decorate
 
 RESERVES = ((1.0, 1.0), (0.75, 0.75), (0.5, 0.7), (0.4, 0.7), (0.3, 0.6), (0.2, 0.5), (0.0, 0.2))
 _ALL = 100.0 - 1e-9

@@ -362,7 +362,7 @@ def slow_claims(runs: Sequence[Run]) -> list[Claim]:
 
 
 def draw(figure: Figure, data: dict[str, Any]) -> None:
-    from doll.process.figures import decorate
+    from doll_lab.figures import decorate
 
     runs = [Run(**run) for run in data["runs"]]
     seed = min(run.seed for run in runs)

@@ -153,7 +153,7 @@ def claims(curves: Sequence[Curve]) -> list[Claim]:
 
 
 def draw(figure: Figure, data: dict[str, Any]) -> None:
-    from doll.process.figures import decorate
+    from doll_lab.figures import decorate
 
     panels = figure.subplots(1, 2)
     for index, curve in enumerate(data["curves"]):

@@ -198,7 +198,7 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
 
 
 def draw(figure: Figure, data: dict[str, Any]) -> None:
-    from doll.process.figures import decorate
+    from doll_lab.figures import decorate
 
     axes = figure.subplots()
     rules = list(dict.fromkeys(row["rule"] for row in data["rows"]))

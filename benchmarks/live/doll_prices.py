@@ -280,7 +280,7 @@ def notes() -> list[str]:
 
 
 def draw(figure: Figure, data: dict[str, Any]) -> None:
-    from doll.process.figures import decorate
+    from doll_lab.figures import decorate
 
     panels = figure.subplots(1, 4)
     names = [name for name in data["savings"] if "SUSE" in name and name.partition(": ")[2] in POLICIES]

@@ -299,7 +299,7 @@ def run(folder: Path, options: Options) -> Report:
 
 def draw(figure: Figure, data: dict[str, Any]) -> None:
     """Staleness of SSP and ESSP at the largest s, and loss against time, of each task."""
-    from doll.process.figures import decorate
+    from doll_lab.figures import decorate
 
     runs = [Run(**run) for run in data["runs"]]
     tasks = list(dict.fromkeys(run.task for run in runs))

@@ -449,7 +449,7 @@ def run(folder: Path, options: Options) -> Report:
 
 def draw(figure: Figure, data: dict[str, Any]) -> None:
     """Samples per second, and loss against time with constant and with drifting speeds."""
-    from doll.process.figures import decorate
+    from doll_lab.figures import decorate
 
     runs = [Run(**run) for run in data["runs"]]
     first = [run for run in runs if run.seed == runs[0].seed]

@@ -41,7 +41,7 @@ def write(folder: Path, experiments: Mapping[str, Experiment], docs: Path = DOCS
     for name, result in kept(folder, experiments).items():
         picture = None
         if (draw := experiments[name].draw) is not None:
-            from doll.process.figures import new_figure
+            from doll_lab.figures import new_figure
 
             picture = docs / "live" / f"{name}.png"
             picture.parent.mkdir(exist_ok=True)

@@ -286,7 +286,7 @@ def run(folder: Path, options: Options) -> Report:
 
 def draw(figure: Figure, data: dict[str, Any]) -> None:
     """What views missed under the smallest v_0, and blocked shares."""
-    from doll.process.figures import decorate
+    from doll_lab.figures import decorate
 
     rows = [Row(**(row | {"bound": float(row["bound"])})) for row in data["rows"]]
     missed, blocked = figure.subplots(1, 2)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from doll.config import SgdConfig
-from doll.process.figures import decorate
 
 from benchmarks.paper.formulas import decay, error_rate_per_s, error_rate_poisson_per_s, stationary_error_quadratic
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, claim, main, near
+from doll_lab.figures import decorate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

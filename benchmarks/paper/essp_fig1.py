@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from doll.process.figures import decorate
 from doll.ps.policies.base import Policy
 from doll.ps.policies.essp import EsspPolicyConfig
 from doll.ps.policies.ssp import SspPolicyConfig
@@ -23,6 +22,7 @@ from doll.theory.staleness import Histogram
 
 from benchmarks.paper.harness import OURS, PAPER, Check, Result, Value, cannot_be_tried, claim, main
 from benchmarks.paper.network import NetworkedSystem, clock_times
+from doll_lab.figures import decorate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

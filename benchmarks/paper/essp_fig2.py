@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from doll.process.figures import decorate
 from doll.ps.policies.base import Policy
 from doll.ps.policies.essp import EsspPolicyConfig
 from doll.ps.policies.ssp import SspPolicyConfig
@@ -25,6 +24,7 @@ from benchmarks.paper.factor_steps import FactorSteps
 from benchmarks.paper.factorization import low_rank
 from benchmarks.paper.harness import OURS, PAPER, Check, Result, Value, main
 from benchmarks.paper.network import NetworkedSystem, clock_times
+from doll_lab.figures import decorate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -18,7 +18,6 @@ import math
 from typing import TYPE_CHECKING
 
 import numpy as np
-from doll.process.figures import decorate
 from doll.theory.checks import Floats
 
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, claim, main
@@ -33,6 +32,7 @@ from benchmarks.paper.old_weights import (
     under_vap,
 )
 from benchmarks.paper.regret import Regret
+from doll_lab.figures import decorate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

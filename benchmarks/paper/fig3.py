@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from doll.process.figures import decorate
 from doll.provisioner.traces.availability import Markov
 from doll.ps.policies.doll import DollPolicyConfig
 from doll.theory.cost import cost_ratio
@@ -36,6 +35,7 @@ from benchmarks.paper.setting import (
     fluid,
     ticks_for,
 )
+from doll_lab.figures import decorate
 from doll_lab.simulation.settings import SimulationSettings
 from doll_lab.simulation.system import System
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from doll.config import AdamConfig, OptimizerConfig, SgdConfig
-from doll.process.figures import decorate
 from doll.provisioner.traces.availability import Markov
 from doll.ps.policies.doll import DollPolicyConfig
 
 from benchmarks.paper.harness import FORMULA, Check, Result, Value, cannot_be_tried, main
+from doll_lab.figures import decorate
 from doll_lab.simulation.settings import SimulationSettings
 from doll_lab.simulation.system import System
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from doll.process.figures import decorate
 from doll.theory.cost import cost_ratio
 
 from benchmarks.paper.formulas import on_demand_runtime_s
@@ -29,6 +28,7 @@ from benchmarks.paper.setting import (
     ticks_for,
     unequal,
 )
+from doll_lab.figures import decorate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from doll.process.figures import decorate
 from doll.theory.cost import Prices
 
 from benchmarks.paper.formulas import on_demand_runtime_s
@@ -31,6 +30,7 @@ from benchmarks.paper.setting import (
     ticks_for,
     unequal,
 )
+from doll_lab.figures import decorate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

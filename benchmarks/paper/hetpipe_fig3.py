@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from doll.pipeline.planner.partition import DoesNotFitError, MemoryRule
 from doll.pipeline.profiling.profile import Profile
-from doll.process.figures import decorate
 
 from benchmarks.paper.harness import Check, Result, Value, claim, main
 from benchmarks.paper.hetpipe_models import KINDS, MODELS, NETWORK, OPTIMIZER_MULTIPLIER, virtual_worker
+from doll_lab.figures import decorate
 from doll_lab.pipelines.partition import best_partition
 from doll_lab.pipelines.schedule import StageTimes, simulate
 from doll_lab.pipelines.timeline import Timeline

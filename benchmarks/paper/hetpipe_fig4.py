@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from doll.pipeline.planner.partition import MemoryRule
 from doll.pipeline.profiling.profile import Device
-from doll.process.figures import decorate
 
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, claim, main, near
 from benchmarks.paper.hetpipe_links import STEPS, all_orders, horovod, ring_bytes
 from benchmarks.paper.hetpipe_models import GPUS, MODELS, NETWORK, OPTIMIZER_MULTIPLIER, virtual_worker
+from doll_lab.figures import decorate
 from doll_lab.pipelines.fleet_plan import FleetPlan, plan_fleet
 
 if TYPE_CHECKING:

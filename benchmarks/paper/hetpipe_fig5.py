@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from doll.pipeline.planner.partition import MemoryRule
-from doll.process.figures import decorate
 
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, cannot_be_tried, claim, main, near
 from benchmarks.paper.hetpipe_fig4 import LOCAL, MAX_IN_FLIGHT, TABLE_4, best_by_allocation, fleet_of
 from benchmarks.paper.hetpipe_fig6 import RATE, TARGET, Perceptron, mean, simulate
 from benchmarks.paper.hetpipe_links import STEPS, horovod
 from benchmarks.paper.hetpipe_models import MODELS, NETWORK, OPTIMIZER_MULTIPLIER
+from doll_lab.figures import decorate
 from doll_lab.pipelines.fleet_plan import plan_fleet
 
 if TYPE_CHECKING:

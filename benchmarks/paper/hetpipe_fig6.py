@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from doll.process.figures import decorate
 from doll.ps.engine.events import ApplyUpdate
 from doll.ps.policies.wsp import WspPolicyConfig
 from doll.theory.checks import Floats
 
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, claim, main, near
 from benchmarks.paper.virtual_workers import VirtualWorkers
+from doll_lab.figures import decorate
 from doll_lab.pipelines.schedule import Jitter, StageTimes
 from doll_lab.pipelines.timeline import Kind
 from doll_lab.simulation.timed_world import MESSAGE

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from doll.pipeline.planner.partition import DoesNotFitError, MemoryRule
 from doll.pipeline.profiling.profile import Device, LayerProfile, Network, Profile
-from doll.process.figures import decorate
 
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
 from benchmarks.paper.partition_reference import (
@@ -30,6 +29,7 @@ from benchmarks.paper.partition_reference import (
     by_integer_programme,
     random_instance,
 )
+from doll_lab.figures import decorate
 from doll_lab.pipelines.partition import best_partition
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from doll.process.figures import decorate
 from doll.ps.policies.wsp import Wsp, WspPolicyConfig
 
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
 from benchmarks.paper.virtual_workers import VirtualWorkers, lognormal_jitter
+from doll_lab.figures import decorate
 from doll_lab.pipelines.schedule import Pipeline, StageTimes
 from doll_lab.pipelines.timeline import Kind
 

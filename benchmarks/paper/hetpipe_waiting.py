@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from doll.process.figures import decorate
 from doll.ps.policies.base import Policy
 from doll.ps.policies.wsp import WspPolicyConfig
 
 from benchmarks.paper.harness import OURS, PAPER, Check, Result, Value, claim, main, near
 from benchmarks.paper.hetpipe_fig6 import drifting_jitter
 from benchmarks.paper.virtual_workers import VirtualWorkers
+from doll_lab.figures import decorate
 from doll_lab.pipelines.schedule import Jitter, StageTimes
 from doll_lab.pipelines.timeline import Kind
 from doll_lab.simulation.randomness import blocks

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from doll.config.policy import PolicyConfig
-from doll.process.figures import decorate
 from doll.ps.policies.bsp import BspPolicyConfig
 from doll.ps.policies.isp import IspPolicyConfig
 from doll.ps.policies.ssp import SspPolicyConfig
@@ -24,6 +23,7 @@ from benchmarks.paper.factorization import low_rank
 from benchmarks.paper.function_job import Factors, FunctionJob, Outcome, Store
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, claim, main
 from benchmarks.paper.mlless_fig7 import RATE, TARGET
+from doll_lab.figures import decorate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,13 +14,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from doll.process.figures import decorate
 from doll.ps.policies.bsp import BspPolicyConfig
 
 from benchmarks.paper.factorization import low_rank
 from benchmarks.paper.function_job import Factors, FunctionJob, Outcome, Store
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, claim, main, near
 from benchmarks.paper.mlless_fig7 import RATE, TARGET
+from doll_lab.figures import decorate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from doll.process.figures import decorate
 from doll.theory import scale_in
 from doll.theory.scale_in import ReferenceCurve, SlowCurve
 
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
+from doll_lab.figures import decorate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

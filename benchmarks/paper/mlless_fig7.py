@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from doll.config.policy import PolicyConfig
 from doll.optim.significance_filter import Residual
-from doll.process.figures import decorate
 from doll.ps.policies.bsp import BspPolicyConfig
 from doll.ps.policies.isp import IspPolicyConfig
 
@@ -26,6 +25,7 @@ from benchmarks.paper.factorization import low_rank
 from benchmarks.paper.function_job import Factors, FunctionJob, Outcome, Problem, Store
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
 from benchmarks.paper.logistic import Clicks
+from doll_lab.figures import decorate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from doll.process.figures import decorate
 from doll.provisioner.planning.loss_history import LossHistory
 from doll.provisioner.planning.tuner import ScaleInTuner, TunerSettings
 from doll.theory.scale_in import FIT_SPAN, Score, relative_excess
@@ -25,6 +24,7 @@ from doll.theory.scale_in import FIT_SPAN, Score, relative_excess
 from benchmarks.paper.formulas import printed_excess
 from benchmarks.paper.function_cost import functions_usd, perf_per_usd
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
+from doll_lab.figures import decorate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from doll.config.policy import PolicyConfig
-from doll.process.figures import decorate
 from doll.provisioner.planning.tuner import ScaleInTuner, TunerSettings
 from doll.ps.policies.bsp import BspPolicyConfig
 from doll.ps.policies.isp import IspPolicyConfig
@@ -28,6 +27,7 @@ from benchmarks.paper.function_job import DenseRing, Factors, FunctionJob, Outco
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, cannot_be_tried, claim, main, near
 from benchmarks.paper.mlless_fig4 import ITEMS, RANK, USERS, Ratings
 from benchmarks.paper.mlless_tables import PYTORCH_MACHINES, PYTORCH_USD_PER_H
+from doll_lab.figures import decorate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

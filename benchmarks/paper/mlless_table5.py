@@ -13,12 +13,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from doll.process.figures import decorate
 from doll.ps.policies.bsp import BspPolicyConfig
 
 from benchmarks.paper.function_job import FunctionJob, Outcome, Store
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
 from benchmarks.paper.logistic import Clicks
+from doll_lab.figures import decorate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from doll.process.figures import decorate
-
 from benchmarks.paper.function_cost import functions_usd, machines_usd, perf_per_usd
 from benchmarks.paper.harness import OURS, PAPER, Check, Result, Value, cannot_be_tried, claim, main
+from doll_lab.figures import decorate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

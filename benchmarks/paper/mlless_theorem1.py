@@ -13,13 +13,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from doll.process.figures import decorate
 from doll.theory.checks import Floats
 
 from benchmarks.paper.essp_theorems import DIMENSIONS, DISTANCE, RADIUS, regret_checks
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
 from benchmarks.paper.old_weights import Curves, all_that_may, under_isp, under_ssp
 from benchmarks.paper.regret import Regret
+from doll_lab.figures import decorate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from doll.errors import InfeasiblePlanError
-from doll.process.figures import decorate
 from doll.theory.cost import Prices, cost_ratio, unequal_cost_usd
 from doll.theory.planning import best_assignment
 
@@ -25,6 +24,7 @@ from benchmarks.paper.formulas import (
 )
 from benchmarks.paper.harness import FORMULA, OURS, Check, Result, Value, main
 from benchmarks.paper.setting import CYCLE_S, HIGH, LOW, RATE, SAMPLES, SETTINGS, N
+from doll_lab.figures import decorate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

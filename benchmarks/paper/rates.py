@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from doll.process.figures import decorate
 from doll.ps.policies.doll import DollPolicyConfig
 from doll.theory.queueing import harmonic, stability, update_rate_per_s
 
 from benchmarks.paper.formulas import group_interval_s
 from benchmarks.paper.harness import FORMULA, Check, Result, Value, main
 from benchmarks.paper.setting import RATE, B, K, N
+from doll_lab.figures import decorate
 from doll_lab.simulation.report import summarise
 from doll_lab.simulation.settings import SimulationSettings
 from doll_lab.simulation.system import System

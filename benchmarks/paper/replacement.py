@@ -13,12 +13,12 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 import numpy as np
-from doll.process.figures import decorate
 from doll.provisioner.traces.availability import Markov
 from doll.ps.policies.doll import DollPolicyConfig
 
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, claim, main
 from benchmarks.paper.setting import CYCLE_S, RATE, B, K, N
+from doll_lab.figures import decorate
 from doll_lab.simulation.report import formula_rate
 from doll_lab.simulation.settings import SimulationSettings
 from doll_lab.simulation.system import System

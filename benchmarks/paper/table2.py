@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from doll.process.figures import decorate
 from doll.theory.cost import cost_ratio, work_samples
 
 from benchmarks.paper.fig5 import ALPHA, RATIO, both, streams_of
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
 from benchmarks.paper.setting import FEWER_UPDATES, HIGH, B, Costs, J, N, bound_claim, cost_claim
+from doll_lab.figures import decorate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

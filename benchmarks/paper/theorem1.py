@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from doll.process.figures import decorate
 from doll.ps.policies.doll import DollPolicyConfig
 
 from benchmarks.paper.formulas import UpdateCount, printed_update_variance, update_count
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, claim, main, near
+from doll_lab.figures import decorate
 from doll_lab.simulation.settings import SimulationSettings
 from doll_lab.simulation.system import System
 

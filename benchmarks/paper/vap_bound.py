@@ -20,7 +20,6 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from doll.process.figures import decorate
 from doll.ps.engine.events import ApplyUpdate
 from doll.ps.policies.base import PolicyView
 from doll.ps.policies.vap import Vap, VapPolicyConfig
@@ -29,6 +28,7 @@ from benchmarks.paper.factor_steps import FactorSteps
 from benchmarks.paper.factorization import Floats, low_rank
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, claim, main
 from benchmarks.paper.network import ComputeTime, NetworkedSystem, clock_times
+from doll_lab.figures import decorate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -171,7 +171,7 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Cost and moves of every policy per trace set; hollow where a deadline was missed."""
-    from doll.process.figures import new_figure
+    from doll_lab.figures import new_figure
 
     ratios = sorted({row.deadline_ratio for row in rows})
     sets = list(dict.fromkeys(row.trace_set for row in rows))

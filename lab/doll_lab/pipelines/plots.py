@@ -73,7 +73,7 @@ def save_timelines(path: Path, timelines: Mapping[str, Timeline], **options: Any
     Raises:
         OSError: it cannot be written.
     """
-    from doll.process.figures import new_figure
+    from doll_lab.figures import new_figure
 
     figure = new_figure(1.0 + 6.5 * len(timelines), 4.6)
     draw_timelines(figure, timelines, **options)
@@ -119,7 +119,7 @@ def _steps(axes: Any, stages: Sequence[Steps], unit: float, end_s: float) -> Non
 
 
 def _legend(axes: Any) -> None:
-    from doll.process.figures import Patch
+    from doll_lab.figures import Patch
 
     patches = [Patch(color=_COLORS[kind][1], label=name) for kind, name in _NAMES.items()]
     axes.legend(handles=patches, fontsize=7, frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1.0, 0.98))
@@ -131,7 +131,7 @@ def save_allocation(prediction: Prediction, model: str, path: Path) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    from doll.process.figures import new_figure
+    from doll_lab.figures import new_figure
 
     stages = [stage for worker in prediction.workers for stage in worker.partition.stages]
     figure = new_figure(max(6.0, 1.5 + 0.45 * len(stages)), 4.5)
@@ -174,7 +174,7 @@ def save_profile(profile: Profile, path: Path) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    from doll.process.figures import new_figure
+    from doll_lab.figures import new_figure
 
     layers = profile.layers
     at = range(len(layers))

@@ -1,6 +1,6 @@
 """The drawing of figures: matplotlib's object interface and its Agg canvas, whatever backend the environment names.
 
-Import it where a figure is drawn: matplotlib takes 1.5 s of processor time to load.
+Import it in the function that draws: matplotlib takes 1.5 s of processor time to load.
 """
 
 from __future__ import annotations
@@ -8,18 +8,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from doll.extras import lacking
-
 # A notebook's shell sets a backend that may not be installed here, and matplotlib refuses to load then.
 os.environ["MPLBACKEND"] = "agg"
 
-try:
-    from matplotlib import colormaps
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-except ImportError as error:
-    raise lacking("a picture as PNG (--plot, doll backtest --out)", "plots") from error
+from matplotlib import colormaps
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 __all__ = ["Patch", "colormaps", "decorate", "new_figure"]
 
