@@ -25,7 +25,7 @@ from doll.consumers.pipeline.stage_processes import StageProcesses, is_limited, 
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch, GradientDone
 from doll.model.flat_model import build
 from doll.pipeline.planner.cut import check_with_samples, cut
-from doll.pipeline.planner.measured import TaskLog, read_tasks
+from doll.pipeline.planner.measured import TaskLog
 from doll.pipeline.runtime.messages import StageTask
 from doll.process.memory import keep_freed_memory, return_freed_memory
 from doll.records.control import Grant, NewVersion
@@ -34,6 +34,7 @@ from doll.storage.contributions import Compressor
 from doll.task.base import load_task
 
 from benchmarks.memory_blobs import MemoryBlobs
+from doll_lab.pipelines.measured import read_tasks
 
 
 class _NoDeadLetters(DeadLetters):

@@ -28,7 +28,7 @@ _MAX_RECORD_BYTES = 2**31
 
 @dataclass(frozen=True)
 class TaskReport:
-    """What `check_task` has seen.
+    """The result of `check_task`.
 
     Attributes:
         samples: that the records gave.

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 from doll.config import JobConfig, parse
 from doll.local.kafka_broker import LocalKafka
-from doll.pipeline.planner.measured import read_tasks
 from doll.pipeline.profiling.layers import layers_of
 from doll.pipeline.profiling.profile import LayerProfile, Profile
 from doll.pipeline.runtime.messages import StageTask
@@ -40,6 +39,7 @@ from benchmarks.live.paced_allreduce import Round
 from benchmarks.paper.harness import near
 from benchmarks.paper.hetpipe_models import GPUS
 from benchmarks.tables import Table
+from doll_lab.pipelines.measured import read_tasks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 from doll.errors import ConfigError
 from doll.pipeline.planner.partition import DoesNotFitError, MemoryRule
-from doll.pipeline.profiling.profile import Network, Profile
+from doll.pipeline.profiling.profile import Profile
 
 from benchmarks.paper.hetpipe_models import GPUS, MODELS, NETWORK, OPTIMIZER_MULTIPLIER, virtual_worker
 from doll_lab.pipelines.allocation import RULES, Grouping, GroupRates
+from doll_lab.pipelines.network import Network
 from doll_lab.pipelines.placement import default_placement, local_placement, traffic
 from doll_lab.pipelines.prediction import rates_in_waves
 

@@ -15,7 +15,9 @@ What the paper does not give, and where it is from here:
 
 from __future__ import annotations
 
-from doll.pipeline.profiling.profile import Device, LayerProfile, Network, Profile
+from doll.pipeline.profiling.profile import Device, LayerProfile, Profile
+
+from doll_lab.pipelines.network import Network
 
 BATCH_SIZE = 32
 IMAGE = (3, 224, 224)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from doll.pipeline.planner.partition import DoesNotFitError, MemoryRule
-from doll.pipeline.profiling.profile import Device, LayerProfile, Network, Profile
+from doll.pipeline.profiling.profile import Device, LayerProfile, Profile
 
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
 from benchmarks.paper.partition_reference import (
@@ -30,6 +30,7 @@ from benchmarks.paper.partition_reference import (
     random_instance,
 )
 from doll_lab.figures import decorate
+from doll_lab.pipelines.network import Network
 from doll_lab.pipelines.partition import best_partition
 
 if TYPE_CHECKING:

@@ -14,7 +14,9 @@ from itertools import combinations, permutations
 
 import numpy as np
 from doll.pipeline.planner.partition import MemoryRule
-from doll.pipeline.profiling.profile import Device, LayerProfile, Network, Profile
+from doll.pipeline.profiling.profile import Device, LayerProfile, Profile
+
+from doll_lab.pipelines.network import Network
 
 
 @dataclass(frozen=True)

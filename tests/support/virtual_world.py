@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from doll.pipeline.runtime.messages import Backward, Commit, Forward, Settle
+from doll.pipeline.runtime.messages import Backward, Commit, Forward, StageOrders
 from doll.pipeline.runtime.virtual_worker import (
     Action,
     Done,
@@ -89,7 +89,7 @@ class ModelStage:
         self.version = version
         self.world.controls_up[self.number].append(("adopted", version))
 
-    def take(self, message: Forward | Settle, flight: Flight | None) -> None:
+    def take(self, message: Forward | StageOrders, flight: Flight | None) -> None:
         down = self.world.down
         is_last = self.number == len(down) - 1
         for commit in message.commits:
@@ -100,7 +100,7 @@ class ModelStage:
             if flight.fails_at == self.number:
                 self.slots.pop(message.slot, None)
                 if not is_last and self.world.settles_after_failure:
-                    settle = Settle(commits=message.commits, version=message.version, included=message.included)
+                    settle = StageOrders(commits=message.commits, version=message.version, included=message.included)
                     down[self.number + 1].append((settle, None))
                 self.back(message, flight, "fails")
                 return
@@ -170,7 +170,7 @@ class World:
     def start_process(self) -> None:
         self.core = self.core_class(self.n, self.n)
         self.stages = [ModelStage(self, number) for number in range(self.k)]
-        self.down: list[deque[tuple[Forward | Settle, Flight | None]]] = [deque() for _ in self.stages]
+        self.down: list[deque[tuple[Forward | StageOrders, Flight | None]]] = [deque() for _ in self.stages]
         self.up: list[deque[tuple[Backward, Flight]]] = [deque() for _ in self.stages]
         self.controls_up: list[deque[tuple[str, int | None]]] = [deque() for _ in self.stages]
         self.pulled: tuple[Weights, Steps] | None = None  # in the memory that all stages read

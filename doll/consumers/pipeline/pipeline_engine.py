@@ -43,7 +43,7 @@ from doll.pipeline.runtime.messages import (
     Forward,
     Leaving,
     Payload,
-    Settle,
+    StageOrders,
     Stored,
     decode,
     encode,
@@ -367,7 +367,7 @@ class PipelineGradientEngine:
         except Exception as exc:  # the user's collate may raise anything
             problem = f"{type(exc).__name__}: {exc}"[:MAX_REASON_CHARS]
             # What came with the minibatch goes on without it.
-            rest = Settle(commits=message.commits, version=message.version, included=message.included)
+            rest = StageOrders(commits=message.commits, version=message.version, included=message.included)
             self._send_down(rest, [])
             self._returned.append(
                 Backward(batch=message.batch, slot=message.slot, num_samples=message.num_samples, problem=problem)
@@ -375,10 +375,11 @@ class PipelineGradientEngine:
             self._call(self._judge_returned)
             return
         payload = Payload(trees.mapped(for_link, x), trees.mapped(for_link, y), *flight.samples[2:])
-        header, arrays = payload.behind(msgspec.structs.replace(message, weight=flight.samples.total_weight, seed=seed))
+        weighed = msgspec.structs.replace(message, weight=flight.samples.total_weight, seed=seed)
+        header, arrays = payload.to_message(weighed)
         self._send_down(header, arrays)
 
-    def _send_down(self, message: Forward | Settle, arrays: Sequence[npt.NDArray[Any]]) -> None:
+    def _send_down(self, message: Forward | StageOrders, arrays: Sequence[npt.NDArray[Any]]) -> None:
         try:
             self._stages.chain.send(encode(message), arrays)
         except LinkClosedError as exc:

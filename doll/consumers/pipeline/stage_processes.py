@@ -31,7 +31,7 @@ from doll.model.flat_model import FlatModel, fingerprint
 from doll.pipeline.links.device import open_device
 from doll.pipeline.links.link import LinkClosedError, StageLink, shared_pair, socket_pair
 from doll.pipeline.profiling.layers import Layer
-from doll.pipeline.runtime.messages import Failed, Ready, Stop, decode, encode
+from doll.pipeline.runtime.messages import Failed, Ready, StopStage, decode, encode
 from doll.pipeline.runtime.stage import Stage
 from doll.pipeline.runtime.stage_process import Links, SharedVectors, StageProcess
 from doll.pipeline.runtime.vectors import VectorFile
@@ -141,7 +141,7 @@ class StageProcesses:
         """End the stages; stages that do not end by themselves are killed. May be repeated."""
         for link in self.controls:
             with contextlib.suppress(LinkClosedError):
-                link.send(encode(Stop()))
+                link.send(encode(StopStage()))
         until_s = time.monotonic() + _END_S
         left = set(self.pids)
         while left and time.monotonic() < until_s:

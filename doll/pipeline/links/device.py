@@ -143,7 +143,7 @@ def as_received(x: torch.Tensor) -> torch.Tensor:
     return output
 
 
-class _Root(torch.autograd.Function):
+class _JoinedOutputs(torch.autograd.Function):
     """One number after `outputs`. Its gradient is not used: those in `gradients` are passed on.
 
     What `torch.autograd.graph.get_gradient_edge` is for; `backward` of torch 2.6 takes no edges.
@@ -161,13 +161,13 @@ class _Root(torch.autograd.Function):
         return None, *gradients
 
 
-class Sent:
+class SentOutputs:
     """How to differentiate outputs that the next stage has, without keeping their memory here."""
 
     def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
         self._count = len(outputs)
         self._gradients: list[torch.Tensor | None] = []
-        self._root = _Root.apply(self._gradients, *outputs)
+        self._root = _JoinedOutputs.apply(self._gradients, *outputs)
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """`gradients`: of the first outputs, in their shapes; the others have none. A second call is an error of

@@ -1,4 +1,4 @@
-"""The tasks of the stages of a running virtual worker, in a file of the run folder."""
+"""The log of what the stages of a virtual worker do, a file of the run folder. doll-lab reads it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,3 @@ class TaskLog:
 
     def close(self) -> None:
         self._file.close()
-
-
-def read_tasks(path: Path) -> list[StageTask]:
-    """The tasks that `TaskLog` has written, in order of batches; a last line that is cut is left out."""
-    decoder = msgspec.json.Decoder(list[StageTask])
-    tasks: list[StageTask] = []
-    for line in path.read_bytes().splitlines(keepends=True):
-        if line.endswith(b"\n"):
-            tasks += decoder.decode(line)
-    return tasks

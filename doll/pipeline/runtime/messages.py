@@ -1,8 +1,8 @@
 """Records between a virtual worker's coordinator and its stages.
 
-`Forward` and `Settle` go down the chain, from the coordinator to the last stage, and `Backward` comes up again; arrays
-travel after them. Each stage takes what it receives in the order in which it comes, so all stages make the same steps
-in the same order. The other records go between the coordinator and one stage.
+`Forward` and `StageOrders` go down the chain, from the coordinator to the last stage, and `Backward` comes up again;
+arrays travel after them. Each stage takes what it receives in the order in which it comes, so all stages make the same
+steps in the same order. The other records go between the coordinator and one stage.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Forward(_Message, frozen=True):
     has_groups: bool = False
 
 
-class Settle(_Message, frozen=True):
+class StageOrders(_Message, frozen=True):
     """The orders between two minibatches.
 
     Attributes:
@@ -128,7 +128,7 @@ class Backward(_Message, frozen=True):
     weight: float = 0.0
 
 
-class Stop(_Message, frozen=True):
+class StopStage(_Message, frozen=True):
     pass
 
 
@@ -147,13 +147,13 @@ class Adopted(_Message, frozen=True):
 
 
 class Stored(_Message, frozen=True):
-    """The answer to `Settle`: all is in the shared file; `until` is its `store`, None for `show`."""
+    """The answer to `StageOrders`: all is in the shared file; `until` is its `store`, None for `show`."""
 
     stage: int
     until: int | None
 
 
-class Alive(_Message, frozen=True):
+class StageAlive(_Message, frozen=True):
     stage: int
 
 
@@ -173,9 +173,9 @@ class Failed(_Message, frozen=True):
     is_task: bool
 
 
-Down: TypeAlias = Forward | Settle
-ToStage: TypeAlias = Stop
-FromStage: TypeAlias = Ready | Adopted | Stored | Alive | Leaving | Failed
+Down: TypeAlias = Forward | StageOrders
+ToStage: TypeAlias = StopStage
+FromStage: TypeAlias = Ready | Adopted | Stored | StageAlive | Leaving | Failed
 AnyMessage: TypeAlias = Down | Backward | ToStage | FromStage
 
 
@@ -193,7 +193,7 @@ class Payload(NamedTuple):
     weight: Array | None = None
     group: Array | None = None
 
-    def behind(self, message: Forward) -> tuple[Forward, list[Array]]:
+    def to_message(self, message: Forward) -> tuple[Forward, list[Array]]:
         """The message with this payload, and the arrays that follow it."""
         received, received_plain = trees.numbered(self.received)
         target, target_plain = trees.numbered(self.target, len(received))

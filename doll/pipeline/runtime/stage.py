@@ -27,7 +27,7 @@ from doll.errors import ConfigError, TaskError
 from doll.model.flat_model import FlatModel
 from doll.model.random_numbers import draw_from
 from doll.optim.optimizer import Optimizer, square_length
-from doll.pipeline.links.device import Sent, StageDevice, as_received, crossing_problem, is_differentiable
+from doll.pipeline.links.device import SentOutputs, StageDevice, as_received, crossing_problem, is_differentiable
 from doll.pipeline.profiling.layers import only_calls
 from doll.pipeline.runtime.messages import Commit
 from doll.pipeline.runtime.vectors import PIECE, VectorFile, Vectors, VectorsInFile, VectorsInMemory, pieces
@@ -129,7 +129,7 @@ class _InFlight:
     replica: FlatModel
     buffers: torch.Tensor  # before its forward pass
     input: list[torch.Tensor]
-    output: Any  # `Sent`; of the last stage: its own, then the loss
+    output: Any  # `SentOutputs`; of the last stage: its own, then the loss
     num_samples: int
     weight: float
 
@@ -320,7 +320,7 @@ class Stage:
         change = replica.flat.detach()[parameters:floats] - buffers[: floats - parameters]
         self._buffer_squares[slot] = square_length(change) if len(change) else 0.0
         item.input = trees.arrays_of(received)
-        item.output = output if self._is_last else Sent(trees.arrays_of(output))
+        item.output = output if self._is_last else SentOutputs(trees.arrays_of(output))
         return trees.mapped(torch.Tensor.detach, output)
 
     def loss(self, slot: int, y: Tree, weight: Array | None = None, group: Array | None = None) -> StageLoss:
@@ -350,7 +350,7 @@ class Stage:
         replica = item.replica
         gradients = replica.grad
         replica.begin_gradient()
-        if isinstance(item.output, Sent):
+        if isinstance(item.output, SentOutputs):
             if any(part is not None for part in gradients_of):
                 item.output.backward([None if part is None else self.device.put(part) for part in gradients_of])
         elif item.output.requires_grad:

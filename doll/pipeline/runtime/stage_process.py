@@ -23,7 +23,6 @@ from doll.pipeline.links.frames import LinkFrameError
 from doll.pipeline.links.link import LinkClosedError, StageLink
 from doll.pipeline.runtime.messages import (
     Adopted,
-    Alive,
     AnyMessage,
     Backward,
     Failed,
@@ -31,9 +30,10 @@ from doll.pipeline.runtime.messages import (
     Leaving,
     Payload,
     Ready,
-    Settle,
+    StageAlive,
+    StageOrders,
     StageTask,
-    Stop,
+    StopStage,
     Stored,
     decode,
     encode,
@@ -105,7 +105,7 @@ class StageProcess:
             self._links.control.send(encode(Ready(stage=self._number, fingerprint=self._fingerprint)))
             threading.Thread(target=self._receive, name="links", daemon=True).start()
             while (item := self._inbox.get()) is not None:
-                if isinstance(item[0], Stop):
+                if isinstance(item[0], StopStage):
                     return 0
                 self._take(*item)
             return 1
@@ -157,7 +157,7 @@ class StageProcess:
                         alive_at_s = self._clock()
                         # A coordinator that waits for its server does not read: never wait for it.
                         if room.select(0):
-                            self._links.control.send(encode(Alive(stage=self._number)))
+                            self._links.control.send(encode(StageAlive(stage=self._number)))
                     if self._leaving is not None:
                         leaving, self._leaving = self._leaving, None
                         self._links.control.send(encode(leaving))
@@ -180,10 +180,10 @@ class StageProcess:
                 self._forward(message, arrays)
             case Backward():
                 self._backward(message, arrays)
-            case Settle():
+            case StageOrders():
                 self._settle(message)
             case _:
-                raise ValueError(f"expected Forward, Backward, Settle or Stop, got {type(message).__name__}")
+                raise ValueError(f"expected Forward, Backward, StageOrders or StopStage, got {type(message).__name__}")
 
     def _forward(self, message: Forward, arrays: list[Array]) -> None:
         for commit in message.commits:
@@ -203,13 +203,13 @@ class StageProcess:
             self._report(message, (), _problem(exc))
             if following is not None:
                 # What came with the minibatch goes on without it.
-                rest = Settle(commits=message.commits, version=message.version, included=message.included)
+                rest = StageOrders(commits=message.commits, version=message.version, included=message.included)
                 following.send(encode(rest))
             return
         if following is not None and sent is not None:
             self._tasks[message.batch] = [self._task("F", message.batch, start_s)]
-            header, behind = payload._replace(received=sent).behind(message)
-            following.send(encode(header), behind)
+            header, arrays = payload._replace(received=sent).to_message(message)
+            following.send(encode(header), arrays)
         elif loss is not None:
             first = Backward(
                 batch=message.batch, slot=message.slot, num_samples=message.num_samples, loss_sum=loss.loss_sum,
@@ -257,7 +257,7 @@ class StageProcess:
             batch=message.batch, slot=message.slot, num_samples=message.num_samples, problem=problem, tasks=tasks,
         )))  # fmt: skip
 
-    def _settle(self, message: Settle) -> None:
+    def _settle(self, message: StageOrders) -> None:
         for commit in message.commits:
             self._stage.commit(commit)
         if message.forget_from is not None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from doll.errors import DollError
-from doll.pipeline.runtime.messages import Commit, Forward, Settle
+from doll.pipeline.runtime.messages import Commit, Forward, StageOrders
 
 NO_SLOT: Final = -1
 # Own waves that the weights in use may lack. A grant names weights that lack two at most.
@@ -84,7 +84,7 @@ class SendDown:
         wave: what is to be stored, if it is steps.
     """
 
-    message: Settle
+    message: StageOrders
     wave: Wave | None = None
 
 
@@ -333,7 +333,7 @@ class VirtualWorkerCore:
     def show(self) -> list[Action]:
         """Have the weights stored, with all own steps; only while no stage computes, and not while `is_storing`."""
         self._is_showing = True
-        return [SendDown(Settle(commits=self._take_commits(), show=True))]
+        return [SendDown(StageOrders(commits=self._take_commits(), show=True))]
 
     def again(self, batch: int, num_samples: int) -> Forward:
         """Compute a minibatch again that is the first of those in flight, with other samples: what to send down.
@@ -371,7 +371,7 @@ class VirtualWorkerCore:
         actions: list[Action] = []
         self._commit()
         if self._forget_from is not None and not self._computing:
-            actions.append(SendDown(Settle(commits=self._take_commits(), forget_from=self._forget_from)))
+            actions.append(SendDown(StageOrders(commits=self._take_commits(), forget_from=self._forget_from)))
             self._to_store = deque(wave for wave in self._to_store if wave.until <= self._forget_from)
             self._forget_from, self._has_steps = None, False
         actions += self._store()
@@ -424,7 +424,7 @@ class VirtualWorkerCore:
         if not self._to_store or self.is_storing or self._forget_from is not None:
             return []
         wave = self._storing = self._to_store[0]
-        return [SendDown(Settle(commits=self._take_commits(), store=wave.until), wave)]
+        return [SendDown(StageOrders(commits=self._take_commits(), store=wave.until), wave)]
 
     def _release(self) -> list[Action]:
         released: list[Action] = []

@@ -12,7 +12,8 @@ from doll.cli.output import emit
 if TYPE_CHECKING:
     from doll.cli.plan import PipelineOptions
     from doll.config import JobConfig
-    from doll.pipeline.profiling.profile import Network
+
+    from doll_lab.pipelines.network import Network
 
 
 def plan_pipeline(

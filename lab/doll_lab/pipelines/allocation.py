@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 
 from doll.errors import ConfigError
 from doll.pipeline.planner.partition import DoesNotFitError, MemoryRule
-from doll.pipeline.profiling.profile import Device, Network, Profile
+from doll.pipeline.profiling.profile import Device, Profile
 
+from doll_lab.pipelines.network import Network
 from doll_lab.pipelines.partition import Partitioning, best_partition
 from doll_lab.pipelines.schedule import StageTimes, simulate
 

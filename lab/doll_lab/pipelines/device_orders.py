@@ -108,7 +108,7 @@ class Sets:
         return cls(tuple(members), tuple(steps))
 
 
-class Placed(NamedTuple):
+class StageRange(NamedTuple):
     """Layers `first` to `stop` - 1 on a device of type `kind`, and the classes of the links around it (C: none)."""
 
     kind: int
@@ -139,7 +139,7 @@ def reachable(costs: Costs, sets: Sets) -> tuple[list[Bools], bool]:
     )
 
 
-def best(costs: Costs, sets: Sets) -> list[Placed] | None:
+def best(costs: Costs, sets: Sets) -> list[StageRange] | None:
     """The partition with the least bottleneck, and of those one in which a minibatch takes least, from the first stage
     to the last and back; the same one in each run.
 
@@ -240,7 +240,7 @@ class _Search:
                 values[targets[at : at + rows], kind, :, part] = joined.min(axis=(1, 3))
         return values
 
-    def path(self) -> list[Placed] | None:
+    def path(self) -> list[StageRange] | None:
         """The best partition, put together from the last stage back. Of equal ones, later stages have later types, so
         that devices that make no difference stay in their order."""
         size, end, none = self._sets.num_stages, self._costs.num_layers, self._classes
@@ -254,7 +254,7 @@ class _Search:
             return None
         number, kind = best_end
         stop, after = end, none
-        path: list[Placed] = []
+        path: list[StageRange] = []
         while True:
             step = next(step for step in self._sets.steps[size - 1] if step.kind == kind)
             source = step.sources[np.flatnonzero(step.targets == number)]
@@ -262,7 +262,7 @@ class _Search:
             values = self._join(before, seconds)[0]
             link, first = (int(index) for index in np.unravel_index(values.argmin(), values.shape))
             value = before[0, link, first]
-            path.append(Placed(kind, first, stop, none if size == 1 else link, after))
+            path.append(StageRange(kind, first, stop, none if size == 1 else link, after))
             size -= 1
             if not size:
                 return path[::-1]

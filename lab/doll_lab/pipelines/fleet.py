@@ -21,9 +21,11 @@ from typing import Annotated, Any, TypeVar
 from doll.config.loader import explain, plain_values
 from doll.config.section import Section
 from doll.errors import ConfigError
-from doll.pipeline.profiling.profile import Device, Network
+from doll.pipeline.profiling.profile import Device
 from doll.records.bounded import MalformedError, read_text
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, StringConstraints, ValidationError
+
+from doll_lab.pipelines.network import Network
 
 MAX_BYTES = 1_000_000
 MAX_DEVICES = 512

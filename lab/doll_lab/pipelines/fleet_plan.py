@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from doll.errors import ConfigError
 from doll.pipeline.planner.partition import DoesNotFitError, MemoryRule
-from doll.pipeline.profiling.profile import Device, Network, Profile
+from doll.pipeline.profiling.profile import Device, Profile
 
 from doll_lab.pipelines.allocation import RULES, Grouping, GroupRates
 from doll_lab.pipelines.allocation_search import MAX_STEPS, Found, search
+from doll_lab.pipelines.network import Network
 from doll_lab.pipelines.placement import default_placement, local_placement, traffic
 from doll_lab.pipelines.prediction import Prediction, rates_in_waves
 

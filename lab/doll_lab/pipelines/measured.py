@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
+import msgspec
 from doll.pipeline.runtime.messages import StageTask
 
 from doll_lab.pipelines.timeline import Span, Timeline
+
+
+def read_tasks(path: Path) -> list[StageTask]:
+    """The tasks that `TaskLog` has written, in order of batches; a last line that is cut is left out."""
+    decoder = msgspec.json.Decoder(list[StageTask])
+    tasks: list[StageTask] = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            tasks += decoder.decode(line)
+    return tasks
 
 
 def timeline_of(tasks: Sequence[StageTask], stages: int, in_flight: int) -> Timeline:

@@ -23,10 +23,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from doll.pipeline.planner.partition import MemoryRule
-from doll.pipeline.profiling.profile import Device, Network, Profile
+from doll.pipeline.profiling.profile import Device, Profile
 
-from doll_lab.pipelines.device_orders import Placed, best
+from doll_lab.pipelines.device_orders import StageRange, best
 from doll_lab.pipelines.misfit import explain
+from doll_lab.pipelines.network import Network
 from doll_lab.pipelines.partition_problem import Problem
 
 
@@ -89,7 +90,7 @@ def best_partition(
     return Partitioning(plans, plans[binding].total_s, binding)
 
 
-def _stage(problem: Problem, at: Placed, device: Device, in_flight: int) -> StagePlan:
+def _stage(problem: Problem, at: StageRange, device: Device, in_flight: int) -> StagePlan:
     forward_s, backward_s = problem.forward_s[at.kind], problem.backward_s[at.kind]
     is_last = at.stop == len(problem.profile.layers)
     return StagePlan(

@@ -10,9 +10,10 @@ from typing import Final
 import numpy as np
 from doll.errors import ConfigError
 from doll.pipeline.planner.partition import DoesNotFitError, Floats, MemoryRule, stage_needs
-from doll.pipeline.profiling.profile import Device, Network, Profile
+from doll.pipeline.profiling.profile import Device, Profile
 
 from doll_lab.pipelines.device_orders import Costs, Sets, reachable
+from doll_lab.pipelines.network import Network
 
 MAX_SETS: Final = 4_096
 """Sets of devices that are searched: the sets of 12 different devices, or of 2 x 63."""

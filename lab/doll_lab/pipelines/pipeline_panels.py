@@ -9,10 +9,9 @@ from typing import Final
 
 from doll.config import JobConfig
 from doll.monitor.views.panels import Panel, line, panel, timeline
-from doll.pipeline.planner.measured import read_tasks
 from doll.pipeline.planner.profiled import live_rule, load_profile, stops_by_profile
 
-from doll_lab.pipelines.measured import timeline_of
+from doll_lab.pipelines.measured import read_tasks, timeline_of
 from doll_lab.pipelines.schedule import simulate_as_measured
 from doll_lab.pipelines.timeline import Steps, Timeline
 

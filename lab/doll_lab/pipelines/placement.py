@@ -15,8 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from doll.errors import ConfigError
-from doll.pipeline.profiling.profile import Network, Profile
+from doll.pipeline.profiling.profile import Profile
 
+from doll_lab.pipelines.network import Network
 from doll_lab.pipelines.partition import Partitioning
 
 Placement = tuple[str, ...]

@@ -19,7 +19,6 @@ from doll.consumers.pipeline.stage_processes import StageLostError, StageProcess
 from doll.consumers.protocol.worker_core import GradientDone
 from doll.errors import ConfigError, ServiceUnavailableError, TaskError
 from doll.pipeline.links.link import socket_pair
-from doll.pipeline.planner.measured import read_tasks
 from doll.pipeline.runtime.messages import Ready, encode
 from doll.records.control import NewVersion
 from pipeline_rig import BATCH, Rig, answer
@@ -27,6 +26,8 @@ from process_checks import is_gone
 from stage_models import samples
 from tree_tasks import weighted_texts
 from waiting import WAIT_TIMEOUT_S, until
+
+from doll_lab.pipelines.measured import read_tasks
 
 pytestmark = pytest.mark.slow  # loads torch
 

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.paper.hetpipe_models import GPUS, NETWORK, OPTIMIZER_MULTIPLIER, resnet152, virtual_worker
 from doll.errors import ConfigError
 from doll.pipeline.planner.partition import DoesNotFitError, MemoryRule
-from doll.pipeline.profiling.profile import Device, LayerProfile, Network, Profile
+from doll.pipeline.profiling.profile import Device, LayerProfile, Profile
 
 from doll_lab.pipelines import allocation_search
 from doll_lab.pipelines.allocation import (
@@ -26,6 +26,7 @@ from doll_lab.pipelines.allocation import (
 )
 from doll_lab.pipelines.allocation_search import Found, search
 from doll_lab.pipelines.fleet_plan import plan_fleet
+from doll_lab.pipelines.network import Network
 
 PAPER_FLEET = virtual_worker("QVGR" * 4)
 NAMES = {device.name: kind for kind, device in GPUS.items()}

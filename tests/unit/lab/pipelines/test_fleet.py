@@ -13,7 +13,7 @@ from doll.config import AdamConfig, SgdConfig
 from doll.errors import ConfigError
 from doll.pipeline.planner.partition import MemoryRule
 from doll.pipeline.planner.profiled import live_rule
-from doll.pipeline.profiling.profile import Device, LayerProfile, Network, Profile
+from doll.pipeline.profiling.profile import Device, LayerProfile, Profile
 from doll.process.files import json_safe
 from paths import ROOT
 from typer.testing import CliRunner
@@ -22,6 +22,7 @@ from doll_lab.pipelines import fleet_report
 from doll_lab.pipelines.allocation import RULES
 from doll_lab.pipelines.fleet import load_fleet, parse_csv, parse_yaml
 from doll_lab.pipelines.fleet_plan import plan_fleet
+from doll_lab.pipelines.network import Network
 
 EXAMPLE = ROOT / "examples" / "gpus.yaml"
 LAYERS = tuple(

@@ -23,12 +23,13 @@ from benchmarks.paper.partition_reference import (
 )
 from doll.errors import ConfigError
 from doll.pipeline.planner.partition import DoesNotFitError, MemoryRule
-from doll.pipeline.profiling.profile import Device, LayerProfile, Network, Profile, StageSize
+from doll.pipeline.profiling.profile import Device, LayerProfile, Profile, StageSize
 from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from doll_lab.pipelines import device_orders
+from doll_lab.pipelines.network import Network
 from doll_lab.pipelines.partition import Partitioning, best_partition
 
 PAPER = MemoryRule(1.0)
@@ -188,6 +189,14 @@ def test_a_last_stage_with_n_m_minibatches_and_a_search_for_the_furthest_layer_a
         furthest += by_furthest_layer(instance) != expected
     assert memory >= 1
     assert furthest >= 1
+
+
+def test_transfers_are_slower_between_nodes() -> None:
+    network = Network(within_node_bytes_per_s=100, between_nodes_bytes_per_s=10, latency_s=1)
+    a, b, c = Device("a", node="1"), Device("b", node="1"), Device("c", node="2")
+    assert network.transfer_s(a, b, 100) == 2
+    assert network.transfer_s(b, c, 100) == 11
+    assert Network().transfer_s(a, c, 1e12) == 0
 
 
 def test_devices_of_one_node_are_neighbours_where_that_is_faster() -> None:

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from benchmarks.paper.virtual_workers import VirtualWorkers
 from doll.errors import ConfigError
-from doll.pipeline.profiling.profile import Device, LayerProfile, Network, Profile
+from doll.pipeline.profiling.profile import Device, LayerProfile, Profile
 from doll.ps.policies.wsp import WspPolicyConfig
 
+from doll_lab.pipelines.network import Network
 from doll_lab.pipelines.partition import Partitioning, StagePlan
 from doll_lab.pipelines.placement import LinkTraffic, default_placement, local_placement, traffic
 from doll_lab.pipelines.prediction import throughput_in_waves

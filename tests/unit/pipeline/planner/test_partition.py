@@ -10,7 +10,9 @@ from itertools import combinations, pairwise
 import pytest
 from benchmarks.paper.partition_reference import Instance, random_instance, stage_times
 from doll.pipeline.planner.partition import DoesNotFitError, MemoryRule, stops_in_order
-from doll.pipeline.profiling.profile import Device, LayerProfile, Network, Profile, StageSize
+from doll.pipeline.profiling.profile import Device, LayerProfile, Profile, StageSize
+
+from doll_lab.pipelines.network import Network
 
 PAPER = MemoryRule(1.0)
 GB = 1_000_000_000

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from doll.errors import ConfigError
-from doll.pipeline.profiling.profile import Device, LayerProfile, Network, Profile
+from doll.pipeline.profiling.profile import Device, LayerProfile, Profile
 
 PROFILE = Profile(
     "net", 32, "cpu", (LayerProfile("a", 0.1, 0.2, 100, 50, 400), LayerProfile("b", 0.3, 0.5, 10, 5, 0)), 64,
@@ -24,14 +24,6 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_times_on_another_device_are_measured_or_scaled_by_its_speed() -> None:
     assert PROFILE.times_on(Device("slow", speed=0.5)) == [(0.2, 0.4), (0.6, 1.0)]
     assert PROFILE.times_on(Device("gpu", speed=0.5)) == [(0.01, 0.02), (0.03, 0.05)]
-
-
-def test_transfers_are_slower_between_nodes() -> None:
-    network = Network(within_node_bytes_per_s=100, between_nodes_bytes_per_s=10, latency_s=1)
-    a, b, c = Device("a", node="1"), Device("b", node="1"), Device("c", node="2")
-    assert network.transfer_s(a, b, 100) == 2
-    assert network.transfer_s(b, c, 100) == 11
-    assert Network().transfer_s(a, c, 1e12) == 0
 
 
 @pytest.mark.parametrize(

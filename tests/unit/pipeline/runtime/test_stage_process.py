@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from doll.pipeline.links.link import StageLink, socket_pair
 from doll.pipeline.runtime import stage_process
-from doll.pipeline.runtime.messages import Ready, Stop, decode, encode
+from doll.pipeline.runtime.messages import Ready, StopStage, decode, encode
 from doll.pipeline.runtime.stage_process import Links, SharedVectors, StageProcess
 from doll.pipeline.runtime.vectors import VectorFile
 from waiting import WAIT_TIMEOUT_S, until
@@ -36,7 +36,7 @@ def test_a_stage_outlives_a_coordinator_that_does_not_read_for_long(monkeypatch:
     thread = threading.Thread(target=lambda: codes.append(process.run()))
     thread.start()
     until(lambda: not has_room(own), "a full socket")
-    control.send(encode(Stop()))
+    control.send(encode(StopStage()))
     thread.join(WAIT_TIMEOUT_S)
     assert codes == [0]
     assert decode(control.receive()[0]) == Ready(stage=0, fingerprint="f")
