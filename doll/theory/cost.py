@@ -35,7 +35,7 @@ class Prices:
         checks.positive(on_demand_usd_per_h=self.on_demand_usd_per_h)
 
     def times(self, machines: float) -> Prices:
-        """The prices of so many machines together, each at these prices."""
+        """The prices of `machines` machines together, each at these prices."""
         return Prices(self.spot_usd_per_h * machines, self.on_demand_usd_per_h * machines)
 
     @property

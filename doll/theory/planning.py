@@ -72,8 +72,8 @@ def best_assignment(
     Source: the DOLL paper, Lemma 2 (23) and Theorem 5; proof of quasi-convexity in docs/theory.md. Differs from the
     paper: Lemma 2 is a constraint on every N_s, not a property of the optimum.
 
-    >>> found = best_assignment(600, [3, 1, 2], 0.5, 150.0, Prices(0.1, 1.0))
-    >>> found.num_spot, found.spot.tolist(), round(found.expected_runtime_s, 2)
+    >>> best = best_assignment(600, [3, 1, 2], 0.5, 150.0, Prices(0.1, 1.0))
+    >>> best.num_spot, best.spot.tolist(), round(best.expected_runtime_s, 2)
     (2, [False, True, True], 133.33)
     """
     checks.non_negative(samples=samples)

@@ -1,6 +1,6 @@
 """MLLess's scale-in tuner: smoothing, the knee of a loss curve, the two curve fits, step times, and the score s.
 
-A *step* is one model update. Losses are above 0; steps are numbered from 1. scipy is imported where it is used.
+A *step* is one model update. Losses are above 0; steps are numbered from 1. scipy is imported by the fits.
 
 Source: MLLess (Middleware 2021, and its journal version of 2023), "Scale-in auto-tuner", Eq. (1)-(3). Differs from the
 paper: the sign of the score, see `relative_excess`; the slope at the knee is relative, see `knee`; the step-time model
@@ -277,7 +277,7 @@ Score = Callable[[float, float, Pace, Pace, float], float]
 
 
 def relative_excess(step: float, horizon_s: float, reference: Pace, current: Pace, reference_step: float) -> float:
-    """s = (l_p(t + ⌊Δ/d_p⌋) - L_P(t + ⌊Δ/d_P⌋)) / L_P(t + ⌊Δ/d_P⌋): by how much fewer workers are behind.
+    """s = (l_p(t + ⌊Δ/d_p⌋) - L_P(t + ⌊Δ/d_P⌋)) / L_P(t + ⌊Δ/d_P⌋): the excess loss of fewer workers.
 
     Differs from the paper: (1) is printed with the other sign, L_P - l_p, together with the rule "remove where s < S".
     That removes workers exactly where they are needed: at a loss 20 % above the reference it is -0.2. The public code

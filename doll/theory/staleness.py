@@ -161,7 +161,7 @@ class StalenessMeter:
         self._set(worker, self._version, clock)
 
     def skipped(self, worker: int, batches: int) -> None:
-        """Leave out so many batches of this worker, the next ones."""
+        """Leave out the next `batches` batches of this worker."""
         self._offsets[worker] -= batches
 
     def read(self, worker: int, version: int, batch: int, count: int = 1) -> None:
