@@ -22,7 +22,7 @@ from doll.records.bounded import read_text
 from doll.run.folder import RunFolder, create
 from doll.run.local.up import check_runnable
 from doll.run.target import open_target
-from doll.storage.source_paths import find_source
+from doll.storage.stores import find_source
 
 _TRAINED_BY = "doll.train"
 

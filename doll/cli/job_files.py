@@ -91,7 +91,7 @@ def check(
     Example: doll config check my.yaml
     """
     from doll.run.local.preflight import check_files, check_model, check_pipeline, check_task
-    from doll.storage.source_paths import find_source
+    from doll.storage.stores import find_source
 
     config = job.target().config
     check_files(config)

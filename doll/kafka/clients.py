@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
-from confluent_kafka.admin import AdminClient
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, ConfigEntry, OffsetSpec
 
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka.denials import is_denial
@@ -30,6 +30,8 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 
+ADMIN_S: Final = 15.0
+"""How long an answer to an admin client is waited for."""
 _NEW_TOPIC_S: Final = 10.0
 _BUSY_TIMES: Final = 4
 # What brokers answer about a topic that was created a moment ago.
@@ -96,6 +98,21 @@ def retry_while_leaderless(call: Callable[[], T], timeout_s: float = _NEW_TOPIC_
             time.sleep(0.1)
 
 
+def list_offsets(
+    admin: AdminClient, partitions: Iterable[TopicPartition], spec: OffsetSpec
+) -> dict[tuple[str, int], int]:
+    """The offset that `spec` describes, by topic and partition; KafkaException if a broker does not say it."""
+    if not (wanted := dict.fromkeys(partitions, spec)):
+        return {}
+    futures = admin.list_offsets(wanted, request_timeout=ADMIN_S)
+    return {(where.topic, where.partition): future.result().offset for where, future in futures.items()}
+
+
+def setting_values(entries: Mapping[str, ConfigEntry]) -> dict[str, str]:
+    """The settings that have a value, by name, as `describe_configs` answers."""
+    return {key: str(entry.value) for key, entry in entries.items() if entry.value is not None}
+
+
 class _JobProducer(Producer):  # type: ignore[misc]
     """Can be referred to weakly, which the library's own class cannot."""
 
@@ -148,30 +165,6 @@ def _unusable(exc: KafkaException) -> str:
         "correct the certificates and keys that the environment names (docs/security.md)"
     )
     return f"Kafka's client cannot be made ({error_of(exc).str()}): {todo}"
-
-
-class ProbeClients:
-    """Makes clients for brokers that this machine starts, where no job's settings apply: no security, and no log."""
-
-    def __init__(self, address: str) -> None:
-        self._settings: dict[str, Any] = {
-            "bootstrap.servers": address,
-            "log_level": 0,
-            "reconnect.backoff.max.ms": 200,
-            "error_cb": lambda error: None,
-        }
-
-    def admin(self) -> AdminClient:
-        return AdminClient(self._settings)
-
-    def producer(self, message_timeout_ms: int) -> Producer:
-        """An idempotent producer that sends each record immediately."""
-        extra = {"enable.idempotence": True, "linger.ms": 0, "message.timeout.ms": message_timeout_ms}
-        return Producer(self._settings | extra)
-
-    def consumer(self, group: str) -> Consumer:
-        """A consumer that commits only on request."""
-        return Consumer(self._settings | {"group.id": group, "enable.auto.commit": False})
 
 
 class Settings(dict[str, Any]):

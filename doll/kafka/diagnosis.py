@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from confluent_kafka import ConsumerGroupTopicPartitions, KafkaError, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec, ResourceType
 
-from doll.kafka.clients import error_of, kafka_problem, make_admin
+from doll.kafka.clients import ADMIN_S, error_of, kafka_problem, list_offsets, make_admin, setting_values
 from doll.kafka.denials import is_denial
 from doll.kafka.facts import KafkaFacts, StreamFacts
 from doll.kafka.topic_plan import ActualTopic, plan_topics
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from doll.services import Services
 
 
-_ASK_S: Final = 15.0
+_CONNECT_S: Final = 10.0
 _LATENCY_TRIES: Final = 5
 _MAX_GROUPS: Final = 100  # one request each
 _OLD_SHARE: Final = 0.5  # of the retention
@@ -33,9 +33,7 @@ _OLD_SHARE: Final = 0.5  # of the retention
 def ask_kafka(
     config: JobConfig,
     services: Services,
-    timeout_s: float = 10.0,
-    *,
-    goes_on: Callable[[Sequence[tuple[str, int]]], bool] = lambda brokers: True,
+    goes_on: Callable[[Sequence[tuple[str, int]]], bool],
 ) -> KafkaFacts:
     """All facts. Nothing is created, changed, written or committed.
 
@@ -46,7 +44,7 @@ def ask_kafka(
     Raises:
         ConfigError: the environment lacks what the log-in needs.
     """
-    refusal = kafka_problem(config, services, timeout_s)
+    refusal = kafka_problem(config, services, _CONNECT_S)
     if refusal is not None:
         return KafkaFacts(refusal=refusal)
     facts = KafkaFacts()
@@ -84,25 +82,25 @@ class _Questions:
             latencies_s = []
             for _ in range(_LATENCY_TRIES):
                 start_s = time.perf_counter()
-                metadata = self._admin.list_topics(timeout=_ASK_S)
+                metadata = self._admin.list_topics(timeout=ADMIN_S)
                 latencies_s.append(time.perf_counter() - start_s)
             self._facts.latency_s = min(latencies_s)
             self._facts.brokers = [(broker.host, broker.port) for broker in metadata.brokers.values()]
 
     def cluster(self) -> None:
         with self._about("operations on the cluster"):
-            cluster = self._admin.describe_cluster(include_authorized_operations=True, request_timeout=_ASK_S)
-            self._facts.allowed["cluster", ""] = _operations(cluster.result(_ASK_S).authorized_operations)
+            cluster = self._admin.describe_cluster(include_authorized_operations=True, request_timeout=ADMIN_S)
+            self._facts.allowed["cluster", ""] = _operations(cluster.result(ADMIN_S).authorized_operations)
 
     def topics(self) -> None:
         futures: Mapping[str, Future[Any]] = {}
         with self._about("topics"):
             wanted = TopicCollection(list({self._config.topic("samples"): None, **self._plans}))
-            futures = self._admin.describe_topics(wanted, include_authorized_operations=True, request_timeout=_ASK_S)
+            futures = self._admin.describe_topics(wanted, include_authorized_operations=True, request_timeout=ADMIN_S)
         for name, future in futures.items():
             with self._about(f"topic {name}"):
                 try:
-                    topic = future.result(_ASK_S)
+                    topic = future.result(ADMIN_S)
                 except KafkaException as exc:
                     if error_of(exc).code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
                         continue
@@ -129,14 +127,14 @@ class _Questions:
         futures: Mapping[str, Future[Any]] = {}
         with self._about("groups"):
             futures = self._admin.describe_consumer_groups(
-                list(names.values()), include_authorized_operations=True, request_timeout=_ASK_S
+                list(names.values()), include_authorized_operations=True, request_timeout=ADMIN_S
             )
         for prefix, name in names.items():
             if name not in futures:
                 continue
             with self._about(f"group {name}"):
                 try:
-                    operations = _operations(futures[name].result(_ASK_S).authorized_operations)
+                    operations = _operations(futures[name].result(ADMIN_S).authorized_operations)
                 except KafkaException as exc:
                     if not is_denial(error_of(exc)):
                         raise
@@ -149,12 +147,11 @@ class _Questions:
             return
         futures: Mapping[Any, Future[Any]] = {}
         with self._about("settings of topics"):
-            futures = self._admin.describe_configs(list(resources.values()), request_timeout=_ASK_S)
+            futures = self._admin.describe_configs(list(resources.values()), request_timeout=ADMIN_S)
         for name, resource in resources.items():
             with self._about(f"settings of topic {name} (DescribeConfigs)"):
-                entries = futures[resource].result(_ASK_S) if resource in futures else {}
-                values = {key: str(entry.value) for key, entry in entries.items() if entry.value is not None}
-                self._facts.topics[name] = ActualTopic(values, *self._replicas[name])
+                entries = futures[resource].result(ADMIN_S) if resource in futures else {}
+                self._facts.topics[name] = ActualTopic(setting_values(entries), *self._replicas[name])
 
     def missing_topics(self) -> None:
         """Kafka checks whether they could be created, and creates nothing."""
@@ -168,7 +165,7 @@ class _Questions:
         replicas = self._config.kafka.replication_factor
         wanted = [NewTopic(plan.name, plan.partitions, replicas, config=plan.settings) for plan in missing]
         with self._about("topics that are missing"):
-            futures = self._admin.create_topics(wanted, validate_only=True, request_timeout=_ASK_S)
+            futures = self._admin.create_topics(wanted, validate_only=True, request_timeout=ADMIN_S)
             for name, future in futures.items():
                 self._facts.create_refusals[name] = _refusal(future)
 
@@ -178,11 +175,12 @@ class _Questions:
             return
         places = [TopicPartition(name, number) for number in range(self._facts.partitions[name])]
         with self._about(f"ends of {name}"):
-            low, high = (self._offsets(places, spec) for spec in (OffsetSpec.earliest(), OffsetSpec.latest()))
+            low = list_offsets(self._admin, places, OffsetSpec.earliest())
+            high = list_offsets(self._admin, places, OffsetSpec.latest())
             committed = self._committed(places)
             old = self._old_until(name, places)
             self._facts.streams = {
-                number: StreamFacts(committed.get(number), low[number], high[number], old.get(number))
+                number: StreamFacts(committed.get(number), low[name, number], high[name, number], old.get(number))
                 for number in range(len(places))
             }
 
@@ -192,17 +190,13 @@ class _Questions:
             return
         with self._about("newest record"):
             spec = OffsetSpec.max_timestamp()
-            futures = self._admin.list_offsets(dict.fromkeys(places, spec), request_timeout=_ASK_S)
-            stamps_ms = [future.result(_ASK_S).timestamp for future in futures.values()]
+            futures = self._admin.list_offsets(dict.fromkeys(places, spec), request_timeout=ADMIN_S)
+            stamps_ms = [future.result(ADMIN_S).timestamp for future in futures.values()]
             newest_ms = max((stamp for stamp in stamps_ms if stamp is not None and stamp > 0), default=None)
             self._facts.newest_s = None if newest_ms is None else newest_ms / 1000
 
     def _group(self, worker: int) -> str:
         return f"doll-{self._config.job}-w{worker}"
-
-    def _offsets(self, places: list[TopicPartition], spec: OffsetSpec) -> dict[int, int]:
-        futures = self._admin.list_offsets(dict.fromkeys(places, spec), request_timeout=_ASK_S)
-        return {place.partition: future.result(_ASK_S).offset for place, future in futures.items()}
 
     def _committed(self, places: list[TopicPartition]) -> dict[int, int]:
         """The newest committed offset of each partition, of any worker's group."""
@@ -215,8 +209,8 @@ class _Questions:
         for worker in range(min(workers, _MAX_GROUPS)):
             with self._about(f"offsets of group {self._group(worker)}"):
                 request = [ConsumerGroupTopicPartitions(self._group(worker), places)]
-                (future,) = self._admin.list_consumer_group_offsets(request, request_timeout=_ASK_S).values()
-                for place in future.result(_ASK_S).topic_partitions:
+                (future,) = self._admin.list_consumer_group_offsets(request, request_timeout=ADMIN_S).values()
+                for place in future.result(ADMIN_S).topic_partitions:
                     if place.offset >= 0:
                         committed[place.partition] = max(place.offset, committed.get(place.partition, 0))
         return committed
@@ -227,8 +221,8 @@ class _Questions:
         if retention_ms < 0:
             return {}
         old_ms = int(time.time() * 1000 - _OLD_SHARE * retention_ms)
-        newer_from = self._offsets(places, OffsetSpec.for_timestamp(old_ms))
-        return {number: offset for number, offset in newer_from.items() if offset >= 0}  # -1: nothing is newer
+        newer_from = list_offsets(self._admin, places, OffsetSpec.for_timestamp(old_ms))
+        return {number: offset for (_, number), offset in newer_from.items() if offset >= 0}  # -1: nothing is newer
 
 
 def _operations(operations: Any) -> frozenset[str] | None:
@@ -240,7 +234,7 @@ def _operations(operations: Any) -> frozenset[str] | None:
 
 def _refusal(future: Future[Any]) -> str:
     try:
-        future.result(_ASK_S)
+        future.result(ADMIN_S)
     except KafkaException as exc:
         error = error_of(exc)
         return "" if error.code() == KafkaError.TOPIC_ALREADY_EXISTS else f"{error.name()}: {error.str()}"

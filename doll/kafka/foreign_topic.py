@@ -17,7 +17,14 @@ from confluent_kafka import KafkaError, KafkaException, TopicCollection
 from confluent_kafka.admin import AclOperation, AdminClient, ConfigResource, ResourceType
 
 from doll.errors import ConfigError, ServiceUnavailableError
-from doll.kafka.clients import error_of, make_admin, retry_while_leaderless, translate_errors
+from doll.kafka.clients import (
+    ADMIN_S,
+    error_of,
+    make_admin,
+    retry_while_leaderless,
+    setting_values,
+    translate_errors,
+)
 from doll.kafka.denials import is_denial
 from doll.kafka.logins import principal_text
 from doll.kafka.permissions import Permission, allow_command
@@ -30,7 +37,6 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-_TIMEOUT_S: Final = 15.0
 _ZERO_TOPIC_ID: Final = "AAAAAAAAAAAAAAAAAAAAAA"  # base64 of 16 bytes of zero
 _MISSING: Final = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
 
@@ -70,17 +76,15 @@ def look_up(config: JobConfig, services: Services, *, admin: AdminClient | None 
         ConfigError: this user may not describe it.
         ServiceUnavailableError: Kafka does not answer.
     """
-    name, wanted = config.topic("samples"), TopicCollection([config.topic("samples")])
+    name = config.topic("samples")
     with translate_errors(services.kafka, f"describe topic {name}"):
         client = make_admin(config, services) if admin is None else admin  # the answer comes only while it lives
-        metadata = client.list_topics(timeout=_TIMEOUT_S) if admin is None else None
-
-        def describe() -> Any:
-            futures = client.describe_topics(wanted, include_authorized_operations=True, request_timeout=_TIMEOUT_S)
-            return futures[name].result()
-
+        metadata = client.list_topics(timeout=ADMIN_S) if admin is None else None
         try:
-            description = retry_while_leaderless(describe) if admin is None else describe()
+            if admin is None:
+                description = retry_while_leaderless(lambda: describe_topic(client, name))
+            else:
+                description = describe_topic(client, name)
         except KafkaException as exc:
             error = error_of(exc)
             if error.code() in _MISSING:
@@ -90,9 +94,9 @@ def look_up(config: JobConfig, services: Services, *, admin: AdminClient | None 
             if error.code() == KafkaError._UNSUPPORTED_FEATURE and metadata is not None:  # before Kafka 2.8
                 return _from_metadata(config, services, metadata)
             raise
-        allowed, topic_id = description.authorized_operations, str(description.topic_id)
+        allowed = description.authorized_operations
         return ForeignTopic(
-            name, len(description.partitions), "" if topic_id == _ZERO_TOPIC_ID else topic_id,
+            name, len(description.partitions), known_id(description),
             tuple(
                 (part.id, tuple(node.id for node in part.replicas))
                 for part in description.partitions if part.leader is None or part.leader.id < 0
@@ -100,6 +104,17 @@ def look_up(config: JobConfig, services: Services, *, admin: AdminClient | None 
             None if not allowed else bool({AclOperation.READ, AclOperation.ALL} & set(allowed)),
             _settings(client, name),
         )  # fmt: skip
+
+
+def describe_topic(admin: AdminClient, name: str) -> Any:
+    """Kafka's description of one topic, with what this user may do with it; KafkaException if Kafka refuses."""
+    wanted = TopicCollection([name])
+    return admin.describe_topics(wanted, include_authorized_operations=True, request_timeout=ADMIN_S)[name].result()
+
+
+def known_id(description: Any) -> str:
+    """The id of a topic; "" if this Kafka has no ids."""
+    return "" if str(description.topic_id) == _ZERO_TOPIC_ID else str(description.topic_id)
 
 
 def _from_metadata(config: JobConfig, services: Services, metadata: Any) -> ForeignTopic:
@@ -114,10 +129,10 @@ def _from_metadata(config: JobConfig, services: Services, metadata: Any) -> Fore
 def _settings(admin: AdminClient, name: str) -> dict[str, str] | None:
     resource = ConfigResource(ResourceType.TOPIC, name)
     try:
-        entries = admin.describe_configs([resource], request_timeout=_TIMEOUT_S)[resource].result()
+        entries = admin.describe_configs([resource], request_timeout=ADMIN_S)[resource].result()
     except KafkaException:
         return None
-    return {key: str(entry.value) for key, entry in entries.items() if entry.value is not None}
+    return setting_values(entries)
 
 
 # --- what is wrong, and what to do ----------------------------------------------------------------------------------
@@ -270,7 +285,7 @@ def _group_problem(config: JobConfig, services: Services) -> str:
     for prefix, name in ((f"doll-{config.job}-", "w0"), (f"doll.{config.job}.", "read")):
         group = f"{prefix}{name}"
         try:
-            admin.describe_consumer_groups([group], request_timeout=_TIMEOUT_S)[group].result()
+            admin.describe_consumer_groups([group], request_timeout=ADMIN_S)[group].result()
         except KafkaException as exc:
             if is_denial(error_of(exc)):
                 user = principal_text(config.kafka)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Self
 
 from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException, TopicPartition
 
@@ -41,6 +41,7 @@ UNREADABLE: Final = frozenset(
 _POLL_S: Final = 0.1
 _PROBE_S: Final = 30.0
 _FINISH_POLL_S: Final = 0.5
+_TO_END_S: Final = 10.0
 _MAX_REASON_CHARS: Final = 200
 _ask_for_headers: Final = methodcaller("headers")
 RESUME_GRACE_S: Final = 30.0
@@ -51,32 +52,26 @@ may have been resumed, and all its roles may have been started together."""
 def partition_bounds(
     consumer: Consumer, address: str, topic: str, partition: int, timeout_s: float = _BOUNDS_TIMEOUT_S
 ) -> tuple[int, int]:
-    """(low, high): the first offset that a partition still holds, and the one that its next record gets.
-
-    Raises:
-        ServiceUnavailableError: Kafka does not answer, or the topic does not exist.
-    """
-
-    def fetch() -> tuple[int, int]:
-        low, high = consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=timeout_s, cached=False)
-        return int(low), int(high)
-
-    with translate_errors(address, f"say where {topic}/{partition} begins and ends"):
-        return retry_while_leaderless(fetch)
+    """(low, high): the first offset that a partition still holds, and the one that its next record gets; raises
+    ServiceUnavailableError if Kafka does not answer, or the topic does not exist."""
+    return bounds_of_partitions(consumer, address, topic, [partition], timeout_s)[partition]
 
 
 def bounds_of_partitions(
     consumer: Consumer, address: str, topic: str, partitions: Sequence[int], timeout_s: float = _BOUNDS_TIMEOUT_S
 ) -> dict[int, tuple[int, int]]:
-    """`partition_bounds` of many partitions: two requests to each broker, and not two to each partition's leader."""
+    """`partition_bounds` of each of these partitions: two requests to each broker, however many partitions it leads."""
 
     def fetch() -> dict[int, tuple[int, int]]:
         low, high = (_offsets_at(consumer, topic, partitions, at, timeout_s) for at in (OFFSET_BEGINNING, OFFSET_END))
         return {number: (low[number], high[number]) for number in partitions}
 
-    if len(partitions) <= 1:
-        return {number: partition_bounds(consumer, address, topic, number, timeout_s) for number in partitions}
-    with translate_errors(address, f"say where the {len(partitions)} partitions of {topic} begin and end"):
+    if not partitions:
+        return {}
+    which = f"{topic}/{partitions[0]} begins and ends"
+    if len(partitions) > 1:
+        which = f"the {len(partitions)} partitions of {topic} begin and end"
+    with translate_errors(address, f"say where {which}"):
         return retry_while_leaderless(fetch)
 
 
@@ -201,6 +196,8 @@ class Reader:
         ServiceUnavailableError: a topic does not exist, or the broker does not answer.
     """
 
+    history_timeout_s: ClassVar[float] = 30.0
+
     def __init__(
         self,
         config: JobConfig,
@@ -215,8 +212,6 @@ class Reader:
         self._address = services.kafka
         self._kafka = config.kafka
         self._lookup_s = lookup_timeout_s
-        # On a connection of its own: a broker answers a connection's requests one after the other, so that a lookup
-        # would wait for the end of the fetch that is under way.
         self._make_lookup = partial(make_consumer, config, services, f"{purpose}-ends")
         self._lookup: Any = None
         self._consumer = make_consumer(config, services, purpose, **{"fetch_wait_max_ms": _FETCH_WAIT_MS, **settings})
@@ -290,27 +285,27 @@ class Reader:
             if (record := self.decode(message)) is not None
         ]
 
-    def read_history(self, timeout_s: float = 30.0) -> list[TimedRecord]:
+    def read_history(self) -> list[TimedRecord]:
         """Everything that the partitions held when this reader was opened.
 
         Raises:
-            ServiceUnavailableError: the broker did not send it within `timeout_s`.
+            ServiceUnavailableError: the broker did not send it within `history_timeout_s`.
         """
         records: list[TimedRecord] = []
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + self.history_timeout_s
         while unread := [partition for partition in self.ends if not self.has_read_history(partition)]:
             if time.monotonic() > deadline_s:
                 raise ServiceUnavailableError(
-                    f"Kafka did not send all records of {', '.join(map(str, unread))} within {timeout_s:g} s: is it "
-                    "overloaded, or a broker down?"
+                    f"Kafka did not send all records of {', '.join(map(str, unread))} within "
+                    f"{self.history_timeout_s:g} s: is it overloaded, or a broker down?"
                 )
             records += self.poll(0.2)
         return records
 
-    def read_to_end(self, timeout_s: float = 10.0) -> list[TimedRecord]:
-        """What the partitions hold by now and was not returned yet; less of it if `timeout_s` is over before."""
+    def read_to_end(self) -> list[TimedRecord]:
+        """What the partitions hold by now and was not returned yet; less of it if that takes longer than 10 s."""
         records: list[TimedRecord] = []
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + _TO_END_S
         try:
             ends = {partition: self.bounds(partition)[1] for partition in self.ends}
         except ServiceUnavailableError as exc:
@@ -354,15 +349,16 @@ class Reader:
         client = self._ends_client()
         try:
             count = count_partitions(client, topic, timeout_s) if partitions is None else partitions
-            if count == 1:
-                return [int(client.get_watermark_offsets(TopicPartition(topic, 0), timeout=timeout_s, cached=False)[1])]
             ends = _offsets_at(client, topic, range(count), OFFSET_END, timeout_s) if count else {}
         except KafkaException:
             return None
         return [ends[number] for number in range(count)] or None
 
     def _ends_client(self) -> Any:
-        """Made when it is needed: most readers never look an end up once they read."""
+        """A client of its own, made when it is needed: most readers never look an end up once they read.
+
+        A broker answers a connection's requests in order, so that a lookup would wait for the fetch that is under way.
+        """
         if self._lookup is None:
             self._lookup = self._make_lookup()
         return self._lookup
@@ -485,6 +481,8 @@ class JobRecords(Reader):
         positions: next offset by `topic/partition`; from the earliest kept offset for partitions that are not in it.
     """
 
+    history_timeout_s = 120.0
+
     def __init__(self, config: JobConfig, services: Services, positions: Mapping[str, int]) -> None:
         self._samples = config.topic("samples")
 
@@ -502,10 +500,6 @@ class JobRecords(Reader):
     def named_positions(self) -> dict[str, int]:
         """Next offset by `topic/partition`: all before it has been returned by `poll`."""
         return {str(partition): offset for partition, offset in self.positions.items()}
-
-    def read_history(self, timeout_s: float = 120.0) -> list[TimedRecord]:
-        """As in `Reader`; a job's whole history takes longer."""
-        return super().read_history(timeout_s)
 
     def sample_ends(self, timeout_s: float = 1.0) -> list[int] | None:
         """The ends of the partitions of samples; None where a broker does not answer in time."""

@@ -1,22 +1,27 @@
-"""Checks that the samples topic is still the one that the model was learned from.
+"""The samples topic: whether it is still the one that the model was learned from, and where a new job begins in it.
 
 Offsets name samples only within one topic. If it was deleted and created again, or truncated, the same offsets are
 other records: a reader that continued at its offset would wait forever, or skip records until the log is as long as
 before. Kafka gives each topic an id, which the checkpoint keeps. Brokers before 2.8 have no ids: there only a log that
 is shorter than what was read of it shows the difference.
 
-Calls raise ServiceUnavailableError where Kafka does not answer.
+Where a new job begins in it (`data.start`) is decided once, by the first server of the job, and kept in its checkpoints
+and in `updates`. Calls raise ServiceUnavailableError if Kafka does not answer.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from confluent_kafka import TopicPartition
+from confluent_kafka.admin import OffsetSpec
+
 from doll.errors import ConfigError
 from doll.kafka import topics
+from doll.kafka.clients import list_offsets, make_admin, retry_while_leaderless, translate_errors
 from doll.services import Services
 from doll.telemetry import get_logger
 
@@ -28,6 +33,7 @@ log = get_logger(__name__)
 # A broker that has just become the leader may not know for seconds how far its log is committed.
 _LEADER_SETTLE_S: Final = 30.0
 _RETRY_S: Final = 0.5
+_NAMED: Final = 8  # partitions that a message names
 TRUNCATED_ADVICE = (
     "what was not learned before is gone. The model is in the checkpoints (doll export writes it). Then start over on "
     "this topic (doll up --fresh; doll ps --fresh; in containers FRESH=1 docker compose up), or take another job name"
@@ -138,3 +144,71 @@ def lost_records(topic: str, partition: int, lo: int, hi: int) -> str:
         "retention.bytes of the topic); then go on without these (--set data.on_data_loss=skip: they are counted, and "
         "named by the audit), or begin a new job"
     )
+
+
+def start_offsets(config: JobConfig, services: Services, samples: SampleLog) -> tuple[int, ...]:
+    """The offset of the job's first record in each partition.
+
+    Args:
+        samples: the topic as it is now.
+
+    Raises:
+        ConfigError: `data.start.offsets` lacks a partition, or names one that there is not, or an offset that the
+            log does not hold.
+        ServiceUnavailableError: Kafka does not answer.
+    """
+    match config.data.start:
+        case "earliest":
+            return samples.low
+        case "latest":
+            return samples.high
+        case start if start.offsets is not None:
+            return _given(start.offsets, samples)
+        case start:
+            assert start.timestamp is not None  # one of both is given
+            return _at_time(config, services, samples, round(start.timestamp.timestamp() * 1000))
+
+
+def deleted_before(config: JobConfig, generation: int, origins: Sequence[int]) -> tuple[int, ...]:
+    """How many records of each partition were deleted before the job could begin with them; () where it did not want
+    all of the stream, or where the log is older than the job."""
+    is_whole = config.data.topic is None and config.data.start == "earliest" and not generation
+    return tuple(origins) if is_whole and any(origins) else ()
+
+
+def _given(offsets: Mapping[int, int], samples: SampleLog) -> tuple[int, ...]:
+    num = len(samples.low)
+    if absent := [number for number in range(num) if number not in offsets]:
+        raise ConfigError(
+            f"data.start.offsets: expected an offset for each of the {num} partitions of {samples.name}, got none for "
+            f"{_named(absent)}"
+        )
+    if unknown := sorted(number for number in offsets if number >= num):
+        raise ConfigError(
+            f"data.start.offsets: expected partitions 0 to {num - 1} of {samples.name}, got {_named(unknown)}"
+        )
+    for number, (low, high) in enumerate(zip(samples.low, samples.high, strict=True)):
+        if not low <= (offset := offsets[number]) <= high:
+            raise ConfigError(
+                f"data.start.offsets: expected {low} to {high} for partition {number} of {samples.name}, which is what "
+                f"its log holds and its end, got {offset}"
+            )
+    return tuple(offsets[number] for number in range(num))
+
+
+def _at_time(config: JobConfig, services: Services, samples: SampleLog, time_ms: int) -> tuple[int, ...]:
+    """A partition without a record of that time or a later one begins at its end."""
+    places = [TopicPartition(samples.name, number) for number in range(len(samples.low))]
+    spec = OffsetSpec.for_timestamp(time_ms)
+    admin = make_admin(config, services)  # the answer comes only while it lives
+    with translate_errors(services.kafka, f"say which records of {samples.name} have this time or a later one"):
+        offsets = retry_while_leaderless(lambda: list_offsets(admin, places, spec))
+    return tuple(
+        high if offsets[samples.name, number] < 0 else min(max(offsets[samples.name, number], low), high)
+        for number, (low, high) in enumerate(zip(samples.low, samples.high, strict=True))
+    )
+
+
+def _named(numbers: list[int]) -> str:
+    more = f" and {len(numbers) - _NAMED} more" if len(numbers) > _NAMED else ""
+    return f"partition{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers[:_NAMED]))}{more}"

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from confluent_kafka import KafkaError, KafkaException, TopicCollection, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import (
     AclBinding,
     AclOperation,
@@ -28,7 +28,15 @@ from confluent_kafka.admin import (
 
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka import foreign_topic
-from doll.kafka.clients import error_of, make_admin, retry_while_leaderless, translate_errors
+from doll.kafka.clients import (
+    ADMIN_S,
+    error_of,
+    list_offsets,
+    make_admin,
+    retry_while_leaderless,
+    setting_values,
+    translate_errors,
+)
 from doll.kafka.denials import unseen_topics
 from doll.kafka.logins import own_user
 from doll.kafka.permissions import Permission, needed
@@ -51,11 +59,9 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-_TIMEOUT_S: Final = 15.0
 _PARTITION_S: Final = 0.05  # a broker on a loaded machine opens a new log in this time
 _DELETE_S: Final = 5.0
 _BROKER_S: Final = 2.0  # for one broker's answer: another may know more
-_ZERO_TOPIC_ID: Final = "AAAAAAAAAAAAAAAAAAAAAA"  # base64 of 16 bytes of zero
 
 
 def _allow_users(admin: AdminClient, config: JobConfig, address: str) -> None:
@@ -88,7 +94,7 @@ def _allow_users(admin: AdminClient, config: JobConfig, address: str) -> None:
         for user, items in users.items() for item in items
     ]  # fmt: skip
     try:
-        for future in admin.create_acls(wanted, request_timeout=_TIMEOUT_S).values():
+        for future in admin.create_acls(wanted, request_timeout=ADMIN_S).values():
             future.result()
     except KafkaException as exc:
         error = error_of(exc)
@@ -177,8 +183,8 @@ def _add_partitions(admin: AdminClient, services: Services, topic: str, count: i
     advice = "add them by hand, or allow this user to"
     with translate_errors(services.kafka, f"add partitions to topic {topic}", advice):
         wanted = [NewPartitions(topic, count)]
-        admin.create_partitions(wanted, operation_timeout=_TIMEOUT_S, request_timeout=_TIMEOUT_S)[topic].result()
-    deadline_s = time.monotonic() + _TIMEOUT_S
+        admin.create_partitions(wanted, operation_timeout=ADMIN_S, request_timeout=ADMIN_S)[topic].result()
+    deadline_s = time.monotonic() + ADMIN_S
     while _partition_counts(admin, services)[topic] < count and time.monotonic() < deadline_s:
         time.sleep(0.05)
 
@@ -190,7 +196,7 @@ def _request(
         return []
     replicas = config.kafka.replication_factor
     wanted = [NewTopic(topic.name, topic.partitions, replicas, config=topic.settings) for topic in topics]
-    futures = admin.create_topics(wanted, operation_timeout=_TIMEOUT_S, request_timeout=_TIMEOUT_S)
+    futures = admin.create_topics(wanted, operation_timeout=ADMIN_S, request_timeout=ADMIN_S)
     return [(topic, futures[topic.name]) for topic in topics]
 
 
@@ -222,7 +228,7 @@ def _check_settings(admin: AdminClient, config: JobConfig, services: Services) -
     existing = {name: topic for name, topic in metadata.topics.items() if name in wanted}
     findings = [
         finding
-        for name, actual in _settings_of(admin, existing, _TIMEOUT_S).items()
+        for name, actual in _settings_of(admin, existing).items()
         for finding in find_problems(wanted[name], actual, config.kafka.replication_factor)
     ]
     if fatal := [finding.text for finding in findings if finding.fatal]:
@@ -232,19 +238,19 @@ def _check_settings(admin: AdminClient, config: JobConfig, services: Services) -
     return [finding.text for finding in findings]
 
 
-def _settings_of(admin: AdminClient, topics: Mapping[str, Any], timeout_s: float) -> dict[str, ActualTopic]:
+def _settings_of(admin: AdminClient, topics: Mapping[str, Any]) -> dict[str, ActualTopic]:
     """The settings of `topics` (name -> metadata), by name; empty, and logged, where the broker refuses."""
     resources = {name: ConfigResource(ResourceType.TOPIC, name) for name in topics}
     if not resources:
         return {}
     actual = {}
     try:
-        futures = admin.describe_configs(list(resources.values()), request_timeout=timeout_s)
+        futures = admin.describe_configs(list(resources.values()), request_timeout=ADMIN_S)
         for name, resource in resources.items():
             entries = futures[resource].result()
             parts = topics[name].partitions.values()
             actual[name] = ActualTopic(
-                {key: str(entry.value) for key, entry in entries.items() if entry.value is not None},
+                setting_values(entries),
                 min((len(part.replicas) for part in parts), default=0),
                 min((len(part.isrs) for part in parts), default=0),
             )
@@ -295,18 +301,12 @@ def topic_id(config: JobConfig, services: Services, kind: TopicKind) -> str:
     name = config.topic(kind)
     with translate_errors(services.kafka, f"describe topic {name}"):
         admin = make_admin(config, services)  # the answer comes only while it lives
-        wanted = TopicCollection([name])
-
-        def describe() -> str:
-            return str(admin.describe_topics(wanted, request_timeout=_TIMEOUT_S)[name].result().topic_id)
-
         try:
-            reported_id = retry_while_leaderless(describe)
+            return foreign_topic.known_id(retry_while_leaderless(lambda: foreign_topic.describe_topic(admin, name)))
         except KafkaException as exc:
             if error_of(exc).code() == KafkaError._UNSUPPORTED_FEATURE:
                 return ""
             raise
-    return "" if reported_id == _ZERO_TOPIC_ID else reported_id
 
 
 def cluster_id(config: JobConfig, services: Services) -> str:
@@ -341,15 +341,9 @@ def describe(config: JobConfig, services: Services) -> list[TopicInfo]:
     counts = _partition_counts(admin, services)
     names = [config.topic(kind) for kind in TOPIC_KINDS if config.topic(kind) in counts]
     partitions = [TopicPartition(name, number) for name in names for number in range(counts[name])]
-
-    def offsets(spec: OffsetSpec) -> dict[tuple[str, int], int]:
-        if not partitions:
-            return {}
-        futures = admin.list_offsets(dict.fromkeys(partitions, spec), request_timeout=_TIMEOUT_S)
-        return {(key.topic, key.partition): future.result().offset for key, future in futures.items()}
-
     with translate_errors(services.kafka, "say where its partitions begin and end"):
-        low, high = retry_while_leaderless(lambda: offsets(OffsetSpec.earliest())), offsets(OffsetSpec.latest())
+        low = retry_while_leaderless(lambda: list_offsets(admin, partitions, OffsetSpec.earliest()))
+        high = list_offsets(admin, partitions, OffsetSpec.latest())
     return [
         TopicInfo(
             name,
@@ -379,7 +373,7 @@ def delete_records(config: JobConfig, services: Services, topic: str, partition:
 def _metadata(admin: AdminClient, services: Services) -> Any:
     with translate_errors(services.kafka, "answer", "start it, or correct the address"):
         # All topics together: a request that names one would create it where the broker creates topics on demand.
-        return admin.list_topics(timeout=_TIMEOUT_S)
+        return admin.list_topics(timeout=ADMIN_S)
 
 
 def _partition_counts(admin: AdminClient, services: Services) -> dict[str, int]:
@@ -394,7 +388,7 @@ def _await_topics(admin: AdminClient, config: JobConfig, services: Services) -> 
     waited for: whoever asks it gets no answer either, and tries another.
     """
     wanted = {topic.name for topic in plan_topics(config)}
-    deadline_s = time.monotonic() + _TIMEOUT_S
+    deadline_s = time.monotonic() + ADMIN_S
     brokers = _metadata(admin, services).brokers.values()
     addresses = {f"{broker.host}:{broker.port}" for broker in brokers} if len(brokers) > 1 else {services.kafka}
     waiting = {address: make_admin(config, dataclasses.replace(services, kafka=address)) for address in addresses}
@@ -416,11 +410,11 @@ def _await_topics(admin: AdminClient, config: JobConfig, services: Services) -> 
     if lacking := {address: sorted(names) for address, names in without.items() if names}:
         said = "; ".join(f"{address} lacks {', '.join(names)}" for address, names in sorted(lacking.items()))
         raise ServiceUnavailableError(
-            f"Kafka at {services.kafka}: after {_TIMEOUT_S:g} s, expected every broker to know the job's topics and "
+            f"Kafka at {services.kafka}: after {ADMIN_S:g} s, expected every broker to know the job's topics and "
             f"their leaders, but {said}: see the log of these brokers and of Kafka's controller, then start again"
         )
     if waiting:
-        log.warning("broker_silent", addresses=sorted(waiting), waited_s=_TIMEOUT_S)
+        log.warning("broker_silent", addresses=sorted(waiting), waited_s=ADMIN_S)
 
 
 def _await_leaders(admin: AdminClient, services: Services, created: Sequence[TopicPlan]) -> None:
@@ -430,18 +424,11 @@ def _await_leaders(admin: AdminClient, services: Services, created: Sequence[Top
     partitions, seconds pass in between, and a process that begins then is refused with NOT_LEADER_OR_FOLLOWER.
     """
     partitions = [TopicPartition(topic.name, number) for topic in created for number in range(topic.partitions)]
-    if not partitions:
-        return
-
-    def ask() -> None:
-        asked = admin.list_offsets(dict.fromkeys(partitions, OffsetSpec.earliest()), request_timeout=_TIMEOUT_S)
-        for future in asked.values():
-            future.result()
-
     with translate_errors(
         services.kafka, "open the topics that it has created", "see the brokers' logs, then start again"
     ):
-        retry_while_leaderless(ask, _TIMEOUT_S + len(partitions) * _PARTITION_S)
+        wait_s = ADMIN_S + len(partitions) * _PARTITION_S
+        retry_while_leaderless(lambda: list_offsets(admin, partitions, OffsetSpec.earliest()), wait_s)
 
 
 def _led(metadata: Any) -> set[str]:

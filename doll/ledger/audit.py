@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Final
 from doll import telemetry
 from doll.kafka import topics
 from doll.kafka.range_reader import STALL_S, RangeReader
-from doll.kafka.samples_topic import replaced_topic
-from doll.kafka.start_offsets import deleted_before
+from doll.kafka.samples_topic import deleted_before, replaced_topic
 from doll.ledger.balance import Ledger, LedgerReport, Range
 from doll.ledger.lineage import GenerationFilter, Lineage, UpdatesRecord
 from doll.ledger.snapshot_counts import read_counts

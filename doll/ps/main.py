@@ -14,8 +14,7 @@ from doll.kafka import topics
 from doll.kafka.foreign_topic import with_partitions
 from doll.kafka.range_reader import RangeReader
 from doll.kafka.reader import PrefetchedBounds
-from doll.kafka.samples_topic import ReplacedSamplesError, describe_samples
-from doll.kafka.start_offsets import deleted_before, start_offsets
+from doll.kafka.samples_topic import ReplacedSamplesError, deleted_before, describe_samples, start_offsets
 from doll.kafka.topic_watch import TopicWatch
 from doll.kafka.topics import cluster_id
 from doll.ledger.admission import ANY_TERM, admit, new_run_id, read_lineage
@@ -41,9 +40,8 @@ from doll.service_checks import require_services
 from doll.services import Services
 from doll.storage.blobs import scope_of
 from doll.storage.checkpoints import Checkpoint, CheckpointStore
-from doll.storage.redis_client import connect_redis
+from doll.storage.redis_client import WorkerCount, connect_redis
 from doll.storage.stores import checkpoint_location, open_blobs, open_store
-from doll.storage.worker_count import WorkerCount
 from doll.task.base import load_task
 from doll.task.source import source_digest
 from doll.telemetry import get_logger

@@ -17,7 +17,8 @@ import numpy as np
 import doll
 from doll.errors import CheckpointError, ConfigError
 from doll.process.files import refuse_unwritable, replacing, write_atomically, write_json
-from doll.storage.version_marks import LATEST, resolve_version
+from doll.storage.checkpoints import resolve_version
+from doll.storage.version_marks import LATEST
 from doll.tables.bounds import part_name
 
 if TYPE_CHECKING:

@@ -22,9 +22,8 @@ from doll.ps.model.updater import ModelParts
 from doll.ps.start import Start
 from doll.run.export import ExportOptions, write_model
 from doll.run.folder import RunFolder
-from doll.storage.checkpoints import Checkpoint, decode_checkpoint
+from doll.storage.checkpoints import Checkpoint, decode_checkpoint, resolve_version
 from doll.storage.stores import open_store
-from doll.storage.version_marks import resolve_version
 from doll.task.base import load_task
 
 Tensors = Mapping[str, npt.NDArray[Any]]

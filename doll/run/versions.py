@@ -19,9 +19,9 @@ from doll.monitor.state.version_lines import JobRecords, Row, VersionDiff, Versi
 from doll.records.control import ProvisionDecision
 from doll.run.status import of_this_run, reachable_kafka
 from doll.run.target import Target, refuse_shared_checkpoints
-from doll.storage.checkpoints import Checkpoint, CheckpointStore
+from doll.storage.checkpoints import Checkpoint, CheckpointStore, resolve_version
 from doll.storage.stores import open_store
-from doll.storage.version_marks import VersionMarks, checked_alias, resolve_version
+from doll.storage.version_marks import VersionMarks, checked_alias
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)

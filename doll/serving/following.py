@@ -23,8 +23,9 @@ from doll.records.rollbacks import Rollback
 from doll.services import Services
 from doll.serving.job_facts import JobFacts
 from doll.serving.model_copies import Lane, ModelCopies, ModelCopy
+from doll.storage.checkpoints import resolve_version
 from doll.storage.stores import open_blobs, open_store
-from doll.storage.version_marks import LATEST, resolve_version
+from doll.storage.version_marks import LATEST
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)

@@ -2,7 +2,7 @@
 all stores share: names, whose a checkpoint must be, who may save, which one is the newest whole.
 
 A checkpoint is one file: magic `DLCK`, u8 schema version = 2, three zero bytes, u64 length of the head, the head in
-MessagePack (see `_Header`), the engine's state, the tensors as safetensors, and the sha256 of all that. A later
+MessagePack (see `CheckpointHead`), the engine's state, the tensors as safetensors, and the sha256 of all that. A later
 parameter server has a higher `term`, and what it writes is newer even where its version is lower: it may have had to
 go back.
 """
@@ -33,8 +33,18 @@ from doll.errors import CheckpointError, FencedError, VersionUnknownError
 from doll.model.layout import NO_LAYOUT, WeightsLayout
 from doll.records.bounded import short
 from doll.storage.blobs import Buffer
-from doll.storage.retention import NO_HISTORY, StoredVersion, VersionHistory, obsolete
-from doll.storage.version_marks import MARKS, VersionMarks, decode_marks, encode_marks, unknown_version
+from doll.storage.version_marks import (
+    LATEST,
+    MARKS,
+    NO_HISTORY,
+    StoredVersion,
+    VersionHistory,
+    VersionMarks,
+    decode_marks,
+    encode_marks,
+    obsolete,
+    unknown_version,
+)
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -46,6 +56,7 @@ _DIGEST_BYTES: Final = 32
 _READ_ATTEMPTS: Final = 5  # a running server may delete what a tool has just listed
 _MARK_ATTEMPTS: Final = 50
 _HEAD_BYTES: Final = 65_536  # most heads are shorter
+_NUMBER: Final = re.compile(r"[0-9]{1,18}")
 _CHECKPOINT: Final = re.compile(r"checkpoint-(\d{8,})-(\d{10,})\.doll")
 _CLAIM: Final = re.compile(r"term-(\d+)\.claim")
 _OF_TERM: Final = re.compile(r"term-(\d+)\.")
@@ -75,19 +86,6 @@ class Checkpoint:
     code: str = ""  # see `doll.task.source.source_digest`; "": not known
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointHead:
-    """What a checkpoint says beside its tensors; see `Checkpoint`."""
-
-    job: str
-    fingerprint: str
-    term: int
-    version: int
-    state: bytes
-    tensors_bytes: int
-    code: str
-
-
 class DamagedError(CheckpointError):
     """The bytes are torn or changed: an earlier checkpoint may serve."""
 
@@ -95,7 +93,9 @@ class DamagedError(CheckpointError):
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class _Header(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a checkpoint says beside its tensors; see `Checkpoint`. In the file, `state` follows the other fields."""
+
     job: str
     fingerprint: str
     term: _Count
@@ -104,6 +104,7 @@ class _Header(msgspec.Struct, frozen=True, kw_only=True):
     tensors_bytes: _Count
     layout: WeightsLayout = NO_LAYOUT
     code: str = ""
+    state: bytes = b""
 
 
 class _TensorHead(msgspec.Struct, frozen=True):
@@ -120,7 +121,7 @@ def encode_checkpoint(checkpoint: Checkpoint) -> list[Buffer]:
     """
     tensors = _encode_tensors(checkpoint.tensors)
     head = msgspec.msgpack.encode(
-        _Header(
+        CheckpointHead(
             job=checkpoint.job,
             fingerprint=checkpoint.fingerprint,
             term=checkpoint.term,
@@ -173,7 +174,7 @@ def decode_checkpoint(data: bytes | mmap.mmap, *, in_place: bool = False) -> Che
         raise DamagedError("the checksum does not match: torn or changed")
     head_bytes = _length_of_head(data)
     try:
-        head = msgspec.msgpack.decode(view[_PREFIX.size : _PREFIX.size + head_bytes], type=_Header)
+        head = msgspec.msgpack.decode(view[_PREFIX.size : _PREFIX.size + head_bytes], type=CheckpointHead)
         start = _PREFIX.size + head_bytes
         middle = start + head.state_bytes
         if middle + head.tensors_bytes != len(data) - _DIGEST_BYTES:
@@ -241,16 +242,13 @@ def decode_head(data: bytes) -> CheckpointHead | int:
     if len(data) < start:
         return start
     try:
-        head = msgspec.msgpack.decode(memoryview(data)[_PREFIX.size : start], type=_Header)
+        head = msgspec.msgpack.decode(memoryview(data)[_PREFIX.size : start], type=CheckpointHead)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as exc:
         raise DamagedError(f"the head does not fit the schema: {short(exc)}") from exc
     until = start + head.state_bytes
     if len(data) < until:
         return until
-    return CheckpointHead(
-        job=head.job, fingerprint=head.fingerprint, term=head.term, version=head.version, state=data[start:until],
-        tensors_bytes=head.tensors_bytes, code=head.code,
-    )  # fmt: skip
+    return msgspec.structs.replace(head, state=data[start:until])
 
 
 class CheckpointStore(ABC):
@@ -531,3 +529,22 @@ def old_claims(names: Iterable[str], newest_term: int) -> list[str]:
 def claims_among(names: Iterable[str]) -> list[int]:
     """The term of each name that is a claim's."""
     return [int(match[1]) for name in names if (match := _CLAIM.fullmatch(name))]
+
+
+def resolve_version(store: CheckpointStore, name: str) -> int:
+    """The version that `name` stands for now: `latest`, a number, or an alias.
+
+    Raises:
+        VersionUnknownError: there is none of this name, or it is not kept; the message names those that there are.
+        CheckpointError: the store cannot be read.
+    """
+    kept = [version for _, version in store.versions()]
+    if not kept:
+        raise VersionUnknownError(f"{store.location}: no version is kept: nothing has been learned yet")
+    if name == LATEST:
+        return kept[-1]
+    marks = store.read_marks()
+    version = int(name) if _NUMBER.fullmatch(name) else marks.aliases.get(name)
+    if version is not None and version in kept:
+        return version
+    raise VersionUnknownError(unknown_version(store.location, name, kept, marks))

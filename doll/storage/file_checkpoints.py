@@ -36,7 +36,7 @@ from doll.storage.checkpoints import (
     is_forgotten,
     old_claims,
 )
-from doll.storage.retention import NO_HISTORY, StoredVersion, VersionHistory
+from doll.storage.version_marks import NO_HISTORY, StoredVersion, VersionHistory
 
 log = telemetry.get_logger(__name__)
 

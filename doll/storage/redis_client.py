@@ -26,6 +26,7 @@ from doll.services import (
     Services,
     parse_redis,
 )
+from doll.storage.blobs import key_prefix
 from doll.storage.redis_places import cluster_pool, reason_of, sentinel_pool
 
 # redis-py's own packer sends what is longer than this as it is: with 10 MB and more 3 times faster than hiredis's.
@@ -106,3 +107,33 @@ def delete_keys(services: Services, pattern: str) -> int:
         keys = list(client.scan_iter(pattern, count=1000))
         return int(client.delete(*keys)) if keys else 0
     return 0
+
+
+class WorkerCount:
+    """How many workers a running job is to have: the parameter server writes it (`doll scale` changes it), and
+    `--any-slot` workers, which wait for a place, read it. Without it they count with the job file's number.
+
+    Args:
+        job: the job, and what else tells it from others on this Redis.
+    """
+
+    def __init__(self, client: redis.Redis, job: str) -> None:
+        self._client: Any = client  # redis-py's types mix its synchronous and asynchronous answers
+        self._key = f"{key_prefix(job)}:workers"
+
+    def set(self, workers: int) -> bool:
+        """The job is to have so many from now on. False: Redis does not answer."""
+        try:
+            self._client.set(self._key, workers)
+        except redis.RedisError:
+            return False
+        return True
+
+    def get(self, default: int) -> int:
+        """`default` where nobody has set it, or not to a number above 0.
+
+        Raises:
+            RedisError: Redis does not answer.
+        """
+        value = self._client.get(self._key)
+        return int(value) if value is not None and value.isdigit() and int(value) > 0 else default

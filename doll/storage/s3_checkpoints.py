@@ -37,7 +37,7 @@ from doll.storage.checkpoints import (
     is_forgotten,
     old_claims,
 )
-from doll.storage.retention import NO_HISTORY, StoredVersion, VersionHistory
+from doll.storage.version_marks import NO_HISTORY, StoredVersion, VersionHistory
 
 if TYPE_CHECKING:
     from botocore.exceptions import BotoCoreError, ClientError

@@ -1,17 +1,20 @@
-"""Opens a job's checkpoint store (a folder, or S3) and its blob store (shared memory, or Redis). Free of torch.
+"""Opens a job's checkpoint store (a folder, or S3) and its blob store (shared memory, or Redis), and finds what
+`training.init_from` names. Free of torch.
 
 A new checkpoint store is registered in `CHECKPOINT_STORES`, with the form of its URLs in `doll.config.roles`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from doll.config.roles import CHECKPOINT_URLS
 from doll.errors import ConfigError
 from doll.storage.file_checkpoints import FileCheckpointStore
-from doll.storage.retention import NO_HISTORY, VersionHistory
+from doll.storage.version_marks import NO_HISTORY, VersionHistory
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -19,6 +22,11 @@ if TYPE_CHECKING:
     from doll.storage.checkpoints import CheckpointStore
     from doll.storage.redis_blobs import RedisBlobs
     from doll.storage.shm_blobs import ShmBlobs
+
+INIT_FROM: Final = "training.init_from"
+SAFETENSORS: Final = ".safetensors"
+TORCH: Final = (".pt", ".pth", ".bin", ".ckpt")
+_VERSION: Final = re.compile(r"(.+)@([A-Za-z0-9_-]{1,63})")
 
 
 def checkpoint_location(config: JobConfig, run_folder: Path) -> Path | str:
@@ -98,3 +106,33 @@ def open_blobs(
 
     folder = Path(services.blobs)
     return ShmBlobs(folder, limit_bytes=limit_bytes(folder.parent), fallback=redis_store)
+
+
+def find_source(config: JobConfig, source: str) -> tuple[Path | str, str | None]:
+    """The file, folder or URL that `training.init_from` names, and the version of a run, as
+    `doll.storage.checkpoints.resolve_version` takes it; None: its newest.
+
+    Raises:
+        ConfigError: there is no such file or folder, or a URL is of no checkpoint store.
+    """
+    for text, version in _readings(source):
+        if "://" in text:
+            if not any(form.fullmatch(text) for _, form in CHECKPOINT_URLS.values()):
+                forms = " or ".join(form for form, _ in CHECKPOINT_URLS.values())
+                raise ConfigError(f"{INIT_FROM}: expected {forms} of a URL, got {source}")
+            return text.rstrip("/"), version
+        for path in (config.path(Path(text)), Path(text)):
+            if path.exists():
+                return path.resolve(), version
+    raise ConfigError(
+        f"{INIT_FROM}: expected a run folder, a folder of checkpoints, s3://bucket/prefix, or a file that ends in "
+        f"{', '.join((SAFETENSORS, *TORCH))}; got {source}, and it does not exist in {config.base_folder} or "
+        f"{Path.cwd()}"
+    )
+
+
+def _readings(source: str) -> list[tuple[str, str | None]]:
+    """With and without a version. A path may have an @ itself."""
+    match = _VERSION.fullmatch(source)
+    named: list[tuple[str, str | None]] = [] if match is None else [(match[1], match[2])]
+    return named if "://" in source and named else [(source, None), *named]

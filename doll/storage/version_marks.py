@@ -1,17 +1,18 @@
-"""Aliases and pins of a job's versions, kept beside its checkpoints, and what a version may be named by. Pure.
+"""Aliases and pins of a job's versions, kept beside its checkpoints, and which checkpoints are kept: the newest, one of
+each hour for a week, those with an alias or a pin. Pure.
 
-A store never deletes a version that has an alias or a pin. The file is JSON, so that people can read it.
+The file with aliases and pins is JSON, so that people can read it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from typing import Annotated, Final, Protocol
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
-from doll.errors import CheckpointError, ConfigError, VersionUnknownError
+from doll.errors import CheckpointError, ConfigError
 from doll.records.bounded import short
 
 MARKS: Final = "marks.json"
@@ -19,7 +20,6 @@ MARKS: Final = "marks.json"
 LATEST: Final = "latest"
 _SCHEMA: Final = 1
 _ALIAS: Final = re.compile(r"(?!v[0-9]+$)[a-z][a-z0-9_-]{0,62}")
-_NUMBER: Final = re.compile(r"[0-9]{1,18}")
 _NAMED: Final = 20  # versions that a message names
 
 _Version = Annotated[int, msgspec.Meta(ge=0)]
@@ -86,15 +86,13 @@ class VersionMarks(msgspec.Struct, frozen=True):
 NO_MARKS: Final = VersionMarks()
 
 
-class _Stored(msgspec.Struct, frozen=True, kw_only=True):
+class _StoredMarks(VersionMarks, frozen=True, kw_only=True):
     schema: int
-    aliases: dict[str, _Version] = {}
-    pins: tuple[_Version, ...] = ()
 
 
 def encode_marks(marks: VersionMarks) -> bytes:
     """The content of the file."""
-    stored = _Stored(schema=_SCHEMA, aliases=dict(sorted(marks.aliases.items())), pins=marks.pins)
+    stored = {"schema": _SCHEMA, "aliases": dict(sorted(marks.aliases.items())), "pins": marks.pins}
     return msgspec.json.format(msgspec.json.encode(stored), indent=2) + b"\n"
 
 
@@ -110,7 +108,7 @@ def decode_marks(data: bytes | None, location: str) -> VersionMarks:
     if data is None:
         return NO_MARKS
     try:
-        stored = msgspec.json.decode(data, type=_Stored)
+        stored = msgspec.json.decode(data, type=_StoredMarks)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise CheckpointError(
             f"{location}: expected aliases and pins as doll versions writes them, got {short(exc)}: correct the file, "
@@ -138,37 +136,6 @@ def checked_alias(name: str) -> str:
     return name
 
 
-class HoldsVersions(Protocol):
-    """What `resolve_version` asks of a checkpoint store."""
-
-    location: str
-
-    def versions(self) -> list[tuple[int, int]]:
-        """(term, version) of each checkpoint held, oldest first."""
-
-    def read_marks(self) -> VersionMarks:
-        """Aliases and pins."""
-
-
-def resolve_version(store: HoldsVersions, name: str) -> int:
-    """The version that `name` stands for now: `latest`, a number, or an alias.
-
-    Raises:
-        VersionUnknownError: there is none of this name, or it is not kept; the message names those that there are.
-        CheckpointError: the store cannot be read.
-    """
-    kept = [version for _, version in store.versions()]
-    if not kept:
-        raise VersionUnknownError(f"{store.location}: no version is kept: nothing has been learned yet")
-    if name == LATEST:
-        return kept[-1]
-    marks = store.read_marks()
-    version = int(name) if _NUMBER.fullmatch(name) else marks.aliases.get(name)
-    if version is not None and version in kept:
-        return version
-    raise VersionUnknownError(unknown_version(store.location, name, kept, marks))
-
-
 def unknown_version(location: str, wanted: object, kept: Sequence[int], marks: VersionMarks) -> str:
     """The message for a version that is not there."""
     aliases = _listed([f"{alias} (version {version})" for alias, version in sorted(marks.aliases.items())])
@@ -182,3 +149,49 @@ def unknown_version(location: str, wanted: object, kept: Sequence[int], marks: V
 
 def _listed(items: Sequence[object]) -> str:
     return ", ".join(map(str, items)) or "none"
+
+
+class StoredVersion(NamedTuple):
+    """A checkpoint that a store holds, whole or not."""
+
+    term: int
+    version: int
+    saved_s: float  # Unix time
+    size_bytes: int
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.term, self.version
+
+
+class VersionHistory(NamedTuple):
+    """Beside the newest ones, one checkpoint of each `every_s` seconds is kept for `for_s` seconds; 0: none is."""
+
+    every_s: float = 0.0
+    for_s: float = 0.0
+
+
+NO_HISTORY: Final = VersionHistory()
+
+
+def obsolete(
+    stored: Sequence[StoredVersion], marked: Collection[int], *, keep: int, history: VersionHistory, now_s: float
+) -> list[StoredVersion]:
+    """Those that may be deleted.
+
+    What is kept for the history depends on the oldest that is kept, so that the same ones are kept each time.
+
+    Args:
+        stored: oldest first.
+        marked: versions with an alias or a pin.
+        keep: how many of the newest are kept.
+    """
+    gone: list[StoredVersion] = []
+    last_kept_s = float("-inf")
+    for item in stored[: max(len(stored) - keep, 0)]:
+        is_of_history = now_s - item.saved_s <= history.for_s and item.saved_s - last_kept_s >= history.every_s
+        if is_of_history and history.for_s:
+            last_kept_s = item.saved_s
+        elif item.version not in marked:
+            gone.append(item)
+    return gone

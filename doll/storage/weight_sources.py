@@ -22,10 +22,8 @@ from safetensors.torch import load_file
 from doll.config import JobConfig, load
 from doll.errors import CheckpointError, ConfigError
 from doll.records.bounded import short
-from doll.storage.checkpoints import CheckpointStore, checkpoints_among
-from doll.storage.source_paths import INIT_FROM, SAFETENSORS, TORCH, find_source
-from doll.storage.stores import checkpoint_location, open_place, open_store
-from doll.storage.version_marks import resolve_version
+from doll.storage.checkpoints import CheckpointStore, checkpoints_among, resolve_version
+from doll.storage.stores import INIT_FROM, SAFETENSORS, TORCH, checkpoint_location, find_source, open_place, open_store
 from doll.tables.bounds import part_name
 
 _JOB: Final = "job.yaml"

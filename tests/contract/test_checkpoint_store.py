@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import structlog
 from doll.errors import CheckpointError, FencedError, VersionUnknownError
-from doll.storage.checkpoints import Checkpoint, CheckpointStore
+from doll.storage.checkpoints import Checkpoint, CheckpointStore, resolve_version
 from doll.storage.file_checkpoints import FileCheckpointStore
 from doll.storage.s3_checkpoints import S3CheckpointStore
-from doll.storage.version_marks import VersionMarks, resolve_version
+from doll.storage.version_marks import VersionMarks
 from fuzzing import seeds
 from memory_stores import MemoryCheckpointStore
 from standby_scenario import StandbyScenario

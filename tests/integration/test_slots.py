@@ -12,8 +12,7 @@ from doll.config import JobConfig, parse
 from doll.consumers.lifecycle.redis_slots import SlotLeases, lease_slot
 from doll.local.redis_server import LocalRedis
 from doll.services import Services
-from doll.storage.redis_client import connect_redis
-from doll.storage.worker_count import WorkerCount
+from doll.storage.redis_client import WorkerCount, connect_redis
 from waiting import WAIT_TIMEOUT_S, until
 
 pytestmark = pytest.mark.integration

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from doll.errors import BlobError
 from doll.storage.blobs import MAX_BLOB_BYTES, Blobs, Buffer, NearBlobs
 from doll.storage.checkpoints import Checkpoint, CheckpointStore, checkpoint_name, encode_checkpoint
-from doll.storage.retention import NO_HISTORY, StoredVersion, VersionHistory
+from doll.storage.version_marks import NO_HISTORY, StoredVersion, VersionHistory
 
 
 class MemoryBlobs(NearBlobs):

@@ -22,7 +22,7 @@ import redis
 from doll import telemetry
 from doll.process.health import heartbeat_of
 from doll.storage.blobs import key_prefix, scope_of
-from doll.storage.worker_count import WorkerCount
+from doll.storage.redis_client import WorkerCount
 
 if TYPE_CHECKING:
     from doll.config import JobConfig

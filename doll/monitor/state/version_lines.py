@@ -22,8 +22,7 @@ from doll.monitor.state.table_changes import TableChange
 from doll.records.bounded import short
 from doll.records.rollbacks import Rollback, is_left
 from doll.storage.checkpoints import CheckpointHead
-from doll.storage.retention import StoredVersion
-from doll.storage.version_marks import VersionMarks
+from doll.storage.version_marks import StoredVersion, VersionMarks
 
 _WINDOW: Final = 50  # updates of a prequential mean, as everywhere
 _PREQUENTIAL: Final = "prequential_"

@@ -17,8 +17,8 @@ from doll.run.local.regrid import stopped_job
 from doll.run.local.resume import check_same_ledger, on_same_broker, resume_in
 from doll.run.local.up import check_runnable
 from doll.run.target import Target
+from doll.storage.checkpoints import resolve_version
 from doll.storage.stores import open_store
-from doll.storage.version_marks import resolve_version
 
 if TYPE_CHECKING:
     from doll.ps.rollback import RollbackOutcome

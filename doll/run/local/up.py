@@ -47,8 +47,7 @@ from doll.run.local.preflight import check_devices, check_files, check_pipeline,
 from doll.run.local.provisioning import check_actors
 from doll.run.local.running import SOURCE_ENDED, Learning, ended_early
 from doll.services import KAFKA_ENV, Services, kafka_address
-from doll.storage.source_paths import find_source
-from doll.storage.stores import checkpoint_location, open_store
+from doll.storage.stores import checkpoint_location, find_source, open_store
 
 MakeHook = Callable[[RunFolder, Display], RunHook]
 

@@ -11,8 +11,7 @@ from doll.config.fingerprint import parse as fields_of
 from doll.errors import ConfigError
 from doll.kafka import foreign_topic, topics
 from doll.kafka.foreign_topic import ForeignTopic, MissingTopicError, with_partitions
-from doll.kafka.samples_topic import SampleLog
-from doll.kafka.start_offsets import start_offsets
+from doll.kafka.samples_topic import SampleLog, start_offsets
 from doll.kafka.topic_plan import TOPIC_KINDS, plan_topics
 from doll.ledger.dead_letters import replay
 from doll.producers.main import run_producer

@@ -12,8 +12,8 @@ from doll.errors import ConfigError
 from doll.provisioner.lease import claims_of
 from doll.storage.checkpoints import CheckpointStore
 from doll.storage.file_checkpoints import FileCheckpointStore
-from doll.storage.retention import VersionHistory
 from doll.storage.stores import CHECKPOINT_STORES, open_store
+from doll.storage.version_marks import VersionHistory
 from job_files import job
 from memory_stores import MemoryCheckpointStore
 

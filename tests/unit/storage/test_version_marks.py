@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from doll.errors import CheckpointError, ConfigError, VersionUnknownError
+from doll.storage.checkpoints import resolve_version
 from doll.storage.file_checkpoints import FileCheckpointStore
-from doll.storage.retention import StoredVersion, VersionHistory, obsolete
-from doll.storage.version_marks import VersionMarks, decode_marks, encode_marks, resolve_version
+from doll.storage.version_marks import StoredVersion, VersionHistory, VersionMarks, decode_marks, encode_marks, obsolete
 
 HOUR_S = 3600.0
 
