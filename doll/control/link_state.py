@@ -1,4 +1,4 @@
-"""One end of a control link, without its transport: frames in order, heartbeats, and what ends the link. Pure.
+"""What both ends of a control link share, whatever its transport: frames in order, heartbeats, and what ends it. Pure.
 
 A frame is the number of a record on its link (4 bytes, big-endian) and the record as in `doll.records.control`. A
 number that is missing is a loss, and silence for `SILENCE_S` is one, whatever the transport promises: a stream in Redis
@@ -7,8 +7,11 @@ can vanish, and a relay can swallow data without closing.
 
 from __future__ import annotations
 
+import contextlib
 import struct
-from typing import Final
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import ClassVar, Final
 
 from doll.errors import DollError, RecordError
 from doll.records.control import (
@@ -52,11 +55,7 @@ class LinkError(DollError):
 
 
 def record_of(frame: bytes) -> AnyRecord:
-    """The record of a frame, whatever its number.
-
-    Raises:
-        RecordError: it holds none.
-    """
+    """The record of a frame, whatever its number; RecordError if it holds none."""
     return decode(frame[_NUMBER.size :])
 
 
@@ -76,11 +75,7 @@ class LinkState:
         self._sent_s = self._heard_s = now
 
     def pack(self, record: AnyRecord, now: float) -> bytes:
-        """The frame of the next record to be sent.
-
-        Raises:
-            LinkError: the record is too long for a link.
-        """
+        """The frame of the next record to be sent; LinkError if the record is too long for a link."""
         frame = _NUMBER.pack(self._sent) + encode(record)
         if len(frame) > MAX_FRAME_BYTES:
             raise LinkError(f"expected a record of at most {MAX_FRAME_BYTES} bytes, got {len(frame)}")
@@ -116,9 +111,62 @@ class LinkState:
         return now - self._sent_s >= PING_EVERY_S
 
     def check(self, now: float) -> None:
-        """
-        Raises:
-            LinkError: nothing has come for `SILENCE_S`.
-        """
+        """Raise LinkError if nothing has come for `SILENCE_S`."""
         if now - self._heard_s >= SILENCE_S:
             raise LinkError(f"silent for {now - self._heard_s:.1f} s")
+
+
+class Link(ABC):
+    """One end of an open link. It never waits. Each call may raise LinkError: the link has ended."""
+
+    kind: ClassVar[str]
+
+    def __init__(self, state: LinkState) -> None:
+        self._state = state
+        self._error: LinkError | None = None
+
+    @abstractmethod
+    def filenos(self) -> tuple[int, ...]:
+        """Descriptors that are readable when something has come; -1 after `close`."""
+
+    @abstractmethod
+    def send(self, record: AnyRecord, now: float) -> None:
+        """Send a record, now or with a later `check`."""
+
+    @abstractmethod
+    def _frames(self, now: float) -> Iterator[bytes]:
+        """The frames that have come."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Close the connection. May be repeated."""
+
+    def receive(self, now: float) -> list[AnyRecord]:
+        """The records that have come. Those that came before the end of the link are returned before it is raised."""
+        records: list[AnyRecord] = []
+        try:
+            if self._error is not None:
+                raise self._error
+            for frame in self._frames(now):
+                if (record := self._state.unpack(frame, now)) is not None:
+                    records.append(record)
+        except LinkError as exc:
+            self._error = exc
+            if not records:
+                raise
+        return records
+
+    def check(self, now: float) -> None:
+        """Send a Ping that is due, and notice silence. Call it several times a second, after `receive`."""
+        if self._error is not None:
+            raise self._error
+        self._state.check(now)
+        if self._state.ping_due(now):
+            self.send(Ping(), now)
+
+    def close(self, reason: str = "", now: float = 0.0) -> None:
+        """Close the connection, with a Detach if there is a reason to tell. May be repeated."""
+        if reason and self.filenos()[-1] >= 0:
+            with contextlib.suppress(LinkError):
+                self.send(Detach(reason=reason), now)
+        self._release()

@@ -13,13 +13,15 @@ import socket
 import stat
 import struct
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from doll.control.link_state import MAX_FRAME_BYTES, LinkError, LinkState
+from doll.control.link_state import MAX_FRAME_BYTES, Link, LinkError, LinkState
 from doll.errors import ServiceUnavailableError
+from doll.process.files import folder_problem
 from doll.process.platform import peer_user
-from doll.records.control import AnyRecord, Detach, Ping
+from doll.records.control import AnyRecord
 
 _LENGTH: Final = struct.Struct(">I")
 _READ_BYTES: Final = 1 << 16
@@ -31,11 +33,7 @@ _CONNECT_S: Final = 1.0
 
 
 def next_frame(unread: bytearray) -> bytes | None:
-    """Take the next frame from what a socket has given; None: it is not complete.
-
-    Raises:
-        LinkError: its length is beyond that of any frame.
-    """
+    """Take the next frame from what a socket has given; None: it is not complete. LinkError: no frame is so long."""
     if len(unread) < _LENGTH.size:
         return None
     (length,) = _LENGTH.unpack_from(unread)
@@ -49,8 +47,8 @@ def next_frame(unread: bytearray) -> bytes | None:
     return frame
 
 
-class SocketLink:
-    """One end of a connection. It never waits: what the socket does not take is sent by a later call.
+class SocketLink(Link):
+    """One end of a connection; what the socket does not take is sent by a later call.
 
     Args:
         connection: owned by the link from now on.
@@ -59,27 +57,20 @@ class SocketLink:
     kind = "local"
 
     def __init__(self, connection: socket.socket, state: LinkState) -> None:
+        super().__init__(state)
         connection.setblocking(False)
         self._socket = connection
-        self._state = state
         self._unread = bytearray()
         self._unsent = bytearray()
         self._is_ended = False  # the other end sends nothing more
-        self._error: LinkError | None = None
 
     def fileno(self) -> int:
-        """Readable when something has come; -1 after `close`."""
         return self._socket.fileno()
 
     def filenos(self) -> tuple[int, ...]:
-        """`fileno`, as of a link with several descriptors."""
         return (self._socket.fileno(),)
 
     def send(self, record: AnyRecord, now: float) -> None:
-        """
-        Raises:
-            LinkError: the other end is gone, or takes nothing any more.
-        """
         frame = self._state.pack(record, now)
         self._unsent += _LENGTH.pack(len(frame))
         self._unsent += frame
@@ -87,28 +78,16 @@ class SocketLink:
         if len(self._unsent) > _MAX_UNSENT_BYTES:
             raise LinkError(f"{len(self._unsent)} bytes are waiting: the other end does not read")
 
-    def receive(self, now: float) -> list[AnyRecord]:
-        """The records that have come. Call it before `check`.
+    def check(self, now: float) -> None:
+        super().check(now)
+        self._flush()
 
-        Raises:
-            LinkError: the other end is gone, or what has come is no frame. What came before that was returned.
-        """
-        records: list[AnyRecord] = []
-        try:
-            if self._error is not None:
-                raise self._error
-            self._read()
-            while (frame := next_frame(self._unread)) is not None:
-                record = self._state.unpack(frame, now)
-                if record is not None:
-                    records.append(record)
-            if self._is_ended:
-                raise LinkError("connection closed by the other end")
-        except LinkError as exc:
-            self._error = exc
-            if not records:
-                raise
-        return records
+    def _frames(self, now: float) -> Iterator[bytes]:
+        self._read()
+        while (frame := next_frame(self._unread)) is not None:
+            yield frame
+        if self._is_ended:
+            raise LinkError("connection closed by the other end")
 
     def _read(self) -> None:
         for _ in range(_MAX_READS):
@@ -123,27 +102,6 @@ class SocketLink:
             if len(data) < _READ_BYTES:
                 return
 
-    def check(self, now: float) -> None:
-        """Send what waits and a Ping that is due. Call it several times a second.
-
-        Raises:
-            LinkError: the other end is gone or silent.
-        """
-        if self._error is not None:
-            raise self._error
-        self._state.check(now)
-        if self._state.ping_due(now):
-            self.send(Ping(), now)
-        elif self._unsent:
-            self._flush()
-
-    def close(self, reason: str = "", now: float = 0.0) -> None:
-        """Close the connection, with a Detach if there is a reason to tell. May be repeated."""
-        if reason and self._socket.fileno() >= 0:
-            with contextlib.suppress(LinkError):
-                self.send(Detach(reason=reason), now)
-        self._socket.close()
-
     def _flush(self) -> None:
         while self._unsent:
             try:
@@ -153,6 +111,9 @@ class SocketLink:
             except OSError as exc:
                 raise LinkError(f"connection broken: {exc.strerror or exc}") from exc
             del self._unsent[:sent]
+
+    def _release(self) -> None:
+        self._socket.close()
 
 
 class LocalSocket:
@@ -172,9 +133,14 @@ class LocalSocket:
     """
 
     def __init__(self, path: str, identity: str) -> None:
-        self.path = Path(path) if path else _private_folder() / f"{_digest(identity)}.sock"
+        name = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
+        self.path = Path(path) if path else _private_folder() / f"{name}.sock"
         _require_private(self.path.parent)
-        _require_short(self.path)
+        if len(os.fsencode(self.path)) > _MAX_PATH_BYTES:
+            raise ServiceUnavailableError(
+                f"{self.path}: expected the path of a socket of at most {_MAX_PATH_BYTES} bytes; set $TMPDIR to a "
+                "shorter folder"
+            )
         unfinished = self.path.with_suffix(f".{os.getpid() % 10**6}")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)
@@ -196,11 +162,8 @@ class LocalSocket:
         return self._socket.fileno()
 
     def accept(self) -> socket.socket | None:
-        """A new connection; None: nobody waits any more.
-
-        Raises:
-            OSError: this process is out of descriptors or memory: a worker that waits goes on waiting.
-        """
+        """A new connection; None: nobody waits any more. OSError: this process is out of descriptors or memory, and a
+        worker that waits goes on waiting."""
         try:
             connection, _ = self._socket.accept()
         except (BlockingIOError, InterruptedError, ConnectionError):
@@ -225,7 +188,7 @@ def connect(path: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(_CONNECT_S)
     try:
-        if problem := _folder_problem(Path(path).parent) or _socket_problem(path):
+        if problem := folder_problem(Path(path).parent) or _socket_problem(path):
             raise LinkError(problem, is_refusal=True)
         connection.connect(path)
         # The path may lead elsewhere since it was looked at: who listens decides.
@@ -243,10 +206,6 @@ def connect(path: str) -> socket.socket:
     return connection
 
 
-def _digest(identity: str) -> str:
-    return hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
-
-
 def _private_folder() -> Path:
     """`doll-<user>` in the temporary folder, or in /tmp if that has a long name."""
     name = f"doll-{os.geteuid()}"
@@ -260,30 +219,15 @@ def _private_folder() -> Path:
 
 def _require_private(folder: Path) -> None:
     try:
-        problem = _folder_problem(folder)
+        problem = folder_problem(folder)
     except OSError as exc:
         raise ServiceUnavailableError(f"{folder}: expected a folder for the control socket: {exc.strerror}") from exc
     if problem:
         raise ServiceUnavailableError(f"{problem}; remove it, or set control.kind: redis")
 
 
-def _folder_problem(folder: Path) -> str:
-    """The reason why the folder is not to be trusted; "": it is.
-
-    Raises:
-        OSError: there is none.
-    """
-    status = os.lstat(folder)
-    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
-        return ""
-    return (
-        f"{folder}: expected a folder of user {os.geteuid()} that nobody else may enter, got mode "
-        f"{stat.filemode(status.st_mode)} of user {status.st_uid}"
-    )
-
-
 def _socket_problem(path: str) -> str:
-    """The problem of the socket itself, as `_folder_problem` states that of its folder."""
+    """The problem of the socket itself, as `folder_problem` states that of its folder."""
     status = os.lstat(path)
     if stat.S_ISSOCK(status.st_mode) and status.st_uid == os.geteuid():
         return ""
@@ -291,10 +235,3 @@ def _socket_problem(path: str) -> str:
         f"{path}: expected a socket of user {os.geteuid()}, got mode {stat.filemode(status.st_mode)} of user "
         f"{status.st_uid}"
     )
-
-
-def _require_short(path: Path) -> None:
-    if len(os.fsencode(path)) > _MAX_PATH_BYTES:
-        raise ServiceUnavailableError(
-            f"{path}: expected the path of a socket of at most {_MAX_PATH_BYTES} bytes; set $TMPDIR to a shorter folder"
-        )

@@ -27,8 +27,8 @@ _WAIT = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWri
 class RedisPipe:
     """Commands in, replies out, in order. Not thread-safe.
 
-    Raises:
-        LinkError: Redis does not answer, or refuses the log-in.
+    Each call may raise LinkError: the connection is broken, or Redis does not answer or read, or refuses the log-in or
+    a command.
     """
 
     def __init__(self, services: Services) -> None:
@@ -43,11 +43,7 @@ class RedisPipe:
         self._socket: Any = self._connection._sock
 
     def call(self, *command: bytes | str | int) -> Any:
-        """Send one command and wait for its reply; only before `begin`.
-
-        Raises:
-            LinkError: Redis refuses it, or does not answer.
-        """
+        """Send one command and wait for its reply; only before `begin`."""
         try:
             self._connection.send_command(*command)
             return self._connection.read_response()
@@ -63,11 +59,7 @@ class RedisPipe:
         return int(self._socket.fileno())
 
     def send(self, *command: bytes) -> None:
-        """Send one command.
-
-        Raises:
-            LinkError: the connection is broken, or Redis takes nothing any more.
-        """
+        """Send one command, now or with a later `flush`."""
         self._unsent += b"*%d\r\n" % len(command)
         for part in command:
             self._unsent += b"$%d\r\n%b\r\n" % (len(part), part)
@@ -76,11 +68,7 @@ class RedisPipe:
             raise LinkError("Redis does not read")
 
     def flush(self) -> None:
-        """Send what the socket did not take before.
-
-        Raises:
-            LinkError: the connection is broken.
-        """
+        """Send what the socket did not take before."""
         while self._unsent:
             try:
                 sent = self._socket.send(self._unsent)
@@ -91,11 +79,7 @@ class RedisPipe:
             del self._unsent[:sent]
 
     def replies(self) -> list[Any]:
-        """The replies that have come. Bytes stay bytes.
-
-        Raises:
-            LinkError: the connection is broken, or Redis refuses a command.
-        """
+        """The replies that have come. Bytes stay bytes."""
         replies: list[Any] = []
         for _ in range(_MAX_READS):
             try:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections import deque
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-from doll.control.link_state import MAX_FRAME_BYTES, PING_EVERY_S, SILENCE_S, TO_WORKER, LinkError, LinkState
+from doll.control.link_state import MAX_FRAME_BYTES, PING_EVERY_S, SILENCE_S, TO_WORKER, Link, LinkError, LinkState
 from doll.control.redis_pipe import RedisPipe
 from doll.records.control import AnyRecord, Detach, Ping
 from doll.storage.blobs import key_prefix
@@ -42,12 +43,10 @@ def streams_pattern(job: str) -> str:
 
 
 class ControlStreams:
-    """One end's connections: it reads the stream `key`, which it makes, and adds to others. It never waits.
+    """One end's connections: it reads the stream `key`, which it makes, and adds to others.
 
-    The constructor waits for Redis.
-
-    Raises:
-        LinkError: Redis does not answer or refuses a command.
+    The constructor waits for Redis, and nothing else does. Each call may raise LinkError: Redis is gone, does not
+    answer or refuses a command.
     """
 
     def __init__(self, services: Services, key: str, now: float) -> None:
@@ -77,11 +76,7 @@ class ControlStreams:
         return self._in.fileno(), self._out.fileno()
 
     def read(self, now: float) -> list[dict[bytes, bytes]]:
-        """The entries that have come; their fields.
-
-        Raises:
-            LinkError: Redis is gone or refuses.
-        """
+        """The entries that have come; their fields."""
         entries: list[dict[bytes, bytes]] = []
         for reply in self._in.replies():
             self._read_s = now
@@ -92,20 +87,12 @@ class ControlStreams:
         return entries
 
     def add(self, key: bytes, now: float, *fields: bytes) -> None:
-        """Add an entry to the stream `key`, if it is there.
-
-        Raises:
-            LinkError: Redis is gone.
-        """
+        """Add an entry to the stream `key`, if it is there."""
         self._added.append((now, key))
         self._out.send(b"XADD", key, b"NOMKSTREAM", b"MAXLEN", b"~", _MAX_ENTRIES, b"*", *fields)
 
     def missing(self) -> list[bytes]:
-        """Streams that were not there for an entry, since the last call.
-
-        Raises:
-            LinkError: Redis is gone or refuses, or the stream of this end is gone.
-        """
+        """Streams that were not there for an entry, since the last call; LinkError also if this end's own is gone."""
         missing = []
         for reply in self._out.replies():
             _, key = self._added.popleft()
@@ -116,11 +103,7 @@ class ControlStreams:
         return missing
 
     def check(self, now: float) -> None:
-        """Trim the stream and renew its expiry, once a second. Call it several times a second.
-
-        Raises:
-            LinkError: Redis is gone or silent.
-        """
+        """Trim the stream and renew its expiry, once a second. Call it several times a second."""
         if now - self._read_s >= SILENCE_S or (self._added and now - self._added[0][0] >= SILENCE_S):
             raise LinkError("Redis does not answer")
         if now - self._renewed_s >= PING_EVERY_S:
@@ -143,81 +126,44 @@ class ControlStreams:
         self._in.send(b"XREAD", b"COUNT", _COUNT, b"BLOCK", _BLOCK_MS, b"STREAMS", self._key, self._position)
 
 
-class StreamLink:
+class StreamLink(Link):
     """A worker's end.
 
     Args:
         stream: of the server.
-
-    Raises:
-        LinkError: Redis does not answer or refuses.
     """
 
     kind = "redis"
 
     def __init__(self, services: Services, stream: str, now: float) -> None:
+        super().__init__(LinkState(TO_WORKER, now))
         self._server = stream.encode()
         self._name = uuid.uuid4().hex.encode()
-        self._state = LinkState(TO_WORKER, now)
-        self._error: LinkError | None = None
         self._streams = ControlStreams(services, f"{stream}:{self._name.decode()}", now)
 
     def filenos(self) -> tuple[int, ...]:
-        """Readable when something has come."""
         return self._streams.filenos()
 
     def send(self, record: AnyRecord, now: float) -> None:
-        """
-        Raises:
-            LinkError: Redis is gone, or the record is too long.
-        """
         self._streams.add(self._server, now, _LINK, self._name, _FRAME, self._state.pack(record, now))
 
-    def receive(self, now: float) -> list[AnyRecord]:
-        """The records that have come.
-
-        Raises:
-            LinkError: the link has ended. What came before that was returned.
-        """
-        records: list[AnyRecord] = []
-        try:
-            if self._error is not None:
-                raise self._error
-            for fields in self._streams.read(now):
-                record = self._state.unpack(fields.get(_FRAME, b""), now)
-                if record is not None:
-                    records.append(record)
-            if self._streams.missing():
-                raise LinkError("the server's stream in Redis is gone")
-        except LinkError as exc:
-            self._error = exc
-            if not records:
-                raise
-        return records
-
     def check(self, now: float) -> None:
-        """Heartbeats. Call it several times a second, after `receive`.
-
-        Raises:
-            LinkError: the server or Redis is silent.
-        """
-        if self._error is not None:
-            raise self._error
-        self._state.check(now)
+        super().check(now)
         self._streams.check(now)
-        if self._state.ping_due(now):
-            self.send(Ping(), now)
 
-    def close(self, reason: str = "", now: float = 0.0) -> None:
-        """May be repeated."""
-        if reason and self._streams.filenos()[1] >= 0:
-            with contextlib.suppress(LinkError):
-                self.send(Detach(reason=reason), now)
+    def _frames(self, now: float) -> Iterator[bytes]:
+        for fields in self._streams.read(now):
+            yield fields.get(_FRAME, b"")
+        if self._streams.missing():
+            raise LinkError("the server's stream in Redis is gone")
+
+    def _release(self) -> None:
         self._streams.close()
 
 
 class ServerStreamLink:
-    """The server's end of one link; it sends through `streams`, which all of them share."""
+    """The server's end of one link; it sends through `streams`, which all of them share and whose listener gets what
+    comes. Calls raise LinkError as those of `Link`."""
 
     kind = "redis"
 
@@ -227,17 +173,9 @@ class ServerStreamLink:
         self.state = state
 
     def send(self, record: AnyRecord, now: float) -> None:
-        """
-        Raises:
-            LinkError: Redis is gone, or the record is too long.
-        """
         self._streams.add(self.key, now, _FRAME, self.state.pack(record, now))
 
     def check(self, now: float) -> None:
-        """
-        Raises:
-            LinkError: the worker is silent, or Redis is gone.
-        """
         self.state.check(now)
         if self.state.ping_due(now):
             self.send(Ping(), now)

@@ -89,77 +89,65 @@ class RangeReader:
 
     def messages(self, topic: str, partition: int, lo: int, hi: int) -> Iterator[Message]:
         """The records in [lo, hi) that the log holds, in order, with their headers."""
-        if lo >= hi:
-            return
         place = Partition(topic, partition)
-        at, last_message_s = lo, time.monotonic()
-        with translate_errors(self._services.kafka, f"let {topic} be read", "correct its permissions, or the address"):
-            self._consumer.assign([TopicPartition(*place, lo)])
-            try:
-                while at < hi:
-                    # It returns when it has that many or the time is over, so the time must be short.
-                    messages = self._consumer.consume(min(1000, hi - at), 0.1)
-                    for message in messages:
-                        error = message.error()
-                        if error is not None and unreadable(error) and message.offset() is not None:
-                            if message.offset() >= hi:
-                                return
-                            at = self._behind(place, message.offset(), error)
-                            last_message_s = time.monotonic()
-                            break
-                        if error is not None and error.code() != KafkaError._PARTITION_EOF:
-                            raise KafkaException(error)
-                        if error is not None or message.offset() >= hi:
-                            return
-                        yield as_message(place, message)
-                        at = message.offset() + 1
-                    if messages:
-                        last_message_s = time.monotonic()
-                    elif time.monotonic() - last_message_s > self._stall_s:
-                        raise ServiceUnavailableError(
-                            f"Kafka at {self._services.kafka} has sent nothing of {topic}, partition {partition}, for "
-                            f"{self._stall_s:g} s, but holds records from offset {at} to {hi - 1}: is the "
-                            "broker running?"
-                        )
-            finally:
-                self._consumer.unassign()
+        left = deque([(lo, hi)] if lo < hi else ())
+        while left:
+            unreadable_in: dict[int, Any] = {}
+            for message in self._consume(topic, {partition: left}, unreadable_in):
+                yield as_message(place, message)
+            if partition not in unreadable_in:
+                return
+            # The end of the batch is looked for, which takes the assignment.
+            first = unreadable_in[partition]
+            until = end_of_unreadable(self._consumer, place, first.offset())
+            reason = first.error().str()
+            log.warning("batch_unreadable", topic=str(place), offsets=[first.offset(), until - 1], reason=reason)
+            self.problems.append(f"{place}, offsets {first.offset()} to {until - 1} cannot be read: {reason}")
+            left = deque([(until, hi)] if until < hi else ())
 
     def read_together(self, topic: str, ranges: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
         """Partition and offset of each record that the log holds in these ranges: partition, first offset, and the one
-        behind the last. Rising within a partition.
+        after the last. Rising within a partition.
 
         Many partitions are read at once: by itself each of them takes the time of a few requests.
         """
-        of_partition: dict[int, deque[tuple[int, int]]] = {}
+        by_partition: dict[int, deque[tuple[int, int]]] = {}
         for partition, lo, hi in sorted(ranges):
             if lo < hi:
-                of_partition.setdefault(partition, deque()).append((lo, hi))
-        numbers = list(of_partition)
+                by_partition.setdefault(partition, deque()).append((lo, hi))
+        numbers = list(by_partition)
         for at in range(0, len(numbers), _AT_ONCE):
-            left = {number: of_partition[number] for number in numbers[at : at + _AT_ONCE]}
-            unreadable_in: list[int] = []
-            yield from self._together(topic, left, unreadable_in)
-            for number in unreadable_in:  # the end of such a batch is looked for, which takes the assignment
-                for lo, hi in of_partition[number]:
+            unreadable_in: dict[int, Any] = {}
+            left = {number: by_partition[number] for number in numbers[at : at + _AT_ONCE]}
+            for message in self._consume(topic, left, unreadable_in):
+                yield message.partition(), message.offset()
+            for number in unreadable_in:
+                for lo, hi in by_partition[number]:
                     for offset, _ in self.read(topic, number, lo, hi):
                         yield number, offset
 
-    def _together(
-        self, topic: str, ranges: Mapping[int, deque[tuple[int, int]]], unreadable_in: list[int]
-    ) -> Iterator[tuple[int, int]]:
-        """`ranges`: of each partition; what is read of them is taken out. `unreadable_in` gets the partitions with a
-        batch that cannot be read, of which the ranges that are left hold what was not read."""
+    def _consume(
+        self, topic: str, ranges: Mapping[int, deque[tuple[int, int]]], unreadable_in: dict[int, Any]
+    ) -> Iterator[Any]:
+        """The client's messages in `ranges`, by partition; what is read of them is taken out.
+
+        A partition with a batch that cannot be read ends there: `unreadable_in` gets the message that says so, and its
+        ranges hold what was not read.
+        """
         left = dict(ranges)
         last_message_s = time.monotonic()
         with translate_errors(self._services.kafka, f"let {topic} be read", "correct its permissions, or the address"):
             self._consumer.assign([TopicPartition(topic, number, own[0][0]) for number, own in left.items()])
             try:
                 while left:
-                    messages = self._consumer.consume(1000, 0.1)
+                    # It returns when it has that many or the time is over, so the time must be short.
+                    wanted = sum(hi - lo for own in left.values() for lo, hi in own)
+                    messages = self._consumer.consume(min(1000, wanted), 0.1)
                     for message in messages:
                         number, error = message.partition(), message.error()
                         is_end = error is not None and error.code() == KafkaError._PARTITION_EOF
-                        if error is not None and not is_end and not unreadable(error):
+                        is_unreadable = error is not None and unreadable(error) and message.offset() is not None
+                        if error is not None and not (is_end or is_unreadable):
                             raise KafkaException(error)
                         if (own := left.get(number)) is None:
                             continue
@@ -169,34 +157,28 @@ class RangeReader:
                             while own and offset >= own[0][1]:
                                 own.popleft()
                             if own and offset >= own[0][0]:
-                                yield number, offset
+                                yield message
                                 own[0] = offset + 1, own[0][1]
                                 if own[0][0] == own[0][1]:
                                     own.popleft()
                             if own and own[0][0] > max(offset + 1, begin):
                                 self._consumer.seek(TopicPartition(topic, number, own[0][0]))
-                        elif is_end:
+                        elif is_end or message.offset() >= own[-1][1]:
                             own.clear()
                         else:
-                            unreadable_in.append(number)
+                            unreadable_in[number] = message
                         if not own or error is not None:
                             del left[number]
                             self._consumer.incremental_unassign([TopicPartition(topic, number)])
                     if messages:
                         last_message_s = time.monotonic()
                     elif time.monotonic() - last_message_s > self._stall_s:
+                        number, own = next(iter(left.items()))
+                        others = f" and {len(left) - 1} other partitions" if len(left) > 1 else ""
                         raise ServiceUnavailableError(
-                            f"Kafka at {self._services.kafka} has sent nothing of {len(left)} partitions of {topic}, "
-                            f"such as {next(iter(left))}, for {self._stall_s:g} s, but holds records there: is the "
-                            "broker running?"
+                            f"Kafka at {self._services.kafka} has sent nothing of {topic}, partition {number}{others}, "
+                            f"for {self._stall_s:g} s, but holds records from offset {own[0][0]} to {own[-1][1] - 1}: "
+                            "is the broker running?"
                         )
             finally:
                 self._consumer.unassign()
-
-    def _behind(self, place: Partition, base: int, error: Any) -> int:
-        """Go on behind the batch at `base`, which cannot be read."""
-        until = end_of_unreadable(self._consumer, place, base)
-        log.warning("batch_unreadable", topic=str(place), offsets=[base, until - 1], reason=error.str())
-        self.problems.append(f"{place}, offsets {base} to {until - 1} cannot be read: {error.str()}")
-        self._consumer.assign([TopicPartition(*place, until)])
-        return until

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import stat
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -79,6 +80,17 @@ def is_full(folder: Path) -> bool:
         return shutil.disk_usage(folder).free < 1_000_000
     except OSError:
         return False
+
+
+def folder_problem(folder: Path) -> str:
+    """Why a folder is not private to this user, and so not to be trusted; "": it is. OSError: it is not there."""
+    status = os.lstat(folder)
+    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
+        return ""
+    return (
+        f"{folder}: expected a folder of user {os.geteuid()} that nobody else may enter, got mode "
+        f"{stat.filemode(status.st_mode)} of user {status.st_uid}"
+    )
 
 
 def unwritable(error: OSError) -> ServiceUnavailableError:

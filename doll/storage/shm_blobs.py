@@ -13,7 +13,6 @@ import errno
 import hashlib
 import itertools
 import os
-import stat
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Final
 
 from doll import telemetry
 from doll.errors import BlobError, ServiceUnavailableError
+from doll.process.files import folder_problem
 from doll.storage.blobs import MAX_BLOB_BYTES, Blobs, Buffer, NearBlobs
 from doll.storage.shm_segments import SEGMENT, Mappings, Segment, Segments, read_stable
 
@@ -285,12 +285,8 @@ class ShmBlobs(NearBlobs):
     def _make_folder(self) -> None:
         with contextlib.suppress(FileExistsError):
             os.mkdir(self._folder, 0o700)
-        status = os.lstat(self._folder)
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise ServiceUnavailableError(
-                f"{self._folder}: expected a folder of user {os.geteuid()} that nobody else may enter, got mode "
-                f"{stat.filemode(status.st_mode)} of user {status.st_uid}; remove it, or set blobs.kind: redis"
-            )
+        if problem := folder_problem(Path(self._folder)):
+            raise ServiceUnavailableError(f"{problem}; remove it, or set blobs.kind: redis")
 
 
 def limit_bytes(folder: Path) -> int:
