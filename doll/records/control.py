@@ -10,14 +10,14 @@ RowsStored, Push, Nack and GetRows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Literal, TypeVar
 
 import msgspec
 
 from doll.errors import RecordError, SchemaVersionError
 from doll.records.bounded import printable
-from doll.records.offset_bits import MAX_BITS, bits_of, num_bytes, offsets_of, ranges_of
 
 MAGIC: Final = 0xD0
 SCHEMA_VERSION: Final = 9
@@ -30,6 +30,20 @@ class ControlRecord(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag=str.lower
 ):
     """Base of all control records. Times are Unix seconds of the writer's clock, for people only."""
+
+
+class WorkerRecord(ControlRecord, frozen=True):
+    """Base of what the process of a worker sends in its session."""
+
+    worker: int
+    session: int
+
+
+class ServerRecord(ControlRecord, frozen=True):
+    """Base of what the parameter server of a term sends to one worker."""
+
+    term: int
+    worker: int
 
 
 # --- events: worker -> parameter server -------------------------------------------------------------------------------
@@ -54,19 +68,15 @@ class BatchRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     cuts: tuple[tuple[int, int], ...] = ()  # of these batches: (batch, records left out)
 
 
-class Announce(ControlRecord, frozen=True):
+class Announce(WorkerRecord, frozen=True):
     """These batches are complete and retained, in this order: they may be granted (Algorithm 1)."""
 
-    worker: int
-    session: int
     runs: tuple[BatchRange, ...]
 
 
-class Skip(ControlRecord, frozen=True):
+class Skip(WorkerRecord, frozen=True):
     """Batches [first, until) of a partition hold no record, and all before them are durable: they need no gradient."""
 
-    worker: int
-    session: int
     partition: int
     first: int
     until: int
@@ -74,24 +84,16 @@ class Skip(ControlRecord, frozen=True):
     lost: tuple[tuple[int, int], ...] = ()  # offset ranges [lo, hi) that were deleted before this worker read them
 
 
-class PushedBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One batch of a Push. Losses are taken before learning."""
+class BatchOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What became of one batch."""
 
-    batch: int  # its worker's number of it, as in its Grant
-    grant_id: int
     n_samples: int  # usable samples in the batch; 0: it adds nothing to the gradient
-    loss_sum: float  # each sample's times its weight, as the metrics
-    metric_sums: Mapping[str, float] = {}
     dead: tuple[int, ...] = ()  # offsets that went to the dead-letter topic
     gaps: tuple[tuple[int, int], ...] = ()  # offset ranges [lo, hi) in which the log holds no record
     lost: tuple[tuple[int, int], ...] = ()  # offset ranges [lo, hi) that were deleted before this worker read them
     dead_samples: int = 0  # samples lost inside records that are otherwise usable (packed records)
     compute_s: float = 0.0
     wait_s: float = 0.0  # from the batch's completion to the start of its set
-    version: int = -1  # of the weights that it was computed on; -1: as its Push says
-    dead_reasons: tuple[tuple[str, int], ...] = ()  # of its dead letters, and how many have each
-    skipped: tuple[tuple[str, int], ...] = ()  # why its task has left samples out, and how many for each reason
-    leader_epoch: int = -1  # Kafka's, of the log: nothing up to the batch's end had a higher one; -1: not known
     weight: float | None = None  # sum of the weights of its usable samples; None: their number
     packed: tuple[bytes, ...] = ()  # in encoded records only, if shorter: `dead`, `gaps` and `lost` as bits
 
@@ -100,14 +102,25 @@ class PushedBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return float(self.n_samples) if self.weight is None else self.weight
 
 
-class Push(ControlRecord, frozen=True, omit_defaults=True):
+class PushedBatch(BatchOutcome, frozen=True, kw_only=True):
+    """One batch of a Push. Losses are taken before learning."""
+
+    batch: int  # its worker's number of it, as in its Grant
+    grant_id: int
+    loss_sum: float  # each sample's times its weight, as the metrics
+    metric_sums: Mapping[str, float] = {}
+    version: int = -1  # of the weights that it was computed on; -1: as its Push says
+    dead_reasons: tuple[tuple[str, int], ...] = ()  # of its dead letters, and how many have each
+    skipped: tuple[tuple[str, int], ...] = ()  # why its task has left samples out, and how many for each reason
+    leader_epoch: int = -1  # Kafka's, of the log: nothing up to the batch's end had a higher one; -1: not known
+
+
+class Push(WorkerRecord, frozen=True, omit_defaults=True):
     """The gradient of one set is in the blob store: the sum over consecutive granted batches (Algorithm 2).
 
     Under policies whose workers send steps, it is the sum of the steps that the worker's optimizer made of them.
     """
 
-    worker: int
-    session: int
     term: int
     version: int  # of the weights that the gradients were computed on, of the last batch if they differ
     key: str  # blob key; "" when no batch holds a usable sample (the gradient is zero)
@@ -122,32 +135,26 @@ class Push(ControlRecord, frozen=True, omit_defaults=True):
     absent: bytes = b""  # parameters that none of its samples has used: a bit each, the lowest of the first byte first
 
 
-class Nack(ControlRecord, frozen=True):
+class Nack(WorkerRecord, frozen=True):
     """A grant cannot be carried out, from batch `batch` on: the weights blob is gone, or a batch is not held here."""
 
-    worker: int
-    session: int
     batch: int
     term: int
     grant_id: int  # of `batch`
     reason: Literal["weights", "batch"]
 
 
-class GetRows(ControlRecord, frozen=True):
+class GetRows(WorkerRecord, frozen=True):
     """GET: the worker needs rows of tables; which ones is in the blob store (`doll.storage.sections`)."""
 
-    worker: int
-    session: int
     term: int
     number: int  # of the request; counts up in each process
     key: str  # blob key of the request
 
 
-class Alive(ControlRecord, frozen=True):
+class Alive(WorkerRecord, frozen=True):
     """Sent every second from the worker's event loop: the process is live and its loop turns."""
 
-    worker: int
-    session: int
     retained: int = 0  # batches held and not yet durable
     next_offset: int = 0  # next sample offsets that this worker will read, added up over its partitions
     lag: int = 0  # records in its partitions that this worker has not read yet
@@ -156,11 +163,9 @@ class Alive(ControlRecord, frozen=True):
     usual: tuple[float, ...] = ()  # of its batches, see `doll.consumers.compute.guard.Guard.usual`; (): not known
 
 
-class Leave(ControlRecord, frozen=True):
+class Leave(WorkerRecord, frozen=True):
     """The worker leaves: its batches are not granted; its next process announces them again."""
 
-    worker: int
-    session: int
     cause: str
 
 
@@ -204,11 +209,9 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     flush_until: int = 0  # as in a Flush
 
 
-class Welcome(ControlRecord, frozen=True, omit_defaults=True):
+class Welcome(ServerRecord, frozen=True, omit_defaults=True):
     """Answer to Join: the session to use, and the partitions to serve. It comes again when these change."""
 
-    term: int
-    worker: int
     process: str
     session: int
     served: tuple[Served, ...]  # in the order of their numbers
@@ -222,15 +225,13 @@ class Welcome(ControlRecord, frozen=True, omit_defaults=True):
     grid: int = 0  # see `TermStarted`; a worker of another one ends
 
 
-class Grant(ControlRecord, frozen=True):
+class Grant(ServerRecord, frozen=True):
     """Compute the gradients of consecutive batches, at weights that are not older than `min_version`.
 
     Batch `first + i` of the worker is granted by `grant_ids[i]`, and is `batches[i]`. The Push says which version was
     used, and may come in parts.
     """
 
-    term: int
-    worker: int
     session: int
     first: int  # a worker numbers its batches in the order of their grants
     grant_ids: tuple[int, ...]  # increasing, at least one
@@ -243,11 +244,9 @@ class Grant(ControlRecord, frozen=True):
     left_out: tuple[tuple[int, int], ...] = ()
 
 
-class NewVersion(ControlRecord, frozen=True):
+class NewVersion(ServerRecord, frozen=True):
     """Weights were published that no grant has asked for yet: policies that send versions to their workers."""
 
-    term: int
-    worker: int
     version: int
     key: str
     included: int = 0  # as in a Grant
@@ -255,11 +254,9 @@ class NewVersion(ControlRecord, frozen=True):
     rows_since: int = 0
 
 
-class RowsStored(ControlRecord, frozen=True):
+class RowsStored(ServerRecord, frozen=True):
     """Answer to GetRows: the rows are in the blob store."""
 
-    term: int
-    worker: int
     session: int
     number: int  # of the request
     version: int  # that the rows are of
@@ -267,29 +264,23 @@ class RowsStored(ControlRecord, frozen=True):
     included: int  # as in a Grant
 
 
-class Flush(ControlRecord, frozen=True):
+class Flush(ServerRecord, frozen=True):
     """A source has ended: announce what was read below these offsets, also if it fills no batch."""
 
-    term: int
-    worker: int
     until: dict[int, int]  # offsets, by partition
 
 
-class Settle(ControlRecord, frozen=True):
+class Settle(ServerRecord, frozen=True):
     """Push what is held back of the steps of the worker's batches below `until`: they are to become durable. 0: push
     what is computed and kept for a push of more batches; no more will come."""
 
-    term: int
-    worker: int
     session: int
     until: int
 
 
-class Durable(ControlRecord, frozen=True):
+class Durable(ServerRecord, frozen=True):
     """Batches below `until` of each partition are in a checkpoint: acknowledge them to Kafka and release them."""
 
-    term: int
-    worker: int
     until: dict[int, int]  # by partition
     batches: int  # how many of this worker's batches are in it: the first so many
     left_out: dict[int, int] = {}  # by partition, if there are any: records that cuts of these batches have left out
@@ -301,11 +292,9 @@ class Hello(ControlRecord, frozen=True):
     term: int
 
 
-class Fence(ControlRecord, frozen=True):
+class Fence(ServerRecord, frozen=True):
     """This process has been replaced by a newer one of the same worker: exit."""
 
-    term: int
-    worker: int
     process: str
 
 
@@ -328,11 +317,9 @@ class Attach(ControlRecord, frozen=True):
     run_id: str = ""
 
 
-class Attached(ControlRecord, frozen=True):
+class Attached(ServerRecord, frozen=True):
     """Answer to Attach: from now on this link carries the worker's grants."""
 
-    term: int
-    worker: int
     session: int
     run_id: str = ""
 
@@ -371,7 +358,7 @@ class TermStarted(ControlRecord, frozen=True, omit_defaults=True):
         return self.resumed_version if self.rolled_back_to < 0 else self.rolled_back_to
 
 
-class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Member(BatchOutcome, frozen=True, kw_only=True):
     """One batch of an update: offsets [lo, hi) of a partition; or `batches` of them, which hold no record."""
 
     worker: int
@@ -379,16 +366,9 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     batch: int  # its number in its partition
     lo: int
     hi: int
-    n_samples: int
     base_version: int
-    dead: tuple[int, ...] = ()
-    gaps: tuple[tuple[int, int], ...] = ()
-    lost: tuple[tuple[int, int], ...] = ()
-    dead_samples: int = 0
-    compute_s: float = 0.0
     fetch_s: float = 0.0
     store_s: float = 0.0
-    wait_s: float = 0.0
     grant_to_push_s: float = 0.0
     market: str = ""
     held_back: bool = False  # a part of its step is not in this update; a later one settles it
@@ -396,12 +376,6 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     batches: int = 1
     cut: bool = False  # it ends before it is full
     loss_sum: float = 0.0  # of its usable samples, before learning from them, on its worker's weights
-    weight: float | None = None  # as in a PushedBatch
-    packed: tuple[bytes, ...] = ()  # as in a PushedBatch
-
-    @property
-    def total_weight(self) -> float:
-        return float(self.n_samples) if self.weight is None else self.weight
 
 
 class Update(ControlRecord, frozen=True):
@@ -611,11 +585,50 @@ AnyRecord = (
     | DeadLetter | Metric | ServerStatus | ProvisionDecision
 )  # fmt: skip
 
-_Batch = TypeVar("_Batch", PushedBatch, Member)
+_Batch = TypeVar("_Batch", bound=BatchOutcome)
 _FEW: Final = 16  # offsets and ranges, which are not packed
+_MAX_BITS: Final = 10_000_000  # of one batch, as `data.batch_size`
+_BASE_BYTES: Final = 8
+_ONES: Final = re.compile("1+")
 
 
-def _names_many(item: PushedBatch | Member) -> bool:
+# --- offsets as bits: their size depends on the distance between the first and the last, not on how many there are ----
+
+
+def num_bytes(first: int, until: int) -> int:
+    """The size of the result of `bits_of` for ranges of offsets between these."""
+    return _BASE_BYTES + (until - first + 7) // 8
+
+
+def bits_of(ranges: Sequence[tuple[int, int]]) -> bytes:
+    """Ranges [lo, hi) of offsets, at least one, in any order."""
+    first, until = min(lo for lo, _ in ranges), max(hi for _, hi in ranges)
+    digits = bytearray(b"0") * (until - first)  # the last one is of the first offset
+    for lo, hi in ranges:
+        digits[until - hi : until - lo] = b"1" * (hi - lo)
+    size = num_bytes(first, until) - _BASE_BYTES
+    return first.to_bytes(_BASE_BYTES, "little") + int(digits, 2).to_bytes(size, "little")
+
+
+def ranges_of(data: bytes) -> tuple[tuple[int, int], ...]:
+    """The ranges [lo, hi) of offsets of `bits_of`, in their order, as few as possible.
+
+    Raises:
+        RecordError: too short, or longer than a batch can be.
+    """
+    if not _BASE_BYTES < len(data) <= num_bytes(0, _MAX_BITS):
+        raise RecordError(f"offsets as bits: expected 9 to {num_bytes(0, _MAX_BITS)} bytes, got {len(data)}")
+    first = int.from_bytes(data[:_BASE_BYTES], "little")
+    digits = f"{int.from_bytes(data[_BASE_BYTES:], 'little'):b}"[::-1]
+    return tuple((first + run.start(), first + run.end()) for run in _ONES.finditer(digits))
+
+
+def offsets_of(ranges: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    """All offsets of these ranges."""
+    return tuple(offset for lo, hi in ranges for offset in range(lo, hi))
+
+
+def _names_many(item: BatchOutcome) -> bool:
     return len(item.dead) + len(item.gaps) + len(item.lost) > _FEW
 
 
@@ -638,7 +651,7 @@ def _bits_if_shorter(ranges: Sequence[tuple[int, int]], bytes_each: int) -> byte
     if not ranges or any(lo >= hi for lo, hi in ranges):  # the last: of a worker that is not to be trusted
         return b""
     first, until = min(lo for lo, _ in ranges), max(hi for _, hi in ranges)
-    is_shorter = first >= 0 and until - first <= MAX_BITS and num_bytes(first, until) < bytes_each * len(ranges)
+    is_shorter = first >= 0 and until - first <= _MAX_BITS and num_bytes(first, until) < bytes_each * len(ranges)
     return bits_of(ranges) if is_shorter else b""
 
 

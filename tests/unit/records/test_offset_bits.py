@@ -6,8 +6,7 @@ import random
 
 import pytest
 from doll.errors import RecordError
-from doll.records.control import Push, PushedBatch, decode, encode
-from doll.records.offset_bits import bits_of, num_bytes, offsets_of, ranges_of
+from doll.records.control import Push, PushedBatch, bits_of, decode, encode, num_bytes, offsets_of, ranges_of
 from msgspec.structs import replace
 
 BASE = 2**40
