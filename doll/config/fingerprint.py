@@ -54,11 +54,6 @@ MODEL_KEYS: Final = ("parameters", "buffers", "shapes", "others", "frozen", "tab
 """The keys that do not come from the job file."""
 
 _PUSHES: Final = "pushes"
-_EARLIER_NAMES: Final = {
-    "task": "task.class", "workers": "data.workers", "batch_size": "data.batch_size",
-    "samples_per_record": "data.samples_per_record", "optimizer": "training.optimizer.name",
-}  # fmt: skip
-_NOT_IN_EARLIER: Final = ("task.args.", "training.", _PUSHES)
 _HINTS: Final = {
     "frozen": "build_model() must give the same frozen parameters in every process: load them from one file, or draw "
     "them with torch's own random numbers",
@@ -106,7 +101,7 @@ def job_fields(config: JobConfig) -> dict[str, str]:
 
 
 def _training_fields(training: TrainingConfig) -> Iterator[tuple[str, Any]]:
-    """A key that earlier releases did not have is left out where it is not set: their checkpoints do not name it."""
+    """A key that is not set is left out: a checkpoint of a release that did not have it does not name it either."""
     section = training.model_dump(by_alias=True, exclude=set(NOT_KEPT))
     for number, (names, settings) in enumerate(section.pop("tables").items()):  # the first one that is found counts
         section[f"tables.{number}"] = {"names": names, **settings}
@@ -124,14 +119,10 @@ def _stream_fields(data: DataConfig) -> dict[str, str]:
 
 
 def parse(fingerprint: str) -> dict[str, str]:
-    """The fields of a fingerprint by key. That of an earlier release has fewer, and gets today's names."""
+    """The fields of a fingerprint by key."""
     fields = dict(word.partition("=")[::2] for word in fingerprint.split())
-    if _is_earlier(fields):
-        fields = {_EARLIER_NAMES.get(key, key): value for key, value in fields.items()}
     if "task.class" in fields:
         fields["task.class"] = _class(fields["task.class"])
-    if "data.workers" in fields and "data.topic" not in fields:  # an earlier release had as many partitions
-        fields.setdefault("data.partitions", fields["data.workers"])
     return fields
 
 
@@ -146,16 +137,11 @@ def differences(expected: Mapping[str, str], got: Mapping[str, str]) -> str:
 
 
 def refused_changes(saved: Mapping[str, str], wanted: Mapping[str, str], may_change: Sequence[str] = MAY_CHANGE) -> str:
-    """What of a checkpoint's fields a job file must not change to continue from it; empty if nothing.
-
-    Of a checkpoint of an earlier release, whose fingerprint had no training section and no arguments of the task, these
-    are not compared.
-    """
+    """The differences of a checkpoint's fields that forbid to continue from it; empty if nothing does."""
     fixed = _SCHEDULED if _SCHEDULE in saved and may_change is MAY_CHANGE else ()
-    keys = [key for key in _changed(saved, wanted) if key in fixed or not is_among(key, may_change)]
-    if _PUSHES not in saved:
-        keys = [key for key in keys if key in saved or not key.startswith(_NOT_IN_EARLIER)]
-    return _describe(saved, wanted, keys)
+    return _describe(
+        saved, wanted, [key for key in _changed(saved, wanted) if key in fixed or not is_among(key, may_change)]
+    )
 
 
 def resume_refusal(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
@@ -175,10 +161,6 @@ def is_among(key: str, items: Sequence[str]) -> bool:
     """Whether `items` name this key, or a section that it is in."""
     key = re.sub(r"^training\.tables\.[0-9]+\.", "training.tables.*.", key)
     return any(key == item or (item.endswith(".") and key.startswith(item)) for item in items)
-
-
-def _is_earlier(fields: Mapping[str, str]) -> bool:
-    return "task" in fields and _PUSHES not in fields
 
 
 def _changed(expected: Mapping[str, str], got: Mapping[str, str]) -> list[str]:

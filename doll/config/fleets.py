@@ -85,15 +85,11 @@ class Ec2FleetConfig(FleetSection):
     shown by `doll provision status`, and has no influence on decisions"""
 
     @model_validator(mode="after")
-    def _scored(self) -> Self:
+    def _fits(self) -> Self:
         if self.placement_scores and len(set(self.instance_types)) < 3:
             raise ValueError(
                 "placement_scores: expected 3 or more instance_types: with fewer, EC2 always returns a low score"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _distinct(self) -> Self:
         for name in ("subnets", "instance_types"):
             given = getattr(self, name)
             if twice := sorted({value for value in given if given.count(value) > 1}):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Literal, Self
 
@@ -66,131 +67,128 @@ class JobConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if problem := next(self._problems(), ""):
+            raise ValueError(problem)
+        if self.worker.pipeline is not None:  # server and workers read it from the policy's section alone
+            policy = self.training.policy.model_copy(update={"pipelined": True})
+            object.__setattr__(self, "training", self.training.model_copy(update={"policy": policy}))
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        """Keys that do not fit together. A rule may rely on those before it."""
+        data, worker, policy = self.data, self.worker, self.training.policy
         if not JOB_NAME.fullmatch(self.job):
-            raise ValueError(f"job: expected 1-63 of a-z 0-9 _ - beginning with a letter or digit, got {self.job!r}")
+            yield f"job: expected 1-63 of a-z 0-9 _ - beginning with a letter or digit, got {self.job!r}"
         if self.arrivals.while_down == "pause" and isinstance(self.source, StdinSource):
-            raise ValueError("arrivals.while_down: pause: expected another source than stdin")
+            yield "arrivals.while_down: pause: expected another source than stdin"
         if self.control.kind == "local" and not isinstance(self.fleet, ProcessesFleetConfig):
-            raise ValueError(
+            yield (
                 "control.kind: local: expected workers on the parameter server's machine (fleet.kind: processes), got "
                 f"fleet.kind: {self.fleet.kind}; set control.kind to auto or redis"
             )
-        if self.source is not None and (problem := self.source.format_problem(self.data.format)):
-            raise ValueError(f"data.format: {problem}")
-        self._check_topic()
-        rates, asks_kafka = self.arrivals.rate_per_s, self.data.asks_kafka
-        if isinstance(rates, list) and not asks_kafka and len(rates) != (streams := self.data.num_partitions):
-            raise ValueError(
-                f"arrivals.rate_per_s: expected {streams} rates (data.partitions or data.workers), got {len(rates)}"
+        if self.source is not None and (problem := self.source.format_problem(data.format)):
+            yield f"data.format: {problem}"
+        if data.topic is not None:
+            yield from self._topic_problems(data.topic)
+        rates = self.arrivals.rate_per_s
+        if isinstance(rates, list) and not data.asks_kafka and len(rates) != (streams := data.num_partitions):
+            yield f"arrivals.rate_per_s: expected {streams} rates (data.partitions or data.workers), got {len(rates)}"
+        if (fewest := self.provision.scale_in.min_workers) > data.workers:
+            yield f"provision.scale_in.min_workers: expected at most data.workers ({data.workers}), got {fewest}"
+        if (needed := self.group_size) > (room := data.workers * worker.max_pending_batches):
+            yield (
+                f"training.policy: the {needed} batches of an update never come together: {data.workers} workers x "
+                f"worker.max_pending_batches {worker.max_pending_batches} hold {room}; raise max_pending_batches"
             )
-        if (fewest := self.provision.scale_in.min_workers) > self.data.workers:
-            raise ValueError(
-                f"provision.scale_in.min_workers: expected at most data.workers ({self.data.workers}), got {fewest}"
-            )
-        if (needed := self.group_size) > (room := self.data.workers * self.worker.max_pending_batches):
-            raise ValueError(
-                f"training.policy: the {needed} batches of an update never come together: "
-                f"{self.data.workers} workers x worker.max_pending_batches {self.worker.max_pending_batches} "
-                f"hold {room}; raise max_pending_batches"
-            )
-        if (needed := self.training.policy.batches_per_push) > (room := self.worker.max_pending_batches):
-            raise ValueError(
+        if (needed := policy.batches_per_push) > (room := worker.max_pending_batches):
+            yield (
                 f"training.policy: the {needed} batches of a push never come together: a worker holds {room} "
                 "(worker.max_pending_batches); raise max_pending_batches"
             )
-        self._check_times()
-        if (port := self.health.base_port) is not None and port + FIRST_WORKER_PORT + self.data.places - 1 > MAX_PORT:
-            raise ValueError(
-                f"health.base_port: expected at most {MAX_PORT - FIRST_WORKER_PORT - self.data.places + 1}, so that "
-                f"each of {self.data.places} workers (data.max_workers) has a port, got {port}"
+        yield from self._time_problems()
+        if (port := self.health.base_port) is not None and port + FIRST_WORKER_PORT + data.places - 1 > MAX_PORT:
+            yield (
+                f"health.base_port: expected at most {MAX_PORT - FIRST_WORKER_PORT - data.places + 1}, so that "
+                f"each of {data.places} workers (data.max_workers) has a port, got {port}"
             )
-        if self.blobs.contributions != "float32" and self.training.policy.filter_threshold > 0:
-            raise ValueError(
-                f"blobs.contributions: expected float32 with training.policy {self.training.policy.name}, whose "
+        if self.blobs.contributions != "float32" and policy.filter_threshold > 0:
+            yield (
+                f"blobs.contributions: expected float32 with training.policy {policy.name}, whose "
                 f"workers hold back what is small already, got {self.blobs.contributions}"
             )
-        if self.worker.pipeline is not None:
-            self._check_pipeline(self.worker.pipeline)
-        elif getattr(self.training.policy, "pipelined", False):
-            raise ValueError("training.policy.pipelined: expected worker.pipeline, which sets it")
-        return self
+        if worker.pipeline is not None:
+            yield from self._pipeline_problems(worker.pipeline)
+        elif getattr(policy, "pipelined", False):
+            yield "training.policy.pipelined: expected worker.pipeline, which sets it"
 
-    def _check_topic(self) -> None:
-        """What cannot be together with a topic that belongs to somebody else."""
-        if (topic := self.data.topic) is None:
-            return
+    def _topic_problems(self, topic: str) -> Iterator[str]:
+        """Keys that do not fit a topic that belongs to somebody else."""
         if self.source is not None:
-            raise ValueError(
+            yield (
                 f"source: expected none, because data.topic is {topic}: DOLL never writes to a topic that belongs to "
                 "somebody else; remove source, or data.topic"
             )
         if self.arrivals.while_down == "pause":
-            raise ValueError(
-                f"arrivals.while_down: expected queue, because data.topic is {topic}: nobody pauses its producers"
-            )
+            yield f"arrivals.while_down: expected queue, because data.topic is {topic}: nobody pauses its producers"
         if self.kafka.producer_user is not None:
-            raise ValueError(
+            yield (
                 f"kafka.producer_user: expected none, because data.topic is {topic}: its owner says who may write to it"
             )
         if topic.startswith(f"doll.{self.job}."):
-            raise ValueError(
+            yield (
                 f"data.topic: expected a topic that belongs to somebody else, got {topic}, which this job would create "
                 "itself: remove data.topic, or choose another `job` name"
             )
 
-    def _check_times(self) -> None:
+    def _time_problems(self) -> Iterator[str]:
         """Times that make each other useless."""
         worker, ttl_s, boot_s = self.worker, self.blobs.ttl_s, self.plan.boot_s
         if ttl_s < worker.grant_timeout_s:
-            raise ValueError(
+            yield (
                 f"blobs.ttl_s: expected at least worker.grant_timeout_s ({worker.grant_timeout_s:g}), so that the "
                 f"weights that a grant names are there until it is replaced, got {ttl_s:g}"
             )
         if worker.stall_timeout_s < 2 * (fetch_s := worker.fetch_max_wait_ms / 1000):
-            raise ValueError(
+            yield (
                 f"worker.stall_timeout_s: expected at least twice worker.fetch_max_wait_ms ({2 * fetch_s:g} s), for "
                 f"which a worker of a slow stream may hear nothing, got {worker.stall_timeout_s:g}"
             )
         if self.provision.boot_timeout_s <= boot_s:
-            raise ValueError(
+            yield (
                 f"provision.boot_timeout_s: expected more than plan.boot_s ({boot_s:g}), or each machine is replaced "
                 f"while it boots, got {self.provision.boot_timeout_s:g}"
             )
 
-    def _check_pipeline(self, pipeline: PipelineConfig) -> None:
-        policy = self.training.policy
+    def _pipeline_problems(self, pipeline: PipelineConfig) -> Iterator[str]:
+        training, policy = self.training, self.training.policy
         for field, value, only in (
             ("worker.device", self.worker.device, "cpu"),
             ("worker.compile", self.worker.compile, False),
-            ("training.precision", self.training.precision, "float32"),
+            ("training.precision", training.precision, "float32"),
             ("blobs.contributions", self.blobs.contributions, "float32"),
         ):
             if value != only:
-                raise ValueError(
+                yield (
                     f"{field}: expected {only} with worker.pipeline, whose stages have devices of their own "
                     f"(worker.pipeline.devices) and send float32, got {value}"
                 )
         if "pipelined" not in type(policy).model_fields:
-            raise ValueError(f"worker.pipeline: expected training.policy.name: wsp, got {policy.name}")
+            yield f"worker.pipeline: expected training.policy.name: wsp, got {policy.name}"
         if len(pipeline.devices) > 1 and len(pipeline.devices) != self.data.workers:
-            raise ValueError(
+            yield (
                 f"worker.pipeline.devices: expected one list of devices, or {self.data.workers} (data.workers), got "
                 f"{len(pipeline.devices)}"
             )
         if (needed := 2 * policy.batches_per_push) > (room := self.worker.max_pending_batches):
-            raise ValueError(
+            yield (
                 f"worker.pipeline: a worker begins a wave before the one before it is applied: expected "
                 f"worker.max_pending_batches of {needed} at least, got {room}"
             )
-        training = self.training
         if training.schedule or training.clip_value is not None or training.optimizer.name == "class":
-            raise ValueError(
+            yield (
                 "worker.pipeline: a stage has a part of the parameters, under other names: expected a built-in "
                 "training.optimizer (sgd, adam, adagrad), no training.schedule and no training.clip_value"
             )
-        # Server and workers read it from the policy's section alone.
-        training = self.training.model_copy(update={"policy": policy.model_copy(update={"pipelined": True})})
-        object.__setattr__(self, "training", training)
 
     def path(self, value: Path) -> Path:
         """`value`, resolved relative to the folder of the job file."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Final, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from doll.config.section import Section
 
@@ -44,8 +44,6 @@ class NamedClass(Section):
     """`module.Class`, as in torch.optim.AdamW"""
     args: Values = Field(default_factory=dict)
     """keyword arguments of the class"""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
 
 def _check_patterns(values: dict[str, T]) -> dict[str, T]:

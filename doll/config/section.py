@@ -47,8 +47,8 @@ class Section(BaseModel):
     """A section of the job file: immutable, and an unknown key is an error. What a key means is the string under it."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=False, allow_inf_nan=False, ser_json_inf_nan="constants",
-        hide_input_in_errors=True,
+        frozen=True, extra="forbid", strict=False, populate_by_name=True, hide_input_in_errors=True,
+        allow_inf_nan=False, ser_json_inf_nan="constants",
     )  # fmt: skip
 
     @field_validator("*", mode="before")

@@ -27,13 +27,9 @@ class ArrivalsConfig(Section):
     live again (the model of the DOLL paper; its formulas for cost and runtime assume it)"""
 
     @model_validator(mode="after")
-    def _pausable(self) -> Self:
+    def _fits(self) -> Self:
         if self.while_down == "pause" and self.process == "asap":
             raise ValueError("while_down: pause: expected process poisson, deterministic or trace, got asap")
-        return self
-
-    @model_validator(mode="after")
-    def _trace_given(self) -> Self:
         if (self.process == "trace") != (self.trace is not None):
             raise ValueError("expected 'trace' (a file of gaps in seconds) exactly when process is 'trace'")
         return self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from doll.config.named_class import ByPattern, NamedClass, Values
 from doll.config.policy import POLICIES, PolicyConfig, default_policy
@@ -20,8 +20,6 @@ class TaskConfig(Section):
     """`module:Class`, or `file.py:Class` relative to the job file"""
     args: dict[str, Any] = Field(default_factory=dict)
     """keyword arguments of the class"""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
     @model_validator(mode="after")
     def _has_class(self) -> Self:
@@ -129,8 +127,6 @@ class InitFromConfig(Section):
     rename: ByPattern[str] = Field(default_factory=dict)
     """replacements of regular expressions in the source's names, as in {"^backbone\\.": "encoder."}; each must be found
     in a name"""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
     @field_validator("source")
     @classmethod
