@@ -21,13 +21,6 @@ from doll.local import kafka_jars, processes
 from doll.process.files import write_atomically
 
 _BIND_TRIES: Final = 5
-_TLS_PROPERTIES: Final = """\
-sasl.enabled.mechanisms=SCRAM-SHA-512
-listener.name.sasl_ssl.scram-sha-512.sasl.jaas.config=\
-  org.apache.kafka.common.security.scram.ScramLoginModule required;
-listener.name.sasl_ssl.ssl.keystore.type=PEM
-listener.name.sasl_ssl.ssl.keystore.location={identity}
-"""
 # C1 compiler only: in 160 s under load C2 never recovered its cost (114 ms of CPU per second without, 134 with it).
 # A small initial heap: Java's default, 1/64 of the machine's memory, fills with garbage for hours before a collection.
 _JVM_FLAGS: Final = (
@@ -114,8 +107,6 @@ class LocalKafka(processes.LocalServer):
     Args:
         folder: data, settings and log of the node.
         say: called with one line when something takes long.
-        identity: a PEM file with a private key (PKCS 8) and its certificates. It adds a listener with TLS and
-            SCRAM-SHA-512 at `secure_address`; create its users with an admin client at `address`.
         advertised_ports: additional plaintext listeners by name (letters, digits, `-`), each with the loopback port
             that it advertises; a relay on that port forwards to `listener_port`.
         member: the place in a cluster.
@@ -129,7 +120,6 @@ class LocalKafka(processes.LocalServer):
         folder: Path,
         *,
         say: Callable[[str], None] = lambda text: None,
-        identity: Path | None = None,
         advertised_ports: Mapping[str, int] | None = None,
         member: ClusterMember | None = None,
         host: processes.Host = processes.THIS_HOST,
@@ -143,10 +133,7 @@ class LocalKafka(processes.LocalServer):
             raise ConfigError(f"{self._folder}: expected a path without a comma: Kafka takes it for two; move the run")
         super().__init__(self._folder / "kafka.log")
         self._say = say
-        self._identity = identity
         self._advertised_ports = dict(advertised_ports or {})
-        self._port = 0
-        self._secure_port = 0
         self._listener_ports: dict[str, int] = {}
         self._cluster_id = ""
         self._member = member
@@ -175,11 +162,6 @@ class LocalKafka(processes.LocalServer):
     def address(self) -> str:
         """`127.0.0.1:port`; empty before the first start."""
         return f"{self._host.address}:{self._port}" if self._port else ""
-
-    @property
-    def secure_address(self) -> str:
-        """As `address`, of the listener with TLS and SASL; empty without such a listener."""
-        return f"{self._host.address}:{self._secure_port}" if self._secure_port else ""
 
     def listener_port(self, name: str) -> int:
         """The port of the listener `name` of `advertised_ports`; known from the first start on."""
@@ -218,31 +200,26 @@ class LocalKafka(processes.LocalServer):
     def _configure(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         self.log_path.unlink(missing_ok=True)
-        self._port, self._secure_port = processes.free_port(), processes.free_port() if self._identity else 0
+        self._port = processes.free_port()
         self._listener_ports = {name: processes.free_port() for name in self._advertised_ports}
         controllers = self._member.controllers if self._member is not None else (processes.free_port(),)
         node, several = (self._member.node, True) if self._member is not None else (1, False)
         controller_port = controllers[node - 1]
         listeners = {"PLAINTEXT": self._port, "CONTROLLER": controller_port}  # the probe and the broker use the first
-        if self._identity is not None:
-            listeners["SASL_SSL"] = self._secure_port
-        advertised = {name: port for name, port in listeners.items() if name != "CONTROLLER"}
+        advertised = {"PLAINTEXT": self._port}
         named = {name: name.upper().replace("-", "_") for name in self._advertised_ports}
         listeners |= {named[name]: port for name, port in self._listener_ports.items()}
         advertised |= {named[name]: port for name, port in self._advertised_ports.items()}
-        protocols = {name: "SASL_SSL" if name == "SASL_SSL" else "PLAINTEXT" for name in listeners}
         text = _PROPERTIES.format(
             node=node, folder=_escaped(self._folder),
             voters=",".join(f"{number}@{self._host.address}:{port}" for number, port in enumerate(controllers, 1)),
             listeners=self._endpoints(listeners), advertised=self._endpoints(advertised),
-            protocols=",".join(f"{name}:{protocol}" for name, protocol in protocols.items()),
+            protocols=",".join(f"{name}:PLAINTEXT" for name in listeners),
             **replication_settings(len(controllers)),
         )  # fmt: skip
         text += _CLUSTER_PROPERTIES if several else ""
         # One network thread per listener, for its one client, instead of Kafka's three.
         text += "".join(f"listener.name.{name.lower()}.num.network.threads=1\n" for name in named.values())
-        if self._identity is not None:
-            text += _TLS_PROPERTIES.format(identity=_escaped(self._identity.resolve()))
         self._properties.write_text(text, encoding="ascii")
 
     def _format(self, jars: Path) -> None:

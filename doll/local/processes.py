@@ -8,14 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, ClassVar, Final, Self
 
+from doll.errors import ServiceUnavailableError
 from doll.local import launcher
 from doll.process.platform import IS_LINUX
 
@@ -24,6 +26,7 @@ LOOPBACK: Final = "127.0.0.1"
 _PORTS: Final = range(20_000, 32_000)
 _given: Final[deque[int]] = deque(maxlen=1_000)
 _TAIL_BYTES: Final = 16_384
+_BIND_TRIES: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +188,7 @@ class LocalServer(Server):
 
     def __init__(self, log_path: Path) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._port = 0  # kept over restarts
         self.log_path = log_path
 
     @property
@@ -210,3 +214,22 @@ class LocalServer(Server):
         """Stop it if it runs, and start it again."""
         self.stop()
         self.start()
+
+    def _start_on_port(self, name: str, launch: Callable[[int], bool], tries: int = _BIND_TRIES) -> None:
+        """Launch it on its port, or on a free one if it has none yet: another process may take that meanwhile."""
+        for _ in range(tries):
+            port = self._port or free_port()
+            if launch(port):
+                self._port = port
+                return
+        raise ServiceUnavailableError(f"{name} does not start; the end of {self.log_path}:\n{tail(self.log_path)}")
+
+    def _await(self, serves: Callable[[], bool], timeout_s: float, *, every_s: float) -> bool:
+        """Whether it serves before its process exits or the time is over; else it is killed."""
+        deadline_s = time.monotonic() + timeout_s
+        while self.pid is not None and time.monotonic() < deadline_s:
+            if serves():
+                return True
+            time.sleep(every_s)
+        self.kill()
+        return False

