@@ -15,10 +15,7 @@ _MAX_SECRET_BYTES: Final = 64_000
 
 def secret(name: str, environment: Mapping[str, str] = os.environ) -> str | None:
     """The secret of $`name`, else of the file that $`name`_FILE names, without its last line break; None without both.
-
-    Raises:
-        ConfigError: both are set, or the file cannot be read.
-    """
+    Raises ConfigError if both are set, or the file cannot be read."""
     value, path = environment.get(name) or None, environment.get(name + _FILE_SUFFIX) or None
     if path is None:
         return value

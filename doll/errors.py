@@ -97,7 +97,8 @@ class FencedError(DollError):
 
 
 class RolledBackError(DollError):
-    """What the model has of some batches cannot be completed: exit; the next process starts from the checkpoint."""
+    """The model has a part of some batches that cannot be completed: exit; the next process starts from the
+    checkpoint."""
 
 
 class IllegalEventError(DollError):

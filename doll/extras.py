@@ -34,10 +34,6 @@ def is_installed(extra: str) -> bool:
 
 
 def require(what: str, extra: str) -> None:
-    """Refuse `what` before it starts.
-
-    Raises:
-        ConfigError: a package of the extra is not installed.
-    """
+    """Refuse `what` before it starts; raises ConfigError if a package of the extra is not installed."""
     if not is_installed(extra):
         raise lacking(what, extra)

@@ -30,7 +30,8 @@ def require_services(config: JobConfig, services: Services, timeout_s: float = 8
 
 
 def require_kafka(config: JobConfig, services: Services, timeout_s: float = 8.0) -> None:
-    """As `require_services`, for what reads or writes topics only: it works while Redis is gone."""
+    """Return once Kafka answers, for processes that read or write topics only: it works while Redis is gone. Raises as
+    `require_services`."""
     _raise((kafka_problem(config, services, timeout_s),), _DOLL_UP)
 
 

@@ -1,4 +1,5 @@
-"""Where a job's Kafka and Redis are: addresses from the job file or the environment, and the names of its variables.
+"""The places of a job's Kafka and Redis: addresses from the job file or the environment, and the names of its
+variables.
 
 Clients are built in `doll.kafka.clients` and `doll.storage.redis_client`. Log-ins of Kafka are `doll.kafka.logins`.
 """
@@ -63,11 +64,8 @@ class Services:
 
 
 def kafka_address(config: JobConfig) -> str | None:
-    """Bootstrap servers from the job file, else from $DOLL_KAFKA, else None.
-
-    Raises:
-        ConfigError: they hold credentials.
-    """
+    """Bootstrap servers from the job file, else from $DOLL_KAFKA, else None; raises ConfigError if they hold
+    credentials."""
     address = config.kafka.address or os.environ.get(KAFKA_ENV) or None
     if address is not None and "@" in address:  # the address itself is a secret then: it is not repeated here
         origin = "kafka.address" if config.kafka.address else f"${KAFKA_ENV}"
@@ -80,7 +78,7 @@ def kafka_address(config: JobConfig) -> str | None:
 
 @dataclass(frozen=True)
 class RedisPlace:
-    """Where Redis is.
+    """The servers of a Redis.
 
     Attributes:
         addresses: of the server, or of any of the Sentinels or nodes of a Cluster.
@@ -95,7 +93,7 @@ class RedisPlace:
 
 
 def parse_redis(url: str) -> RedisPlace | None:
-    """What a Redis URL says; None where it has none of the forms of `REDIS_FORMS`."""
+    """The place that a Redis URL names; None if it has none of the forms of `REDIS_FORMS`."""
     match = _REDIS_URL.fullmatch(url)
     if match is None:
         return None
@@ -121,11 +119,8 @@ def _split_address(text: str, port: int) -> tuple[str, int] | None:
 
 
 def redis_address(config: JobConfig) -> str | None:
-    """Redis URL from the job file, else from $DOLL_REDIS, else None. That of a Cluster names the job.
-
-    Raises:
-        ConfigError: it is not a URL of Redis, or holds credentials.
-    """
+    """Redis URL from the job file, else from $DOLL_REDIS, else None; that of a Cluster names the job. Raises
+    ConfigError if it is not a URL of Redis, or holds credentials."""
     url = config.redis.address or os.environ.get(REDIS_ENV) or None
     if url is None:
         return None

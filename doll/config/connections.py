@@ -20,7 +20,7 @@ _LOOPBACK_URL: Final = re.compile(r"http://(127\.0\.0\.1|localhost|\[::1\])(:\d+
 
 
 class OAuthConfig(Section):
-    """Where tokens come from, with sasl_mechanism: OAUTHBEARER: OAuth 2.0 client credentials. $DOLL_KAFKA_CLIENT_ID and
+    """The source of tokens with sasl_mechanism: OAUTHBEARER: OAuth 2.0 client credentials. $DOLL_KAFKA_CLIENT_ID and
     $DOLL_KAFKA_CLIENT_SECRET name the client."""
 
     token_url: Annotated[str, StringConstraints(pattern=r"^https?://[^\s@]+$", max_length=2000)]

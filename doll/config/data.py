@@ -30,7 +30,7 @@ MAX_DEFAULT_PLACES: Final = 64
 
 class BadRecordsConfig(Section):
     """When refused records end a job, with exit code 2 and the reasons. All refused records are dead-lettered; the ones
-    that end a job are in a checkpoint, so that `doll resume` goes on behind them."""
+    that end a job are in a checkpoint, so that `doll resume` goes on after them."""
 
     share: float | None = Field(default=0.99, gt=0, le=1)
     """the job ends if at least this share of its last records, of all workers, is refused; null: never"""
@@ -51,8 +51,8 @@ class BadRecordsConfig(Section):
 
 
 class StartConfig(Section):
-    """Where a new job begins to read, if neither with all that the log holds nor with what is still to come: one of
-    these keys. Kafka resolves a timestamp. The offsets are decided once and kept: a restart does not decide again."""
+    """The start position of a new job, as a timestamp, which Kafka resolves, or as one offset for each partition: one
+    of these keys. The offsets are decided once and kept: a restart does not decide again."""
 
     timestamp: AwareDatetime | None = None
     """the first record of each partition whose timestamp is this one or later: ISO 8601 with a time zone, as in
@@ -151,11 +151,7 @@ class DataConfig(Section):
 
     @property
     def num_partitions(self) -> int:
-        """Streams: partitions of the samples topic.
-
-        Raises:
-            ConfigError: Kafka was not asked.
-        """
+        """Streams: partitions of the samples topic. Raises ConfigError if Kafka was not asked."""
         if self.asks_kafka:
             raise ConfigError(
                 f"data.partitions: expected the number of partitions of topic {self.topic}, which only Kafka knows: "
@@ -165,7 +161,7 @@ class DataConfig(Section):
 
     @property
     def places(self) -> int:
-        """For how many workers there is place: to so many the job may be scaled. Before Kafka was asked, at most."""
+        """The number of workers to which the job can be scaled; an upper bound before Kafka was asked."""
         streams = MAX_DEFAULT_PLACES if self.asks_kafka else min(self.num_partitions, MAX_DEFAULT_PLACES)
         return self.max_workers or max(self.workers, streams)
 

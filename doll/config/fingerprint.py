@@ -37,15 +37,15 @@ MAY_CHANGE: Final = (
     "training.tables.*.ttl_updates",
     "training.precision",
 )
-"""What a resume may change: keys, * being any number, or sections where they end in a dot. They leave no trace in a
+"""The keys that a resume may change, * being any number, or sections if they end in a dot. They leave no trace in a
 checkpoint, or, as the average of `training.ema`, one that another value can go on from."""
 
 _SCHEDULE: Final = "training.schedule"
 _SCHEDULED: Final = ("training.optimizer.lr", "training.optimizer.args.lr")
-"""What a checkpoint of a job with a schedule holds: a schedule goes on from the rates that it has set."""
+"""The keys that a checkpoint of a job with a schedule holds: a schedule goes on from the rates that it has set."""
 
 REGRIDDABLE: Final = (*MAY_CHANGE, "data.batch_size", "training.", "pushes")
-"""What `doll regrid` may change beside that: it converts the checkpoint (docs/decisions/0085)."""
+"""The keys that `doll regrid` may change: it converts the checkpoint (docs/decisions/0085)."""
 
 NOT_KEPT: Final = frozenset({"init_from"})
 """Keys of `training` that count when a job begins, and not afterwards."""
@@ -113,8 +113,8 @@ def _training_fields(training: TrainingConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _stream_fields(data: DataConfig) -> dict[str, str]:
-    """Of a topic that belongs to somebody else, its name: its owner may add partitions while the job runs, and how many
-    the job reads is in its checkpoints."""
+    """The number of partitions; for a topic that belongs to somebody else, its name: its owner may add partitions while
+    the job runs, and how many the job reads is in its checkpoints."""
     return {"data.partitions": str(data.num_partitions)} if data.topic is None else {"data.topic": data.topic}
 
 
@@ -132,7 +132,7 @@ def difference(expected: str, got: str) -> str:
 
 
 def differences(expected: Mapping[str, str], got: Mapping[str, str]) -> str:
-    """As `difference`, for fields."""
+    """The differences of two fingerprints, as `difference` words them, from their fields."""
     return _describe(expected, got, _changed(expected, got))
 
 
@@ -145,7 +145,7 @@ def refused_changes(saved: Mapping[str, str], wanted: Mapping[str, str], may_cha
 
 
 def resume_refusal(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-    """As `refused_changes`, with what to do; empty if nothing is refused."""
+    """The changes that `refused_changes` refuses, with what to do; empty if nothing is refused."""
     refused = refused_changes(saved, wanted)
     if not refused:
         return ""
@@ -191,7 +191,7 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _argument(key: str, value: Any) -> str:
-    """Of a path, its last part: each machine may keep the file in another folder."""
+    """The value of an argument; only the last part of a path: each machine may keep the file in another folder."""
     if isinstance(value, str) and str(key).endswith(PATH_ENDINGS):
         value = PurePath(value).name
     return _value(value)

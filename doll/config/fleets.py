@@ -15,7 +15,7 @@ from doll.config.variants import Variants
 
 
 class FleetSection(Section):
-    """What all fleets have in common."""
+    """The keys that all fleets have in common."""
 
     kind: str
     cluster: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] | None = None
@@ -98,7 +98,7 @@ class Ec2FleetConfig(FleetSection):
 
 
 class PodPlacement(Section):
-    """Where the pods of one market run."""
+    """The nodes on which the pods of one market run."""
 
     node_selector: dict[str, str] = Field(default={})
     """labels that a node must have"""

@@ -15,7 +15,7 @@ _URL: Final = re.compile(r"https?://[^/\s]+(/\S*)?")
 
 
 class FormatSection(Section):
-    """What all formats have in common."""
+    """The keys that all formats have in common."""
 
     kind: str
 
@@ -27,7 +27,7 @@ class JsonFormat(FormatSection):
 
 
 class AvroFormat(FormatSection):
-    """Each value is an Avro record, behind the header of a schema registry: a byte 0 and the schema's id, 4 bytes. It
+    """Each value is an Avro record, after the header of a schema registry: a byte 0 and the schema's id, 4 bytes. It
     is decoded by the schema that it was written with, so a schema may evolve while the job runs. Dates and times are
     the whole numbers that Avro stores. Credentials of the registry come from `DOLL_REGISTRY_USERNAME` and
     `DOLL_REGISTRY_PASSWORD`, or `DOLL_REGISTRY_TOKEN`; `DOLL_REGISTRY_CA` names a file with the certificate
@@ -86,7 +86,7 @@ class ProtobufFormat(FormatSection):
 
 
 class JsonSchemaFormat(FormatSection):
-    """Each value is a JSON object behind the header of a schema registry: a byte 0 and the schema's id, 4 bytes. The
+    """Each value is a JSON object after the header of a schema registry: a byte 0 and the schema's id, 4 bytes. The
     registry is not asked: the types of the task's `record` are checked."""
 
     kind: Literal["json_schema"]

@@ -44,11 +44,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> JobConfig:
 def parse(
     text: str, overrides: Sequence[str] = (), *, origin: str = "job file", base_folder: Path = Path(".")
 ) -> JobConfig:
-    """As `load`, for the text of a job file.
-
-    Raises:
-        ConfigError: as in `load`.
-    """
+    """Check the text of a job file as `load` does; raises the same."""
     data = plain_values(text, f"{origin}:")
     if not isinstance(data, dict):
         raise ConfigError(f"{origin}: expected keys and values (job:, task:, data:, ...), got {type(data).__name__}")

@@ -14,7 +14,7 @@ MAX_SLOWDOWN = 1_000.0
 
 
 class StageDeviceConfig(Section):
-    """What one stage runs on: `cpu`, `cuda:0`, or a mapping with `device`."""
+    """The device of one stage: `cpu`, `cuda:0`, or a mapping with `device`."""
 
     device: Annotated[str, StringConstraints(pattern=r"^(cpu|cuda:\d{1,3})$")] = "cpu"
     speed: PositiveFloat = Field(default=1.0, ge=1e-6, le=1e6)

@@ -53,14 +53,14 @@ class PolicyConfig(Section, ABC):
 
     @property
     def outer_step(self) -> OuterStep | None:
-        """What the server makes of the changes that workers send; default None: it adds them. Only where
+        """The step that the server makes of the changes that workers send; default None: it adds them. Only if
         `sends_steps`."""
         return None
 
     @property
     def batches_per_push(self) -> int:
         """How many consecutive batches a worker computes, each on its own steps so far, before it pushes them as one;
-        default: 1. Above 1 only where `sends_steps`. A stream's pushes end behind batches k n - 1 of it."""
+        default: 1. Above 1 only where `sends_steps`. A stream's pushes end after batches k n - 1 of it."""
         return 1
 
     @property
@@ -126,12 +126,8 @@ class _Policies(Variants):
         return (*self.built_in, *sorted(self._entry_points.keys() - set(self.built_in)))
 
     def load(self, name: str) -> Any:
-        """The `doll.ps.policies.PolicySpec` that is registered under `name`, not checked.
-
-        Raises:
-            KeyError: the name is not registered.
-            ConfigError: two distributions register it, or its module cannot be imported.
-        """
+        """The `doll.ps.policies.PolicySpec` that is registered under `name`, not checked. Raises KeyError if the name
+        is not registered; raises ConfigError if two distributions register it, or its module cannot be imported."""
         points = self._entry_points[name]
         if len(points) > 1:
             owners = " and ".join(sorted(map(_distribution, points)))
@@ -146,7 +142,7 @@ class _Policies(Variants):
             ) from exc
 
     def origin(self, name: str) -> str:
-        """Where the policy comes from, for messages: the distribution, and the entry point's value."""
+        """The origin of the policy, for messages: the distribution, and the entry point's value."""
         point = self._entry_points[name][0]
         return f"{GROUP} entry point {name} = {point.value} of {_distribution(point)}"
 
@@ -176,12 +172,8 @@ POLICIES: Final = _Policies("name", default="doll")
 
 
 def policy_section(name: str) -> type[PolicyConfig]:
-    """The section class of a registered policy.
-
-    Raises:
-        KeyError: no such policy.
-        ConfigError: it cannot be loaded, or it is no policy.
-    """
+    """The section class of a registered policy. Raises KeyError if there is no such policy; raises ConfigError if it
+    cannot be loaded, or is no policy."""
     spec = POLICIES.load(name)
     section = getattr(spec, "config", None)
     if not (isinstance(section, type) and issubclass(section, PolicyConfig)) or getattr(spec, "name", None) != name:

@@ -39,7 +39,7 @@ BY_SUFFIX: Final = {
 WHOLE: Final = Limits(1, 2**53, "")  # of JSON, and of float64
 OTHER: Final = Limits(0.0, 1e35, "")  # a float32, with room for a factor
 LONGEST_S: Final = 1e9
-"""For a duration that is only compared with others: 31 years."""
+"""The limit of a duration that is only compared with others: 31 years."""
 _LARGEST: Final = 1e300  # that a float's format takes
 
 
@@ -107,7 +107,7 @@ def _bounds_of(field: FieldInfo, *kinds: str) -> list[float]:
 
 
 def _rules(annotation: Any) -> Iterator[Any]:
-    """Of the numbers in `annotation`, such as the numbers of a list."""
+    """The rules of the numbers in `annotation`, such as the numbers of a list."""
     for rule in getattr(annotation, "__metadata__", ()):
         yield from getattr(rule, "metadata", (rule,))
     for inner in get_args(annotation):

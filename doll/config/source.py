@@ -36,7 +36,7 @@ class ArrivalsConfig(Section):
 
 
 class SourceSection(Section, ABC):
-    """What all sources have in common."""
+    """The keys that all sources have in common."""
 
     kind: str
     limit_samples: PositiveInt | None = None
@@ -44,10 +44,11 @@ class SourceSection(Section, ABC):
 
     @abstractmethod
     def position_identity(self) -> list[Any] | None:
-        """What a position in this source depends on, as JSON, for sources that a restarted producer continues.
+        """The values that a position in this source depends on, as JSON, for sources that a restarted producer
+        continues.
 
-        None: the source has no positions, because it draws at random or is a pipe. Every source must define it:
-        a file without it would be sent again from its start.
+        None: the source has no positions, because it draws at random or is a pipe. Every source must define it: a file
+        without it would be sent again from its start.
         """
 
     def format_problem(self, given: FormatSection | None) -> str:
@@ -129,7 +130,7 @@ class JsonlSource(SourceSection):
 
 
 class RowsSource(SourceSection, ABC):
-    """What sources of tables have in common: each row is sent as a JSON object."""
+    """The keys that sources of tables have in common: each row is sent as a JSON object."""
 
     columns: list[str] = Field(default_factory=list)
     """names of the columns that are read; default: all"""
@@ -186,7 +187,7 @@ class TextSource(SourceSection):
     skip: int = Field(default=0, ge=0)
     """number of lines to skip at the beginning, for a held-out set"""
     repeat: bool = False
-    """start again at the end of the file, behind the skipped lines"""
+    """start again at the end of the file, after the skipped lines"""
     numbered: bool = False
     """give each record a `number`, the same one in each repetition: record k of stream n has k N + n"""
 

@@ -1,4 +1,4 @@
-"""What one step is under a policy, and how far it goes at the same learning rate. Pure.
+"""The step that a policy makes, and how far it goes at the same learning rate. Pure.
 
 A mean of gradients makes one step. Steps that workers make side by side, and that are added, make as many.
 """
@@ -32,7 +32,7 @@ def step_factor(config: JobConfig) -> float:
 
 
 def step_text(config: JobConfig) -> str:
-    """What one step is under the job's policy, and how large beside that of `bsp`."""
+    """The step under the job's policy in words, and how large it is beside that of `bsp`."""
     policy, workers, size = config.training.policy, config.data.workers, config.data.batch_size
     what = "sum of the gradients" if config.training.reduction == "sum" else "mean gradient"
     each = f"each worker steps on the {what} of each of its batches ({size} samples)"

@@ -14,7 +14,7 @@ from doll.errors import ConfigError
 
 
 class RowOptimizerConfig(Section):
-    """What the optimizers of rows have in common."""
+    """The keys that the optimizers of rows have in common."""
 
     weight_decay: float = Field(default=0.0, ge=0)
     """decoupled and lazy: a row that an update has a gradient of is multiplied by 1 - lr * weight_decay before its
@@ -64,7 +64,7 @@ AnyRowOptimizerConfig = Annotated[
 
 
 class TableConfig(Section):
-    """Of the tables in whose name this regular expression is found (re.search) and none before it."""
+    """Settings of the tables in whose name this regular expression is found (re.search) and none before it."""
 
     optimizer: AnyRowOptimizerConfig | None = None
     """of the rows; default: what training.optimizer says"""
@@ -85,11 +85,8 @@ class TableConfig(Section):
 
 
 def settings_of_tables(tables: Mapping[str, TableConfig], names: Iterable[str]) -> dict[str, TableConfig]:
-    """What `training.tables` says of each of the tables `names`, which are all of the model.
-
-    Raises:
-        ConfigError: one of its settings is of no table.
-    """
+    """The settings of `training.tables` for each of the tables `names`, which are all of the model; raises ConfigError
+    if one of them is of no table."""
     settings, unused = {}, dict.fromkeys(tables)
     for name in names:
         pattern = next((pattern for pattern in tables if re.search(pattern, name)), None)

@@ -1,4 +1,4 @@
-"""What is learned and how: the task, the policy, the optimizer, and when the job ends."""
+"""The learning: the task, the policy, the optimizer, and when the job ends."""
 
 from __future__ import annotations
 

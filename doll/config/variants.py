@@ -53,12 +53,8 @@ class Variants:
         return self._classes
 
     def validate(self, value: Any) -> Section:
-        """The section that `value` stands for.
-
-        Raises:
-            PydanticCustomError: it names none of the classes.
-            ValidationError: its class refuses it.
-        """
+        """The section that `value` stands for. Raises PydanticCustomError if it names none of the classes; raises
+        ValidationError if its class refuses it."""
         if isinstance(value, Section) and isinstance(value, tuple(self.classes.values())):
             return value
         name = value.get(self.key, self.default) if isinstance(value, dict) else None
@@ -89,7 +85,7 @@ def sections_of(field: FieldInfo) -> list[type[BaseModel]]:
 
 
 def _sections_in(parts: Iterable[Any]) -> Iterator[type[BaseModel]]:
-    """Of the parts of an annotation: what a `Variants` among them stands for, else what the parts are made of."""
+    """The classes in the parts of an annotation: those of a `Variants` among them, else what the parts are made of."""
     parts = tuple(parts)
     if variants := [part for part in parts if isinstance(part, Variants)]:
         yield from variants[0].classes.values()

@@ -1,4 +1,5 @@
-"""What both ends of a control link share, whatever its transport: frames in order, heartbeats, and what ends it. Pure.
+"""The parts that both ends of a control link share, whatever its transport: frames in order, heartbeats, what ends it.
+Pure.
 
 A frame is the number of a record on its link (4 bytes, big-endian) and the record as in `doll.records.control`. A
 number that is missing is a loss, and silence for `SILENCE_S` is one, whatever the transport promises: a stream in Redis
@@ -84,11 +85,8 @@ class LinkState:
         return frame
 
     def unpack(self, frame: bytes, now: float) -> AnyRecord | None:
-        """The record of a frame that has come; None for a Ping.
-
-        Raises:
-            LinkError: it is no frame, a record before it is missing, it does not belong here, or it is a Detach.
-        """
+        """The record of a frame that has come; None for a Ping. Raises LinkError if it is no frame, a record before it
+        is missing, it does not belong here, or it is a Detach."""
         if len(frame) < _NUMBER.size:
             raise LinkError(f"expected a frame, got {len(frame)} bytes", is_refusal=True)
         try:

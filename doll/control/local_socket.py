@@ -33,7 +33,8 @@ _CONNECT_S: Final = 1.0
 
 
 def next_frame(unread: bytearray) -> bytes | None:
-    """Take the next frame from what a socket has given; None: it is not complete. LinkError: no frame is so long."""
+    """Take the next frame from what a socket has given; None if it is not complete. Raises LinkError if no frame is so
+    long."""
     if len(unread) < _LENGTH.size:
         return None
     (length,) = _LENGTH.unpack_from(unread)
@@ -162,8 +163,8 @@ class LocalSocket:
         return self._socket.fileno()
 
     def accept(self) -> socket.socket | None:
-        """A new connection; None: nobody waits any more. OSError: this process is out of descriptors or memory, and a
-        worker that waits goes on waiting."""
+        """A new connection; None: nobody waits any more. Raises OSError if this process is out of descriptors or
+        memory: a worker that waits goes on waiting."""
         try:
             connection, _ = self._socket.accept()
         except (BlockingIOError, InterruptedError, ConnectionError):
@@ -179,12 +180,9 @@ class LocalSocket:
 
 
 def connect(path: str) -> socket.socket:
-    """A connection to the socket at `path`, behind which a process of this user listens. Nothing is sent.
-
-    Raises:
-        LinkError: nobody listens there; a refusal: the folder, the socket or the process that listens is another
-            user's, or others may enter the folder.
-    """
+    """A connection to the socket at `path`, at which a process of this user listens. Nothing is sent. Raises LinkError
+    if nobody listens there; a refusal if the folder, the socket or the process that listens is another user's, or
+    others may enter the folder."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(_CONNECT_S)
     try:

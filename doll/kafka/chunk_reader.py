@@ -5,7 +5,7 @@ it reads of each partition it hands over in order, and partitions as Kafka sends
 chunks ahead of whoever takes them. A pause leaves what the library has fetched where it is.
 
 A value above `data.max_record_bytes`, a record with headers that the library cannot read, and each record of a batch
-that it cannot read are handed over as an `UnreadValue`: it becomes a dead letter, and the stream goes on behind it.
+that it cannot read are handed over as an `UnreadValue`: it becomes a dead letter, and the stream goes on after it.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Truncated(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """What is known of the records that are in the model: they lie below offset `until`."""
+    """The records that are in the model, as far as they are known: they lie below offset `until`."""
 
     until: int
     leader_epoch: int  # none of them had a higher one when it was read; -1: not known
@@ -266,7 +266,7 @@ class ChunkReader:
             self._may_commit = True
 
     def log_end(self, partition: int) -> int:
-        """Where the partition ended at the last fetch, an offset; negative before the first one."""
+        """The end of the partition at the last fetch, an offset; negative before the first one."""
         return self._wanted[partition].log_end
 
     def close(self) -> None:
@@ -514,7 +514,7 @@ class ChunkReader:
             self._consumer.commit(offsets=offsets, asynchronous=True)
 
     def _on_commit(self, error: Any, partitions: list[Any]) -> None:
-        """In the thread, while it polls. What failed is tried again, with what is durable by then."""
+        """Called in the thread, while it polls. A failed commit is tried again, with what is durable by then."""
         if error is not None and is_denial(error) and not self._denied:
             self._denied = True
             log.warning("offsets_not_committed", reason=reason_of(error, self._config.kafka, "Read", self._group))
@@ -552,7 +552,7 @@ def _by_partition(records: list[Any]) -> dict[int, list[Any]]:
 
 
 def _find_other(reading: _Reading, records: list[Any]) -> str:
-    """Of the first of these that is in the place of one that was learned: what shows it; "" where none is."""
+    """Why the first of `records` at an offset that was learned is not the record that was learned; "" if all are."""
     until, known_epoch = reading.learned
     read_again = (record for record in records if record.error() is None and record.offset() < until)
     other = next((record for record in read_again if 0 <= known_epoch < _leader_epoch(record)), None)

@@ -69,11 +69,8 @@ def is_away(error: ServiceUnavailableError) -> bool:
 
 @contextlib.contextmanager
 def translate_errors(address: str, what: str, hint: str = "is it running, and the address right?") -> Iterator[None]:
-    """Within the context, raise KafkaException as `Kafka at ADDRESS does not WHAT (reason): HINT`.
-
-    Raises:
-        ServiceUnavailableError: in place of KafkaException.
-    """
+    """Within the context, raise ServiceUnavailableError in place of KafkaException: `Kafka at ADDRESS does not WHAT
+    (reason): HINT`."""
     try:
         yield
     except KafkaException as exc:
@@ -83,11 +80,8 @@ def translate_errors(address: str, what: str, hint: str = "is it running, and th
 
 
 def retry_while_leaderless(call: Callable[[], T], timeout_s: float = _NEW_TOPIC_S) -> T:
-    """What `call` returns; a topic that was just created may not have a leader yet, which is waited for.
-
-    Raises:
-        KafkaException: as `call` raises it, when waiting does not help.
-    """
+    """The result of `call`, which is repeated while a topic that was just created has no leader yet; another
+    KafkaException is raised."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
@@ -145,11 +139,8 @@ def make_admin(config: JobConfig, services: Services, **extra: Any) -> AdminClie
 
 
 def _make(kind: Callable[[Settings], Any], config: JobConfig, services: Services, extra: Mapping[str, Any]) -> Any:
-    """A client of the job.
-
-    Raises:
-        ConfigError: the environment lacks what its log-in needs, or a certificate or key cannot be used.
-    """
+    """A client of the job; raises ConfigError if the environment lacks what its log-in needs, or a certificate or key
+    cannot be used."""
     settings = kafka_settings(config, services, **extra)
     try:
         client = kind(settings)
@@ -239,7 +230,7 @@ def _remedy(reason: str, kafka: KafkaConfig) -> str | None:
 
 
 def kafka_problem(config: JobConfig, services: Services, timeout_s: float) -> str | None:
-    """None if Kafka answers with its metadata; else what is wrong and what to do.
+    """Why Kafka does not answer with its metadata, and what to do; None if it does.
 
     Args:
         timeout_s: how long a broker that cannot be reached is waited for; one that is connected and silent has four

@@ -1,4 +1,4 @@
-"""What to say of an operation that Kafka refuses: which ACL is missing, for whom; which limit a record exceeds."""
+"""The words for an operation that Kafka refuses: which ACL is missing, for whom; which limit a record exceeds."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def reason_of(error: Any, kafka: KafkaConfig, operation: str, name: str) -> str:
 
 
 def unseen_topics(admin: AdminClient, kafka: KafkaConfig, names: Iterable[str]) -> str | None:
-    """What this user lacks to see those of the topics that it may not see; None where it may see all that exist."""
+    """The permissions that this user lacks to see the topics that it may not see; None if it may see all that exist."""
     futures = admin.describe_topics(TopicCollection(list(names)), request_timeout=_ASK_S)
     hidden = []
     for name, future in futures.items():

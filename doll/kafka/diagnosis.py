@@ -1,6 +1,6 @@
-"""What Kafka tells a job's user without anything being changed: for `doll doctor`.
+"""Questions to Kafka for `doll doctor`, which change nothing.
 
-Every question is asked once and may fail alone: what is not known is None, with the reason in `problems`.
+Each is asked once and may fail alone: what is not known is None, with the reason in `problems`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What Kafka has said about a job (`doll.kafka.diagnosis` asks). Pure."""
+"""Kafka's answers about a job (`doll.kafka.diagnosis` asks). Pure."""
 
 from __future__ import annotations
 

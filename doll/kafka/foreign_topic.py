@@ -158,11 +158,8 @@ def require(config: JobConfig, services: Services) -> list[str]:
 
 
 def require_own_topic(config: JobConfig, what: str) -> None:
-    """Return if the samples topic is the job's own, which `what` writes to.
-
-    Raises:
-        ConfigError: it belongs to somebody else.
-    """
+    """Return if the samples topic is the job's own, which `what` writes to; raises ConfigError if it belongs to
+    somebody else."""
     if config.data.topic is not None:
         raise ConfigError(
             f"{what} writes to the samples topic, and data.topic is {config.data.topic}, which belongs to somebody "
@@ -171,11 +168,7 @@ def require_own_topic(config: JobConfig, what: str) -> None:
 
 
 def refuse_partitions(config: JobConfig, topic: ForeignTopic) -> None:
-    """Return if the topic has the partitions that the job reads; it may have more by now.
-
-    Raises:
-        ConfigError: it has fewer.
-    """
+    """Return if the topic has the partitions that the job reads, or more; raises ConfigError if it has fewer."""
     if topic.partitions < config.data.num_partitions:
         raise ConfigError(
             f"data.partitions: expected at most {topic.partitions}, which topic {topic.name} has, got "
@@ -219,7 +212,8 @@ def with_partitions(
 
 
 def compacted(config: JobConfig, topic: ForeignTopic) -> str:
-    """What is wrong if Kafka may remove records that were not learned, though the job file forbids that."""
+    """The problem that Kafka may remove records that were not learned, though the job file forbids that; "" without
+    it."""
     policy = (topic.settings or {}).get("cleanup.policy", "delete")
     if "compact" not in policy or config.data.on_data_loss == "skip":
         return ""
@@ -232,12 +226,12 @@ def compacted(config: JobConfig, topic: ForeignTopic) -> str:
 
 
 def unreadable(config: JobConfig, services: Services, topic: ForeignTopic) -> str:
-    """What is wrong if this user may not read records of the topic."""
+    """The problem that this user may not read records of the topic; "" without it."""
     return _forbidden(config, services, "read") if topic.may_read is False else ""
 
 
 def without_leader(topic: ForeignTopic) -> str:
-    """What is wrong if nobody leads some of its partitions."""
+    """The problem that nobody leads some of its partitions; "" without it."""
     if not topic.leaderless:
         return ""
     which = ", ".join(
@@ -252,7 +246,7 @@ def without_leader(topic: ForeignTopic) -> str:
 
 
 def too_long(config: JobConfig, topic: ForeignTopic) -> str:
-    """What to know if the topic takes batches of records that the job's clients do not take."""
+    """A note that the topic takes batches of records that the job's clients do not take; "" without it."""
     text, limit = (topic.settings or {}).get("max.message.bytes", ""), batch_limit_bytes(config) // 2
     if not text.isdecimal() or int(text) <= limit:
         return ""
@@ -279,8 +273,8 @@ def _forbidden(config: JobConfig, services: Services, what: str) -> str:
 
 
 def _group_problem(config: JobConfig, services: Services) -> str:
-    """What is wrong if this user may not use the groups of its clients. Workers commit in theirs; a reader without a
-    commit has one too, and asks for its coordinator."""
+    """The problem that this user may not use the groups of its clients; "" without it. Workers commit in theirs; a
+    reader without a commit has one too, and asks for its coordinator."""
     admin = make_admin(config, services)
     for prefix, name in ((f"doll-{config.job}-", "w0"), (f"doll.{config.job}.", "read")):
         group = f"{prefix}{name}"

@@ -47,11 +47,8 @@ _REGION_ENVS: Final = ("AWS_REGION", "AWS_DEFAULT_REGION")
 
 
 def login_settings(kafka: KafkaConfig, address: str) -> dict[str, Any]:
-    """The settings of a client that say how it connects and logs in.
-
-    Raises:
-        ConfigError: the environment lacks what the log-in needs, or a library is not installed.
-    """
+    """The settings of a client that say how it connects and logs in; raises ConfigError if the environment lacks what
+    that needs, or a library is not installed."""
     settings: dict[str, Any] = {"security.protocol": kafka.security.upper()}
     if (mechanism := kafka.mechanism) in WITH_PASSWORD:
         username, password = _credentials(kafka)
@@ -66,12 +63,8 @@ def login_settings(kafka: KafkaConfig, address: str) -> dict[str, Any]:
 
 
 def own_user(kafka: KafkaConfig) -> str | None:
-    """The user that Kafka takes this process for, as in its ACLs after `User:`; None where it does not log in, or only
-    Kafka knows it.
-
-    Raises:
-        ConfigError: the environment lacks what the log-in needs.
-    """
+    """The user that Kafka takes this process for, as in its ACLs after `User:`; None if it does not log in, or only
+    Kafka knows it. Raises ConfigError if the environment lacks what the log-in needs."""
     if kafka.mechanism in WITH_PASSWORD:
         return _credentials(kafka)[0]
     if kafka.mechanism is None and kafka.security == "ssl" and (certificate := client_certificate()) is not None:
@@ -91,11 +84,7 @@ def principal_text(kafka: KafkaConfig) -> str:
 
 
 def client_certificate() -> x509.Certificate | None:
-    """The certificate that this process shows to brokers; None without one.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """The certificate that this process shows to brokers; None without one. Raises ConfigError if it cannot be read."""
     if not (value := os.environ.get(KAFKA_CERT_ENV)):
         return None
     try:
@@ -177,7 +166,7 @@ def _tls_settings() -> dict[str, Any]:
 
 
 def _from_environment(name: str, setting: str) -> dict[str, Any]:
-    """What $`name` holds, PEM or the path of a PEM file, as setting `setting`."""
+    """The PEM in $`name`, or the path of a PEM file, as setting `setting`."""
     if not (value := os.environ.get(name)):
         return {}
     return {f"{setting}.pem" if value.startswith(_PEM) else f"{setting}.location": value}
@@ -196,7 +185,7 @@ def _msk_region(address: str) -> str:
 
 
 def _msk_tokens(region: str) -> Callable[[str], tuple[str, float]]:
-    """What gives librdkafka a token and when it expires (Unix time in s), as often as it asks."""
+    """The callback that gives librdkafka a token and when it expires (Unix time in s), as often as it asks."""
     try:
         from aws_msk_iam_sasl_signer import MSKAuthTokenProvider
     except ImportError:

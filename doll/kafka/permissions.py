@@ -1,4 +1,4 @@
-"""What each role of a job must be allowed to do at Kafka, and the command that allows it. Pure.
+"""The permissions that each role of a job needs at Kafka, and the command that gives them. Pure.
 
 Read and Write imply Describe. Every role looks up all topics of the job when it starts. Kafka before 3.0 also wants
 IdempotentWrite on the cluster from everyone who writes.
@@ -44,7 +44,7 @@ class Permission:
 
 
 def needed(config: JobConfig, role: Role) -> list[Permission]:
-    """What a role must be allowed to do with topics that exist; several workers share the group's prefix."""
+    """The permissions of a role for topics that exist; several workers share the group's prefix."""
     of_role = _OPERATIONS[role]
     permissions = [
         Permission("topic", config.topic(kind), operation) for operation, kinds in of_role.items() for kind in kinds
@@ -73,7 +73,7 @@ def _allows(operations: Collection[str] | None, operation: str) -> bool:
 
 
 def allow_command(permissions: Iterable[Permission], principal: str) -> str:
-    """The commands, one behind the other, that allow a principal what it lacks."""
+    """The commands, one after the other, that allow a principal what it lacks."""
     operations: dict[tuple[str, str, bool], list[str]] = {}
     for item in permissions:
         operations.setdefault((item.resource, item.name, item.is_prefix), []).append(item.operation)

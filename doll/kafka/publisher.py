@@ -33,7 +33,7 @@ _FLUSH_MARGIN_S: Final = 5.0
 
 
 class Delivery(NamedTuple):
-    """What became of a record: it stands at `offset`, or was refused permanently (`refusal` says why, offset is -1)."""
+    """The fate of a record: it stands at `offset`, or was refused permanently (`refusal` says why, offset is -1)."""
 
     topic: str
     offset: int
@@ -210,10 +210,7 @@ class TransactionalPublisher:
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
         """Within the context, what is delivered is of one transaction: committed at its end, aborted on any error.
-
-        Raises:
-            ServiceUnavailableError: Kafka does not commit it, or another publisher of this name has begun.
-        """
+        Raises ServiceUnavailableError if Kafka does not commit it, or another publisher of this name has begun."""
         with self._translate_errors("accept records"):
             self._producer.begin_transaction()
             try:
@@ -226,11 +223,8 @@ class TransactionalPublisher:
                 raise
 
     def deliver(self, records: Sequence[tuple[str, int, bytes]]) -> list[int]:
-        """Send records (topic, partition, value); their offsets, as soon as Kafka has all of them.
-
-        Raises:
-            ServiceUnavailableError: Kafka refuses one of them, or does not answer.
-        """
+        """Send records (topic, partition, value); their offsets, as soon as Kafka has all of them. Raises
+        ServiceUnavailableError if it refuses one, or does not answer."""
         offsets: dict[int, int] = {}
         refusals: list[str] = []
 

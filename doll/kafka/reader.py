@@ -77,10 +77,7 @@ def bounds_of_partitions(
 
 def _offsets_at(consumer: Consumer, topic: str, partitions: Sequence[int], at: int, timeout_s: float) -> dict[int, int]:
     """The beginnings or the ends: the broker takes these numbers for a timestamp, as the library's own lookup does.
-
-    Raises:
-        KafkaException: of the first partition of which the broker does not say it.
-    """
+    Raises the KafkaException of the first partition of which the broker does not say it."""
     asked = [TopicPartition(topic, number, at) for number in partitions]
     answers = consumer.offsets_for_times(asked, timeout=timeout_s)
     for answer in answers:
@@ -177,7 +174,7 @@ def from_earliest(partition: Partition, low: int, high: int) -> int:
 
 
 def from_end(partition: Partition, low: int, high: int) -> int:
-    """Start behind the last record: only what comes from now on."""
+    """Start after the last record: only what comes from now on."""
     return high
 
 
@@ -215,7 +212,7 @@ class Reader:
         self._make_lookup = partial(make_consumer, config, services, f"{purpose}-ends")
         self._lookup: Any = None
         self._consumer = make_consumer(config, services, purpose, **{"fetch_wait_max_ms": _FETCH_WAIT_MS, **settings})
-        self.ends: dict[Partition, int] = {}  # behind the last record when this was opened: before it is history
+        self.ends: dict[Partition, int] = {}  # after the last record when this was opened: before it is history
         self.positions: dict[Partition, int] = {}  # the next offset: all before it has been returned
         self.refused = 0  # values that did not decode
         try:
@@ -247,11 +244,8 @@ class Reader:
             self._lookup.close()
 
     def messages(self, timeout_s: float, limit: int = 1000) -> list[Message]:
-        """The next messages; as soon as there are any, at the latest after `timeout_s`.
-
-        Raises:
-            ServiceUnavailableError: the client cannot go on (a fatal error).
-        """
+        """The next messages; as soon as there are any, at the latest after `timeout_s`. Raises ServiceUnavailableError
+        if the client cannot go on (a fatal error)."""
         first = self._consumer.poll(timeout_s)
         if first is None:
             return []
@@ -286,11 +280,8 @@ class Reader:
         ]
 
     def read_history(self) -> list[TimedRecord]:
-        """Everything that the partitions held when this reader was opened.
-
-        Raises:
-            ServiceUnavailableError: the broker did not send it within `history_timeout_s`.
-        """
+        """Everything that the partitions held when this reader was opened; raises ServiceUnavailableError if the broker
+        does not send it within `history_timeout_s`."""
         records: list[TimedRecord] = []
         deadline_s = time.monotonic() + self.history_timeout_s
         while unread := [partition for partition in self.ends if not self.has_read_history(partition)]:
@@ -303,7 +294,8 @@ class Reader:
         return records
 
     def read_to_end(self) -> list[TimedRecord]:
-        """What the partitions hold by now and was not returned yet; less of it if that takes longer than 10 s."""
+        """The records that the partitions hold by now and that were not returned yet; fewer if that takes longer than
+        10 s."""
         records: list[TimedRecord] = []
         deadline_s = time.monotonic() + _TO_END_S
         try:
@@ -316,7 +308,8 @@ class Reader:
         return records
 
     def _written_s(self, message: Message) -> float:
-        """Of history the writer's clock; of what comes while we read our own, because clocks need not agree."""
+        """The time of a record of history by its writer's clock; of one that comes while we read by our own, because
+        clocks need not agree."""
         now_s = time.time()
         if message.offset >= self.ends[message.partition] or not message.written_s:
             return now_s
@@ -331,11 +324,11 @@ class Reader:
         return all(self.bounds(partition)[1] <= position for partition, position in self.positions.items())
 
     def bounds(self, partition: Partition) -> tuple[int, int]:
-        """As `partition_bounds`, of any partition."""
+        """The result of `partition_bounds` for any partition."""
         return partition_bounds(self._ends_client(), self._address, *partition, self._lookup_s)
 
     def bounds_of_partitions(self, topic: str, partitions: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """As the function of this name, of any topic."""
+        """The result of the function of this name for any topic."""
         return bounds_of_partitions(self._ends_client(), self._address, topic, partitions, self._lookup_s)
 
     def partition_ends(
@@ -377,14 +370,12 @@ def unreadable(error: Any) -> bool:
 def end_of_unreadable(
     consumer: Any, partition: tuple[str, int], base: int, should_stop: Callable[[], bool] = lambda: False
 ) -> int:
-    """The offset behind a batch that the library cannot read.
+    """The offset after a batch that the library cannot read; raises ServiceUnavailableError if Kafka does not answer
+    for 30 s.
 
     The library names the first offset of the batch (`base`) wherever in the batch it begins to read, and stays there.
-    So the end is found by reading from offsets behind it: as many as the batch's length has bits, twice. `consumer` has
+    So the end is found by reading from later offsets: as many as the batch's length has bits, twice. `consumer` has
     another assignment afterwards; it must report ends of partitions, and an offset out of range.
-
-    Raises:
-        ServiceUnavailableError: Kafka does not answer for 30 s.
     """
 
     def is_inside(offset: int) -> bool:
@@ -432,10 +423,8 @@ class Tail(Reader):
 def on_finish(config: JobConfig, services: Services, call: Callable[[], None]) -> Iterator[None]:
     """Within the context: `call` is called, in a thread, once when the job finishes.
 
-    A Finished record from before is ignored: this process was started because the job goes on.
-
-    Raises:
-        ServiceUnavailableError: Kafka does not answer at the start. Later it is waited for.
+    A Finished record from before is ignored: this process was started because the job goes on. Raises
+    ServiceUnavailableError if Kafka does not answer at the start; later it is waited for.
     """
     exited = threading.Event()
 
@@ -458,11 +447,8 @@ def on_finish(config: JobConfig, services: Services, call: Callable[[], None]) -
 
 
 def has_finished(config: JobConfig, services: Services, should_stop: Callable[[], bool]) -> bool:
-    """Whether the job has ended, and no server goes on with it; at once where it has not.
-
-    Raises:
-        ServiceUnavailableError: Kafka does not answer at the start.
-    """
+    """Whether the job has ended, and no server goes on with it; immediately if it has not. Raises
+    ServiceUnavailableError if Kafka does not answer at the start."""
     updates, finished = Partition(config.topic("updates")), False
     with Reader(config, services, "watch", [updates], lambda _, low, high: max(low, high - 1)) as reader:
         until_s = time.monotonic() + config.ps.lease_s + RESUME_GRACE_S

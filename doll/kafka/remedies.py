@@ -1,4 +1,4 @@
-"""What to do about a log-in that Kafka, or the client's TLS, has refused: from librdkafka's words. Pure."""
+"""Advice about a log-in that Kafka, or the client's TLS, has refused: from librdkafka's words. Pure."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ _ALERTS: Final = ("alert bad certificate", "alert certificate required", "alert 
 
 
 def login_remedy(reason: str, kafka: KafkaConfig, *, expired: bool = False) -> str | None:
-    """What to do about a refused log-in; None where `reason` is not about one.
+    """Advice about a refused log-in; None if `reason`, in librdkafka's words, is not about one.
 
     Args:
-        reason: as librdkafka says it.
         expired: our own certificate has expired; some brokers say of such a one that they do not know it.
     """
     text = _ADDRESS.sub("", reason.lower())

@@ -66,7 +66,7 @@ def describe_samples(
 
     Args:
         expected_id: Kafka's id of the topic that the model was learned from; "" where it is not known.
-        read_until: of each partition that the job reads, the offset behind the last record that the model has learned;
+        read_until: of each partition that the job reads, the offset after the last record that the model has learned;
             None: of a job that begins.
 
     Raises:
@@ -92,7 +92,7 @@ def refuse_replaced_topic(name: str, expected: str, actual_id: str) -> None:
 
 
 def replaced_topic(name: str, expected: str, actual_id: str) -> str:
-    """What is wrong if both ids are known and differ, else ""."""
+    """The problem that both ids are known and differ; "" without it."""
     if not expected or not actual_id or expected == actual_id:
         return ""
     return (
@@ -105,10 +105,7 @@ def bounds_reaching(
     name: str, partition: int, next_offset: int, bounds_of: Callable[[str, int], tuple[int, int]]
 ) -> tuple[int, int]:
     """(low, high) of a log that reaches as far as what is to be read next; a new leader is given time to know it.
-
-    Raises:
-        ReplacedSamplesError: the log ends before, and stays so.
-    """
+    Raises ReplacedSamplesError if the log ends before, and stays so."""
     deadline_s = time.monotonic() + _LEADER_SETTLE_S
     while True:
         low, high = bounds_of(name, partition)

@@ -43,10 +43,8 @@ class TopicPlan:
 
 
 def batch_limit_bytes(config: JobConfig) -> int:
-    """What a compressed batch of `samples` may unpack to with zstd, and what a fetch may have at most.
-
-    It is twice what the topic accepts of a batch as it is sent.
-    """
+    """The size to which a compressed batch of `samples` may unpack with zstd, and the maximum size of a fetch: twice
+    what the topic accepts of a batch as it is sent."""
     return 2 * _sample_limit_bytes(config) + _FETCH_OVERHEAD_BYTES
 
 
@@ -109,7 +107,7 @@ def alter_command(topic: str, change: str) -> str:
 
 
 def find_problems(topic: TopicPlan, actual: ActualTopic, replication_factor: int) -> list[Finding]:
-    """What is wrong with a topic, the worst first. Pure."""
+    """The problems of a topic, the worst first. Pure."""
     kind = topic.kind
     findings: list[Finding] = []
 

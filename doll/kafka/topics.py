@@ -222,7 +222,7 @@ def _is_created(
 
 
 def _check_settings(admin: AdminClient, config: JobConfig, services: Services) -> list[str]:
-    """What is unwise about the topics, a sentence each."""
+    """The unwise settings of the topics, a sentence each."""
     wanted = {topic.name: topic for topic in plan_topics(config)}
     metadata = _metadata(admin, services)
     existing = {name: topic for name, topic in metadata.topics.items() if name in wanted}
@@ -290,13 +290,9 @@ def exists(config: JobConfig, services: Services, name: str) -> bool:
 
 
 def topic_id(config: JobConfig, services: Services, kind: TopicKind) -> str:
-    """Kafka's own id of one of the job's topics: another one once the topic was deleted and created again.
-
-    "" if Kafka has no ids: it is older than 2.8.
-
-    Raises:
-        ServiceUnavailableError: the topic does not exist, or Kafka does not answer.
-    """
+    """Kafka's own id of one of the job's topics: another one once the topic was deleted and created again; "" if Kafka
+    is older than 2.8 and has no ids. Raises ServiceUnavailableError if the topic does not exist, or Kafka does not
+    answer."""
 
     name = config.topic(kind)
     with translate_errors(services.kafka, f"describe topic {name}"):

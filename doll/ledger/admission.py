@@ -53,11 +53,8 @@ def read_lineage(config: JobConfig, services: Services, *, tail_only: bool = Fal
 
 
 def recorded_partitions(store: CheckpointStore) -> int | None:
-    """How many partitions the job of these checkpoints reads; None if they do not say so.
-
-    Raises:
-        CheckpointError: the store cannot be read.
-    """
+    """How many partitions the job of these checkpoints reads; None if they do not say so. Raises CheckpointError if the
+    store cannot be read."""
     checkpoint = store.load_newest(None)
     return None if checkpoint is None else count_partitions(checkpoint.state)
 
@@ -121,12 +118,8 @@ def admit(config: JobConfig, services: Services, store: CheckpointStore, locatio
 def _refuse_abandoned(
     config: JobConfig, services: Services, lineage: Lineage, checkpoint: Checkpoint, location: object
 ) -> None:
-    """Return if each later server has begun from this checkpoint or a later one; else it had an older copy of the
-    store, and both would go on with versions of the same numbers.
-
-    Raises:
-        ConfigError: one had.
-    """
+    """Return if each later server has begun from this checkpoint or a later one; raises ConfigError if one had an older
+    copy of the store: both would go on with versions of the same numbers."""
     for term, version in lineage.resumed.items():
         if term > checkpoint.term and version < checkpoint.version:
             raise ConfigError(

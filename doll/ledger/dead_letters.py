@@ -100,10 +100,7 @@ def dead_records(
 
 def save_dead_records(path: Path, dead: Sequence[DeadRecord]) -> None:
     """Keep the first `MAX_SAVED` in a file, with the beginnings of their contents: the topic may go with its broker.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    Raises OSError if it cannot be written."""
     kept = [
         replace(item, letter=structs.replace(item.letter, payload=item.letter.payload[:SAVED_PAYLOAD_BYTES]))
         for item in dead[:MAX_SAVED]
@@ -114,11 +111,8 @@ def save_dead_records(path: Path, dead: Sequence[DeadRecord]) -> None:
 def saved_dead_records(
     path: Path, *, reason: str = "", code: DeadLetterCode | None = None, at: Sequence[tuple[int, int]] = ()
 ) -> list[DeadRecord]:
-    """The dead records of a file that `save_dead_records` wrote, selected as by `dead_records`.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """The dead records of a file that `save_dead_records` wrote, selected as by `dead_records`; raises ConfigError if
+    it cannot be read."""
     try:
         saved = json.decode(path.read_bytes(), type=list[DeadRecord])
     except (OSError, MsgspecError, UnicodeDecodeError, RecursionError) as exc:

@@ -58,11 +58,8 @@ def count_grids(state: bytes) -> int:
 
 def read_counts(config: JobConfig, state: bytes) -> SnapshotCounts:
     """How much of each stream a checkpoint with this engine state holds. It may be of more partitions than the job
-    began with.
-
-    Raises:
-        CheckpointError: it does not say so, or is of fewer partitions or another batch size than the job file.
-    """
+    began with. Raises CheckpointError if it does not say so, or is of fewer partitions or another batch size than the
+    job file."""
     least, per_batch = config.data.num_partitions, config.data.records_per_batch
     try:
         counts = msgspec.msgpack.decode(state, type=SnapshotCounts)

@@ -104,7 +104,7 @@ class ValidUpdates:
             self._report_no_checkpoint(servers, finished)
 
     def _append_version(self, version: int) -> bool:
-        """Add a version behind the last one; False if it is not behind it."""
+        """Add a version after the last one; False if it is not after it."""
         versions = self._versions
         if not versions or version > versions[-1][1]:
             versions.append((version, version + 1))

@@ -124,10 +124,7 @@ class LocalKafka(processes.LocalServer):
         member: ClusterMember | None = None,
         host: processes.Host = processes.THIS_HOST,
     ) -> None:
-        """
-        Raises:
-            ConfigError: Kafka cannot have its data in `folder`.
-        """
+        """Raises ConfigError if Kafka cannot have its data in `folder`."""
         self._folder = folder.resolve()
         if "," in str(self._folder):  # Kafka would put what follows the comma below the working directory
             raise ConfigError(f"{self._folder}: expected a path without a comma: Kafka takes it for two; move the run")
@@ -145,17 +142,17 @@ class LocalKafka(processes.LocalServer):
         return self._cluster_id
 
     def dead_nodes(self) -> list[int]:
-        """As of `KafkaCluster`: [1] if its process has exited."""
+        """The numbers as in `KafkaCluster`: [1] if its process has exited."""
         return [] if self.pid is not None else [1]
 
     def restart_dead(self) -> None:
-        """As of `KafkaCluster`: restart it if its process has exited, and wait until it serves."""
+        """Restart it if its process has exited, and wait until it serves; see `KafkaCluster`."""
         if self.pid is None:
             self.start()
 
     @property
     def nodes(self) -> tuple[LocalKafka, ...]:
-        """As of `KafkaCluster`: itself."""
+        """The node itself, as the nodes of a `KafkaCluster`."""
         return (self,)
 
     @property
@@ -182,11 +179,8 @@ class LocalKafka(processes.LocalServer):
         )
 
     def launch(self) -> None:
-        """Start the process without waiting; it serves after it has joined its cluster.
-
-        Raises:
-            ServiceUnavailableError: Java or the jars are missing, or its data folder cannot be formatted.
-        """
+        """Start the process without waiting; it serves after it has joined its cluster. Raises ServiceUnavailableError
+        if Java or the jars are missing, or its data folder cannot be formatted."""
         jars = kafka_jars.ensure(self._say)
         self._prepare(jars)
         self._process = self._java(jars, "kafka.Kafka", [str(self._properties)])
@@ -337,10 +331,7 @@ class KafkaCluster(processes.Server):
 
     def restart_dead(self) -> None:
         """Restart each node whose process has exited, without waiting for it: the others serve.
-
-        Raises:
-            ServiceUnavailableError: nodes keep exiting right after their start; the message shows a log.
-        """
+        ServiceUnavailableError, with a log, if nodes keep exiting right after their start."""
         for number in self.dead_nodes():
             node = self.nodes[number - 1]
             now_s = time.monotonic()

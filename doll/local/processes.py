@@ -31,7 +31,7 @@ _BIND_TRIES: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Where a local server listens.
+    """The place at which a local server listens.
 
     Attributes:
         address: of the interface that it listens on, and that it tells its clients.
@@ -154,11 +154,8 @@ class Server(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Start it and return when it serves.
-
-        Raises:
-            ServiceUnavailableError: it is not installed or does not start; the message shows its log.
-        """
+        """Start it and return when it serves; ServiceUnavailableError, with its log, if it is not installed or does not
+        start."""
 
     @abstractmethod
     def stop(self) -> None:

@@ -23,11 +23,8 @@ _MIN_FREE_BYTES: Final = 256 * 1024 * 1024
 
 @contextlib.contextmanager
 def run_folder(root: Path = SHM_ROOT) -> Iterator[Path]:
-    """A new folder that only this user can access; it is removed with its contents at the exit of the context.
-
-    Raises:
-        OSError: it cannot be created.
-    """
+    """A new folder that only this user can access; it is removed with its contents at the exit of the context. Raises
+    OSError if it cannot be created."""
     remove_stale_folders(root)
     folder, lock = _locked_folder(root)
     try:

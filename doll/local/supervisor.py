@@ -150,11 +150,8 @@ class Supervisor:
         self._states[name].failures = 0
 
     def release(self, name: str) -> tuple[RoleSpec, Handle]:
-        """Stop supervising this role; its process continues, and the name is free.
-
-        Raises:
-            ValueError: it is not running.
-        """
+        """Stop supervising this role; its process continues, and the name is free. Raises ValueError if it is not
+        running."""
         state = self._states.get(name)
         if state is None or state.handle is None:
             raise ValueError(f"expected a running role, got {name!r}")
@@ -177,7 +174,8 @@ class Supervisor:
         return {name: state.handle for name, state in self._states.items() if state.handle is not None}
 
     def exit_codes(self) -> dict[str, int | None]:
-        """For each name 0 once it has ended normally, its exit code once it is not restarted any more, else None."""
+        """The exit code of each name: 0 once it has ended normally, another once it is not restarted any more, else
+        None."""
         return {name: state.exit_code for name, state in self._states.items()}
 
     def stop(self, order: Iterable[str] = (), grace_s: float = 10.0) -> None:

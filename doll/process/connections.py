@@ -49,11 +49,8 @@ class ServerAccess(NamedTuple):
 
 
 def find_access(token_file: Path | None = None) -> ServerAccess:
-    """The access that the environment sets, or a file with the token in place of the environment's.
-
-    Raises:
-        ConfigError: a file cannot be used, or the token is no secret.
-    """
+    """The access that the environment sets, or a file with the token in place of the environment's. Raises ConfigError
+    if a file cannot be used, or the token is no secret."""
     token = secret(TOKEN_ENV) or ""
     if token_file is not None:
         token = read_token(token_file)
@@ -71,11 +68,7 @@ def find_access(token_file: Path | None = None) -> ServerAccess:
 
 
 def _try_files(cert: str, key: str | None, ca: str | None) -> None:
-    """Use these files once, so that what is wrong with them is said before anything starts.
-
-    Raises:
-        ConfigError: one of them cannot be used.
-    """
+    """Use these files once, so that what is wrong with them is said, as ConfigError, before anything starts."""
     for name, path in ((CERT_ENV, cert), (KEY_ENV, key), (CLIENT_CA_ENV, ca)):
         if path is not None and not (os.path.isfile(path) and os.access(path, os.R_OK)):
             raise ConfigError(f"{name}: expected a PEM file that can be read, got {path}")

@@ -19,11 +19,8 @@ _WORDS: Final = ("allocate memory", "MemoryError", "CUDA out of memory", "std::b
 
 
 def data_bytes() -> int:
-    """Private memory that this process may write to (RLIMIT_DATA counts it), in bytes: heap, mappings, stacks.
-
-    Raises:
-        ConfigError: this system is not Linux.
-    """
+    """Private memory that this process may write to (RLIMIT_DATA counts it), in bytes: heap, mappings, stacks. Raises
+    ConfigError if this system is not Linux."""
     try:
         text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     except OSError as exc:

@@ -52,22 +52,15 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Replace `path` by `content` (text as UTF-8); see `replacing`.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Replace `path` by `content` (text as UTF-8), as `replacing` does; raises OSError if the folder cannot be
+    written."""
     with replacing(path, durable=durable) as temporary:
         temporary.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
 
 
 @contextmanager
 def refuse_unwritable(path: Path) -> Iterator[None]:
-    """Guard the body, which writes a file that a user has named.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Guard the body, which writes a file that a user has named; raises ConfigError if it cannot be written."""
     try:
         yield
     except OSError as exc:
@@ -102,20 +95,14 @@ def unwritable(error: OSError) -> ServiceUnavailableError:
 
 
 def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
-    """Replace `path` by `value` as indented JSON; see `replacing`.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Replace `path` by `value` as indented JSON, as `replacing` does; raises OSError if the folder cannot be
+    written."""
     write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", durable=durable)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of at most `MAX_JSON_BYTES`.
-
-    Raises:
-        ConfigError: it cannot be read, or holds something else.
-    """
+    """The object in a JSON file of at most `MAX_JSON_BYTES`; raises ConfigError if it cannot be read, or holds
+    something else."""
     try:
         return json_object(read_text(path, max_bytes=MAX_JSON_BYTES))
     except (OSError, ValueError) as exc:

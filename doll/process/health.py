@@ -127,11 +127,8 @@ class Watchdog:
 
 
 def port_of(config: JobConfig, process: str) -> int | None:
-    """The port of the process's probes: $DOLL_HEALTH_PORT, else by `health.base_port`, else None.
-
-    Raises:
-        ConfigError: the variable is not a port.
-    """
+    """The port of the process's probes: $DOLL_HEALTH_PORT, else by `health.base_port`, else None. Raises ConfigError if
+    the variable is not a port."""
     if given := os.environ.get(PORT_ENV):
         if not given.isdecimal() or not 0 < int(given) < 65_536:
             raise ConfigError(f"{PORT_ENV}: expected a port, 1 to 65535, got {given!r}")

@@ -58,11 +58,8 @@ def is_of_a_foreign_page(origin: str, fetch_site: str, host: str) -> bool:
 
 
 def read_token(path: Path) -> str:
-    """The token in a file, which only its owner can read.
-
-    Raises:
-        ConfigError: the file cannot be read, others may read it, or it is too short to be a secret.
-    """
+    """The token in a file, which only its owner can read; raises ConfigError if it cannot be read, others may read it,
+    or it is too short to be a secret."""
     try:
         if (mode := path.stat().st_mode & 0o777) & 0o077:
             raise ConfigError(f"{path}: expected a file that only you can read, got mode {mode:o}: chmod 600 {path}")

@@ -42,10 +42,7 @@ def print_any_text() -> None:
 
 
 def require_fork() -> None:
-    """
-    Raises:
-        ConfigError: processes that have loaded torch cannot be forked here.
-    """
+    """Raises ConfigError if processes that have loaded torch cannot be forked here."""
     if not CAN_FORK:
         raise ConfigError(
             "worker.pipeline: expected Linux: the stages of a worker are its forks, which libraries of this system may "
@@ -68,11 +65,7 @@ class WakeUp:
         return self._read
 
     def set(self) -> None:
-        """Make it readable.
-
-        Raises:
-            OSError: it is closed.
-        """
+        """Make it readable; raises OSError if it is closed."""
         with suppress(BlockingIOError):  # full: it is readable
             os.write(self._write, b"\0")
 
@@ -111,11 +104,8 @@ def lock_exclusively(descriptor: int, *, wait: bool = False) -> bool:
 
 
 def sync(descriptor: int) -> None:
-    """Have a file's content, or a folder's names, survive a power failure.
-
-    Raises:
-        OSError: the disk is full, or fails.
-    """
+    """Have a file's content, or a folder's names, survive a power failure; raises OSError if the disk is full, or
+    fails."""
     if hasattr(fcntl, "F_FULLFSYNC"):  # macOS, whose fsync leaves it in the disk's cache
         with suppress(OSError):  # a file system that has no such request
             fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
@@ -124,11 +114,7 @@ def sync(descriptor: int) -> None:
 
 
 def peer_user(connection: socket.socket) -> int:
-    """User id of the process at the other end of a Unix socket.
-
-    Raises:
-        OSError: the system does not say.
-    """
+    """User id of the process at the other end of a Unix socket; raises OSError if the system does not say it."""
     if hasattr(socket, "SO_PEERCRED"):
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _LINUX_CREDENTIALS.size)
         return int(_LINUX_CREDENTIALS.unpack(credentials)[1])

@@ -26,11 +26,8 @@ class MalformedError(ValueError):
 
 
 def json_value(text: str | bytes, *, max_chars: int = MAX_JSON_CHARS) -> Any:
-    """The value of a JSON text, at most `MAX_DEPTH` levels deep.
-
-    Raises:
-        MalformedError: it is too long or too deep, or not JSON.
-    """
+    """The value of a JSON text, at most `MAX_DEPTH` levels deep; raises MalformedError if it is too long or too deep,
+    or not JSON."""
     if len(text) > max_chars:
         raise MalformedError(f"expected JSON of at most {max_chars} characters, got {len(text)}")
     try:
@@ -50,11 +47,8 @@ def json_object(text: str | bytes, *, max_chars: int = MAX_JSON_CHARS) -> dict[s
 
 
 def check_size(value: Any, *, max_values: int = MAX_VALUES, max_depth: int = MAX_DEPTH) -> None:
-    """Refuse a tree of lists and mappings that is too large or too deep with all its references followed.
-
-    Raises:
-        MalformedError: more than `max_values` values or `max_depth` levels.
-    """
+    """Refuse a tree of lists and mappings that is too large or too deep with all its references followed; raises
+    MalformedError if it has more than `max_values` values or `max_depth` levels."""
     remaining = max_values
     level = [value]
     for _ in range(max_depth):
@@ -72,12 +66,8 @@ def _inside(value: Mapping[Any, Any] | list[Any]) -> list[Any]:
 
 
 def read_text(path: Path, *, max_bytes: int) -> str:
-    """The UTF-8 text of a file that is not larger than expected; no more than that is read.
-
-    Raises:
-        OSError: it cannot be read.
-        MalformedError: it is larger, or not UTF-8.
-    """
+    """The UTF-8 text of a file that is not larger than expected; no more than that is read. Raises OSError if it cannot
+    be read; raises MalformedError if it is larger, or not UTF-8."""
     with path.open("rb") as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:

@@ -48,11 +48,8 @@ class Cuts:
             self.add(batch, records)
 
     def add(self, batch: int, records: int) -> None:
-        """Batch `batch` is shorter by so many records.
-
-        Raises:
-            ValueError: it is not after all known cuts, or leaves out nothing.
-        """
+        """Batch `batch` is shorter by so many records; raises ValueError if it is not after all known cuts, or leaves
+        out nothing."""
         if records < 1 or batch < 0 or (self._batches and batch <= self._batches[-1]):
             raise ValueError(f"expected a later batch, and 1 record left out or more, got {batch} and {records}")
         self._batches.append(batch)
@@ -129,11 +126,8 @@ class Bounds:
         return self.lo(batch), self.lo(batch + 1)
 
     def cut(self, batch: int, end: int) -> None:
-        """Let a batch end at offset `end`.
-
-        Raises:
-            ValueError: this is not within the batch, or a cut of a later batch is known.
-        """
+        """Let a batch end at offset `end`; raises ValueError if this is not within the batch, or a cut of a later batch
+        is known."""
         lo, hi = self.span(batch)
         if not lo < end < hi:
             raise ValueError(f"batch {batch} covers offsets {lo} to {hi - 1}: expected to cut within, got {end}")

@@ -85,7 +85,7 @@ class Skip(WorkerRecord, frozen=True):
 
 
 class BatchOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What became of one batch."""
+    """The counts and times of one batch that was computed."""
 
     n_samples: int  # usable samples in the batch; 0: it adds nothing to the gradient
     dead: tuple[int, ...] = ()  # offsets that went to the dead-letter topic
@@ -611,11 +611,8 @@ def bits_of(ranges: Sequence[tuple[int, int]]) -> bytes:
 
 
 def ranges_of(data: bytes) -> tuple[tuple[int, int], ...]:
-    """The ranges [lo, hi) of offsets of `bits_of`, in their order, as few as possible.
-
-    Raises:
-        RecordError: too short, or longer than a batch can be.
-    """
+    """The ranges [lo, hi) of offsets of `bits_of`, in their order, as few as possible; raises RecordError if the bits
+    are too short, or longer than a batch can be."""
     if not _BASE_BYTES < len(data) <= num_bytes(0, _MAX_BITS):
         raise RecordError(f"offsets as bits: expected 9 to {num_bytes(0, _MAX_BITS)} bytes, got {len(data)}")
     first = int.from_bytes(data[:_BASE_BYTES], "little")
@@ -680,12 +677,8 @@ def encode(record: AnyRecord) -> bytes:
 
 
 def decode(data: bytes | memoryview | None) -> AnyRecord:
-    """The control record in `data`.
-
-    Raises:
-        SchemaVersionError: another schema version.
-        RecordError: empty, another magic, an unknown type, or fields that do not fit the type.
-    """
+    """The control record in `data`. Raises SchemaVersionError if it is of another schema version; raises RecordError if
+    it is empty, of another magic or an unknown type, or its fields do not fit the type."""
     if not data or len(data) < 3:
         raise RecordError(f"expected a control record, got {0 if data is None else len(data)} bytes")
     if data[0] != MAGIC:

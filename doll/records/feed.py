@@ -32,11 +32,8 @@ def encode_positions(positions: Sequence[int]) -> bytes:
 
 
 def decode_positions(line: bytes, streams: int) -> list[int]:
-    """Decode the result of `encode_positions`.
-
-    Raises:
-        RecordError: it is not one number for each of the streams.
-    """
+    """The positions that `encode_positions` has put into a line; raises RecordError if it is not one number for each of
+    the streams."""
     try:
         positions = _positions.decode(line)
     except msgspec.MsgspecError as exc:

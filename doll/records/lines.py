@@ -46,11 +46,7 @@ def read_file(
 
 
 def read_header(path: Path) -> bytes:
-    """The line that `read_file` leaves out with `header`.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """The line that `read_file` leaves out with `header`; raises ConfigError if the file cannot be read."""
     return next(_all(path, _LONGEST_BYTES), b"")
 
 

@@ -36,11 +36,7 @@ class PackedRecord(NamedTuple):
 
 
 def pack(samples: Sequence[bytes]) -> bytes:
-    """The value of a record with `samples`: at least one, none of them empty.
-
-    Raises:
-        ValueError: there is no sample, or one is empty.
-    """
+    """The value of a record with `samples`; raises ValueError if there is no sample, or one is empty."""
     if not samples or not all(samples):
         raise ValueError("expected at least one sample, none of them empty")
     lengths = [len(sample) for sample in samples]
@@ -51,11 +47,8 @@ def pack(samples: Sequence[bytes]) -> bytes:
 
 
 def unpack(value: bytes | memoryview, max_count: int) -> PackedRecord:
-    """The samples packed in `value`.
-
-    Raises:
-        SampleError: not a packed record, another version, more than `max_count` samples, or lengths that do not add up.
-    """
+    """The samples packed in `value`; raises SampleError if it is no packed record or another version, or has more than
+    `max_count` samples, or lengths that do not add up."""
     view = memoryview(value)
     if len(view) < HEADER_BYTES or bytes(view[:4]) != MAGIC:
         raise SampleError("expected a packed record (first bytes DLPK), because data.samples_per_record is above 1")

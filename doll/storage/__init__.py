@@ -1,1 +1,1 @@
-"""Where tensors and checkpoints are kept: the ports, and one adapter per vendor."""
+"""The stores of tensors and checkpoints: the ports, and one adapter per vendor."""

@@ -1,4 +1,4 @@
-"""Parameter blobs: a flat float32 vector behind a fixed header, so that a torn or foreign blob is refused, never used.
+"""Parameter blobs: a flat float32 vector after a fixed header, so that a torn or foreign blob is refused, never used.
 
 Layout, little-endian, 128 bytes before the body: magic `DLBB`, u8 schema version = 2, u8 kind (`w` weights, `g`
 gradient), u8 dtype (1 = float32), u8 reserved = 0, job and run in 96 bytes (see `scope_of`, padded with zeros), i64
@@ -40,22 +40,19 @@ _KINDS: Final = {"w": "weights", "g": "gradient", "d": "delta", "p": "push", "q"
 
 
 class Blobs(Protocol):
-    """Where weights and gradients wait between two processes: a cache with time to live, never the truth.
+    """A store in which weights and gradients wait between two processes: a cache with time to live, never the truth.
 
-    Calls block while the service is unreachable, and raise `ServiceUnavailableError` where waiting is given up. Each
-    may be repeated.
+    Calls block while the service is unreachable, and raise `ServiceUnavailableError` if waiting is given up. Each may
+    be repeated.
     """
 
     def put(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> None:
-        """Store `parts`, joined, under `key` for `ttl_s` seconds; replaces what was there.
-
-        Raises:
-            BlobError: above `MAX_BLOB_BYTES`.
-        """
+        """Store `parts`, joined, under `key` for `ttl_s` seconds; replaces what was there. Raises BlobError if they are
+        above `MAX_BLOB_BYTES`."""
 
     def put_soon(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> bool:
-        """As `put`; whether the store has it. A far one may return before, and `parts` must not change until `settle`:
-        who is told of the key must be told that it may come later (`get_soon`)."""
+        """Store as `put` does; whether the store has it already. A far one may return before, and `parts` must not
+        change until `settle`: who is told of the key must be told that it may come later (`get_soon`)."""
         ...
 
     def settle(self) -> None:
@@ -69,10 +66,11 @@ class Blobs(Protocol):
         """
 
     def get(self, key: str) -> Buffer | None:
-        """What is under `key`; None where nothing is (any more)."""
+        """The blob under `key`; None if there is none (any more)."""
 
     def get_soon(self, key: str) -> Buffer | None:
-        """As `get`, of what another process says is on its way (`put_soon`): it is waited for, for a while."""
+        """The blob under `key`, which another process says is on its way (`put_soon`): it is waited for, for a
+        while."""
 
     @property
     def is_far(self) -> bool:
@@ -87,7 +85,7 @@ class Blobs(Protocol):
 
 
 class NearBlobs(ABC):
-    """What `Blobs` is of a store that answers at once. Its subclasses have `put` and `get`."""
+    """The part of `Blobs` that is the same in all stores that answer immediately. Subclasses have `put` and `get`."""
 
     is_far: Final = False
 
@@ -102,23 +100,23 @@ class NearBlobs(ABC):
         return True
 
     def settle(self) -> None:  # noqa: B027 - nothing is under way, of any near store
-        """Nothing is under way."""
+        """Do nothing: nothing is under way."""
 
     def get_soon(self, key: str) -> Buffer | None:
         return self.get(key)
 
 
 def scope_of(job: str, run_id: str) -> str:
-    """What keys, headers and control streams name, so that no other run takes them for its own: job and run.
+    """The name of job and run in keys, headers and control streams, so that no other run takes them for its own.
 
     Args:
-        run_id: see `doll.ps.start.Start`; "": not known, as in records of earlier releases.
+        run_id: see `doll.ps.start.Start`; "": not known.
     """
     return f"{job}:{run_id}" if run_id else job
 
 
 def key_prefix(scope: str) -> str:
-    """What the keys of a scope begin with. The braces make all keys of a job one hash slot of a Redis Cluster.
+    """The beginning of the keys of a scope. The braces make all keys of a job one hash slot of a Redis Cluster.
 
     >>> key_prefix("digits:ab12")
     'doll:{digits}:ab12'
@@ -218,11 +216,8 @@ def finish_blob(memory: memoryview, *, job: str, kind: Kind, version: int) -> No
 
 
 def decode_blob(data: Buffer, *, job: str, kind: Kind, version: int, numel: int) -> npt.NDArray[np.float32]:
-    """The vector in `data`: float32, shape (numel,), a read-only view of `data` where that is read-only.
-
-    Raises:
-        BlobError: torn, changed on the way, or of another job, kind, version or size; the message says which.
-    """
+    """The vector in `data`: float32, shape (numel,), a read-only view of `data` if that is read-only. Raises BlobError
+    if it is torn, changed on the way, or of another job, kind, version or size; the message says which."""
     body, _ = _open(data, job=job, kind=kind, dtype=FLOAT32, version=version, numel=numel)
     return np.frombuffer(body, dtype="<f4")
 
@@ -241,7 +236,7 @@ def decode_bytes(data: Buffer, *, job: str, kind: BytesKind, version: int | None
 
 
 class BlobInfo(NamedTuple):
-    """What a blob's header says."""
+    """The content of a blob's header."""
 
     job: str
     kind: str
@@ -250,11 +245,8 @@ class BlobInfo(NamedTuple):
 
 
 def blob_info(data: Buffer) -> BlobInfo:
-    """What the header of `data` says; only its form is checked; for readers that do not know the version beforehand.
-
-    Raises:
-        BlobError: no blob of this schema.
-    """
+    """The header of `data`, for readers that do not know the version beforehand; only its form is checked. Raises
+    BlobError if it is no blob of this schema."""
     if len(data) < HEADER_BYTES:
         raise BlobError(f"expected a blob header of {HEADER_BYTES} bytes, got {len(data)} bytes")
     magic, schema, kind, _, _, job, version, numel, _, _ = _HEADER.unpack_from(data)

@@ -94,7 +94,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class CheckpointHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a checkpoint says beside its tensors; see `Checkpoint`. In the file, `state` follows the other fields."""
+    """The part of a checkpoint beside its tensors; see `Checkpoint`. In the file, `state` follows the other fields."""
 
     job: str
     fingerprint: str
@@ -114,11 +114,8 @@ class _TensorHead(msgspec.Struct, frozen=True):
 
 
 def encode_checkpoint(checkpoint: Checkpoint) -> list[Buffer]:
-    """The bytes of a checkpoint, in parts to be written one after the other; the tensors are not copied.
-
-    Raises:
-        ValueError: a tensor of a dtype that safetensors does not hold.
-    """
+    """The bytes of a checkpoint, in parts to be written one after the other; the tensors are not copied. Raises
+    ValueError if safetensors does not hold the dtype of a tensor."""
     tensors = _encode_tensors(checkpoint.tensors)
     head = msgspec.msgpack.encode(
         CheckpointHead(
@@ -140,7 +137,7 @@ def encode_checkpoint(checkpoint: Checkpoint) -> list[Buffer]:
 
 
 def _encode_tensors(tensors: Mapping[str, npt.NDArray[Any]]) -> list[Buffer]:
-    """What `safetensors.numpy.save` makes of `tensors`, in parts: that function copies them twice."""
+    """The result of `safetensors.numpy.save` for `tensors`, in parts: that function copies them twice."""
     header: dict[str, dict[str, Any]] = {}
     bodies: list[Buffer] = []
     at = 0
@@ -200,11 +197,7 @@ def decode_checkpoint(data: bytes | mmap.mmap, *, in_place: bool = False) -> Che
 
 
 def _tensors_in(body: memoryview) -> dict[str, npt.NDArray[Any]]:
-    """The tensors that `_encode_tensors` has written, as views.
-
-    Raises:
-        ValueError, KeyError: they do not fit.
-    """
+    """The tensors that `_encode_tensors` has written, as views. Raises ValueError or KeyError if they do not fit."""
     (head_bytes,) = struct.unpack_from("<Q", body)
     header = msgspec.json.decode(body[8 : 8 + head_bytes], type=dict[str, _TensorHead])
     values = body[8 + head_bytes :].toreadonly()
@@ -228,13 +221,10 @@ def _length_of_head(data: bytes | mmap.mmap) -> int:
 
 
 def decode_head(data: bytes) -> CheckpointHead | int:
-    """The head in the first bytes of a checkpoint; where they are too few, how many it takes.
+    """The head in the first bytes of a checkpoint; if they are too few, how many it takes.
 
-    The checksum of the whole is not looked at.
-
-    Raises:
-        DamagedError: torn or changed.
-        CheckpointError: of a schema that this build does not read.
+    The checksum of the whole is not looked at. Raises DamagedError if it is torn or changed; raises CheckpointError if
+    it is of a schema that this build does not read.
     """
     if len(data) < _PREFIX.size:
         raise DamagedError(f"expected a checkpoint, got {len(data)} bytes")
@@ -284,12 +274,8 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def save(self, checkpoint: Checkpoint) -> None:
-        """Store `checkpoint`, whole or not at all; durable on return.
-
-        Raises:
-            FencedError: a higher term has been claimed.
-            CheckpointError: another job's, or a version below one that this term has saved.
-        """
+        """Store `checkpoint`, whole or not at all; durable on return. Raises FencedError if a higher term has been
+        claimed; raises CheckpointError if it is another job's, or of a version below one that this term has saved."""
 
     @abstractmethod
     def versions(self) -> list[tuple[int, int]]:
@@ -297,7 +283,7 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def stored(self) -> list[StoredVersion]:
-        """As `versions`, with when they were saved, and their sizes."""
+        """The checkpoints that `versions` lists, with when they were saved, and their sizes."""
 
     @abstractmethod
     def _read(self, term: int, version: int, size: int | None = None) -> bytes:
@@ -330,12 +316,8 @@ class CheckpointStore(ABC):
 
     def change_marks(self, change: Callable[[VersionMarks], VersionMarks]) -> VersionMarks:
         """Let `change` say what the marks are from now on; returns them. Whoever changes them at the same time does so
-        before or after, never over it: `change` may be called several times.
-
-        Raises:
-            VersionUnknownError: a version that gets a mark is not kept.
-            CheckpointError: it is damaged.
-        """
+        before or after, never over it: `change` may be called several times. Raises VersionUnknownError if a version
+        that gets a mark is not kept; raises CheckpointError if it is damaged."""
         for _ in range(_MARK_ATTEMPTS):
             data, known = self.read_document(MARKS)
             before = decode_marks(data, f"{self.location}/{MARKS}")
@@ -368,12 +350,8 @@ class CheckpointStore(ABC):
         self.replace_document(MARKS, encode_marks(decode_marks(data, self.location).only(kept)), known)
 
     def read_head(self, term: int, version: int) -> CheckpointHead:
-        """What a checkpoint says beside its tensors, without reading these.
-
-        Raises:
-            VersionUnknownError: it was deleted since it was listed.
-            CheckpointError: it is damaged, or of another job.
-        """
+        """The part of a checkpoint beside its tensors, without reading these. Raises VersionUnknownError if it was
+        deleted since it was listed; raises CheckpointError if it is damaged, or of another job."""
         size = _HEAD_BYTES
         name = f"{self.location}/{checkpoint_name(term, version)}"
         try:
@@ -532,12 +510,9 @@ def claims_among(names: Iterable[str]) -> list[int]:
 
 
 def resolve_version(store: CheckpointStore, name: str) -> int:
-    """The version that `name` stands for now: `latest`, a number, or an alias.
-
-    Raises:
-        VersionUnknownError: there is none of this name, or it is not kept; the message names those that there are.
-        CheckpointError: the store cannot be read.
-    """
+    """The version that `name` stands for now: `latest`, a number, or an alias. VersionUnknownError, which names those
+    that there are, if there is none of this name, or it is not kept; raises CheckpointError if the store cannot be
+    read."""
     kept = [version for _, version in store.versions()]
     if not kept:
         raise VersionUnknownError(f"{store.location}: no version is kept: nothing has been learned yet")

@@ -21,7 +21,7 @@ Vector = npt.NDArray[np.float32]
 Tables = Mapping[str, TableShape]
 
 PARAMETERS: Final = "parameters"  # no table has this name: theirs are paths of parameters, which end in `weight`
-TAIL: Final = "tail"  # what is behind the parameters: buffers, which are always whole
+TAIL: Final = "tail"  # what follows the parameters: buffers, which are always whole
 # A value of the sparse form takes 5 bytes and more, and both sides more time than 4 bytes of the dense one.
 MAX_SHARE: Final = 0.6
 _NO_TABLES: Final[Tables] = {}
@@ -76,7 +76,7 @@ class Compressor(NamedTuple):
 def decode_contribution(
     data: Buffer, num_parameters: int, *, job: str, version: int, numel: int, tables: Tables = _NO_TABLES
 ) -> DecodedContribution:
-    """What `Compressor.compress` was given; views of `data` where they can be.
+    """The contribution that `Compressor.compress` was given; views of `data` if they can be.
 
     Raises:
         BlobError: torn, changed on the way, of another job, version or size, of a table that is not in `tables`, or
@@ -104,6 +104,6 @@ def decode_contribution(
 
 
 def shapes_of(numel: int, num_parameters: int, tables: Tables = _NO_TABLES) -> dict[str, int | TableShape]:
-    """Of the sections of a blob: the flat vector's two, and the tables."""
+    """The shapes of the sections of a blob: the flat vector's two, and the tables."""
     shapes: dict[str, int | TableShape] = {**tables, PARAMETERS: num_parameters}
     return shapes if numel == num_parameters else shapes | {TAIL: numel - num_parameters}

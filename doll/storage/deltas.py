@@ -1,6 +1,6 @@
-"""What has changed in a model's weights from one version to a later one, as a blob. Pure.
+"""The changes of a model's weights from one version to a later one, as a blob. Pure.
 
-Where few numbers change, as under a significance filter, a worker that holds the older version reads these and not the
+If few numbers change, as under a significance filter, a worker that holds the older version reads these and not the
 whole (MLLess, section 4: workers exchange filtered updates).
 """
 
@@ -19,7 +19,7 @@ from doll.tables.rows import Ids, Rows
 
 
 class Layout(NamedTuple):
-    """Of a flat vector of weights."""
+    """The parts of a flat vector of weights."""
 
     numel: int
     num_parameters: int  # the first so many
@@ -64,7 +64,7 @@ def changes(
 
 
 def decode_changes(data: Buffer, layout: Layout, *, job: str, version: int) -> Delta:
-    """What `changes` made; views of `data`.
+    """The delta that `changes` made; views of `data`.
 
     Raises:
         BlobError: torn, changed on the way, of another job, version or layout, or with keys that are unsorted, repeated

@@ -43,10 +43,7 @@ class ReadsAhead:
         return key in self._reads and not self._reads[key].done()
 
     def get(self, key: str) -> Buffer | None:
-        """What is under `key`; waits for a read that has begun, else reads it now.
-
-        Raises what `Blobs.get` does.
-        """
+        """The blob under `key`; waits for a read that has begun, else reads it now. Raises what `Blobs.get` does."""
         read = self._reads.pop(key, None)
         return self._get(key) if read is None else read.result()
 
@@ -56,7 +53,7 @@ class ReadsAhead:
 
 
 def in_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """What `call` returns or raises, in a thread of its own that does not keep the process from ending."""
+    """The result or exception of `call`, in a thread of its own that does not keep the process from ending."""
     done: Future[T] = Future()
 
     def run() -> None:

@@ -36,7 +36,7 @@ _FIRST_READ_BYTES: Final = 4096
 _FAR_S: Final = 0.005  # a thread for each read costs less than this wait
 _RECENT_CALLS: Final = 8
 SOON_S: Final = 2.0
-"""What was announced and is not there after so long is lost: for a blob of 0.9 MB that is 4 Mbit/s."""
+"""A blob that was announced and is not there after so long is lost: for 0.9 MB that is 4 Mbit/s."""
 _WAITING: Final = "waiting until it is back"
 _WHERE_FULL: Final = "raise its maxmemory, or lower blobs.ttl_s or blobs.keep_versions"
 _AGAIN_S: Final = 0.005  # between two questions, beside the way there and back
@@ -74,7 +74,7 @@ class RedisBlobs:
 
     @property
     def is_far(self) -> bool:
-        """By the fastest of the last calls: others may have waited for the processor."""
+        """Judged by the fastest of the last calls: others may have waited for the processor."""
         return min(self._took_s, default=0.0) >= _FAR_S
 
     def put(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> None:
@@ -104,7 +104,7 @@ class RedisBlobs:
             stored.result()
 
     def reserve(self, size_bytes: int) -> None:
-        """None: what goes to Redis is copied into a socket."""
+        """Always None: what goes to Redis is copied into a socket."""
 
     def get(self, key: str) -> Buffer | None:
         if (value := self._prefetched.pop(key, None)) is not None:
@@ -187,7 +187,7 @@ class RedisBlobs:
         return 0
 
     def _wait_for(self, call: Callable[[], T], size_bytes: int = 0) -> T:
-        """What `call`, which sends so many bytes, returns, as soon as Redis takes it."""
+        """The result of `call`, which sends so many bytes, as soon as Redis takes it."""
         pause_s = 0.0
         while True:
             try:
@@ -259,7 +259,7 @@ def _read_value(connection: Any, start: bytes = b"") -> tuple[memoryview | None,
 
 
 def _nonempty(read: S) -> S:
-    """What a socket returned, unless it is empty: then the other side has closed."""
+    """The bytes that a socket returned, unless it returned none: then the other side has closed."""
     if not read:
         raise redis.ConnectionError("Connection closed by server.")
     return read

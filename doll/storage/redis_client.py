@@ -78,7 +78,7 @@ def _tls_settings() -> dict[str, Any]:
 
 
 def redis_problem(services: Services, timeout_s: float = 4.0) -> str | None:
-    """None if Redis answers a PING within about `timeout_s`; else what is wrong and what to do."""
+    """Why Redis does not answer a PING within about `timeout_s`, and what to do; None if it does."""
     try:
         with connect_redis(services, timeout_s=timeout_s, retries=0) as client:
             client.ping()
@@ -130,10 +130,7 @@ class WorkerCount:
         return True
 
     def get(self, default: int) -> int:
-        """`default` where nobody has set it, or not to a number above 0.
-
-        Raises:
-            RedisError: Redis does not answer.
-        """
+        """The number; `default` if nobody has set it, or not to a number above 0. Raises RedisError if Redis does not
+        answer."""
         value = self._client.get(self._key)
         return int(value) if value is not None and value.isdigit() and int(value) > 0 else default

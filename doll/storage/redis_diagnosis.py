@@ -1,4 +1,4 @@
-"""What Redis answers a job's user: for `doll doctor`. It writes, reads and deletes probe keys, and nothing else."""
+"""Redis's answers for `doll doctor`. It writes, reads and deletes probe keys, and nothing else."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def ask_redis(services: Services, job: str, timeout_s: float = 4.0) -> RedisFact
 
 
 def _denied(client: Any, key: str) -> list[str]:
-    """What this user may not do, with keys that begin with `key` and expire."""
+    """The commands that this user may not call, with keys that begin with `key` and expire."""
     blob, stream = f"{key}:blob", f"{key}:stream"
     calls: dict[str, Callable[[], Any]] = {
         "SET": lambda: client.set(blob, b"probe", px=_PROBE_S * 1000),
@@ -75,7 +75,7 @@ def _denied(client: Any, key: str) -> list[str]:
 
 
 def _asked(call: Callable[[], Any]) -> Any:
-    """What `call` returns; None where this user may not ask."""
+    """The result of `call`; None if this user may not ask."""
     try:
         return call()
     except redis.RedisError:

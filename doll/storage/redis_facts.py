@@ -1,4 +1,4 @@
-"""What Redis has said to a job's user (`doll.storage.redis_diagnosis` asks). Pure."""
+"""Redis's answers to a job's user (`doll.storage.redis_diagnosis` asks). Pure."""
 
 from __future__ import annotations
 

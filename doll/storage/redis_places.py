@@ -26,7 +26,7 @@ _MOVED: Final = (
     redis.exceptions.ClusterDownError,
     redis.exceptions.MasterDownError,
 )
-"""What a node of a Cluster answers while a slot moves, or has no primary: to be asked again."""
+"""The answers of a node of a Cluster while a slot moves, or has no primary: to be asked again."""
 _PASSING: Final = (
     redis.ConnectionError,
     redis.TimeoutError,
@@ -87,11 +87,7 @@ class SlotOwner:
         self._settings, self._kind = settings, kind
 
     def __call__(self) -> tuple[str, int]:
-        """Its host and port.
-
-        Raises:
-            ConnectionError: (redis-py's) no node answers, or the slot has no primary.
-        """
+        """Its host and port; raises redis-py's ConnectionError if no node answers, or the slot has no primary."""
         reason = "no node was asked"
         for host, port in dict.fromkeys([*self._known, *self._seeds]):
             try:

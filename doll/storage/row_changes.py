@@ -36,23 +36,19 @@ class RowChanges(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of rows and ids."""
+        """The size of rows and ids."""
         return sum(rows.ids.nbytes + rows.values.nbytes for rows in self.rows.values())
 
 
 def encode_row_changes(changes: RowChanges, shapes: Mapping[str, TableShape], *, job: str) -> list[Buffer]:
-    """In parts as `Blobs.put` takes them. All tables are there, also those without a change."""
+    """The blob, in parts as `Blobs.put` takes them. All tables are there, also those without a change."""
     pieces: dict[str, Vector | Rows] = {_BEGAN: np.array([changes.began], "<i8").view("<f4"), **changes.rows}
     return encode_delta(pieces, _with_began(shapes), job=job, since=changes.since, version=changes.version).parts
 
 
 def decode_row_changes(data: Buffer, shapes: Mapping[str, TableShape], *, job: str, version: int) -> RowChanges:
-    """What `encode_row_changes` was given; views of `data`.
-
-    Raises:
-        BlobError: torn, changed on the way, of another job or version, or not of all these tables.
-        NotFiniteError: a value is NaN or infinite.
-    """
+    """The changes that `encode_row_changes` was given; views of `data`. Raises BlobError if it is torn, changed on the
+    way, of another job or version, or not of all these tables; raises NotFiniteError if a value is NaN or infinite."""
     pieces, since = decode_delta(data, _with_began(shapes), job=job, version=version)
     began = pieces.pop(_BEGAN, None)
     rows = {name: piece for name, piece in pieces.items() if isinstance(piece, Rows)}

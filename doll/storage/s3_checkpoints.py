@@ -60,7 +60,7 @@ _RIGHTS: Final = (
 
 
 class _Listing(NamedTuple):
-    """What is under the prefix at one moment: all checkpoints, and from which one the newest term began."""
+    """The objects under the prefix at one moment: all checkpoints, and from which one the newest term began."""
 
     checkpoints: list[tuple[int, int]]
     newest_term: int
@@ -84,10 +84,8 @@ class S3CheckpointStore(CheckpointStore):
     """`CheckpointStore` under `s3://bucket/prefix`. Credentials, region and endpoint are found as boto3 finds them.
 
     The user needs s3:ListBucket on the bucket and s3:GetObject, s3:PutObject and s3:DeleteObject under the prefix. No
-    request is sent before the first call.
-
-    Raises:
-        CheckpointError: the URL is not of this form, or boto3 lacks what it needs to make a client.
+    request is sent before the first call. Raises CheckpointError if the URL is not of this form, or boto3 lacks what it
+    needs to make a client.
     """
 
     def __init__(self, url: str, job: str | None, *, keep: int = 3, history: VersionHistory = NO_HISTORY) -> None:

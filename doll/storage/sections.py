@@ -93,11 +93,8 @@ _NO_PATCHES: Final[Mapping[str, Patch]] = {}
 
 
 def encode_keys(keys: Keys) -> Bytes:
-    """The bytes of `keys`, shape (n,), strictly increasing: 1 to 10 for each.
-
-    Raises:
-        ValueError: the keys do not increase strictly.
-    """
+    """The bytes of `keys`, shape (n,), strictly increasing: 1 to 10 for each. Raises ValueError if they do not increase
+    strictly."""
     if not len(keys):
         return np.empty(0, np.uint8)
     rest = np.empty(len(keys), np.uint64)
@@ -122,13 +119,8 @@ def encode_keys(keys: Keys) -> Bytes:
 
 
 def decode_keys(data: Bytes, *, count: int, limit: int) -> Keys:
-    """The `count` keys in `data`, strictly increasing and below `limit`.
-
-    No more memory than a small multiple of `data` is allocated, whatever `count` says.
-
-    Raises:
-        BlobError: not the coding of such keys; the message says why.
-    """
+    """The `count` keys in `data`, strictly increasing and below `limit`; raises BlobError if it is not the coding of
+    such keys. No more memory than a small multiple of `data` is allocated, whatever `count` says."""
     if not len(data) and not count:
         return np.empty(0, np.uint64)
     is_last = data < _MORE
@@ -171,11 +163,8 @@ def _cut_off(is_last: npt.NDArray[np.bool_]) -> str:
 
 
 def encode_bitmap(keys: Keys, limit: int) -> Bytes:
-    """A bit for each number below `limit`, 1 for those in `keys`, strictly increasing and below `limit`.
-
-    Raises:
-        ValueError: the keys do not increase strictly.
-    """
+    """A bit for each number below `limit`, 1 for those in `keys`, strictly increasing and below `limit`; raises
+    ValueError if they are not."""
     if not (keys[1:] > keys[:-1]).all():
         raise ValueError("expected keys that increase strictly: sort them, and add the values of equal ones")
     is_in = np.zeros(limit, np.bool_)
@@ -184,13 +173,8 @@ def encode_bitmap(keys: Keys, limit: int) -> Bytes:
 
 
 def decode_bitmap(data: Bytes, *, count: int, limit: int) -> Keys:
-    """The `count` keys in `data`, strictly increasing and below `limit`.
-
-    No more memory than a small multiple of `data` is allocated, whatever `count` and `limit` say.
-
-    Raises:
-        BlobError: not the bitmap of such keys; the message says why.
-    """
+    """The `count` keys in `data`, strictly increasing and below `limit`; raises BlobError if it is not the bitmap of
+    such keys. No more memory than a small multiple of `data` is allocated, whatever `count` and `limit` say."""
     is_in = _bits(data, limit, "keys")
     keys = np.flatnonzero(is_in).view(np.uint64)
     if len(keys) != count:
@@ -199,7 +183,7 @@ def decode_bitmap(data: Bytes, *, count: int, limit: int) -> Keys:
 
 
 def _bits(data: Bytes, num_bits: int, what: str) -> npt.NDArray[np.bool_]:
-    """The bits in `data`, shape (num_bits,); those behind them in the last byte are 0."""
+    """The bits in `data`, shape (num_bits,); those after them in the last byte are 0."""
     if len(data) != _bytes_of(num_bits):
         raise BlobError(f"expected {_bytes_of(num_bits)} bytes of bits for {num_bits} {what}, got {len(data)}")
     bits = np.unpackbits(data, bitorder="little").view(np.bool_)
@@ -238,10 +222,10 @@ class RowRequest(NamedTuple):
 
 
 class StoredAnswer(NamedTuple):
-    """What a blob of rows holds, by the name of the table; all of it as it is in `version`.
+    """The content of a blob of rows, by the name of the table; all of it as it is in `version`.
 
     Attributes:
-        patches: of tables of which the receiver has said that it knows rows, where the server sends less than rows.
+        patches: of tables of which the receiver has said that it knows rows, if the server sends less than rows.
     """
 
     rows: dict[str, Rows]
@@ -282,7 +266,8 @@ def encode_delta(pieces: Mapping[str, Vector | Rows], shapes: Shapes, *, job: st
 
 
 def decode_push(data: Buffer, shapes: Shapes, *, job: str, version: int) -> dict[str, Vector | Rows]:
-    """What `encode_push` was given: views of `data`, read-only where that is. A vector or table may be left out.
+    """The pieces that `encode_push` was given: views of `data`, read-only if that is. A vector or table may be left
+    out.
 
     Dense vectors may hold any bytes, as in other blobs: what makes a model of them checks them.
 
@@ -296,11 +281,8 @@ def decode_push(data: Buffer, shapes: Shapes, *, job: str, version: int) -> dict
 
 
 def decode_delta(data: Buffer, shapes: Shapes, *, job: str, version: int) -> tuple[dict[str, Vector | Rows], int]:
-    """What `encode_delta` was given, and the version that it is compared with; raises as `decode_push`.
-
-    Raises:
-        BlobError: also where it is not compared with one version below its own.
-    """
+    """The pieces that `encode_delta` was given, and the version that they are compared with; raises as `decode_push`,
+    and BlobError also if that is not one version below its own."""
     body, _ = decode_bytes(data, job=job, kind="d", version=version)
     pieces, sinces = _pieces(body, shapes, forms="dr")
     if len(sinces) != 1 or not 0 <= (since := sinces.pop()) < version:
@@ -361,7 +343,7 @@ def encode_rows(
 
 
 def decode_rows(data: Buffer, shapes: Shapes, *, job: str) -> StoredAnswer:
-    """What `encode_rows` was given, views of `data` where they can be."""
+    """The rows and patches that `encode_rows` was given, views of `data` if they can be."""
     body, version = decode_bytes(data, job=job, kind="r", version=None)
     answer = StoredAnswer({}, version, {})
     for section in _decode(body, shapes, forms="rm"):
@@ -611,7 +593,7 @@ class _Reader:
         return self._body[self._at - num_bytes : self._at]
 
     def padded(self, num_bytes: int, what: str) -> memoryview:
-        """As `take`, and the zeros behind it up to the alignment."""
+        """The next bytes, as `take` gives them, and the zeros after them up to the alignment are passed over."""
         piece = self.take(num_bytes, what)
         padding = self.take(-num_bytes % _ALIGNMENT, f"the padding of {what}")
         if any(padding):

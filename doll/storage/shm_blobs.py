@@ -95,7 +95,7 @@ class ShmBlobs(NearBlobs):
         self._unlink(key)
 
     def reserve(self, size_bytes: int) -> memoryview | None:
-        """None also where it would not pay."""
+        """Memory for a blob; also None if it would not pay."""
         if size_bytes < self._reused_from_bytes:
             return None
         segment = self._take_segment(size_bytes)
@@ -110,7 +110,7 @@ class ShmBlobs(NearBlobs):
             segment.busy = False
 
     def get(self, key: str) -> Buffer | None:
-        """What is returned is read-only."""
+        """The blob, read-only."""
         path = self._path(key)
         try:
             for _ in range(_ATTEMPTS):
@@ -126,7 +126,7 @@ class ShmBlobs(NearBlobs):
         return None
 
     def prefetch(self, keys: Sequence[str]) -> None:
-        """Nothing: they are in memory."""
+        """Do nothing: they are in memory."""
 
     def delete(self, *keys: str) -> None:
         """The memory is free when nobody reads it any more."""

@@ -53,11 +53,8 @@ class Segment:
             at += len(part)
 
     def lend(self) -> memoryview:
-        """The segment's memory. It is not used again before the last view of it is gone.
-
-        Raises:
-            OSError: it cannot be mapped.
-        """
+        """The segment's memory. It is not used again before the last view of it is gone. Raises OSError if it cannot be
+        mapped."""
         if self._mapping is None:
             self._mapping = mmap.mmap(self.descriptor, self.size_bytes)
         array = np.frombuffer(self._mapping, np.uint8)
@@ -120,11 +117,8 @@ class Segments:
         return None
 
     def create(self, size_bytes: int) -> Segment:
-        """A new segment, with all of its memory, busy from now on.
-
-        Raises:
-            OSError: no memory for it (ENOSPC and its like), or no folder.
-        """
+        """A new segment, with all of its memory, busy from now on. Raises OSError if there is no memory for it (ENOSPC
+        and its like), or no folder."""
         path = f"{self._folder}/{SEGMENT}{os.getpid()}-{id(self)}-{next(self._numbers)}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         segment = Segment(path, os.open(path, flags, 0o600), size_bytes)
@@ -185,10 +179,8 @@ class Mappings:
     def view(self, path: str) -> memoryview | None:
         """The blob at `path`, read-only. It is not written over before the last view of it is gone.
 
-        None: it has been deleted or replaced meanwhile, or its file was cut short, so that reading would be a SIGBUS.
-
-        Raises:
-            FileNotFoundError: there is none.
+        None if it has been deleted or replaced meanwhile, or its file was cut short, so that reading would be a SIGBUS.
+        Raises FileNotFoundError if there is none.
         """
         with self._lock:
             status = os.stat(path, follow_symlinks=False)
@@ -238,13 +230,8 @@ class Mappings:
 
 
 def read_stable(path: str) -> bytes | None:
-    """A copy of the blob at `path`, whether it is in a segment or not.
-
-    None: it has been deleted or replaced meanwhile.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
+    """A copy of the blob at `path`, whether it is in a segment or not; None if it has been deleted or replaced
+    meanwhile. Raises FileNotFoundError if there is none."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -262,7 +249,7 @@ def read_stable(path: str) -> bytes | None:
 
 
 def _map(path: str, identity: tuple[int, int]) -> _Mapping | None:
-    """None: `path` leads to another file now."""
+    """The mapping of the file; None if `path` leads to another file now."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as exc:

@@ -78,18 +78,16 @@ def _open_s3(url: str, job: str | None, keep: int, history: VersionHistory) -> C
 
 
 CHECKPOINT_STORES: dict[str, Callable[[str, str | None, int, VersionHistory], CheckpointStore]] = {"s3": _open_s3}
-"""What opens the store of a URL, by its scheme: called with the URL, the job's name, and what is to be kept."""
+"""The function that opens the store of a URL, by its scheme; its arguments are the URL, the job's name, and what is to
+be kept."""
 
 
 def open_blobs(
     config: JobConfig, services: Services, *, give_up: Callable[[], bool], timeout_s: float = 10.0
 ) -> ShmBlobs | RedisBlobs:
-    """The job's blob store: in shared memory where `services.blobs` names a folder, else in Redis.
-
-    Raises:
-        ConfigError: `blobs.kind` is shm and there is no folder.
-        ServiceUnavailableError: the folder is another user's, or open to others.
-    """
+    """The job's blob store: in shared memory if `services.blobs` names a folder, else in Redis. Raises ConfigError if
+    `blobs.kind` is shm and there is no folder; raises ServiceUnavailableError if the folder is another user's, or open
+    to others."""
     from doll.storage.redis_blobs import RedisBlobs
     from doll.storage.redis_client import connect_redis
 
@@ -110,11 +108,8 @@ def open_blobs(
 
 def find_source(config: JobConfig, source: str) -> tuple[Path | str, str | None]:
     """The file, folder or URL that `training.init_from` names, and the version of a run, as
-    `doll.storage.checkpoints.resolve_version` takes it; None: its newest.
-
-    Raises:
-        ConfigError: there is no such file or folder, or a URL is of no checkpoint store.
-    """
+    `doll.storage.checkpoints.resolve_version` takes it; None: its newest. Raises ConfigError if there is no such file
+    or folder, or a URL is of no checkpoint store."""
     for text, version in _readings(source):
         if "://" in text:
             if not any(form.fullmatch(text) for _, form in CHECKPOINT_URLS.values()):

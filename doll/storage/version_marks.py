@@ -51,19 +51,12 @@ class VersionMarks(msgspec.Struct, frozen=True):
         return VersionMarks(aliases, tuple(pin for pin in self.pins if pin in versions))
 
     def with_alias(self, name: str, version: int) -> VersionMarks:
-        """`name` is this version's from now on, and not that of another one.
-
-        Raises:
-            ConfigError: `name` cannot be an alias.
-        """
+        """`name` is this version's from now on, and not that of another one; raises ConfigError if `name` cannot be an
+        alias."""
         return msgspec.structs.replace(self, aliases={**self.aliases, checked_alias(name): version})
 
     def without_alias(self, name: str) -> VersionMarks:
-        """No version has this alias.
-
-        Raises:
-            ConfigError: none has it now.
-        """
+        """No version has this alias; raises ConfigError if none has it now."""
         if name not in self.aliases:
             raise ConfigError(f"expected one of the aliases {_listed(sorted(self.aliases))}, got {short(name)!r}")
         return msgspec.structs.replace(self, aliases={key: at for key, at in self.aliases.items() if key != name})
@@ -73,11 +66,7 @@ class VersionMarks(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, pins=tuple(sorted({*self.pins, version})))
 
     def without_pin(self, version: int) -> VersionMarks:
-        """This version is not kept for a pin.
-
-        Raises:
-            ConfigError: it has none.
-        """
+        """This version is not kept for a pin; raises ConfigError if it has none."""
         if version not in self.pins:
             raise ConfigError(f"expected one of the pinned versions {_listed(self.pins)}, got {version}")
         return msgspec.structs.replace(self, pins=tuple(pin for pin in self.pins if pin != version))
@@ -122,12 +111,8 @@ def decode_marks(data: bytes | None, location: str) -> VersionMarks:
 
 
 def checked_alias(name: str) -> str:
-    """`name`, if it can be an alias.
-
-    Raises:
-        ConfigError: it cannot: it is a number, could be taken for one, or has characters that a path or an address
-            gives a meaning.
-    """
+    """`name`; raises ConfigError if it cannot be an alias: it is a number, could be taken for one, or has characters
+    that a path or an address gives a meaning."""
     if name == LATEST or not _ALIAS.fullmatch(name):
         raise ConfigError(
             "expected an alias of a-z, 0-9, - and _ that begins with a letter (at most 63, not latest, and not v with "

@@ -1,4 +1,5 @@
-"""Where `training.init_from` takes weights from: checkpoints of a run, a safetensors file, or a state_dict of torch.
+"""The sources of weights that `training.init_from` names: checkpoints of a run, a safetensors file, or a state_dict of
+torch.
 
 A file of torch is a pickle. It is read with `weights_only=True`, which makes tensors and plain containers and refuses
 everything else: no code in it is run (docs/security.md).
@@ -41,12 +42,8 @@ class Source(NamedTuple):
 
 
 def read_source(config: JobConfig, source: str) -> Source:
-    """The tensors of what `training.init_from` names.
-
-    Raises:
-        ConfigError: there is no such file or run, or it cannot be read.
-        CheckpointError: checkpoints cannot be read, or none of this version is kept.
-    """
+    """The tensors of what `training.init_from` names. Raises ConfigError if there is no such file or run, or it cannot
+    be read; raises CheckpointError if checkpoints cannot be read, or none of this version is kept."""
     path, version = find_source(config, source)
     try:
         if isinstance(path, str):
