@@ -30,32 +30,23 @@ if TYPE_CHECKING:
     from doll.task.text import TextTask
 
 _MODULES = {
-    "BadRecordsError": "errors",
-    "BoundedEmbedding": "tables.bounded_embedding",
-    "BoundedEmbeddingBag": "tables.bounded_embedding",
-    "ConfigError": "errors",
-    "DollError": "errors",
-    "Field": "task.forms",
-    "FieldsTask": "task.fields_task",
-    "GreyImageTask": "task.images",
-    "JsonTask": "task.fields_task",
-    "Record": "task.records",
-    "Records": "task.records",
-    "RetryLater": "errors",
-    "Run": "api.run",
-    "RunFailedError": "api.run",
-    "Sample": "task.base",
-    "Samples": "task.base",
-    "SkipRecord": "errors",
-    "Task": "task.base",
-    "TextTask": "task.text",
-    "UInt64": "formats.reader",
-    "compare": "api.planning",
-    "open": "api.train",
-    "pad": "task.padding",
-    "plan": "api.planning",
-    "simulate": "api.planning",
-    "train": "api.train",
+    name: module
+    for module, names in {
+        "api.planning": ("compare", "plan", "simulate"),
+        "api.run": ("Run", "RunFailedError"),
+        "api.train": ("open", "train"),
+        "errors": ("BadRecordsError", "ConfigError", "DollError", "RetryLater", "SkipRecord"),
+        "formats.reader": ("UInt64",),
+        "tables.bounded_embedding": ("BoundedEmbedding", "BoundedEmbeddingBag"),
+        "task.base": ("Sample", "Samples", "Task"),
+        "task.fields_task": ("FieldsTask", "JsonTask"),
+        "task.forms": ("Field",),
+        "task.images": ("GreyImageTask",),
+        "task.padding": ("pad",),
+        "task.records": ("Record", "Records"),
+        "task.text": ("TextTask",),
+    }.items()
+    for name in names
 }
 
 

@@ -15,7 +15,7 @@ from doll.errors import ConfigError, RecordError, SchemaVersionError
 from doll.kafka import topics
 from doll.kafka.range_reader import RangeReader
 from doll.ledger.lineage import Lineage, UpdatesRecord
-from doll.ledger.snapshot_counts import count_partitions, read_counts
+from doll.ledger.snapshot_counts import decode_counts, read_counts
 from doll.records.control import decode
 
 if TYPE_CHECKING:
@@ -56,7 +56,8 @@ def recorded_partitions(store: CheckpointStore) -> int | None:
     """How many partitions the job of these checkpoints reads; None if they do not say so. Raises CheckpointError if the
     store cannot be read."""
     checkpoint = store.load_newest(None)
-    return None if checkpoint is None else count_partitions(checkpoint.state)
+    counts = None if checkpoint is None else decode_counts(checkpoint.state)
+    return None if counts is None else len(counts.origins)
 
 
 def fold_lineage(values: Iterable[tuple[int, bytes | None]], location: str, job: str) -> Lineage:

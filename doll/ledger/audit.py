@@ -15,6 +15,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
+from msgspec import structs
+
 from doll import telemetry
 from doll.kafka import topics
 from doll.kafka.range_reader import STALL_S, RangeReader
@@ -134,8 +136,11 @@ def _durable(
     Of partitions that were added since, it holds nothing: the server has not learned of them yet, or a checkpoint that
     knows of them is to come.
     """
-    samples, per_batch = config.topic("samples"), config.data.records_per_batch
-    if checkpoint is None:
+    samples = config.topic("samples")
+    if checkpoint is not None:
+        counts = structs.asdict(read_counts(config, checkpoint.state)) | {"version": checkpoint.version}
+        durable = DurableModel(**counts, term=checkpoint.term, location=location)
+    else:
         first = next((record for record in records if isinstance(record, TermStarted)), None)
         if first is None:
             bounds = reader.bounds_of_partitions(samples, range(config.data.num_partitions))
@@ -143,21 +148,12 @@ def _durable(
         else:
             origins = first.origins
         durable = DurableModel(
-            term=0, version=0, applied=(0,) * len(origins), origins=origins, records_per_batch=per_batch,
-            location=location,
-        )  # fmt: skip
-    else:
-        counts = read_counts(config, checkpoint.state)
-        durable = DurableModel(
-            term=checkpoint.term, version=checkpoint.version, applied=counts.applied, origins=counts.origins,
-            records_per_batch=counts.records_per_batch, left_out=counts.left_out, location=location,
-            earlier_grids=counts.earlier_grids, rollbacks=counts.rollbacks,
+            term=0, version=0, applied=(0,) * len(origins), origins=origins,
+            records_per_batch=config.data.records_per_batch, location=location,
         )  # fmt: skip
     added = (0,) * (reader.num_partitions(samples) - len(durable.origins))  # offsets at which they begin
     left_out = durable.left_out + added if durable.left_out else ()
-    return dataclasses.replace(
-        durable, applied=durable.applied + added, origins=durable.origins + added, left_out=left_out
-    )
+    return structs.replace(durable, applied=durable.applied + added, origins=durable.origins + added, left_out=left_out)
 
 
 def _present_records(reader: RangeReader, topic: str, gaps: Sequence[Range]) -> list[Range]:

@@ -27,6 +27,12 @@ from doll.records.bounds import Bounds, Cuts, Grid
 from doll.records.control import DeadLetter, Member, Update
 
 _NAMED: Final = 8  # ranges that a message names; the report holds them all
+# Counts of a report that are sums over the partitions, and its fields that say where others are.
+_SUMS: Final = ("produced", "applied", "pending", "dead", "gaps", "superseded", "lost", "skipped", "unread")
+_RANGES: Final = {
+    "missing": "missing", "twice": "twice", "gap_ranges": "gaps", "lost_ranges": "lost", "skipped_ranges": "skipped",
+    "unread_ranges": "unread",
+}  # fmt: skip
 OffsetState = Literal["pending", "applied", "partly", "dead", "absent", "skipped"]
 
 
@@ -156,15 +162,10 @@ def named(ranges: Sequence[Range]) -> str:
 
 
 class PartitionResult(NamedTuple):
-    """The counts of a partition, and the ranges of six of them."""
+    """The counts of a partition, and where the offsets of some of them are, by the name of the count."""
 
     line: PartitionCounts
-    missing: list[Range]
-    twice: list[Range]
-    gaps: list[Range]
-    lost: list[Range]
-    skipped: list[Range]
-    unread: list[Range]
+    ranges: dict[str, list[Range]]
 
 
 class PartitionAccount:
@@ -300,6 +301,9 @@ class PartitionAccount:
         behind = _span(self.until, min(low, end))
         unread = offset_ranges.union([*_span(first, self.origin), *(behind if finished else [])])
         lost = offset_ranges.union([*lost, *([] if finished else behind)])
+        spans = {
+            "missing": missing, "twice": twice, "gaps": empty, "lost": lost, "skipped": self._skipped, "unread": unread,
+        }  # fmt: skip
         line = PartitionCounts(
             partition=self.partition,
             origin=self.origin,
@@ -309,18 +313,10 @@ class PartitionAccount:
             applied=offset_ranges.size(rest),
             pending=max(end - self.until, 0) - offset_ranges.size(behind),
             dead=offset_ranges.size(dead),
-            gaps=offset_ranges.size(empty),
-            missing=offset_ranges.size(missing),
-            twice=offset_ranges.size(twice),
             superseded=offset_ranges.size(superseded),
-            lost=offset_ranges.size(lost),
-            skipped=offset_ranges.size(self._skipped),
-            unread=offset_ranges.size(unread),
+            **{name: offset_ranges.size(at) for name, at in spans.items()},
         )
-        return PartitionResult(
-            line, self._ranges(missing), self._ranges(twice), self._ranges(empty),
-            self._ranges(lost), self._ranges(self._skipped), self._ranges(unread),
-        )  # fmt: skip
+        return PartitionResult(line, {name: self._ranges(at) for name, at in spans.items()})
 
     def _unlettered_parts(self) -> list[Span]:
         """Batches that say that samples of theirs were refused, and have no letter at all."""
@@ -493,30 +489,21 @@ class Ledger:
             for account, low, end, spans in zip(self._accounts, first, ends, present_spans, strict=True)
         ]
         lines = [item.line for item in results]
+        sums: dict[str, Any] = {name: sum(getattr(line, name) for line in lines) for name in _SUMS}
+        ranges: dict[str, Any] = {
+            field: tuple(item for result in results for item in result.ranges[name]) for field, name in _RANGES.items()
+        }
         return LedgerReport(
             version=self._durable.version,
             term=self._durable.term,
             updates=self._valid.updates,
             unsaved=self._valid.unsaved,
             voided=self._valid.voided,
-            produced=sum(line.produced for line in lines),
-            applied=sum(line.applied for line in lines),
-            pending=sum(line.pending for line in lines),
-            dead=sum(line.dead for line in lines),
-            gaps=sum(line.gaps for line in lines),
-            superseded=sum(line.superseded for line in lines),
-            lost=sum(line.lost for line in lines),
-            lost_ranges=tuple(item for result in results for item in result.lost),
             loss_allowed=loss_allowed,
-            skipped=sum(line.skipped for line in lines),
-            skipped_ranges=tuple(item for result in results for item in result.skipped),
             rollbacks=tuple(rollback.text() for rollback in self._durable.rollbacks),
-            unread=sum(line.unread for line in lines),
-            unread_ranges=tuple(item for result in results for item in result.unread),
-            missing=tuple(item for result in results for item in result.missing),
-            twice=tuple(item for result in results for item in result.twice),
-            gap_ranges=tuple(item for result in results for item in result.gaps),
             partly_dead_samples=self._partly_dead_samples,
             partitions=tuple(lines),
             problems=tuple(problems),
+            **sums,
+            **ranges,
         )

@@ -117,13 +117,11 @@ def saved_dead_records(
         saved = json.decode(path.read_bytes(), type=list[DeadRecord])
     except (OSError, MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise ConfigError(f"cannot read {path}: {short(exc)}") from exc
-    return [
-        item
-        for item in saved
-        if reason.lower() in item.letter.reason.lower()
-        and code in (None, item.letter.code)
-        and (not at or item.at in at)
-    ]
+    return [item for item in saved if _is_selected(item.letter, reason, code) and (not at or item.at in at)]
+
+
+def _is_selected(letter: DeadLetter, reason: str, code: DeadLetterCode | None) -> bool:
+    return reason.lower() in letter.reason.lower() and code in (None, letter.code)
 
 
 def collect(
@@ -152,7 +150,7 @@ def collect(
     for key in sorted(newest):
         state = offset_state(*key)
         letter = newest_whole.get(key, newest[key]) if state in ("dead", "absent") else newest[key]
-        if reason.lower() in letter.reason.lower() and code in (None, letter.code):
+        if _is_selected(letter, reason, code):
             records.append(DeadRecord(letter, replayed.get(key, ()), state))
     return records
 

@@ -40,20 +40,12 @@ class SnapshotCounts(msgspec.Struct, frozen=True):
         return ends_of(self.origins, self.records_per_batch, self.applied, self.left_out)
 
 
-def count_partitions(state: bytes) -> int | None:
-    """How many partitions the job of this engine state reads; None if it does not say so."""
+def decode_counts(state: bytes) -> SnapshotCounts | None:
+    """The counts in an engine's state; None if it does not hold them."""
     try:
-        return len(msgspec.msgpack.decode(state, type=SnapshotCounts).origins)
+        return msgspec.msgpack.decode(state, type=SnapshotCounts)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-
-
-def count_grids(state: bytes) -> int:
-    """How often the job of this engine state was regridded; 0 if it does not say so."""
-    try:
-        return len(msgspec.msgpack.decode(state, type=SnapshotCounts).earlier_grids)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return 0
 
 
 def read_counts(config: JobConfig, state: bytes) -> SnapshotCounts:

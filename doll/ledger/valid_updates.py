@@ -14,25 +14,17 @@ from itertools import accumulate
 
 from doll.ledger import offset_ranges
 from doll.ledger.lineage import UpdatesRecord
+from doll.ledger.snapshot_counts import SnapshotCounts
 from doll.records.bounds import Grid
 from doll.records.control import Finished, TermStarted, Update
 from doll.records.rollbacks import Rollback, is_left
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DurableModel:
-    """The content of the newest checkpoint: `applied[n]` batches of partition n are in it, always the first ones. Cuts
-    have left out `left_out[n]` records of these; (): none anywhere. Before them are the batches of earlier grids."""
+class DurableModel(SnapshotCounts, frozen=True, kw_only=True):
+    """The content of the newest checkpoint. Before its batches are those of earlier grids."""
 
     term: int  # of its server; 0: there is no checkpoint
-    version: int
-    applied: tuple[int, ...]
-    origins: tuple[int, ...]
-    records_per_batch: int
-    left_out: tuple[int, ...] = ()
     location: str = "the checkpoint store"  # where checkpoints were looked for, for messages
-    earlier_grids: tuple[Grid, ...] = ()
-    rollbacks: tuple[Rollback, ...] = ()
 
     @property
     def grids(self) -> tuple[Grid, ...]:

@@ -16,7 +16,7 @@ from doll import extras
 from doll.local import processes
 
 CLIENT_ENV: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""The environment of all who use the cluster: Ray then keeps 127.0.0.1, and does not listen on the address of this machine."""
+"""The environment of all who use the cluster: Ray keeps 127.0.0.1, and does not listen on this machine's address."""
 _HEAD_ENV: Final = {**CLIENT_ENV, "RAY_worker_niceness": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
 # Linux kills most of Ray's processes with its first one; two agents would wait 60 s for a head that is gone. They are
 # all of one group, of which a child kills all when nobody holds the other end of the pipe.

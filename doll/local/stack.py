@@ -128,12 +128,10 @@ class _Chooser:
         reasons_against: list[str] = []
         url = redis_address(self._config)
         if url is not None:
-            problem = redis_problem(Services("", url))
-            if problem is None:
-                kind: Kind = "given" if self._config.redis.address else "environment"
-                self._note(f"Redis: {url}, {_ORIGIN[kind]}")
-                return url, kind, None
-            if self._config.redis.address:
+            is_given = bool(self._config.redis.address)
+            if (problem := redis_problem(Services("", url))) is None:
+                return url, self._found("Redis", url, is_given), None
+            if is_given:
                 raise ServiceUnavailableError(problem)
             reasons_against.append(f"{REDIS_ENV}={url} does not answer")
         if redis_server.find_executable() is None:
@@ -144,28 +142,19 @@ class _Chooser:
 
     def kafka(self) -> tuple[str, Kind, LocalKafka | KafkaCluster | None]:
         """Bootstrap servers, kind, and the broker or cluster if this run has started one."""
-        reasons_against: list[str] = []
-        if len(self._advertised_ports) > 1:
-            if kafka_address(self._config) is not None:
-                raise ConfigError(
-                    f"cannot start {len(self._advertised_ports)} brokers, because an address of Kafka is configured: "
-                    f"unset kafka.address and {KAFKA_ENV}"
-                )
-            return self._local_broker(reasons_against)
-        if not self._config.kafka.address and has_kafka_data(self._folder.parent):
-            return self._local_broker(reasons_against)
-        address = kafka_address(self._config)
-        if address is not None:
-            problem = kafka_problem(self._config, Services(address, ""), _REACHABLE_S)
-            if problem is None:
-                kind: Kind = "given" if self._config.kafka.address else "environment"
-                self._note(f"Kafka: {address}, {_ORIGIN[kind]}")
-                return address, kind, None
-            has_own = self._config.kafka.security != "plaintext" or self._config.data.topic is not None
-            if self._config.kafka.address or has_own:  # no other Kafka will do
-                raise ServiceUnavailableError(problem)
-            reasons_against.append(f"{KAFKA_ENV}={address} does not answer")
-        return self._local_broker(reasons_against)
+        address, is_given = kafka_address(self._config), bool(self._config.kafka.address)
+        if address is not None and len(self._advertised_ports) > 1:
+            raise ConfigError(
+                f"cannot start {len(self._advertised_ports)} brokers, because an address of Kafka is configured: "
+                f"unset kafka.address and {KAFKA_ENV}"
+            )
+        if address is None or (not is_given and has_kafka_data(self._folder.parent)):
+            return self._local_broker(())
+        if (problem := kafka_problem(self._config, Services(address, ""), _REACHABLE_S)) is None:
+            return address, self._found("Kafka", address, is_given), None
+        if is_given or self._config.kafka.security != "plaintext" or self._config.data.topic is not None:
+            raise ServiceUnavailableError(problem)  # no other Kafka will do
+        return self._local_broker([f"{KAFKA_ENV}={address} does not answer"])
 
     def _local_broker(self, reasons_against: Sequence[str]) -> tuple[str, Kind, LocalKafka | KafkaCluster]:
         if (missing := kafka_jars.unavailable_reason()) is not None:
@@ -185,10 +174,11 @@ class _Chooser:
         self._note(f"Kafka: {broker.address}, a broker started on this machine", reasons_against)
         return broker.address, "local", broker
 
+    def _found(self, name: str, address: str, is_given: bool) -> Kind:
+        self._note(f"{name}: {address}, from the {'job file' if is_given else 'environment'}")
+        return "given" if is_given else "environment"
+
     def _note(self, text: str, reasons_against: Sequence[str] = ()) -> None:
         note = f"{text} (alternatives not available: {'; '.join(reasons_against)})" if reasons_against else text
         self.notes.append(note)
         self._say(note)
-
-
-_ORIGIN: Final[dict[Kind, str]] = {"given": "from the job file", "environment": "from the environment"}

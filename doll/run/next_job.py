@@ -10,7 +10,7 @@ import contextlib
 
 from doll.config import fingerprint, load
 from doll.errors import ConfigError
-from doll.ledger.snapshot_counts import count_grids
+from doll.ledger.snapshot_counts import decode_counts
 from doll.process.fault_points import fault_point
 from doll.process.files import write_atomically
 from doll.run.folder import RunFolder
@@ -44,7 +44,8 @@ def settle_locked(run: RunFolder) -> None:
     saved = {} if checkpoint is None else fingerprint.parse(checkpoint.fingerprint)
     of_job = {key: value for key, value in saved.items() if key not in fingerprint.MODEL_KEYS}
     if checkpoint is not None and of_job == fingerprint.job_fields(wanted):
-        take_next_job(run, count_grids(checkpoint.state))
+        counts = decode_counts(checkpoint.state)
+        take_next_job(run, 0 if counts is None else len(counts.earlier_grids))
     else:
         run.next_job.unlink()
 

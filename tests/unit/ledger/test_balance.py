@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -71,7 +70,7 @@ def test_records_without_any_checkpoint_are_a_problem_that_names_the_folder(
     records: list[TermStarted | Update | Finished], recorded: str
 ) -> None:
     """A server saves version 0 before its first record: the checkpoints are lost, or in another folder."""
-    report = audit(replace(durable(0, 0, 0, 0), location="/runs/x/checkpoints"), *records)
+    report = audit(msgspec.structs.replace(durable(0, 0, 0, 0), location="/runs/x/checkpoints"), *records)
     assert not report.ok
     (problem,) = report.problems
     assert problem.startswith("no checkpoint was found in /runs/x/checkpoints, but the topic updates ")
@@ -225,7 +224,7 @@ def test_what_an_ended_job_left_unread_may_go() -> None:
 
 def test_what_was_deleted_before_the_job_began_is_counted_and_named() -> None:
     """Records with timestamps of a year ago, which retention deleted before the first server asked for the origins."""
-    begun = replace(durable(0, 0, 0, 0), origins=(1000, 0))
+    begun = msgspec.structs.replace(durable(0, 0, 0, 0), origins=(1000, 0))
     arguments: dict[str, Any] = {
         "durable": begun,
         "ends": (1000, 10),
