@@ -36,13 +36,10 @@ def find(group: str, name: str) -> Any | None:
 
 
 def need(group: str, name: str, what: str) -> Any:
-    """The object of one entry point.
+    """The object of one entry point; raises ConfigError if it is not installed.
 
     Args:
         what: that the user has asked for, for the message.
-
-    Raises:
-        ConfigError: it is not installed.
     """
     part = find(group, name)
     if part is None:

@@ -137,13 +137,11 @@ def redis_address(config: JobConfig) -> str | None:
 
 
 def resolve(config: JobConfig, *, needs_redis: bool = True) -> Services:
-    """The services that the job file or the environment name.
+    """The services that the job file or the environment name; raises ConfigError if an address is in neither, or is
+    malformed.
 
     Args:
         needs_redis: False: the caller reads Kafka alone; without an address of Redis, it is empty.
-
-    Raises:
-        ConfigError: an address is in neither, or is malformed.
     """
     kafka, redis_url = kafka_address(config), redis_address(config)
     missing = []

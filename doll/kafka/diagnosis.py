@@ -35,14 +35,12 @@ def ask_kafka(
     services: Services,
     goes_on: Callable[[Sequence[tuple[str, int]]], bool],
 ) -> KafkaFacts:
-    """All facts. Nothing is created, changed, written or committed.
+    """All facts. Nothing is created, changed, written or committed. Raises ConfigError if the environment lacks what
+    the log-in needs.
 
     Args:
         goes_on: told where the brokers say that they are, whether anything else is asked: a client goes on to these
             places, and each question waits for its time limit where none of them can be reached.
-
-    Raises:
-        ConfigError: the environment lacks what the log-in needs.
     """
     refusal = kafka_problem(config, services, _CONNECT_S)
     if refusal is not None:

@@ -62,15 +62,13 @@ def describe_samples(
     expected_id: str = "",
     read_until: Sequence[int] | None = None,
 ) -> SampleLog:
-    """Ask the broker.
+    """Ask the broker. Raises ReplacedSamplesError, which says what to do, if the topic was deleted and created again,
+    or cut short.
 
     Args:
         expected_id: Kafka's id of the topic that the model was learned from; "" where it is not known.
         read_until: of each partition that the job reads, the offset after the last record that the model has learned;
             None: of a job that begins.
-
-    Raises:
-        ReplacedSamplesError: the topic was deleted and created again, or cut short; the message says what to do.
     """
     name = config.topic("samples")
     topic_id = topics.topic_id(config, services, "samples")

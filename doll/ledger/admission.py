@@ -35,13 +35,11 @@ def new_run_id() -> str:
 
 
 def read_lineage(config: JobConfig, services: Services, *, tail_only: bool = False) -> Lineage:
-    """Read the lineage from the job's `updates`; it is empty if the topic does not exist.
+    """Read the lineage from the job's `updates`; it is empty if the topic does not exist. Raises ConfigError if another
+    release of DOLL has written records of another schema version.
 
     Args:
         tail_only: read the last records only, which hold the newest term; origins and generation may then be unknown.
-
-    Raises:
-        ConfigError: another release of DOLL has written records of another schema version.
     """
     topic = config.topic("updates")
     if not topics.exists(config, services, topic):
@@ -61,15 +59,13 @@ def recorded_partitions(store: CheckpointStore) -> int | None:
 
 
 def fold_lineage(values: Iterable[tuple[int, bytes | None]], location: str, job: str) -> Lineage:
-    """The lineage that records (offset, value) of `updates` tell, in the order of the log. Pure.
+    """The lineage that records (offset, value) of `updates` tell, in the order of the log. Pure. Raises ConfigError if
+    one has another schema version: skipping it would make a server begin again at version 0.
 
     Values that are no record are skipped: the audit reports them.
 
     Args:
         location: where they come from, for messages.
-
-    Raises:
-        ConfigError: one has another schema version. Skipping it would make a server begin again at version 0.
     """
     lineage = Lineage()
     for offset, value in values:
@@ -135,14 +131,12 @@ def _refuse_abandoned(
 def refuse_earlier_run(
     config: JobConfig, services: Services, lineage: Lineage, after_term: int, location: object, resume: str = "RUN"
 ) -> None:
-    """Return if a new generation may begin: there are no records, or only such of terms up to `after_term`.
+    """Return if a new generation may begin: there are no records, or only such of terms up to `after_term`. Raises
+    ConfigError, which says what to do, if there are others.
 
     Args:
         location: where no checkpoint is.
         resume: the folder of that run, if it is known.
-
-    Raises:
-        ConfigError: there are others; the message says what to do.
     """
     if lineage.newest_term <= after_term:
         return
@@ -157,13 +151,11 @@ def refuse_earlier_run(
 def refuse_later_run(
     config: JobConfig, services: Services, lineage: Lineage, generation: int, location: object
 ) -> None:
-    """Return if no other run has begun on these topics since the one whose checkpoints are in `location`.
+    """Return if no other run has begun on these topics since the one whose checkpoints are in `location`; raises
+    ConfigError if one has.
 
     Args:
         generation: of those checkpoints.
-
-    Raises:
-        ConfigError: one has.
     """
     if lineage.generation <= generation:
         return

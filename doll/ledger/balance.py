@@ -375,14 +375,11 @@ class Ledger:
     """
 
     def __init__(self, durable: DurableModel, records: Iterable[UpdatesRecord]) -> None:
-        """Add the updates that count.
+        """Add the updates that count. Raises ValueError if `durable` does not have one entry per partition.
 
         Args:
             records: of `updates`, in log order, read after the checkpoint, of its generation. They are iterated over
                 twice.
-
-        Raises:
-            ValueError: `durable` does not have one entry per partition.
         """
         num = len(durable.origins)
         if len(durable.applied) != num:

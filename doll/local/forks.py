@@ -109,16 +109,14 @@ class ForkServer:
     def start_role(
         self, target: str, args: Sequence[Any] = (), *, log_path: Path, name: str, env: Mapping[str, str] | None = None
     ) -> Role:
-        """Fork a process that calls `target` and exits with its result. It is killed when this process ends.
+        """Fork a process that calls `target` and exits with its result. It is killed when this process ends. Raises
+        ServiceUnavailableError, with its log, if the fork server has exited or does not start.
 
         Args:
             target: `module:function`, imported in the child. It returns None or an exit code; an exception gives 1.
             args: JSON values: names, numbers, paths as text.
             log_path: file to which its standard output and error are appended.
             env: additions to its environment; secrets are inherited from this process's environment.
-
-        Raises:
-            ServiceUnavailableError: the fork server has exited or does not start; the message shows its log.
         """
         self.start()
         log_path.parent.mkdir(parents=True, exist_ok=True)

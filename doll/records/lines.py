@@ -20,16 +20,14 @@ _LONGEST_BYTES = 1 << 24
 def read_file(
     path: Path, *, header: bool = False, repeat: bool = False, skip: int = 0, max_bytes: int = _LONGEST_BYTES
 ) -> Iterator[bytes]:
-    """The lines of `path` in order, without blank ones.
+    """The lines of `path` in order, without blank ones. Raises ConfigError immediately if the file cannot be read or
+    holds no line, later if it is damaged further on.
 
     Args:
         header: leave out the first line.
         repeat: begin again at the end.
         skip: leave out so many lines, counted over all repetitions; they are read, except in whole repetitions.
         max_bytes: of a longer line one byte more than that is kept, so that a check of the length refuses it.
-
-    Raises:
-        ConfigError: immediately when the file cannot be read or holds no line; later when it is damaged further on.
     """
     once = _lines(path, header, max_bytes)
     first = next(once, None)

@@ -380,7 +380,8 @@ class CheckpointStore(ABC):
     def load_newest(
         self, fingerprint: str | None, version: int | None = None, *, in_place: bool = False
     ) -> Checkpoint | None:
-        """The newest checkpoint that is whole, past damaged ones (with a warning); None without any checkpoint.
+        """The newest checkpoint that is whole, past damaged ones (with a warning); None without any checkpoint. Raises
+        CheckpointError if it belongs to another job or fingerprint, or there are checkpoints but none is whole.
 
         Args:
             fingerprint: what the checkpoint must have, except what a resume may change; None accepts any, for tools
@@ -388,9 +389,6 @@ class CheckpointStore(ABC):
             version: look at the checkpoints of this version only.
             in_place: its tensors stay in their file, which may be deleted meanwhile: they take memory that the system
                 can have back. They are read-only, and not aligned.
-
-        Raises:
-            CheckpointError: it belongs to another job or fingerprint, or there are checkpoints but none is whole.
         """
         for _ in range(_READ_ATTEMPTS):
             with suppress(FileNotFoundError):

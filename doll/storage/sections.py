@@ -45,7 +45,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -90,6 +90,8 @@ _LOOK: Final = 64  # values that show whether it may be worth it; fewer are sent
 _FLOAT16: Final = 4
 _MAX_EXPONENT: Final = 150  # float32 has no number beyond 2 ** 128 or below 2 ** -149
 _NO_PATCHES: Final[Mapping[str, Patch]] = {}
+_NO_IDS: Final = np.empty(0, np.int64)
+_NO_VALUES: Final = np.empty((0, 1), np.float32)
 
 
 def encode_keys(keys: Keys) -> Bytes:
@@ -125,7 +127,8 @@ def decode_keys(data: Bytes, *, count: int, limit: int) -> Keys:
         return np.empty(0, np.uint64)
     is_last = data < _MORE
     if (coded := int(np.count_nonzero(is_last))) != count or not is_last[-1]:
-        raise BlobError(f"expected {count} keys, got {coded} in {len(data)} bytes{_cut_off(is_last)}")
+        cut_off = ", the last one cut off" if len(data) and not is_last[-1] else ""
+        raise BlobError(f"expected {count} keys, got {coded} in {len(data)} bytes{cut_off}")
     differences = data.astype(np.uint64) if coded == len(data) else _differences(data, is_last)
     keys: Keys = np.cumsum(differences, dtype=np.uint64)
     if not (keys[1:] > keys[:-1]).all():
@@ -156,10 +159,6 @@ def _differences(data: Bytes, is_last: npt.NDArray[np.bool_]) -> Keys:
         values[left] |= (data[begins[left] + byte] & _BITS).astype(np.uint64) << np.uint64(7 * byte)
         left = left[lengths[left] > byte + 1]
     return values
-
-
-def _cut_off(is_last: npt.NDArray[np.bool_]) -> str:
-    return "" if not len(is_last) or is_last[-1] else ", the last one cut off"
 
 
 def encode_bitmap(keys: Keys, limit: int) -> Bytes:
@@ -238,8 +237,8 @@ class _Section(NamedTuple):
     name: str
     shape: TableShape
     since: int
-    ids: Ids | None
-    values: npt.NDArray[np.float32] | None  # shape (count, width), and of form `m` one for each bit, shape (n, 1)
+    ids: Ids = _NO_IDS  # none of form `d`
+    values: npt.NDArray[np.float32] = _NO_VALUES  # shape (count, width), and of form `m` one for each bit, shape (n, 1)
     is_there: npt.NDArray[np.bool_] | None = None  # shape (count, width): of form `m`
     short: int = 0  # `_HALVES` or `_FLOAT16`: of form `d`, whose values need no more
 
@@ -247,14 +246,12 @@ class _Section(NamedTuple):
 def encode_push(
     pieces: Mapping[str, Vector | Rounded | Rows], shapes: Shapes, *, job: str, version: int
 ) -> Encoded:  # fmt: skip
-    """The blob of a push.
+    """The blob of a push. Raises ValueError if ids do not increase strictly, or values have another shape than `shapes`
+    says.
 
     Args:
         pieces: by name: float32 of shape (numel,), or some rows; of a vector, rows of width 1.
         version: of the weights that it was computed on.
-
-    Raises:
-        ValueError: ids that do not increase strictly, or values of another shape than `shapes` says.
     """
     sections = _sections(pieces, shapes, since=0)
     return _encode([_shorter(section) for section in sections], job=job, kind="p", version=version)
@@ -296,34 +293,33 @@ def encode_row_request(requests: Mapping[str, RowRequest], shapes: Shapes, *, jo
     for name, request in requests.items():
         shape = _table_shape(shapes[name])
         if len(request.ids):
-            sections.append(_Section("k", name, shape, 0, request.ids, None))
+            sections.append(_Section("k", name, shape, 0, request.ids))
         since = np.broadcast_to(request.since, len(request.known))
         for version_known in sorted(set(since.tolist())):
-            sections.append(_Section("c", name, shape, version_known, request.known[since == version_known], None))
+            sections.append(_Section("c", name, shape, version_known, request.known[since == version_known]))
     return _encode(sections, job=job, kind="q", version=version)
 
 
 def decode_row_request(data: Buffer, shapes: Shapes, *, job: str) -> tuple[dict[str, RowRequest], int]:
     """The requests, by the name of the table, and the oldest version that the rows may be of."""
     body, version = decode_bytes(data, job=job, kind="q", version=None)
-    none = np.empty(0, np.int64)
     requests: dict[str, RowRequest] = {}
     for section in _decode(body, shapes, forms="kc"):
-        ids = none if section.ids is None else section.ids
-        before = requests.get(section.name, RowRequest(none, none))
+        before = requests.get(section.name, RowRequest(_NO_IDS, _NO_IDS))
         if section.form == "k":
-            requests[section.name] = before._replace(ids=ids)
+            requests[section.name] = before._replace(ids=section.ids)
         elif not len(before.known):
-            requests[section.name] = before._replace(known=ids, since=section.since)
+            requests[section.name] = before._replace(known=section.ids, since=section.since)
         else:
-            requests[section.name] = _also_known(before, ids, section)
+            requests[section.name] = _also_known(before, section)
     return requests, version
 
 
-def _also_known(request: RowRequest, ids: Ids, section: _Section) -> RowRequest:
-    """`request` with `ids`, known since the version of `section`, as well."""
-    known = np.concatenate([request.known, ids])
-    since = np.concatenate([np.broadcast_to(request.since, len(request.known)), np.full(len(ids), section.since)])
+def _also_known(request: RowRequest, section: _Section) -> RowRequest:
+    """`request` with the ids of `section`, known since its version, as well."""
+    known = np.concatenate([request.known, section.ids])
+    since_each = np.broadcast_to(request.since, len(request.known)), np.full(len(section.ids), section.since)
+    since = np.concatenate(since_each)
     order = np.argsort(known, kind="stable")
     known = known[order]
     if not (known[1:] > known[:-1]).all():
@@ -358,26 +354,25 @@ def _encode(sections: Sequence[_Section], *, job: str, kind: BytesKind, version:
     parts: list[Buffer] = [_COUNT.pack(len(sections), 0)]
     plain = 0
     for form, name, shape, since, ids, values, is_there, short in sections:
-        coding, keys = (0, np.empty(0, np.uint8)) if ids is None else _coded(name, ids, shape.num_rows)
-        count = shape.num_rows if ids is None else len(ids)
+        has_keys, has_values = form != "d", form in "drm"
+        coding, keys = _coded(name, ids, shape.num_rows) if has_keys else (0, np.empty(0, np.uint8))
+        count = len(ids) if has_keys else shape.num_rows
         expected, bits = (count, shape.width), np.empty(0, np.uint8)
         if is_there is not None:
             if is_there.shape != expected:
                 raise ValueError(f"{name!r}: expected bits of shape {expected}, got {is_there.shape}")
             expected, bits = (int(np.count_nonzero(is_there)), 1), np.packbits(is_there, bitorder="little")
-        if values is not None and (values.shape != expected or values.dtype != np.float32):
+        if has_values and (values.shape != expected or values.dtype != np.float32):
             raise ValueError(
                 f"{name!r}: expected float32 values of shape {expected}, got {values.dtype} of {values.shape}"
             )
-        plain += (0 if ids is None else 8 * count) + (0 if values is None else 4 * values.size)
+        plain += 8 * len(ids) + 4 * values.size
         title = name.encode()
-        plain_body = b"" if values is None else np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
-        body: list[Buffer] = [plain_body]
-        if short == _FLOAT16 and values is not None:
-            coding, body = _FLOAT16, [np.ldexp(values, -since).astype("<f2").reshape(-1).view(np.uint8).data]
-        elif (
-            values is not None and (ids is not None or short) and (halves := _halves(np.frombuffer(plain_body, "<u4")))
-        ):
+        numbers = np.ascontiguousarray(values).reshape(-1)
+        body: list[Buffer] = [numbers.view(np.uint8).data]
+        if short == _FLOAT16:
+            coding, body = _FLOAT16, [np.ldexp(numbers, -since).astype("<f2").view(np.uint8).data]
+        elif (has_keys or short) and (halves := _halves(numbers.view("<u4"))):
             coding, body = coding | _HALVES, halves
         head = (form.encode(), coding, len(title), shape.width, shape.num_rows, count, len(keys), since)
         parts.append(_HEAD.pack(*head))
@@ -405,9 +400,9 @@ def _halves(values: npt.NDArray[np.uint32]) -> list[Buffer]:
 def _from_halves(reader: _Reader, num_values: int, what: str) -> npt.NDArray[np.float32]:
     """`num_values` values that were sent in halves."""
     num_whole, key_bytes = _HALVES_HEAD.unpack(reader.take(_HALVES_HEAD.size, f"the halves of {what}"))
-    keys = np.frombuffer(reader.padded(key_bytes, f"the places of {what}"), np.uint8)
-    upper = np.frombuffer(reader.padded(2 * num_values, f"the upper halves of {what}"), "<u2")
-    lower = np.frombuffer(reader.padded(2 * num_whole, f"the lower halves of {what}"), "<u2")
+    keys = reader.array(key_bytes, "u1", f"the places of {what}")
+    upper = reader.array(num_values, "<u2", f"the upper halves of {what}")
+    lower = reader.array(num_whole, "<u2", f"the lower halves of {what}")
     values = upper.astype("<u4") << 16
     values[decode_keys(keys, count=num_whole, limit=num_values).view(np.int64)] |= lower
     return values.view("<f4")
@@ -421,9 +416,9 @@ def _sections(
         shape = _table_shape(shapes[name])
         if isinstance(piece, Rounded):
             short, exponent = (_HALVES, 0) if piece.exponent is None else (_FLOAT16, piece.exponent)
-            sections.append(_Section("d", name, shape, exponent, None, piece.values.reshape(-1, 1), short=short))
+            sections.append(_Section("d", name, shape, exponent, values=piece.values.reshape(-1, 1), short=short))
         elif not isinstance(piece, Rows):
-            sections.append(_Section("d", name, shape, since, None, piece.reshape(-1, 1)))
+            sections.append(_Section("d", name, shape, since, values=piece.reshape(-1, 1)))
         else:
             sections.append(_Section("r", name, shape, since, *piece))
     return sections
@@ -432,7 +427,7 @@ def _sections(
 def _shorter(section: _Section) -> _Section:
     """The shorter form of what is added to a table: its rows, or their values that are not zero."""
     form, name, shape, since, ids, values, *_ = section
-    if form != "r" or shape.width == 1 or ids is None or values is None or values.shape != (len(ids), shape.width):
+    if form != "r" or shape.width == 1 or values.shape != (len(ids), shape.width):
         return section
     is_there = values != 0
     if not is_patch_shorter(is_there):
@@ -447,8 +442,6 @@ def is_patch_shorter(is_there: npt.NDArray[np.bool_]) -> bool:
 
 
 def _patch(section: _Section) -> Patch:
-    assert section.ids is not None, "a section of some values of rows has keys"
-    assert section.values is not None, "a section of some values of rows has values"
     assert section.is_there is not None, "a section of some values of rows has bits"
     if not np.isfinite(section.values).all():
         raise NotFiniteError(f"section {section.name!r}: expected finite values, got NaN or infinity")
@@ -457,8 +450,7 @@ def _patch(section: _Section) -> Patch:
 
 def _whole_rows(section: _Section) -> Rows:
     """The rows of form `m`: values that are not there are 0."""
-    assert section.is_there is not None, "a section of values has bits"
-    assert section.values is not None, "a section of values has values"
+    assert section.is_there is not None, "a section of some values of rows has bits"
     rows = np.zeros(section.is_there.shape, np.float32)  # at most as large as the table: keys increase
     rows.reshape(-1)[np.flatnonzero(section.is_there)] = section.values[:, 0]
     return _rows(section._replace(values=rows))
@@ -473,9 +465,9 @@ def _pieces(body: memoryview, shapes: Shapes, *, forms: str) -> tuple[dict[str, 
             raise BlobError(f"section {section.name!r}: expected it once, got it in two forms")
         if section.form == "m":
             pieces[section.name] = _whole_rows(section)
-        elif section.ids is not None:
+        elif section.form == "r":
             pieces[section.name] = _rows(section)
-        elif section.values is not None:
+        else:
             pieces[section.name] = section.values.reshape(-1)
         sinces.add(section.since)
     return pieces, sinces
@@ -530,37 +522,33 @@ def _decode_section(reader: _Reader, shapes: Shapes, forms: str) -> _Section:
     if letter == "d" and not (isinstance(expected, int) and count == size and not key_bytes):
         raise BlobError(f"section {name!r}: expected rows of a table, or all values of a vector, got {count} values")
     # Before anything is allocated: all lengths must be there.
-    keys = np.frombuffer(reader.padded(key_bytes, f"the keys of {name!r}"), np.uint8)
+    keys = reader.array(key_bytes, "u1", f"the keys of {name!r}")
     is_there, num_values = None, count * width if letter in "dr" else 0
     if letter == "m":
-        packed = np.frombuffer(reader.padded(_bytes_of(count * width), f"the bits of {name!r}"), np.uint8)
+        packed = reader.array(_bytes_of(count * width), "u1", f"the bits of {name!r}")
         is_there = _bits(packed, count * width, "values").reshape(count, width)
         num_values = int(np.count_nonzero(is_there))
-    ids = None
+    ids = _NO_IDS
     try:
         if coding & _HALVES:
             values = _from_halves(reader, num_values, f"{name!r}")
         elif coding == _FLOAT16:
             if not -_MAX_EXPONENT <= since <= _MAX_EXPONENT:
                 raise BlobError(f"expected an exponent of at most {_MAX_EXPONENT}, got {since}")
-            short = np.frombuffer(reader.padded(2 * num_values, f"the values of {name!r}"), "<f2")
+            short = reader.array(num_values, "<f2", f"the values of {name!r}")
             values = np.ldexp(short.astype("<f4"), since)
         else:
-            values = np.frombuffer(reader.padded(4 * num_values, f"the values of {name!r}"), "<f4")
+            values = reader.array(num_values, "<f4", f"the values of {name!r}")
         if letter != "d":
             decode = decode_bitmap if coding & _BITMAP else decode_keys
             ids = decode(keys, count=count, limit=min(shape.num_rows, 1 << 63)).view(np.int64)
     except BlobError as exc:
         raise BlobError(f"section {name!r}: {exc}") from exc
-    if letter in "kc":
-        return _Section(letter, name, shape, since, ids, None)
     per_key = width if letter in "dr" else 1
     return _Section(letter, name, shape, since, ids, values.reshape(-1, per_key), is_there)
 
 
 def _rows(section: _Section) -> Rows:
-    assert section.ids is not None, "a section of rows has ids"
-    assert section.values is not None, "a section of rows has values"
     is_finite = np.isfinite(section.values)
     if not is_finite.all():
         bad = np.flatnonzero(~is_finite.all(axis=1))
@@ -599,3 +587,7 @@ class _Reader:
         if any(padding):
             raise BlobError(f"expected zeros behind {what}, got {bytes(padding)!r}")
         return piece
+
+    def array(self, count: int, dtype: str, what: str) -> npt.NDArray[Any]:
+        """The next `count` numbers, and the zeros after them are passed over."""
+        return np.frombuffer(self.padded(np.dtype(dtype).itemsize * count, what), dtype)

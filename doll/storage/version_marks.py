@@ -86,13 +86,11 @@ def encode_marks(marks: VersionMarks) -> bytes:
 
 
 def decode_marks(data: bytes | None, location: str) -> VersionMarks:
-    """The marks in the content of the file; none where it is not there.
+    """The marks in the content of the file; none if it is not there. Raises CheckpointError if it is damaged, or of
+    another release.
 
     Args:
         location: of the file, for messages.
-
-    Raises:
-        CheckpointError: it is damaged, or of another release.
     """
     if data is None:
         return NO_MARKS

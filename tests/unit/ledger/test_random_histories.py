@@ -292,7 +292,7 @@ def test_a_wrong_count_in_the_checkpoint_is_noticed(rng: random.Random, by: int)
     applied = list(history.durable.applied)
     applied[n] += by
     assume(applied[n] >= 0)
-    report = history.report(durable=replace(history.durable, applied=tuple(applied)))
+    report = history.report(durable=msgspec.structs.replace(history.durable, applied=tuple(applied)))
     assert not report.ok
     edge = history.durable.origins[n] + min(applied[n], history.durable.applied[n]) * 4
     assert f"partition {n}: {edge}-{edge + 3}" in " ".join(report.violations())

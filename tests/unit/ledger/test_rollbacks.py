@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from doll.ledger.balance import Ledger, Range
 from doll.ledger.lineage import UpdatesRecord
 from doll.ledger.valid_updates import DurableModel
 from doll.records.bounds import Grid
 from doll.records.control import Member, TermStarted, Update
 from doll.records.rollbacks import Rollback
+from msgspec.structs import replace
 from record_builders import balance, dead_letter, update
 
 
