@@ -21,8 +21,7 @@ from confluent_kafka import Message as _Record
 from confluent_kafka import TopicPartition as _TopicPartition
 
 from doll.errors import ServiceUnavailableError
-from doll.kafka.clients import make_consumer
-from doll.kafka.denials import is_denial, reason_of
+from doll.kafka.clients import is_denial, make_consumer, reason_of
 from doll.kafka.reader import Partition, end_of_unreadable, unreadable, unreadable_headers
 from doll.kafka.topic_plan import batch_limit_bytes
 from doll.records.refusals import UnreadValue

@@ -1,5 +1,5 @@
 """Clients of Kafka: the one place that builds producers, consumers and admin clients, from job file and environment,
-and that translates their library's errors.
+and that translates their library's errors: which ACL is missing, for whom; which limit a record exceeds.
 
 A job's clients share `kafka_settings`: addresses, security, how soon they reconnect. Secrets come from the environment:
 where these are missing, whatever makes a client raises ConfigError.
@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigEntry, OffsetSpec
 
 from doll.errors import ConfigError, ServiceUnavailableError
-from doll.kafka.denials import is_denial
-from doll.kafka.logins import Renewal, has_expired_certificate, login_settings, unreadable_files
+from doll.kafka.logins import Renewal, has_expired_certificate, login_settings, principal_text, unreadable_files
+from doll.kafka.permissions import Permission, Resource, allow_command
 from doll.kafka.remedies import is_final, login_remedy
+from doll.kafka.topic_plan import RECORD_LIMIT_BYTES, SIZE_SETTING, alter_command
 from doll.services import KAFKA_ENV, Services
 from doll.telemetry import get_logger
 
@@ -33,6 +34,13 @@ T = TypeVar("T")
 ADMIN_S: Final = 15.0
 """How long an answer to an admin client is waited for."""
 _NEW_TOPIC_S: Final = 10.0
+_RESOURCES: Final[dict[int, Resource]] = {
+    KafkaError.TOPIC_AUTHORIZATION_FAILED: "topic",
+    KafkaError.GROUP_AUTHORIZATION_FAILED: "group",
+    KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: "transactional-id",
+    KafkaError.CLUSTER_AUTHORIZATION_FAILED: "cluster",
+}
+_ASK_S: Final = 10.0
 _BUSY_TIMES: Final = 4
 # What brokers answer about a topic that was created a moment ago.
 _LEADERLESS: Final = (
@@ -65,6 +73,44 @@ def is_away(error: ServiceUnavailableError) -> bool:
     """Whether the broker has not answered, so that waiting may help."""
     cause = error.__cause__
     return isinstance(cause, KafkaException) and error_of(cause).code() in _AWAY
+
+
+def is_denial(error: Any) -> bool:
+    """Whether an error of the client library is a missing permission."""
+    return error.code() in _RESOURCES
+
+
+def reason_of(error: Any, kafka: KafkaConfig, operation: str, name: str) -> str:
+    """The library's words for an error; for a missing permission also which one, who lacks it, and how to give it; for
+    a record that is too long, what to raise.
+
+    Args:
+        operation: that was refused, as ACLs name it.
+        name: of the topic, group or transactional id.
+    """
+    if error.code() == KafkaError.MSG_SIZE_TOO_LARGE:
+        change = alter_command(name, f"{SIZE_SETTING}={RECORD_LIMIT_BYTES}")
+        return f"{error.str()}: raise the topic's limit: {change}"
+    if not is_denial(error):
+        return str(error.str())
+    return f"{error.str()}: {_lacks(kafka, Permission(_RESOURCES[error.code()], name, operation))}"
+
+
+def describe_denial(admin: AdminClient, kafka: KafkaConfig, name: str) -> str | None:
+    """The permission that this user lacks to see a topic; None if it may see it, or Kafka does not say."""
+    futures = admin.describe_topics(TopicCollection([name]), request_timeout=_ASK_S)
+    try:
+        futures[name].result(_ASK_S)
+    except KafkaException as exc:
+        return _lacks(kafka, Permission("topic", name, "Describe")) if is_denial(error_of(exc)) else None
+    except TimeoutError:
+        return None
+    return None
+
+
+def _lacks(kafka: KafkaConfig, permission: Permission) -> str:
+    principal = principal_text(kafka)
+    return f"{principal} lacks {permission}; {allow_command([permission], principal)}"
 
 
 @contextlib.contextmanager

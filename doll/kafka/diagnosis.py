@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from confluent_kafka import ConsumerGroupTopicPartitions, KafkaError, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic, OffsetSpec, ResourceType
 
-from doll.kafka.clients import ADMIN_S, error_of, kafka_problem, list_offsets, make_admin, setting_values
-from doll.kafka.denials import is_denial
+from doll.kafka.clients import ADMIN_S, error_of, is_denial, kafka_problem, list_offsets, make_admin, setting_values
 from doll.kafka.facts import KafkaFacts, StreamFacts
 from doll.kafka.topic_plan import ActualTopic, plan_topics
 

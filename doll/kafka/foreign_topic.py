@@ -20,12 +20,12 @@ from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka.clients import (
     ADMIN_S,
     error_of,
+    is_denial,
     make_admin,
     retry_while_leaderless,
     setting_values,
     translate_errors,
 )
-from doll.kafka.denials import is_denial
 from doll.kafka.logins import principal_text
 from doll.kafka.permissions import Permission, allow_command
 from doll.kafka.topic_plan import batch_limit_bytes

@@ -121,23 +121,21 @@ def unreadable_files() -> list[str]:
 
 
 def _credentials(kafka: KafkaConfig) -> tuple[str, str]:
-    username, password = secret(KAFKA_USER_ENV), secret(KAFKA_PASSWORD_ENV)
-    if not username or not password:
-        raise ConfigError(
-            f"kafka.security is {kafka.security}, with {kafka.mechanism}: set {KAFKA_USER_ENV} and "
-            f"{KAFKA_PASSWORD_ENV} (or {KAFKA_PASSWORD_ENV}_FILE)"
-        )
-    return username, password
+    what = f"kafka.security is {kafka.security}, with {kafka.mechanism}"
+    return _secrets(what, KAFKA_USER_ENV, KAFKA_PASSWORD_ENV)
+
+
+def _secrets(what: str, name_env: str, secret_env: str) -> tuple[str, str]:
+    name, hidden = secret(name_env), secret(secret_env)
+    if not name or not hidden:
+        raise ConfigError(f"{what}: set {name_env} and {secret_env} (or {secret_env}_FILE)")
+    return name, hidden
 
 
 def _oauth_settings(kafka: KafkaConfig) -> dict[str, Any]:
     assert kafka.oauth is not None
-    client, hidden = secret(KAFKA_CLIENT_ID_ENV), secret(KAFKA_CLIENT_SECRET_ENV)
-    if not client or not hidden:
-        raise ConfigError(
-            f"kafka.sasl_mechanism is OAUTHBEARER: set {KAFKA_CLIENT_ID_ENV} and {KAFKA_CLIENT_SECRET_ENV} "
-            f"(or {KAFKA_CLIENT_SECRET_ENV}_FILE)"
-        )
+    what = "kafka.sasl_mechanism is OAUTHBEARER"
+    client, hidden = _secrets(what, KAFKA_CLIENT_ID_ENV, KAFKA_CLIENT_SECRET_ENV)
     settings = {
         "sasl.mechanism": "OAUTHBEARER",
         "sasl.oauthbearer.method": "oidc",

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 from confluent_kafka import KafkaError, KafkaException
 
 from doll.errors import ServiceUnavailableError
-from doll.kafka.clients import LINGER_MS, error_of, make_producer
-from doll.kafka.denials import reason_of
+from doll.kafka.clients import LINGER_MS, error_of, make_producer, reason_of
 from doll.kafka.topic_plan import RECORD_LIMIT_BYTES
 from doll.records.control import AnyRecord, encode
 from doll.telemetry import get_logger

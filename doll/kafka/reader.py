@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Self
 from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Consumer, KafkaError, KafkaException, TopicPartition
 
 from doll.errors import RecordError, ServiceUnavailableError
-from doll.kafka.clients import make_consumer, retry_while_leaderless, translate_errors
-from doll.kafka.denials import reason_of
+from doll.kafka.clients import make_consumer, reason_of, retry_while_leaderless, translate_errors
 from doll.records.control import AnyRecord, Finished, decode
 from doll.telemetry import get_logger
 

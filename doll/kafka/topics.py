@@ -30,6 +30,7 @@ from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka import foreign_topic
 from doll.kafka.clients import (
     ADMIN_S,
+    describe_denial,
     error_of,
     list_offsets,
     make_admin,
@@ -37,7 +38,6 @@ from doll.kafka.clients import (
     setting_values,
     translate_errors,
 )
-from doll.kafka.denials import unseen_topics
 from doll.kafka.logins import own_user
 from doll.kafka.permissions import Permission, needed
 from doll.kafka.topic_plan import (
@@ -168,11 +168,15 @@ def _create(admin: AdminClient, config: JobConfig, services: Services, missing: 
     Some managed services set the first themselves, and do not allow it to be set; and allow no records of 32 MiB.
     """
     refusals: tuple[int, ...] = (KafkaError.INVALID_CONFIG, KafkaError.POLICY_VIOLATION)
-    wanted = list(missing)
+    wanted, replicas = list(missing), config.kafka.replication_factor
     for dropped in (MIN_ISR_SETTING, SIZE_SETTING, TIME_SETTING, ""):
+        if not wanted:
+            return
         refused: list[TopicPlan] = []
-        for topic, future in _request(admin, config, wanted):
-            if not _is_created(future, topic, config, services, refusals if dropped else ()):
+        new = [NewTopic(topic.name, topic.partitions, replicas, config=topic.settings) for topic in wanted]
+        futures = admin.create_topics(new, operation_timeout=ADMIN_S, request_timeout=ADMIN_S)
+        for topic in wanted:
+            if not _is_created(futures[topic.name], topic, config, services, refusals if dropped else ()):
                 settings = {name: value for name, value in topic.settings.items() if name != dropped}
                 refused.append(dataclasses.replace(topic, settings=settings))
         wanted = refused
@@ -189,19 +193,8 @@ def _add_partitions(admin: AdminClient, services: Services, topic: str, count: i
         time.sleep(0.05)
 
 
-def _request(
-    admin: AdminClient, config: JobConfig, topics: Sequence[TopicPlan]
-) -> list[tuple[TopicPlan, Future[None]]]:
-    if not topics:
-        return []
-    replicas = config.kafka.replication_factor
-    wanted = [NewTopic(topic.name, topic.partitions, replicas, config=topic.settings) for topic in topics]
-    futures = admin.create_topics(wanted, operation_timeout=ADMIN_S, request_timeout=ADMIN_S)
-    return [(topic, futures[topic.name]) for topic in topics]
-
-
 def _is_created(
-    future: Future[None], topic: TopicPlan, config: JobConfig, services: Services, refusals: Collection[int] = ()
+    future: Future[None], topic: TopicPlan, config: JobConfig, services: Services, refusals: Collection[int]
 ) -> bool:
     """Whether the topic exists now; False where Kafka answers with one of the codes `refusals`."""
     with translate_errors(services.kafka, f"create topic {topic.name}", "create it by hand, or allow this user to"):
@@ -275,7 +268,7 @@ def check(config: JobConfig, services: Services) -> None:
     existing = _partition_counts(admin, services)
     for topic in plan_topics(config):
         if topic.name not in existing:
-            if (denial := unseen_topics(admin, config.kafka, [topic.name])) is not None:
+            if (denial := describe_denial(admin, config.kafka, topic.name)) is not None:
                 raise ServiceUnavailableError(f"Kafka at {services.kafka} does not show topic {topic.name}: {denial}")
             raise ServiceUnavailableError(
                 f"topic {topic.name} does not exist on Kafka at {services.kafka}: start the job's parameter server, "

@@ -371,7 +371,7 @@ def test_ensure_waits_until_every_broker_knows_what_was_created(monkeypatch: pyt
 def test_ensure_names_the_broker_that_never_hears_of_a_topic(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = SlowCluster(behind=1_000_000)
     monkeypatch.setattr(topics, "make_admin", cluster.client)
-    monkeypatch.setattr(topics, "_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(topics, "ADMIN_S", 0.2)
     with pytest.raises(ServiceUnavailableError, match=r"after 0\.2 s.*broker:3 lacks doll\..*start again"):
         topics.ensure(job(workers=3), Services("bootstrap:9092", ""))
 
@@ -387,7 +387,7 @@ def test_ensure_goes_on_without_a_broker_that_does_not_answer(monkeypatch: pytes
     monkeypatch.setattr(cluster, "answer", answer)
     monkeypatch.setattr(cluster, "next_broker", lambda: 1)
     monkeypatch.setattr(topics, "make_admin", cluster.client)
-    monkeypatch.setattr(topics, "_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(topics, "ADMIN_S", 0.2)
     config, services = job(workers=3), Services("bootstrap:9092", "")
     topics.ensure(config, services)
     topics.check(config, services)
