@@ -204,6 +204,30 @@ def _unusable(exc: KafkaException) -> str:
     return f"Kafka's client cannot be made ({error_of(exc).str()}): {todo}"
 
 
+class ProbeClients:
+    """Makes clients for brokers that this machine starts, where no job's settings apply: no security, and no log."""
+
+    def __init__(self, address: str) -> None:
+        self._settings: dict[str, Any] = {
+            "bootstrap.servers": address,
+            "log_level": 0,
+            "reconnect.backoff.max.ms": 200,
+            "error_cb": lambda error: None,
+        }
+
+    def admin(self) -> AdminClient:
+        return AdminClient(self._settings)
+
+    def producer(self, message_timeout_ms: int) -> Producer:
+        """An idempotent producer that sends each record immediately."""
+        extra = {"enable.idempotence": True, "linger.ms": 0, "message.timeout.ms": message_timeout_ms}
+        return Producer(self._settings | extra)
+
+    def consumer(self, group: str) -> Consumer:
+        """A consumer that commits only on request."""
+        return Consumer(self._settings | {"group.id": group, "enable.auto.commit": False})
+
+
 class Settings(dict[str, Any]):
     """librdkafka settings whose repr hides what is secret."""
 

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from doll.kafka.clients import error_of
+from doll.kafka.clients import ProbeClients, error_of
 
 READY_TOPIC: Final = "doll-ready"  # the probe writes to it
 # 3 s on an idle machine; 50 s were measured with 20 processes per core, or with a log to recover.
@@ -29,12 +29,7 @@ class ReadinessProbe:
 
     def __init__(self, address: str, cluster_id: str, alive: Callable[[], bool], brokers: int = 1) -> None:
         self._brokers = brokers
-        self._settings: dict[str, Any] = {  # no job's: these brokers ask for no log-in here
-            "bootstrap.servers": address,
-            "log_level": 0,
-            "reconnect.backoff.max.ms": 200,
-            "error_cb": lambda error: None,
-        }
+        self._clients = ProbeClients(address)
         self._cluster_id = cluster_id
         self._alive = alive
         self._deadline_s = time.monotonic() + _START_S
@@ -42,7 +37,7 @@ class ReadinessProbe:
     def run(self) -> bool:
         """Whether it serves, before its process exits or the time is over."""
         return (
-            self._retry(self._is_ours, AdminClient(self._settings))
+            self._retry(self._is_ours, self._clients.admin())
             and self._retry(self._writes)
             and self._retry(self._commits)
         )
@@ -76,13 +71,13 @@ class ReadinessProbe:
 
     def _writes(self) -> bool:
         acked: list[bool] = []
-        producer = Producer(self._settings | {"enable.idempotence": True, "linger.ms": 0, "message.timeout.ms": 5000})
+        producer = self._clients.producer(message_timeout_ms=5000)
         producer.produce(READY_TOPIC, b"ready", on_delivery=lambda error, message: acked.append(error is None))
         producer.flush(6.0)
         return acked == [True]
 
     def _commits(self) -> bool:
-        consumer = Consumer(self._settings | {"group.id": READY_TOPIC, "enable.auto.commit": False})
+        consumer = self._clients.consumer(group=READY_TOPIC)
         try:
             committed = consumer.commit(offsets=[TopicPartition(READY_TOPIC, 0, 1)], asynchronous=False)
             return bool(committed) and committed[0].error is None

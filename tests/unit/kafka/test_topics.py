@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -337,13 +338,13 @@ class SlowAdmin:
             done[topic.topic].set_result(None)
         return done
 
-    def list_offsets(self, wanted: dict[TopicPartition, object], **_: object) -> dict[TopicPartition, Future[None]]:
-        answers: dict[TopicPartition, Future[None]] = {where: Future() for where in wanted}
+    def list_offsets(self, wanted: dict[TopicPartition, object], **_: object) -> dict[TopicPartition, Future[Any]]:
+        answers: dict[TopicPartition, Future[Any]] = {where: Future() for where in wanted}
         for answer in answers.values():
-            answer.set_result(None)
+            answer.set_result(SimpleNamespace(offset=0))
         if self._cluster.unopened > 0:
             self._cluster.unopened -= 1
-            refused: Future[None] = Future()
+            refused: Future[Any] = Future()
             codes = (KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.UNKNOWN_LEADER_EPOCH)
             refused.set_exception(KafkaException(KafkaError(codes[self._cluster.unopened % 2])))
             answers[next(iter(answers))] = refused
