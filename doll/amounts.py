@@ -20,7 +20,7 @@ def usd(value: float, *, up: bool = False) -> str:
     """
     if not math.isfinite(value):
         return f"{value}"
-    decimals = max(2, _decimals_of(value, 2))
+    decimals = max(2, _decimals_of(value))
     if up:
         value = math.ceil(round(value * 10**decimals, 6)) / 10**decimals
     return f"{value:.{decimals}f}"
@@ -69,14 +69,14 @@ def _hours(seconds: float) -> str:
 
 
 def _range(value: float, sd: float, most_decimals: int = _MOST_DECIMALS) -> str:
-    decimals = min(most_decimals, _decimals_of(sd, 2))
+    decimals = min(most_decimals, _decimals_of(sd))
     shown = max(0, decimals)
     return f"{round(value, decimals):.{shown}f} +- {round(sd, decimals):.{shown}f}"
 
 
-def _decimals_of(value: float, digits: int) -> int:
-    """The decimal places that show so many significant digits."""
-    return 0 if value == 0 else min(_MOST_DECIMALS, digits - 1 - math.floor(math.log10(abs(value))))
+def _decimals_of(value: float) -> int:
+    """The decimal places that show two significant digits."""
+    return 0 if value == 0 else min(_MOST_DECIMALS, 1 - math.floor(math.log10(abs(value))))
 
 
 def aligned(rows: Sequence[Sequence[str]], columns: str = "<>") -> list[str]:

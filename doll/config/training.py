@@ -2,15 +2,72 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, TypeAlias
+import re
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias, TypeVar
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
-from doll.config.named_class import ByPattern, NamedClass, Values
 from doll.config.policy import POLICIES, PolicyConfig, default_policy
 from doll.config.section import LONGEST_S, Section
 from doll.config.tables import TableConfig
 from doll.config.variants import Variants
+
+T = TypeVar("T")
+# YAML 1.1 reads 3e-4, without a point, as text; nothing tells a class that a number is meant.
+_NUMBER: Final = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+
+
+def _is_class_name(name: str) -> str:
+    parts = name.split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        raise ValueError(f"expected module.Class, as in torch.optim.AdamW, got {name!r}")
+    return name
+
+
+def _with_numbers(value: Any) -> Any:
+    match value:
+        case str() if _NUMBER.fullmatch(value):
+            return float(value)
+        case dict():
+            return {key: _with_numbers(item) for key, item in value.items()}
+        case list():
+            return [_with_numbers(item) for item in value]
+        case _:
+            return value
+
+
+Values = Annotated[dict[str, Any], BeforeValidator(_with_numbers)]
+"""Keyword arguments, whatever their types; text such as 3e-4 is a number."""
+
+
+class NamedClass(Section):
+    """A class of somebody else, such as an optimizer or a schedule, and its keyword arguments."""
+
+    cls: Annotated[str, AfterValidator(_is_class_name)] = Field(alias="class")
+    """`module.Class`, as in torch.optim.AdamW"""
+    args: Values = Field(default_factory=dict)
+    """keyword arguments of the class"""
+
+
+def _check_patterns(values: dict[str, T]) -> dict[str, T]:
+    for pattern in values:
+        try:
+            re.compile(pattern)
+        except re.error as exc:
+            raise ValueError(f"expected a regular expression, got {pattern!r}: {exc}") from exc
+    return values
+
+
+ByPattern = Annotated[dict[str, T], AfterValidator(_check_patterns)]
+"""Values by regular expressions."""
 
 
 class TaskConfig(Section):

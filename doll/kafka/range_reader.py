@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-STALL_S: Final = 30.0
+_STALL_S: Final = 30.0
 _AT_ONCE: Final = 128  # partitions: of each a fetch may bring megabytes
 
 
@@ -41,7 +41,7 @@ class RangeReader:
     Calls raise ServiceUnavailableError where the broker refuses, or sends nothing for `stall_timeout_s`.
     """
 
-    def __init__(self, config: JobConfig, services: Services, stall_timeout_s: float = STALL_S) -> None:
+    def __init__(self, config: JobConfig, services: Services, stall_timeout_s: float = _STALL_S) -> None:
         self.problems: list[str] = []  # values that are no record of their topic, one sentence each
         self._services = services
         self._stall_s = stall_timeout_s

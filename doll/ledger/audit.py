@@ -19,7 +19,7 @@ from msgspec import structs
 
 from doll import telemetry
 from doll.kafka import topics
-from doll.kafka.range_reader import STALL_S, RangeReader
+from doll.kafka.range_reader import RangeReader
 from doll.kafka.samples_topic import deleted_before, replaced_topic
 from doll.ledger.balance import Ledger, LedgerReport, Range
 from doll.ledger.lineage import GenerationFilter, Lineage, UpdatesRecord
@@ -38,9 +38,7 @@ _ATTEMPTS: Final = 3
 _MAX_GAP_RECORDS: Final = 5000  # gaps nearer than this are read together: a seek costs as much as that
 
 
-def audit(
-    config: JobConfig, services: Services, store: CheckpointStore, *, stall_timeout_s: float = STALL_S
-) -> LedgerReport:
+def audit(config: JobConfig, services: Services, store: CheckpointStore) -> LedgerReport:
     """Balance the ledger of a job from its durable model. It only reads, and commits no offset.
 
     Raises:
@@ -51,7 +49,7 @@ def audit(
     topics.check(config, services)
     for rounds in range(1, _ATTEMPTS + 1):
         checkpoint = store.load_newest(None)
-        report = _audit_once(config, services, checkpoint, stall_timeout_s, store.location)
+        report = _audit_once(config, services, checkpoint, store.location)
         newest = store.versions()[-1:]
         unchanged = newest == ([] if checkpoint is None else [(checkpoint.term, checkpoint.version)])
         if report.ok or unchanged:
@@ -60,11 +58,9 @@ def audit(
     return report
 
 
-def _audit_once(
-    config: JobConfig, services: Services, checkpoint: Checkpoint | None, stall_timeout_s: float, location: str
-) -> LedgerReport:
+def _audit_once(config: JobConfig, services: Services, checkpoint: Checkpoint | None, location: str) -> LedgerReport:
     dead, samples = config.topic("dead"), config.topic("samples")
-    with RangeReader(config, services, stall_timeout_s) as reader:
+    with RangeReader(config, services) as reader:
         ledger, generation = build_ledger(config, reader, checkpoint, location)
         for letter in generation.letters(reader.records(dead, (DeadLetter,))):
             ledger.add_dead_letter(letter)

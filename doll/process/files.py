@@ -94,10 +94,10 @@ def unwritable(error: OSError) -> ServiceUnavailableError:
     return ServiceUnavailableError(f"{about}{error.strerror or error}{todo}")
 
 
-def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
+def write_json(path: Path, value: Any) -> None:
     """Replace `path` by `value` as indented JSON, as `replacing` does; raises OSError if the folder cannot be
     written."""
-    write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", durable=durable)
+    write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:

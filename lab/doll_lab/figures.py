@@ -19,14 +19,9 @@ from matplotlib.patches import Patch
 __all__ = ["Patch", "colormaps", "decorate", "new_figure"]
 
 
-def new_figure(width: float, height: float, *, dpi: int = 110) -> Figure:
-    """An empty figure, which `savefig` writes with this resolution.
-
-    Args:
-        width: inches.
-        height: inches.
-    """
-    figure = Figure(figsize=(width, height), layout="constrained", dpi=dpi)
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of this width and height in inches."""
+    figure = Figure(figsize=(width, height), layout="constrained", dpi=110)
     FigureCanvasAgg(figure)
     return figure
 
