@@ -127,7 +127,7 @@ class _Policies(Variants):
 
     def load(self, name: str) -> Any:
         """The `doll.ps.policies.PolicySpec` that is registered under `name`, not checked. Raises KeyError if the name
-        is not registered; raises ConfigError if two distributions register it, or its module cannot be imported."""
+        is not registered, and ConfigError if two distributions register it, or its module cannot be imported."""
         points = self._entry_points[name]
         if len(points) > 1:
             owners = " and ".join(sorted(map(_distribution, points)))
@@ -172,7 +172,7 @@ POLICIES: Final = _Policies("name", default="doll")
 
 
 def policy_section(name: str) -> type[PolicyConfig]:
-    """The section class of a registered policy. Raises KeyError if there is no such policy; raises ConfigError if it
+    """The section class of a registered policy. Raises KeyError if there is no such policy, and ConfigError if it
     cannot be loaded, or is no policy."""
     spec = POLICIES.load(name)
     section = getattr(spec, "config", None)

@@ -53,7 +53,7 @@ class Variants:
         return self._classes
 
     def validate(self, value: Any) -> Section:
-        """The section that `value` stands for. Raises PydanticCustomError if it names none of the classes; raises
+        """The section that `value` stands for. Raises PydanticCustomError if it names none of the classes, and
         ValidationError if its class refuses it."""
         if isinstance(value, Section) and isinstance(value, tuple(self.classes.values())):
             return value

@@ -90,7 +90,7 @@ def build_ledger(
     config: JobConfig, reader: RangeReader, checkpoint: Checkpoint | None, location: str = "the checkpoint store"
 ) -> tuple[Ledger, GenerationFilter]:
     """The job's ledger with the updates that `checkpoint` contains and no letters yet, and the filter of its letters.
-    Raises ServiceUnavailableError if Kafka does not send the updates; raises CheckpointError if the checkpoint does not
+    Raises ServiceUnavailableError if Kafka does not send the updates, and CheckpointError if the checkpoint does not
     fit the job file."""
     records = _GenerationUpdates(config, reader, checkpoint)
     return Ledger(_durable(config, reader, checkpoint, records, location), records), records.generation

@@ -67,7 +67,7 @@ def _inside(value: Mapping[Any, Any] | list[Any]) -> list[Any]:
 
 def read_text(path: Path, *, max_bytes: int) -> str:
     """The UTF-8 text of a file that is not larger than expected; no more than that is read. Raises OSError if it cannot
-    be read; raises MalformedError if it is larger, or not UTF-8."""
+    be read, and MalformedError if it is larger, or not UTF-8."""
     with path.open("rb") as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:

@@ -677,7 +677,7 @@ def encode(record: AnyRecord) -> bytes:
 
 
 def decode(data: bytes | memoryview | None) -> AnyRecord:
-    """The control record in `data`. Raises SchemaVersionError if it is of another schema version; raises RecordError if
+    """The control record in `data`. Raises SchemaVersionError if it is of another schema version, and RecordError if
     it is empty, of another magic or an unknown type, or its fields do not fit the type."""
     if not data or len(data) < 3:
         raise RecordError(f"expected a control record, got {0 if data is None else len(data)} bytes")

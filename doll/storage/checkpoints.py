@@ -223,7 +223,7 @@ def _length_of_head(data: bytes | mmap.mmap) -> int:
 def decode_head(data: bytes) -> CheckpointHead | int:
     """The head in the first bytes of a checkpoint; if they are too few, how many it takes.
 
-    The checksum of the whole is not looked at. Raises DamagedError if it is torn or changed; raises CheckpointError if
+    The checksum of the whole is not looked at. Raises DamagedError if it is torn or changed, and CheckpointError if
     it is of a schema that this build does not read.
     """
     if len(data) < _PREFIX.size:
@@ -275,7 +275,7 @@ class CheckpointStore(ABC):
     @abstractmethod
     def save(self, checkpoint: Checkpoint) -> None:
         """Store `checkpoint`, whole or not at all; durable on return. Raises FencedError if a higher term has been
-        claimed; raises CheckpointError if it is another job's, or of a version below one that this term has saved."""
+        claimed, and CheckpointError if it is another job's, or of a version below one that this term has saved."""
 
     @abstractmethod
     def versions(self) -> list[tuple[int, int]]:
@@ -317,7 +317,7 @@ class CheckpointStore(ABC):
     def change_marks(self, change: Callable[[VersionMarks], VersionMarks]) -> VersionMarks:
         """Let `change` say what the marks are from now on; returns them. Whoever changes them at the same time does so
         before or after, never over it: `change` may be called several times. Raises VersionUnknownError if a version
-        that gets a mark is not kept; raises CheckpointError if it is damaged."""
+        that gets a mark is not kept, and CheckpointError if it is damaged."""
         for _ in range(_MARK_ATTEMPTS):
             data, known = self.read_document(MARKS)
             before = decode_marks(data, f"{self.location}/{MARKS}")
@@ -351,7 +351,7 @@ class CheckpointStore(ABC):
 
     def read_head(self, term: int, version: int) -> CheckpointHead:
         """The part of a checkpoint beside its tensors, without reading these. Raises VersionUnknownError if it was
-        deleted since it was listed; raises CheckpointError if it is damaged, or of another job."""
+        deleted since it was listed, and CheckpointError if it is damaged, or of another job."""
         size = _HEAD_BYTES
         name = f"{self.location}/{checkpoint_name(term, version)}"
         try:

@@ -48,7 +48,7 @@ def encode_row_changes(changes: RowChanges, shapes: Mapping[str, TableShape], *,
 
 def decode_row_changes(data: Buffer, shapes: Mapping[str, TableShape], *, job: str, version: int) -> RowChanges:
     """The changes that `encode_row_changes` was given; views of `data`. Raises BlobError if it is torn, changed on the
-    way, of another job or version, or not of all these tables; raises NotFiniteError if a value is NaN or infinite."""
+    way, of another job or version, or not of all these tables, and NotFiniteError if a value is NaN or infinite."""
     pieces, since = decode_delta(data, _with_began(shapes), job=job, version=version)
     began = pieces.pop(_BEGAN, None)
     rows = {name: piece for name, piece in pieces.items() if isinstance(piece, Rows)}

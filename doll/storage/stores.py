@@ -86,7 +86,7 @@ def open_blobs(
     config: JobConfig, services: Services, *, give_up: Callable[[], bool], timeout_s: float = 10.0
 ) -> ShmBlobs | RedisBlobs:
     """The job's blob store: in shared memory if `services.blobs` names a folder, else in Redis. Raises ConfigError if
-    `blobs.kind` is shm and there is no folder; raises ServiceUnavailableError if the folder is another user's, or open
+    `blobs.kind` is shm and there is no folder, and ServiceUnavailableError if the folder is another user's, or open
     to others."""
     from doll.storage.redis_blobs import RedisBlobs
     from doll.storage.redis_client import connect_redis

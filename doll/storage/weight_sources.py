@@ -43,7 +43,7 @@ class Source(NamedTuple):
 
 def read_source(config: JobConfig, source: str) -> Source:
     """The tensors of what `training.init_from` names. Raises ConfigError if there is no such file or run, or it cannot
-    be read; raises CheckpointError if checkpoints cannot be read, or none of this version is kept."""
+    be read, and CheckpointError if checkpoints cannot be read, or none of this version is kept."""
     path, version = find_source(config, source)
     try:
         if isinstance(path, str):
