@@ -52,7 +52,7 @@ class SourceSection(Section, ABC):
         """
 
     def format_problem(self, given: FormatSection | None) -> str:
-        """Why `data.format` does not decode what this source sends; "" where it does, or the task decides."""
+        """Why `data.format` does not decode what this source sends; "" if it does, or the task decides."""
         return ""
 
 

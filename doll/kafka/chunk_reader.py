@@ -73,7 +73,7 @@ class Chunk(NamedTuple):
     # Of Kafka's leader that took the last of them; none before it has a higher one. -1: not known.
     leader_epoch: int = -1
     reading: int = 0  # see `ReadFrom`, as in the other deliveries
-    # One for each value, where they were asked for: the client's messages; None where the value is an `UnreadValue`.
+    # One for each value, where they were asked for: the client's messages; None if the value is an `UnreadValue`.
     envelopes: Sequence[Envelope | None] = ()
 
 

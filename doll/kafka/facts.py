@@ -33,8 +33,8 @@ class KafkaFacts:
         topics: the job's topics that exist and may be described.
         partitions: of these.
         leaderless: partitions of these without a leader, `topic/partition`.
-        allowed: operations by resource; None where Kafka does not say.
-        create_refusals: why the missing topics could not be created; "" where they could.
+        allowed: operations by resource; None if Kafka does not say.
+        create_refusals: why the missing topics could not be created; "" if they could.
         newest_s: time stamp of the newest record of the job's topics, Unix time by its writer's clock.
         problems: what could not be asked, and why.
     """

@@ -50,7 +50,7 @@ class ForeignTopic:
     """The topic as Kafka has it now.
 
     Attributes:
-        topic_id: Kafka's id of it: another one once it was deleted and created again; "" where Kafka has no ids.
+        topic_id: Kafka's id of it: another one once it was deleted and created again; "" if Kafka has no ids.
         leaderless: partitions that nobody can read at present, with the brokers that hold a copy.
         may_read: whether this user may read records; None: Kafka does not say.
         settings: by name, as `retention.ms`; None: this user may not see them.

@@ -63,7 +63,7 @@ def lacking(
     """Those of `wanted` that are not allowed.
 
     Args:
-        allowed: the operations on each resource; None where nobody said, which counts as allowed.
+        allowed: the operations on each resource; None if nobody said, which counts as allowed.
     """
     return [item for item in wanted if not _allows(allowed.get((item.resource, item.name)), item.operation)]
 

@@ -116,7 +116,7 @@ class Publisher:
         headers: Sequence[tuple[str, bytes]] = (),
         on_delivery: Callable[[Delivery], None] | None = None,
     ) -> bool:
-        """Queue a record if there is room; False where the queue is full, and the record is not sent."""
+        """Queue a record if there is room; False if the queue is full, and the record is not sent."""
         value = record if isinstance(record, bytes) else encode(record)
         try:
             self._producer.produce(

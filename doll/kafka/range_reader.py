@@ -38,7 +38,7 @@ _AT_ONCE: Final = 128  # partitions: of each a fetch may bring megabytes
 class RangeReader:
     """One consumer that reads given ranges of offsets; it joins no group and commits nothing.
 
-    Calls raise ServiceUnavailableError where the broker refuses, or sends nothing for `stall_timeout_s`.
+    Calls raise ServiceUnavailableError if the broker refuses, or sends nothing for `stall_timeout_s`.
     """
 
     def __init__(self, config: JobConfig, services: Services, stall_timeout_s: float = _STALL_S) -> None:

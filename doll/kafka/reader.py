@@ -182,7 +182,7 @@ class Reader:
 
     An unreachable broker is waited for: `poll` then returns nothing. Where retention has deleted what was to be read
     next, it goes on at the first record that is left. Records that do not decode are logged, counted and skipped. What
-    asks for bounds raises ServiceUnavailableError where the broker does not answer.
+    asks for bounds raises ServiceUnavailableError if the broker does not answer.
 
     Args:
         purpose: names the consumer on the broker.
@@ -262,7 +262,7 @@ class Reader:
         return messages
 
     def decode(self, message: Message) -> AnyRecord | None:
-        """The record in a message, or None where it holds no record."""
+        """The record in a message, or None if it holds no record."""
         try:
             return decode(message.value)
         except RecordError as exc:
@@ -333,7 +333,7 @@ class Reader:
     def partition_ends(
         self, topic: str, partitions: int | None = None, timeout_s: float = 1.0
     ) -> list[int] | None:  # fmt: skip
-        """The end (high watermark) of each partition of any topic; None where a broker does not answer in time.
+        """The end (high watermark) of each partition of any topic; None if a broker does not answer in time.
 
         Args:
             partitions: how many; None: all that there are by now, of a topic that exists.
@@ -487,5 +487,5 @@ class JobRecords(Reader):
         return {str(partition): offset for partition, offset in self.positions.items()}
 
     def sample_ends(self, timeout_s: float = 1.0) -> list[int] | None:
-        """The ends of the partitions of samples; None where a broker does not answer in time."""
+        """The ends of the partitions of samples; None if a broker does not answer in time."""
         return self.partition_ends(self._samples, timeout_s=timeout_s)

@@ -49,7 +49,7 @@ class SampleLog:
     """The samples topic as the broker has it."""
 
     name: str
-    topic_id: str  # Kafka's id of the topic; "" where the broker has no ids
+    topic_id: str  # Kafka's id of the topic; "" if the broker has no ids
     low: tuple[int, ...]  # per partition, the first offset that is kept
     high: tuple[int, ...]  # per partition, the offset that the next record gets
 
@@ -66,7 +66,7 @@ def describe_samples(
     or cut short.
 
     Args:
-        expected_id: Kafka's id of the topic that the model was learned from; "" where it is not known.
+        expected_id: Kafka's id of the topic that the model was learned from; "" if it is not known.
         read_until: of each partition that the job reads, the offset after the last record that the model has learned;
             None: of a job that begins.
     """

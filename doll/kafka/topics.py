@@ -1,6 +1,6 @@
 """Creating, checking and describing a job's topics on the broker.
 
-Calls raise ServiceUnavailableError where Kafka does not answer, or refuses.
+Calls raise ServiceUnavailableError if Kafka does not answer, or refuses.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def _add_partitions(admin: AdminClient, services: Services, topic: str, count: i
 def _is_created(
     future: Future[None], topic: TopicPlan, config: JobConfig, services: Services, refusals: Collection[int]
 ) -> bool:
-    """Whether the topic exists now; False where Kafka answers with one of the codes `refusals`."""
+    """Whether the topic exists now; False if Kafka answers with one of the codes `refusals`."""
     with translate_errors(services.kafka, f"create topic {topic.name}", "create it by hand, or allow this user to"):
         try:
             future.result()
@@ -345,7 +345,7 @@ def describe(config: JobConfig, services: Services) -> list[TopicInfo]:
 
 
 def delete_records(config: JobConfig, services: Services, topic: str, partition: int, until: int) -> bool:
-    """Delete the records of a partition below offset `until`; False where Kafka does not do so within seconds, or the
+    """Delete the records of a partition below offset `until`; False if Kafka does not do so within seconds, or the
     topic belongs to somebody else."""
     if topic == config.data.topic:
         return False

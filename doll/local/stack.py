@@ -106,7 +106,7 @@ class _Chooser:
         self.notes: list[str] = []
 
     def blobs(self, redis_kind: Kind) -> str:
-        """Folder in shared memory for weights and gradients; empty where they go through Redis."""
+        """Folder in shared memory for weights and gradients; empty if they go through Redis."""
         kind = self._config.blobs.kind
         # Processes on other machines can use a given Redis, so its blobs must be there; a local Redis is used by local
         # processes only.

@@ -184,7 +184,7 @@ def encode_latest(latest: Latest) -> list[Buffer]:
 
 
 def decode_latest(data: Buffer) -> Latest:
-    """The pointer in `data`; BlobError where it is not a pointer of this schema."""
+    """The pointer in `data`; BlobError if it is not a pointer of this schema."""
     try:
         return msgspec.msgpack.decode(data, type=Latest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:

@@ -298,7 +298,7 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def read_document(self, name: str) -> tuple[bytes | None, Any]:
-        """A small file beside the checkpoints, None where it is not there; and what `replace_document` knows that
+        """A small file beside the checkpoints, None if it is not there; and what `replace_document` knows that
         content by."""
 
     @abstractmethod
@@ -367,7 +367,7 @@ class CheckpointStore(ABC):
         return head
 
     def _obsolete(self, stored: Sequence[StoredVersion]) -> list[StoredVersion]:
-        """Those of these checkpoints, oldest first, that may be deleted; none where the marks cannot be read."""
+        """Those of these checkpoints, oldest first, that may be deleted; none if the marks cannot be read."""
         if len(stored) <= self._keep:
             return []
         try:

@@ -45,7 +45,7 @@ _AGAIN_S: Final = 0.005  # between two questions, beside the way there and back
 class RedisBlobs:
     """`Blobs` over one synchronous Redis client, which this object closes. Safe to share between threads.
 
-    Calls raise ServiceUnavailableError also where Redis refuses them for good (access, a value above its memory).
+    Calls raise ServiceUnavailableError also if Redis refuses them for good (access, a value above its memory).
 
     Args:
         give_up: called before each new attempt while Redis is unreachable; True ends the wait with

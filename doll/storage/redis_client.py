@@ -95,7 +95,7 @@ def redis_problem(services: Services, timeout_s: float = 4.0) -> str | None:
 
 
 def server_pid(services: Services) -> int | None:
-    """The process id of the Redis server; None where it does not answer within a second."""
+    """The process id of the Redis server; None if it does not answer within a second."""
     with contextlib.suppress(redis.RedisError), connect_redis(services, timeout_s=1.0, retries=0) as client:
         return int(client.info("server")["process_id"])
     return None

@@ -14,8 +14,8 @@ class RedisFacts:
         described: its version and kind, as far as it says.
         latency_s: of a PING, the fastest of a few.
         denied: commands that DOLL needs and this user may not call, each with Redis's reason.
-        clock_s: Redis's clock, Unix time at the middle of the call; None where the user may not ask.
-        eviction: `maxmemory-policy`; None where the user may not ask.
+        clock_s: Redis's clock, Unix time at the middle of the call; None if the user may not ask.
+        eviction: `maxmemory-policy`; None if the user may not ask.
     """
 
     refusal: str = ""

@@ -209,7 +209,7 @@ class S3CheckpointStore(CheckpointStore):
         self._client.put_object(Bucket=self._bucket, Key=self._prefix + name, Body=data)
 
     def _get(self, name: str, more: Mapping[str, str] = {}) -> tuple[bytes | None, str]:
-        """The content of an object and its entity tag; None and "" where it is not there."""
+        """The content of an object and its entity tag; None and "" if it is not there."""
         from botocore.exceptions import ClientError
 
         try:

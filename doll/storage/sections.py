@@ -383,7 +383,7 @@ def _encode(sections: Sequence[_Section], *, job: str, kind: BytesKind, version:
 
 
 def _halves(values: npt.NDArray[np.uint32]) -> list[Buffer]:
-    """The values in halves; empty where they are few, or too many need all of their bits."""
+    """The values in halves; empty if they are few, or too many need all of their bits."""
     if len(values) < _LOOK:
         return []
     for some in (values[:_LOOK], values):
