@@ -301,7 +301,7 @@ class PartitionAccount:
         behind = _span(self.until, min(low, end))
         unread = offset_ranges.union([*_span(first, self.origin), *(behind if finished else [])])
         lost = offset_ranges.union([*lost, *([] if finished else behind)])
-        spans = {
+        places = {
             "missing": missing, "twice": twice, "gaps": empty, "lost": lost, "skipped": self._skipped, "unread": unread,
         }  # fmt: skip
         line = PartitionCounts(
@@ -314,9 +314,9 @@ class PartitionAccount:
             pending=max(end - self.until, 0) - offset_ranges.size(behind),
             dead=offset_ranges.size(dead),
             superseded=offset_ranges.size(superseded),
-            **{name: offset_ranges.size(at) for name, at in spans.items()},
+            **{name: offset_ranges.size(at) for name, at in places.items()},
         )
-        return PartitionResult(line, {name: self._ranges(at) for name, at in spans.items()})
+        return PartitionResult(line, {name: self._ranges(at) for name, at in places.items()})
 
     def _unlettered_parts(self) -> list[Span]:
         """Batches that say that samples of theirs were refused, and have no letter at all."""
