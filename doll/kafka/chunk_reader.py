@@ -374,19 +374,18 @@ class ChunkReader:
         for number, own in by_partition.items():
             if number in self._readings:
                 self._take(self._readings[number], own)
-            else:
-                self._handle_other(own)
+            else:  # of no partition
+                for error in filter(None, map(_Record.error, own)):
+                    self._report(error, self._topic)
         self._note_log_ends(by_partition.keys() & self._readings.keys())
 
-    def _handle_other(self, records: list[Any]) -> None:
-        """Errors that are of no partition."""
-        for error in filter(None, map(_Record.error, records)):
-            if error.fatal():
-                raise ServiceUnavailableError(
-                    f"Kafka at {self._services.kafka} sends nothing usable of {self._topic}: {error.str()}"
-                )
-            reason = reason_of(error, self._config.kafka, "Read", self._topic)
-            log.warning("topic_error", topic=self._topic, reason=reason)
+    def _report(self, error: Any, topic: str, at: str = "") -> None:
+        """Log an error that may pass, and raise one that does not."""
+        if error.fatal():
+            raise ServiceUnavailableError(
+                f"Kafka at {self._services.kafka} sends nothing usable of {topic}{at}: {error.str()}"
+            )
+        log.warning("topic_error", topic=topic, reason=reason_of(error, self._config.kafka, "Read", self._topic))
 
     def _take(self, reading: _Reading, records: list[Any]) -> None:
         """Hand over what has come of one partition."""
@@ -487,14 +486,8 @@ class ChunkReader:
         elif unreadable(error) and offset is not None:
             self._find_unreadable(reading, offset, error.str())
             return False
-        elif error.fatal():
-            raise ServiceUnavailableError(
-                f"Kafka at {self._services.kafka} sends nothing usable of {reading.where} at offset "
-                f"{reading.position}: {error.str()}"
-            )
         else:
-            reason = reason_of(error, self._config.kafka, "Read", self._topic)
-            log.warning("topic_error", topic=str(reading.where), reason=reason)
+            self._report(error, str(reading.where), f" at offset {reading.position}")
         return True
 
     # --- commits ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.storage.blobs import Buffer, blob_info, decode_blob, encode_blob
-from doll.storage.sections import Rounded, decode_push, encode_push
+from doll.storage.sections import RoundedVector, decode_push, encode_push
 from doll.tables.rows import Rows, TableShape
 
 Vector = npt.NDArray[np.float32]
@@ -43,7 +43,7 @@ class Compressor(NamedTuple):
     # The first so many values may be left out where they are zero; None: every value is sent.
     num_parameters: int | None = None
     tables: Tables = _NO_TABLES  # shapes of all tables of the model, by name
-    rounding: Callable[[Vector], Rounded | None] | None = None  # of dense parameters; needs `num_parameters`
+    rounding: Callable[[Vector], RoundedVector | None] | None = None  # of dense parameters; needs `num_parameters`
 
     def compress(self, values: Vector, *, version: int, rows: Mapping[str, Rows] = _NO_ROWS) -> list[Buffer]:
         """The blob of a contribution, the shorter one of its two forms, in parts as `Blobs.put` takes them.
@@ -63,7 +63,7 @@ class Compressor(NamedTuple):
         rounded = self.rounding(parameters) if self.rounding is not None and is_dense else None
         if is_dense and not rows and rounded is None:
             return encode_blob(values, job=self.job, kind="g", version=version)
-        pieces: dict[str, Vector | Rounded | Rows] = {}
+        pieces: dict[str, Vector | RoundedVector | Rows] = {}
         if n:
             pieces[PARAMETERS] = rounded or (parameters if is_dense else Rows(ids, parameters[ids].reshape(-1, 1)))
         if len(values) > n:

@@ -24,7 +24,7 @@ Keys increase strictly. There are two codings:
 Where few values need all of their 32 bits, 2 is added to the coding. Then the values are: u64 number of those that do,
 u64 bytes of their places; their places, coded as keys are (0); the upper 16 bits of all values; the lower 16 bits of
 those that need them, each padded with zeros to 8 bytes. All others' lower bits are 0. A vector, dense, is sent so
-where its sender has rounded it to bfloat16 (`Rounded`). Coding 4, of such a vector alone: float16, times 2 to the power
+where its sender has rounded it to bfloat16 (`RoundedVector`). Coding 4, of such a vector alone: float16, times 2 to the power
 of `since`.
 
 What encodes raises ValueError as `encode_push` does, what decodes raises BlobError and NotFiniteError as `decode_push`.
@@ -65,7 +65,7 @@ Vector: TypeAlias = npt.NDArray[np.float32]
 Shapes: TypeAlias = Mapping[str, int | TableShape]
 
 
-class Rounded(NamedTuple):
+class RoundedVector(NamedTuple):
     """A vector whose numbers need 16 bits only.
 
     Attributes:
@@ -202,7 +202,7 @@ class WireSize(NamedTuple):
     coded_bytes: int  # of the blob, header included
 
 
-class Encoded(NamedTuple):
+class EncodedBlob(NamedTuple):
     """A blob in parts, as `Blobs.put` takes them: views of the arrays that were given, which must not change before."""
 
     parts: list[Buffer]
@@ -244,8 +244,8 @@ class _Section(NamedTuple):
 
 
 def encode_push(
-    pieces: Mapping[str, Vector | Rounded | Rows], shapes: Shapes, *, job: str, version: int
-) -> Encoded:  # fmt: skip
+    pieces: Mapping[str, Vector | RoundedVector | Rows], shapes: Shapes, *, job: str, version: int
+) -> EncodedBlob:  # fmt: skip
     """The blob of a push. Raises ValueError if ids do not increase strictly, or values have another shape than `shapes`
     says.
 
@@ -257,7 +257,9 @@ def encode_push(
     return _encode([_shorter(section) for section in sections], job=job, kind="p", version=version)
 
 
-def encode_delta(pieces: Mapping[str, Vector | Rows], shapes: Shapes, *, job: str, since: int, version: int) -> Encoded:
+def encode_delta(
+    pieces: Mapping[str, Vector | Rows], shapes: Shapes, *, job: str, since: int, version: int
+) -> EncodedBlob:
     """The blob of what is in `version` other than it was in version `since`; as `encode_push`."""
     return _encode(_sections(pieces, shapes, since=since), job=job, kind="d", version=version)
 
@@ -287,7 +289,7 @@ def decode_delta(data: Buffer, shapes: Shapes, *, job: str, version: int) -> tup
     return pieces, since
 
 
-def encode_row_request(requests: Mapping[str, RowRequest], shapes: Shapes, *, job: str, version: int) -> Encoded:
+def encode_row_request(requests: Mapping[str, RowRequest], shapes: Shapes, *, job: str, version: int) -> EncodedBlob:
     """The blob of a request for rows of several tables, as of `version` or later."""
     sections = []
     for name, request in requests.items():
@@ -329,7 +331,7 @@ def _also_known(request: RowRequest, section: _Section) -> RowRequest:
 
 def encode_rows(
     rows: Mapping[str, Rows], shapes: Shapes, *, job: str, version: int, patches: Mapping[str, Patch] = _NO_PATCHES
-) -> Encoded:
+) -> EncodedBlob:
     """The blob of rows as they are in `version`, and of numbers of other rows."""
     sections = [_Section("r", name, _table_shape(shapes[name]), 0, *piece) for name, piece in rows.items()]
     for name, (ids, is_there, values, checksum) in patches.items():
@@ -350,7 +352,7 @@ def decode_rows(data: Buffer, shapes: Shapes, *, job: str) -> StoredAnswer:
     return answer
 
 
-def _encode(sections: Sequence[_Section], *, job: str, kind: BytesKind, version: int) -> Encoded:
+def _encode(sections: Sequence[_Section], *, job: str, kind: BytesKind, version: int) -> EncodedBlob:
     parts: list[Buffer] = [_COUNT.pack(len(sections), 0)]
     plain = 0
     for form, name, shape, since, ids, values, is_there, short in sections:
@@ -379,7 +381,7 @@ def _encode(sections: Sequence[_Section], *, job: str, kind: BytesKind, version:
         for part in (title, keys.data, bits.data, *body):
             parts += [part, bytes(-len(part) % _ALIGNMENT)]
     blob = encode_bytes([part for part in parts if len(part)], job=job, kind=kind, version=version)
-    return Encoded(blob, WireSize(plain, sum(map(len, blob))))
+    return EncodedBlob(blob, WireSize(plain, sum(map(len, blob))))
 
 
 def _halves(values: npt.NDArray[np.uint32]) -> list[Buffer]:
@@ -409,12 +411,12 @@ def _from_halves(reader: _Reader, num_values: int, what: str) -> npt.NDArray[np.
 
 
 def _sections(
-    pieces: Mapping[str, Vector | Rounded | Rows], shapes: Shapes, *, since: int
+    pieces: Mapping[str, Vector | RoundedVector | Rows], shapes: Shapes, *, since: int
 ) -> list[_Section]:  # fmt: skip
     sections = []
     for name, piece in pieces.items():
         shape = _table_shape(shapes[name])
-        if isinstance(piece, Rounded):
+        if isinstance(piece, RoundedVector):
             short, exponent = (_HALVES, 0) if piece.exponent is None else (_FLOAT16, piece.exponent)
             sections.append(_Section("d", name, shape, exponent, values=piece.values.reshape(-1, 1), short=short))
         elif not isinstance(piece, Rows):

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from doll.storage.sections import Rounded
+from doll.storage.sections import RoundedVector
 
 _LARGEST: Final = 15  # numbers of float16 are below 2 ** 16; one bit is left for rounding up
 
@@ -27,7 +27,7 @@ class ErrorFeedback:
         self._form = form
         self._error: torch.Tensor | None = None
 
-    def round(self, values: npt.NDArray[np.float32]) -> Rounded | None:
+    def round(self, values: npt.NDArray[np.float32]) -> RoundedVector | None:
         """`values`, shape (numel,), and the error so far, rounded; None if a number is not finite: it is sent as it
         is, and refused by the server."""
         wanted = torch.from_numpy(np.array(values))
@@ -46,4 +46,4 @@ class ErrorFeedback:
         if not bool(torch.isfinite(rounded).all()):
             return None
         self._error = wanted - rounded
-        return Rounded(rounded.numpy(), exponent)
+        return RoundedVector(rounded.numpy(), exponent)

@@ -15,7 +15,7 @@ from doll.errors import BlobError
 from doll.ps.tables.store import TableStore
 from doll.records.control import GetRows
 from doll.storage.blobs import Blobs, changed_rows_key, rows_key
-from doll.storage.sections import Encoded, WireSize, decode_row_request, encode_rows
+from doll.storage.sections import EncodedBlob, WireSize, decode_row_request, encode_rows
 from doll.tables.rows import Ids, Rows
 
 
@@ -138,6 +138,6 @@ class RowServer:
         """A new process of `worker` has no rows yet."""
         self._subscriptions.forget(worker)
 
-    def _store(self, key: str, encoded: Encoded) -> StoredRows:
+    def _store(self, key: str, encoded: EncodedBlob) -> StoredRows:
         self._blobs.put(key, encoded.parts, self._ttl_s)
         return StoredRows(key, encoded.size)

@@ -23,7 +23,7 @@ KEYS = HEAD + 40 + 16  # behind its name
 ids_ = st.sets(st.integers(0, 199)).map(sorted)
 
 
-def joined(encoded: sections.Encoded) -> bytes:
+def joined(encoded: sections.EncodedBlob) -> bytes:
     return b"".join(encoded.parts)
 
 

@@ -32,7 +32,7 @@ def push(**changes: Rows) -> bytes:
     return joined(sections.encode_push(pieces, SHAPES, job=JOB, version=VERSION))
 
 
-def joined(encoded: sections.Encoded) -> bytes:
+def joined(encoded: sections.EncodedBlob) -> bytes:
     data = b"".join(encoded.parts)
     assert len(data) == encoded.size.coded_bytes
     return data
