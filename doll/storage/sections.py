@@ -24,8 +24,8 @@ Keys increase strictly. There are two codings:
 Where few values need all of their 32 bits, 2 is added to the coding. Then the values are: u64 number of those that do,
 u64 bytes of their places; their places, coded as keys are (0); the upper 16 bits of all values; the lower 16 bits of
 those that need them, each padded with zeros to 8 bytes. All others' lower bits are 0. A vector, dense, is sent so
-where its sender has rounded it to bfloat16 (`RoundedVector`). Coding 4, of such a vector alone: float16, times 2 to the power
-of `since`.
+if its sender has rounded it to bfloat16 (`RoundedVector`). Coding 4, of such a vector alone: float16, times 2 to the
+power of `since`.
 
 What encodes raises ValueError as `encode_push` does, what decodes raises BlobError and NotFiniteError as `decode_push`.
 
