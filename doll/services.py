@@ -47,19 +47,13 @@ REDIS_FORMS: Final = (
 
 @dataclass(frozen=True)
 class Services:
-    """Addresses of the services of a job; they hold no secret.
+    """Addresses of the services of a job; they hold no secret."""
 
-    Attributes:
-        kafka: bootstrap servers, `host:port[,host:port]`.
-        redis: URL without credentials, in a form that `parse_redis` reads.
-        blobs: folder in shared memory for weights and gradients; empty: they go through Redis.
-        control: path of the local control socket: of a server, the socket to listen on; of a worker, the socket to
-            connect to instead of the server's (a relay). Empty: the server's own choice.
-    """
-
-    kafka: str
-    redis: str
-    blobs: str = ""
+    kafka: str  # bootstrap servers, `host:port[,host:port]`
+    redis: str  # URL without credentials, in a form that `parse_redis` reads
+    blobs: str = ""  # folder in shared memory for weights and gradients; empty: they go through Redis
+    # Path of the local control socket: of a server, the socket to listen on; of a worker, the socket to connect to
+    # instead of the server's (a relay). Empty: the server's own choice.
     control: str = ""
 
 
@@ -78,17 +72,12 @@ def kafka_address(config: JobConfig) -> str | None:
 
 @dataclass(frozen=True)
 class RedisPlace:
-    """The servers of a Redis.
-
-    Attributes:
-        addresses: of the server, or of any of the Sentinels or nodes of a Cluster.
-        name: with Sentinel, that of the primary; with a Cluster, of the job whose hash slot is meant.
-    """
+    """The servers of a Redis."""
 
     kind: str  # "single", "sentinel" or "cluster"
     tls: bool
-    addresses: tuple[tuple[str, int], ...]
-    name: str = ""
+    addresses: tuple[tuple[str, int], ...]  # of the server, or of any of the Sentinels or nodes of a Cluster
+    name: str = ""  # with Sentinel, that of the primary; with a Cluster, of the job whose hash slot is meant
     db: int = 0
 
 

@@ -18,16 +18,11 @@ GROUP: Final = "doll.policies"
 
 
 class OuterStep(NamedTuple):
-    """How a server makes one step of the mean of what workers have changed: `doll.optim.optimizer.OuterOptimizer`.
-
-    Attributes:
-        momentum: of Nesterov's kind.
-        age_discount: factor of a change for each update that was made since its weights.
-    """
+    """How a server makes one step of the mean of what workers have changed: `doll.optim.optimizer.OuterOptimizer`."""
 
     lr: float
-    momentum: float
-    age_discount: float
+    momentum: float  # of Nesterov's kind
+    age_discount: float  # factor of a change for each update that was made since its weights
 
 
 class PolicyConfig(Section, ABC):

@@ -47,21 +47,15 @@ class MissingTopicError(ConfigError):
 
 @dataclass(frozen=True)
 class ForeignTopic:
-    """The topic as Kafka has it now.
-
-    Attributes:
-        topic_id: Kafka's id of it: another one once it was deleted and created again; "" if Kafka has no ids.
-        leaderless: partitions that nobody can read at present, with the brokers that hold a copy.
-        may_read: whether this user may read records; None: Kafka does not say.
-        settings: by name, as `retention.ms`; None: this user may not see them.
-    """
+    """The topic as Kafka has it now."""
 
     name: str
     partitions: int
-    topic_id: str = ""
+    topic_id: str = ""  # Kafka's id of it: another one once it was deleted and created again; "" if Kafka has no ids
+    # Partitions that nobody can read at present, with the brokers that hold a copy.
     leaderless: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    may_read: bool | None = None
-    settings: dict[str, str] | None = None
+    may_read: bool | None = None  # whether this user may read records; None: Kafka does not say
+    settings: dict[str, str] | None = None  # by name, as `retention.ms`; None: this user may not see them
 
 
 def look_up(config: JobConfig, services: Services, *, admin: AdminClient | None = None) -> ForeignTopic:

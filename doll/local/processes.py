@@ -31,14 +31,10 @@ _BIND_TRIES: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The place at which a local server listens.
+    """The place at which a local server listens."""
 
-    Attributes:
-        address: of the interface that it listens on, and that it tells its clients.
-        prefix: words before its command, which start it in a network namespace of its own; it keeps its process id.
-    """
-
-    address: str = LOOPBACK
+    address: str = LOOPBACK  # of the interface that it listens on, and that it tells its clients
+    # Words before its command, which start it in a network namespace of its own; it keeps its process id.
     prefix: tuple[str, ...] = ()
 
 

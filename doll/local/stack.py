@@ -27,23 +27,15 @@ _REACHABLE_S: Final = 5.0
 
 @dataclass(frozen=True)
 class Stack:
-    """The services of a run.
+    """The services of a run."""
 
-    Attributes:
-        services: addresses for all roles.
-        kafka_kind: origin of Kafka: the job file, $DOLL_KAFKA, or a local broker.
-        redis_kind: the same for Redis.
-        notes: what was chosen, and why nothing better; each line was passed to `say`.
-        kafka: the broker or cluster that this run has started, if any.
-        redis: the server that this run has started, if any.
-    """
-
-    services: Services
-    kafka_kind: Kind
-    redis_kind: Kind
+    services: Services  # addresses for all roles
+    kafka_kind: Kind  # origin of Kafka: the job file, $DOLL_KAFKA, or a local broker
+    redis_kind: Kind  # the same for Redis
+    # What was chosen, and why nothing better; each line was passed to `say`.
     notes: list[str] = field(default_factory=list)
-    kafka: LocalKafka | KafkaCluster | None = None
-    redis: LocalRedis | None = None
+    kafka: LocalKafka | KafkaCluster | None = None  # the broker or cluster that this run has started, if any
+    redis: LocalRedis | None = None  # the server that this run has started, if any
 
 
 @contextlib.contextmanager

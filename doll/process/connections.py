@@ -35,17 +35,11 @@ _OTHER_FILES: Final = 256  # that a process has open beside connections
 
 
 class ServerAccess(NamedTuple):
-    """The clients that may ask a server.
+    """The clients that may ask a server."""
 
-    Attributes:
-        token: that a request must have; "": none is asked for.
-        by_certificate: clients must have certificates.
-        tls: settings of uvicorn; empty: connections are not encrypted.
-    """
-
-    token: str = ""
-    by_certificate: bool = False
-    tls: Mapping[str, Any] = {}
+    token: str = ""  # that a request must have; "": none is asked for
+    by_certificate: bool = False  # clients must have certificates
+    tls: Mapping[str, Any] = {}  # settings of uvicorn; empty: connections are not encrypted
 
 
 def find_access(token_file: Path | None = None) -> ServerAccess:

@@ -102,15 +102,10 @@ class Cuts:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The offsets of each batch of one partition, from the first on that `cuts` knows of.
+    """The offsets of each batch of one partition, from the first on that `cuts` knows of."""
 
-    Attributes:
-        origin: offset at which the job began.
-        size: records per batch, at least 1.
-    """
-
-    origin: int
-    size: int
+    origin: int  # offset at which the job began
+    size: int  # records per batch, at least 1
     cuts: Cuts = field(default_factory=Cuts)
 
     def lo(self, batch: int) -> int:

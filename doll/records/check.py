@@ -10,16 +10,9 @@ Result = Literal["ok", "warning", "failed", "unknown"]
 
 @dataclass(frozen=True)
 class Check:
-    """A check of one thing, and its result.
+    """A check of one thing, and its result."""
 
-    Attributes:
-        name: what was looked at, with its role if it concerns one.
-        result: `warning`: the job can run, later or with less than its job file asks for; `unknown`: nobody said.
-        detail: what is there.
-        todo: what a person should do; "" if nothing.
-    """
-
-    name: str
-    result: Result
-    detail: str = ""
-    todo: str = ""
+    name: str  # what was looked at, with its role if it concerns one
+    result: Result  # `warning`: the job can run, later or with less than its job file asks for; `unknown`: nobody said
+    detail: str = ""  # what is there
+    todo: str = ""  # what a person should do; "" if nothing

@@ -12,19 +12,13 @@ class Rollback(msgspec.Struct, frozen=True, kw_only=True):
 
     Updates and servers of terms below `term` that are above `to` are left behind. Numbers of versions are not given
     again: those from `to` + 1 to `version` have no update.
-
-    Attributes:
-        to: the earlier version, of grid `grid`.
-        version: its number from now on.
-        term: of the checkpoint of `version`.
-        skipped: whether what was learned since is left out of the model, and not learned again.
     """
 
-    to: int
+    to: int  # the earlier version, of grid `grid`
     grid: int
-    version: int
-    term: int
-    skipped: bool = False
+    version: int  # its number from now on
+    term: int  # of the checkpoint of `version`
+    skipped: bool = False  # whether what was learned since is left out of the model, and not learned again
 
     def leaves(self, term: int, version: int, grid: int = 0) -> bool:
         """Whether an update of this version, or a server that began with it, is left behind."""

@@ -7,21 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RedisFacts:
-    """Answers.
+    """Answers."""
 
-    Attributes:
-        refusal: why Redis cannot be used at all; then nothing else is known.
-        described: its version and kind, as far as it says.
-        latency_s: of a PING, the fastest of a few.
-        denied: commands that DOLL needs and this user may not call, each with Redis's reason.
-        clock_s: Redis's clock, Unix time at the middle of the call; None if the user may not ask.
-        eviction: `maxmemory-policy`; None if the user may not ask.
-    """
-
-    refusal: str = ""
-    described: str = ""
-    latency_s: float = 0.0
-    denied: tuple[str, ...] = ()
-    clock_s: float | None = None
+    refusal: str = ""  # why Redis cannot be used at all; then nothing else is known
+    described: str = ""  # its version and kind, as far as it says
+    latency_s: float = 0.0  # of a PING, the fastest of a few
+    denied: tuple[str, ...] = ()  # commands that DOLL needs and this user may not call, each with Redis's reason
+    clock_s: float | None = None  # Redis's clock, Unix time at the middle of the call; None if the user may not ask
     asked_s: float = 0.0
-    eviction: str | None = None
+    eviction: str | None = None  # `maxmemory-policy`; None if the user may not ask

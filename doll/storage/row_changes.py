@@ -23,15 +23,11 @@ _BEGAN_VALUES: Final = 2
 
 
 class RowChanges(NamedTuple):
-    """The rows of each table that have changed after version `since`, as they are in `version`.
-
-    Attributes:
-        began: first version of the term: that of the checkpoint from which its server has gone on.
-    """
+    """The rows of each table that have changed after version `since`, as they are in `version`."""
 
     since: int
     version: int
-    began: int
+    began: int  # first version of the term: that of the checkpoint from which its server has gone on
     rows: dict[str, Rows]
 
     @property

@@ -66,15 +66,10 @@ Shapes: TypeAlias = Mapping[str, int | TableShape]
 
 
 class RoundedVector(NamedTuple):
-    """A vector whose numbers need 16 bits only.
+    """A vector whose numbers need 16 bits only."""
 
-    Attributes:
-        values: float32, shape (numel,): numbers of bfloat16, or of float16 times 2 ** `exponent`.
-        exponent: None: bfloat16.
-    """
-
-    values: Vector
-    exponent: int | None = None
+    values: Vector  # float32, shape (numel,): numbers of bfloat16, or of float16 times 2 ** `exponent`
+    exponent: int | None = None  # None: bfloat16
 
 
 _COUNT: Final = struct.Struct("<II")
@@ -221,14 +216,11 @@ class RowRequest(NamedTuple):
 
 
 class StoredAnswer(NamedTuple):
-    """The content of a blob of rows, by the name of the table; all of it as it is in `version`.
-
-    Attributes:
-        patches: of tables of which the receiver has said that it knows rows, if the server sends less than rows.
-    """
+    """The content of a blob of rows, by the name of the table; all of it as it is in `version`."""
 
     rows: dict[str, Rows]
     version: int
+    # Of tables of which the receiver has said that it knows rows, if the server sends less than rows.
     patches: dict[str, Patch]
 
 
