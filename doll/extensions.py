@@ -36,11 +36,7 @@ def find(group: str, name: str) -> Any | None:
 
 
 def need(group: str, name: str, what: str) -> Any:
-    """The object of one entry point; raises ConfigError if it is not installed.
-
-    Args:
-        what: that the user has asked for, for the message.
-    """
+    """The object of one entry point; raises ConfigError, for `what` the user has asked for, if it is not installed."""
     part = find(group, name)
     if part is None:
         raise lab_is_missing(what)

@@ -49,11 +49,7 @@ def next_frame(unread: bytearray) -> bytes | None:
 
 
 class SocketLink(Link):
-    """One end of a connection; what the socket does not take is sent by a later call.
-
-    Args:
-        connection: owned by the link from now on.
-    """
+    """One end of `connection`, which it owns from now on; what the socket does not take is sent by a later call."""
 
     kind = "local"
 

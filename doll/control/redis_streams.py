@@ -127,11 +127,7 @@ class ControlStreams:
 
 
 class StreamLink(Link):
-    """A worker's end.
-
-    Args:
-        stream: of the server.
-    """
+    """A worker's end of a link to the server that reads `stream`."""
 
     kind = "redis"
 

@@ -261,11 +261,8 @@ def kafka_settings(config: JobConfig, services: Services, **extra: Any) -> Setti
 
 
 class _LogErrorsOnce:
-    """An `error_cb` that logs each kind of error once in `_REPEAT_AFTER_S` seconds.
-
-    Args:
-        also: is told of every error, and says what is not about the log-in.
-    """
+    """An `error_cb` that logs each kind of error once in `_REPEAT_AFTER_S` seconds. `also` is told of every error, and
+    says what is not about the log-in."""
 
     def __init__(
         self,
@@ -300,12 +297,9 @@ def _remedy(reason: str, kafka: KafkaConfig) -> str | None:
 
 
 def kafka_problem(config: JobConfig, services: Services, timeout_s: float) -> str | None:
-    """Why Kafka does not answer with its metadata, and what to do; None if it does.
-
-    Args:
-        timeout_s: how long a broker that cannot be reached is waited for; one that is connected and silent has four
-            times as long, as it has on a machine where hundreds of processes start at once.
-    """
+    """Why Kafka does not answer with its metadata, and what to do; None if it does. A broker that cannot be reached is
+    waited for for `timeout_s`; one that is connected and silent has four times as long, as it has on a machine where
+    hundreds of processes start at once."""
     kafka = config.kafka
     errors: list[str] = []
     settings = kafka_settings(config, services)

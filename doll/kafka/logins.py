@@ -204,13 +204,11 @@ def _msk_tokens(region: str) -> Callable[[str], tuple[str, float]]:
 
 
 class Renewal:
-    """An `error_cb` that gives its client a new password once a broker has refused the old one.
+    """An `error_cb` that gives its client a new password once a broker has refused the old one, and tells `report` of
+    every error.
 
     A password that stands in a file (DOLL_KAFKA_PASSWORD_FILE) may thereby change while the job runs: connections that
     are open stay so, and the next one logs in with what the file holds then.
-
-    Args:
-        report: is told of every error.
     """
 
     def __init__(self, kafka: KafkaConfig, report: Callable[[Any], None]) -> None:

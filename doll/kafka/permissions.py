@@ -60,11 +60,8 @@ def needed(config: JobConfig, role: Role) -> list[Permission]:
 def lacking(
     wanted: Iterable[Permission], allowed: Mapping[tuple[Resource, str], Collection[str] | None]
 ) -> list[Permission]:
-    """Those of `wanted` that are not allowed.
-
-    Args:
-        allowed: the operations on each resource; None if nobody said, which counts as allowed.
-    """
+    """Those of `wanted` that are not among the operations `allowed` on each resource; None there means that nobody
+    said, and counts as allowed."""
     return [item for item in wanted if not _allows(allowed.get((item.resource, item.name)), item.operation)]
 
 

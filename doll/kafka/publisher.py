@@ -52,9 +52,7 @@ class Publisher:
 
     Safe to share between threads. `poll` must be called now and then: it reports what was delivered. What Kafka refuses
     permanently (not allowed, too long) goes to the record's `on_delivery`; without one it is logged once per topic.
-
-    Args:
-        on_error: gets errors of the client; by default they are logged.
+    `on_error` gets errors of the client; by default they are logged.
     """
 
     def __init__(
@@ -97,11 +95,8 @@ class Publisher:
         key: bytes | None = None,
         on_delivery: Callable[[Delivery], None] | None = None,
     ) -> None:
-        """Queue a record. While the queue is full (Kafka is unreachable) it waits: nothing is dropped.
-
-        Args:
-            on_delivery: called from a later `poll`, `send` or `flush`; what it raises, that call raises.
-        """
+        """Queue a record. While the queue is full (Kafka is unreachable) it waits: nothing is dropped. `on_delivery` is
+        called from a later `poll`, `send` or `flush`; what it raises, that call raises."""
         value = record if isinstance(record, bytes) else encode(record)
         while not self.try_send(topic, value, partition=partition, key=key, on_delivery=on_delivery):
             self.poll(_FULL_QUEUE_POLL_S)
@@ -181,10 +176,8 @@ def _report_error(on_error: Callable[[ClientError], None], error: KafkaError) ->
 class TransactionalPublisher:
     """A producer under a transactional id. Use as a context manager.
 
-    Of two with one id the later one goes on: it fences the earlier one and aborts what that one had left open.
-
-    Args:
-        fenced: what it means that a later one has begun, for the message.
+    Of two with one id the later one goes on: it fences the earlier one and aborts what that one had left open. `fenced`
+    says for the message what it means that a later one has begun.
     """
 
     def __init__(self, config: JobConfig, services: Services, name: str, *, fenced: str) -> None:

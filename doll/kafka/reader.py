@@ -334,10 +334,7 @@ class Reader:
         self, topic: str, partitions: int | None = None, timeout_s: float = 1.0
     ) -> list[int] | None:  # fmt: skip
         """The end (high watermark) of each partition of any topic; None if a broker does not answer in time.
-
-        Args:
-            partitions: how many; None: all that there are by now, of a topic that exists.
-        """
+        `partitions` says how many; None: all that there are by now, of a topic that exists."""
         client = self._ends_client()
         try:
             count = count_partitions(client, topic, timeout_s) if partitions is None else partitions
@@ -460,11 +457,8 @@ def has_finished(config: JobConfig, services: Services, should_stop: Callable[[]
 
 
 class JobRecords(Reader):
-    """All control records of a job. Use as a context manager.
-
-    Args:
-        positions: next offset by `topic/partition`; from the earliest kept offset for partitions that are not in it.
-    """
+    """All control records of a job. Use as a context manager. It starts at `positions`, the next offset by
+    `topic/partition`, and at the earliest kept offset of partitions that are not in it."""
 
     history_timeout_s = 120.0
 

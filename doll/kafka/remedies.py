@@ -18,11 +18,8 @@ _ALERTS: Final = ("alert bad certificate", "alert certificate required", "alert 
 
 
 def login_remedy(reason: str, kafka: KafkaConfig, *, expired: bool = False) -> str | None:
-    """Advice about a refused log-in; None if `reason`, in librdkafka's words, is not about one.
-
-    Args:
-        expired: our own certificate has expired; some brokers say of such a one that they do not know it.
-    """
+    """Advice about a refused log-in; None if `reason`, in librdkafka's words, is not about one. If our own certificate
+    has `expired`, some brokers say that they do not know it."""
     text = _ADDRESS.sub("", reason.lower())
     if "alert certificate expired" in text or (expired and "alert " in text):
         return f"our certificate has expired: put a new one into {_OWN_CERTIFICATE}, and start this process again"

@@ -36,11 +36,8 @@ def new_run_id() -> str:
 
 def read_lineage(config: JobConfig, services: Services, *, tail_only: bool = False) -> Lineage:
     """Read the lineage from the job's `updates`; it is empty if the topic does not exist. Raises ConfigError if another
-    release of DOLL has written records of another schema version.
-
-    Args:
-        tail_only: read the last records only, which hold the newest term; origins and generation may then be unknown.
-    """
+    release of DOLL has written records of another schema version. `tail_only` reads the last records, which hold the
+    newest term; origins and generation may then be unknown."""
     topic = config.topic("updates")
     if not topics.exists(config, services, topic):
         return Lineage()
@@ -59,13 +56,10 @@ def recorded_partitions(store: CheckpointStore) -> int | None:
 
 
 def fold_lineage(values: Iterable[tuple[int, bytes | None]], location: str, job: str) -> Lineage:
-    """The lineage that records (offset, value) of `updates` tell, in the order of the log. Pure. Raises ConfigError if
-    one has another schema version: skipping it would make a server begin again at version 0.
+    """The lineage that records (offset, value) of `updates` at `location` tell, in the order of the log. Pure. Raises
+    ConfigError if one has another schema version: skipping it would make a server begin again at version 0.
 
     Values that are no record are skipped: the audit reports them.
-
-    Args:
-        location: where they come from, for messages.
     """
     lineage = Lineage()
     for offset, value in values:
@@ -151,12 +145,8 @@ def refuse_earlier_run(
 def refuse_later_run(
     config: JobConfig, services: Services, lineage: Lineage, generation: int, location: object
 ) -> None:
-    """Return if no other run has begun on these topics since the one whose checkpoints are in `location`; raises
-    ConfigError if one has.
-
-    Args:
-        generation: of those checkpoints.
-    """
+    """Return if no other run has begun on these topics since the one whose checkpoints, of this generation, are in
+    `location`; raises ConfigError if one has."""
     if lineage.generation <= generation:
         return
     raise ConfigError(

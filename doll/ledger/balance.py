@@ -375,12 +375,9 @@ class Ledger:
     """
 
     def __init__(self, durable: DurableModel, records: Iterable[UpdatesRecord]) -> None:
-        """Add the updates that count. Raises ValueError if `durable` does not have one entry per partition.
-
-        Args:
-            records: of `updates`, in log order, read after the checkpoint, of its generation. They are iterated over
-                twice.
-        """
+        """Add the updates that count. `records` are those of `updates`, in log order, read after the checkpoint, of its
+        generation; they are iterated over twice. Raises ValueError if `durable` does not have one entry per
+        partition."""
         num = len(durable.origins)
         if len(durable.applied) != num:
             raise ValueError(f"expected {num} counts of applied batches, got {len(durable.applied)}")

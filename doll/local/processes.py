@@ -42,11 +42,8 @@ THIS_HOST: Final = Host()
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Have Linux kill this forked process when the thread that forked it ends; on other systems nothing is forked.
-
-    Args:
-        parent_pid: the parent as known before the fork; the process exits if that is not its parent any more.
-    """
+    """Have Linux kill this forked process when the thread that forked it ends; on other systems nothing is forked. It
+    exits if `parent_pid`, as known before the fork, is not its parent any more."""
     launcher.die_with_parent(os.getppid() if parent_pid is None else parent_pid)
 
 

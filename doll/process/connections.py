@@ -186,11 +186,7 @@ class BoundedServer(uvicorn.Server):
         yield
 
     async def close_idle(self, time_limit_s: float) -> None:
-        """Until it is cancelled.
-
-        Args:
-            time_limit_s: for a request to come.
-        """
+        """Close idle connections until it is cancelled, and those whose request does not come within `time_limit_s`."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(_LOOK_S)

@@ -64,12 +64,8 @@ class DataLimit:
 
 
 def out_of_memory(error: BaseException, limit_bytes: float | None) -> TaskError | None:
-    """The error for the user, if `error` comes from too little memory and the memory is limited: a restart would fail
-    again. None: it is another error, or nothing is limited.
-
-    Args:
-        limit_bytes: `worker.memory_bytes`.
-    """
+    """The error for the user, if `error` comes from too little memory and the memory is limited
+    (`worker.memory_bytes`): a restart would fail again. None: it is another error, or nothing is limited."""
     if limit_bytes is None or not _is_of_memory(error):
         return None
     first = str(error).partition("\n")[0][:_MAX_REASON_CHARS] or type(error).__name__

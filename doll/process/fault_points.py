@@ -48,12 +48,9 @@ _hits: Counter[str] = Counter()
 
 
 def fault_point(name: str, before_exit: Callable[[], object] | None = None) -> None:
-    """Kill this process here if the environment says so. Raises ConfigError if `DOLL_FAULT` is not `point@count`, or
-    has an unknown point.
-
-    Args:
-        before_exit: called first, so that the side effect before this point has left the process.
-    """
+    """Kill this process here if the environment says so; `before_exit` is called first, so that the side effect before
+    this point has left the process. Raises ConfigError if `DOLL_FAULT` is not `point@count`, or has an unknown
+    point."""
     wanted = os.environ.get(ENV)
     if not wanted:
         return

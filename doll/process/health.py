@@ -149,12 +149,8 @@ def assigned_port(config: JobConfig, process: str) -> int | None:
 
 @contextmanager
 def heartbeat_of(process: str, config: JobConfig, *, default_port: int | None = None) -> Iterator[Heartbeat]:
-    """The heartbeat of this process, with a watchdog, and with probes on loopback if a port is given. Raises
-    ConfigError if $DOLL_HEALTH_PORT is not a port.
-
-    Args:
-        default_port: for a process that needs a port.
-    """
+    """The heartbeat of this process, with a watchdog, and with probes on loopback if a port is given; a process that
+    needs one has a `default_port`. Raises ConfigError if $DOLL_HEALTH_PORT is not a port."""
     heartbeat = Heartbeat(process)
     port = port_of(config, process) or default_port
     ended = threading.Event()

@@ -70,11 +70,8 @@ def read_token(path: Path) -> str:
 
 
 def checked_token(token: str, origin: object) -> str:
-    """`token`; raises ConfigError if it is too short to be a secret, or cannot be in a header.
-
-    Args:
-        origin: of the token, for messages.
-    """
+    """`token`; raises ConfigError, which names its `origin`, if it is too short to be a secret, or cannot be in a
+    header."""
     if len(token) < MIN_TOKEN_CHARS or not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(
             f"{origin}: expected a token of at least {MIN_TOKEN_CHARS} printable ASCII characters without spaces, as "
@@ -90,11 +87,8 @@ def is_token(given: str, token: str) -> bool:
 
 def listen(host: str, port: int, token: str, *, by_certificate: bool = False) -> socket.socket:
     """A socket that listens at `host`; `port` 0 takes one that is free. Raises ConfigError if other machines would
-    reach a server without a token, or the address cannot be used.
-
-    Args:
-        by_certificate: clients must have certificates, in place of a token.
-    """
+    reach a server without a token (or, `by_certificate`, without certificates of clients), or the address cannot be
+    used."""
     if not (token or by_certificate or is_loopback(host)):
         raise ConfigError(
             f"--host {host}: other machines would reach this server, so expected --token-file FILE with a secret; or "

@@ -75,10 +75,8 @@ def _cut(file: BinaryIO, max_bytes: int) -> Iterator[bytes]:
 def read_pipe(descriptor: int, *, max_bytes: int, timeout_s: float = 0.02) -> Iterator[bytes | None]:
     """The lines of a pipe or terminal as they come, without blank ones; None each `timeout_s` in which none came.
 
-    A last line without line end counts as a line.
-
-    Args:
-        max_bytes: of a longer line one byte more than that is kept, so that a check of the length refuses it.
+    A last line without line end counts as a line. If a line is longer than `max_bytes`, one byte more than that is
+    kept, so that a check of the length refuses it.
     """
     rest = bytearray()  # of the line under way
     while True:

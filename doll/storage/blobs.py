@@ -107,11 +107,8 @@ class NearBlobs(ABC):
 
 
 def scope_of(job: str, run_id: str) -> str:
-    """The name of job and run in keys, headers and control streams, so that no other run takes them for its own.
-
-    Args:
-        run_id: see `doll.ps.start.Start`; "": not known.
-    """
+    """The name of job and run in keys, headers and control streams, so that no other run takes them for its own. The
+    `run_id` is that of `doll.ps.start.Start`; "": not known."""
     return f"{job}:{run_id}" if run_id else job
 
 

@@ -47,11 +47,8 @@ class Delta(NamedTuple):
 def changes(
     before: Vector, after: Vector, layout: Layout, *, job: str, since: int, version: int
 ) -> list[Buffer] | None:  # fmt: skip
-    """The blob of what differs, bit for bit, in parts as `Blobs.put` takes them; None: the whole is not longer.
-
-    Args:
-        before, after: float32, shape (numel,), of versions `since` and `version`.
-    """
+    """The blob of what differs, bit for bit, between `before` and `after`, float32 of shape (numel,), of versions
+    `since` and `version`; in parts as `Blobs.put` takes them. None: the whole is not longer."""
     n = layout.num_parameters
     old, new = before.view(np.uint32), after.view(np.uint32)
     ids = np.flatnonzero(old[:n] != new[:n])

@@ -46,10 +46,8 @@ class RedisBlobs:
     """`Blobs` over one synchronous Redis client, which this object closes. Safe to share between threads.
 
     Calls raise ServiceUnavailableError also if Redis refuses them for good (access, a value above its memory).
-
-    Args:
-        give_up: called before each new attempt while Redis is unreachable; True ends the wait with
-            `ServiceUnavailableError`. Default: wait forever.
+    `give_up` is called before each new attempt while Redis is unreachable; True ends the wait with the same error. By
+    default it waits forever.
     """
 
     def __init__(

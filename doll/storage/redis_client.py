@@ -111,11 +111,8 @@ def delete_keys(services: Services, pattern: str) -> int:
 
 class WorkerCount:
     """How many workers a running job is to have: the parameter server writes it (`doll scale` changes it), and
-    `--any-slot` workers, which wait for a place, read it. Without it they count with the job file's number.
-
-    Args:
-        job: the job, and what else tells it from others on this Redis.
-    """
+    `--any-slot` workers, which wait for a place, read it. Without it they count with the job file's number. `job` is
+    the job, and what else tells it from others on this Redis."""
 
     def __init__(self, client: redis.Redis, job: str) -> None:
         self._client: Any = client  # redis-py's types mix its synchronous and asynchronous answers

@@ -57,11 +57,8 @@ def open_store(config: JobConfig, run_folder: Path, part: str = "") -> Checkpoin
 def open_place(
     location: Path | str, job: str | None, keep: int = 2, history: VersionHistory = NO_HISTORY
 ) -> CheckpointStore:
-    """The checkpoint store in a folder, or of a URL; see `open_store`.
-
-    Args:
-        job: None: whatever job has written there, to be read only.
-    """
+    """The checkpoint store in a folder, or of a URL; see `open_store`. Without a `job` it is of whatever job has
+    written there, to be read only."""
     if isinstance(location, Path):
         return FileCheckpointStore(location, job, keep=keep, history=history)
     opener = CHECKPOINT_STORES.get(location.partition("://")[0])

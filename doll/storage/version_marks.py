@@ -86,12 +86,8 @@ def encode_marks(marks: VersionMarks) -> bytes:
 
 
 def decode_marks(data: bytes | None, location: str) -> VersionMarks:
-    """The marks in the content of the file; none if it is not there. Raises CheckpointError if it is damaged, or of
-    another release.
-
-    Args:
-        location: of the file, for messages.
-    """
+    """The marks in the content of the file at `location`; none if it is not there. Raises CheckpointError if it is
+    damaged, or of another release."""
     if data is None:
         return NO_MARKS
     try:
