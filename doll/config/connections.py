@@ -13,8 +13,7 @@ from pydantic import Field, PositiveInt, StringConstraints, field_validator, mod
 from doll.config.section import Section
 
 SaslMechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER", "AWS_MSK_IAM"]
-WITH_PASSWORD: Final = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
-"""The mechanisms with a user's name and password."""
+WITH_PASSWORD: Final = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")  # the mechanisms with a user's name and password
 KafkaUser = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._=,@/ -]+$")]
 _LOOPBACK_URL: Final = re.compile(r"http://(127\.0\.0\.1|localhost|\[::1\])(:\d+)?(/.*)?")
 

@@ -47,8 +47,7 @@ _SCHEDULED: Final = ("training.optimizer.lr", "training.optimizer.args.lr")
 REGRIDDABLE: Final = (*MAY_CHANGE, "data.batch_size", "training.", "pushes")
 """The keys that `doll regrid` may change: it converts the checkpoint (docs/decisions/0085)."""
 
-NOT_KEPT: Final = frozenset({"init_from"})
-"""Keys of `training` that count when a job begins, and not afterwards."""
+NOT_KEPT: Final = frozenset({"init_from"})  # keys of `training` that count when a job begins, and not afterwards
 
 MODEL_KEYS: Final = ("parameters", "buffers", "shapes", "others", "frozen", "tables")
 """The keys that do not come from the job file."""

@@ -29,8 +29,7 @@ from doll.config.source import ArrivalsConfig, SourceConfig, StdinSource
 from doll.config.training import StopConfig, TaskConfig, TrainingConfig
 
 MAX_PORT: Final = 65_535
-FIRST_WORKER_PORT: Final = 10
-"""The health port of worker n is `health.base_port` + this + n."""
+FIRST_WORKER_PORT: Final = 10  # the health port of worker n is `health.base_port` + this + n
 JOB_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 
 

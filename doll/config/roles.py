@@ -17,8 +17,7 @@ CHECKPOINT_URLS: Final = {
 }
 """URLs of checkpoint stores by scheme: the form for messages, and the pattern. `doll.storage.stores` opens them."""
 _DEVICE: Final = re.compile(r"auto|cpu(:0)?|cuda(:[0-9]{1,3})?|mps")
-MAX_SET_S: Final = 2.0
-"""A worker adds no batch to a set that has taken so long, see `WorkerConfig.set_limit_s`."""
+MAX_SET_S: Final = 2.0  # a worker adds no batch to a set that has taken so long, see `WorkerConfig.set_limit_s`
 _URL_LIKE: Final = re.compile(rf"[A-Za-z][A-Za-z0-9+.-]*:/|({'|'.join(CHECKPOINT_URLS)}):")
 
 

@@ -38,8 +38,7 @@ BY_SUFFIX: Final = {
 }
 WHOLE: Final = Limits(1, 2**53, "")  # of JSON, and of float64
 OTHER: Final = Limits(0.0, 1e35, "")  # a float32, with room for a factor
-LONGEST_S: Final = 1e9
-"""The limit of a duration that is only compared with others: 31 years."""
+LONGEST_S: Final = 1e9  # the limit of a duration that is only compared with others: 31 years
 _LARGEST: Final = 1e300  # that a float's format takes
 
 

@@ -66,8 +66,7 @@ def _check_patterns(values: dict[str, T]) -> dict[str, T]:
     return values
 
 
-ByPattern = Annotated[dict[str, T], AfterValidator(_check_patterns)]
-"""Values by regular expressions."""
+ByPattern = Annotated[dict[str, T], AfterValidator(_check_patterns)]  # values by regular expressions
 
 
 class TaskConfig(Section):

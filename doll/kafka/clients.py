@@ -31,8 +31,7 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 
-ADMIN_S: Final = 15.0
-"""How long an answer to an admin client is waited for."""
+ADMIN_S: Final = 15.0  # how long an answer to an admin client is waited for
 _NEW_TOPIC_S: Final = 10.0
 _RESOURCES: Final[dict[int, Resource]] = {
     KafkaError.TOPIC_AUTHORIZATION_FAILED: "topic",

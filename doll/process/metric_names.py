@@ -11,17 +11,13 @@ PRODUCER: Final = "producer"
 EVALUATOR: Final = "evaluator"
 PROVISIONER: Final = "provisioner"
 
-TERM: Final = "term"
-"""The term of the parameter server whose model was measured."""
+TERM: Final = "term"  # the term of the parameter server whose model was measured
 VERSION: Final = "version"
-LOSS: Final = "loss"
-"""Held-out loss."""
+LOSS: Final = "loss"  # held-out loss
 OF_EVALUATIONS: Final = frozenset({TERM, VERSION, LOSS, "evaluate_s", "prequential_loss", "prequential_window_loss"})
 """The values of a version that the evaluator sends beside the task's own metrics."""
-DELIVERED_TOTAL: Final = "delivered_total"
-"""Samples of the producer that Kafka has acknowledged."""
-RATE_PER_S: Final = "rate_per_s"
-"""Samples per second that the producer sends."""
+DELIVERED_TOTAL: Final = "delivered_total"  # samples of the producer that Kafka has acknowledged
+RATE_PER_S: Final = "rate_per_s"  # samples per second that the producer sends
 LOST_FROM: Final = "lost_from"
 LOST_PARTITION: Final = "lost_partition"
 LOST_UNTIL: Final = "lost_until"
@@ -29,8 +25,7 @@ LOST_UNTIL: Final = "lost_until"
 
 CONTROL_REFUSED_TOTAL: Final = "control_refused_total"
 """Endpoints of the control link that a worker refused, because another user had them."""
-HEARTBEAT_EVERY_S: Final = 10.0
-"""A process that has nothing to measure sends a `Metric` without values this often."""
+HEARTBEAT_EVERY_S: Final = 10.0  # a process that has nothing to measure sends a `Metric` without values this often
 LEFT: Final = "left"
 """The value in a process's last `Metric` that says: it exits normally, so its silence is no failure."""
 

@@ -18,8 +18,7 @@ from typing import TypeAlias
 
 import msgspec
 
-Cut: TypeAlias = tuple[int, int]
-"""A batch, and how many records fewer than r it covers: at least 1."""
+Cut: TypeAlias = tuple[int, int]  # a batch, and how many records fewer than r it covers: at least 1
 
 
 class Cuts:

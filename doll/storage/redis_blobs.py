@@ -35,8 +35,7 @@ LONGEST_PAUSE_S: Final = 1.0
 _FIRST_READ_BYTES: Final = 4096
 _FAR_S: Final = 0.005  # a thread for each read costs less than this wait
 _RECENT_CALLS: Final = 8
-SOON_S: Final = 2.0
-"""A blob that was announced and is not there after so long is lost: for 0.9 MB that is 4 Mbit/s."""
+SOON_S: Final = 2.0  # a blob that was announced and is not there after so long is lost: for 0.9 MB that is 4 Mbit/s
 _WAITING: Final = "waiting until it is back"
 _WHERE_FULL: Final = "raise its maxmemory, or lower blobs.ttl_s or blobs.keep_versions"
 _AGAIN_S: Final = 0.005  # between two questions, beside the way there and back

@@ -15,8 +15,7 @@ import msgspec
 from doll.errors import CheckpointError, ConfigError
 from doll.records.bounded import short
 
-MARKS: Final = "marks.json"
-"""Name of the file, or object, in any store."""
+MARKS: Final = "marks.json"  # name of the file, or object, in any store
 LATEST: Final = "latest"
 _SCHEMA: Final = 1
 _ALIAS: Final = re.compile(r"(?!v[0-9]+$)[a-z][a-z0-9_-]{0,62}")
