@@ -17,15 +17,9 @@ _DOLL_UP = "; or use `doll up`, which starts its own where no address is given"
 
 
 def require_services(config: JobConfig, services: Services, timeout_s: float = 8.0, *, hint: str = _DOLL_UP) -> None:
-    """Return once Redis answers a PING (within 5 s) and Kafka sends its metadata (within `timeout_s`).
-
-    Args:
-        hint: what to do besides what the problems say.
-
-    Raises:
-        ServiceUnavailableError: one of them does not answer. The message names the address and what to do.
-        ConfigError: credentials are missing.
-    """
+    """Return once Redis answers a PING (within 5 s) and Kafka sends its metadata (within `timeout_s`). Raises
+    ConfigError if credentials are missing, and ServiceUnavailableError, which names the address, what to do, and `hint`
+    besides, if one of them does not answer."""
     _raise((redis_problem(services), kafka_problem(config, services, timeout_s)), hint)
 
 

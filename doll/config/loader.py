@@ -144,13 +144,8 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def plain_values(text: str, origin: str, what: str = "a job file") -> Any:
-    """The value of a YAML text, bounded in size and depth with all its references followed. Raises ConfigError if it is
-    not YAML, or too large.
-
-    Args:
-        origin: begins the message of an error.
-        what: the text should be.
-    """
+    """The value of a YAML text that should be `what`, bounded in size and depth with all its references followed.
+    Raises ConfigError, which begins with `origin`, if it is not YAML, or too large."""
     if len(text) > MAX_CHARS:
         raise ConfigError(f"{origin} not {what}: expected at most {MAX_CHARS} characters, got {len(text)}")
     try:

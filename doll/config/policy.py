@@ -76,12 +76,8 @@ class PolicyConfig(Section, ABC):
 
     @abstractmethod
     def update_rate_per_s(self, rates_per_s: Sequence[float], batch_size: int) -> float:
-        """λ_U in updates per second while the workers keep up.
-
-        Args:
-            rates_per_s: samples per second of each live worker's stream, shape (N,); may be infinite.
-            batch_size: b, samples.
-        """
+        """λ_U in updates per second while the workers keep up: `rates_per_s`, shape (N,), are samples per second of
+        each live worker's stream, perhaps infinite, and `batch_size` is b, samples."""
 
     def shortfall_text(self, missing: int, *, live: int, workers: int, max_pending_batches: int) -> str:
         """Why no update can be made and what to do, where `missing` batches cannot come from the live workers."""

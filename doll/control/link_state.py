@@ -44,11 +44,8 @@ _WRAP: Final = 1 << 32
 
 
 class LinkError(DollError):
-    """The link has ended: records on it that are not answered may be lost.
-
-    Attributes:
-        is_refusal: the other end sent what does not belong on a link.
-    """
+    """The link has ended: records on it that are not answered may be lost. It is a refusal if the other end sent what
+    does not belong on a link."""
 
     def __init__(self, reason: str, *, is_refusal: bool = False) -> None:
         super().__init__(reason)
@@ -61,12 +58,7 @@ def record_of(frame: bytes) -> AnyRecord:
 
 
 class LinkState:
-    """Numbers and times of one end of a link.
-
-    Args:
-        accepts: types of records that this end receives.
-        now: any monotonic time in seconds.
-    """
+    """Numbers and times of one end of a link, which accepts these types of records. Times are monotonic seconds."""
 
     __slots__ = ("_accepts", "_heard_s", "_received", "_sent", "_sent_s")
 

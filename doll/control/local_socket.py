@@ -114,19 +114,11 @@ class SocketLink(Link):
 
 
 class LocalSocket:
-    """The listening socket of a parameter server. Its path is the same for each server of a job on this machine.
+    """The listening socket of a parameter server, at `path` (see `Services.control`), or one that is chosen from
+    `identity`, which tells this job from others of this user. It is the same for each server of a job on this machine.
 
-    A later server takes the path over; a socket that a killed one left behind does not matter.
-
-    Args:
-        path: as in `Services.control`; empty: chosen from `identity`.
-        identity: tells this job from others of this user.
-
-    Attributes:
-        path: of the socket.
-
-    Raises:
-        ServiceUnavailableError: the folder is another user's or open to others, or the path is too long.
+    A later server takes the path over; a socket that a killed one left behind does not matter. Raises
+    ServiceUnavailableError if the folder is another user's or open to others, or the path is too long.
     """
 
     def __init__(self, path: str, identity: str) -> None:

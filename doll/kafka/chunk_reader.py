@@ -154,16 +154,12 @@ class ChunkReader:
     """Reads partitions from explicit offsets and commits offsets in the name of a group that it does not join.
 
     Only committed records are read. An unreachable broker is waited for. Its methods may be called from any thread.
+    With envelopes, chunks have their records' keys, headers and timestamps.
 
     A log that was truncated while nobody read it may be longer than before by now. Its leader epochs show it: each
     leader has a higher one than its predecessors, and a truncated log continues with a later leader's records. So the
     library asks the leader, before it reads at the start, where its records up to the leader epoch of what was learned
     end; and a record with a higher one, at an offset that is in the model, is not the one that was learned.
-
-    Args:
-        group: of the committed offsets.
-        max_chunk_records: bounds a chunk, with `MAX_CHUNK_RECORDS` and `MAX_CHUNK_BYTES`.
-        with_envelopes: chunks have their records' keys, headers and timestamps.
     """
 
     def __init__(

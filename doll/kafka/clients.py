@@ -80,13 +80,9 @@ def is_denial(error: Any) -> bool:
 
 
 def reason_of(error: Any, kafka: KafkaConfig, operation: str, name: str) -> str:
-    """The library's words for an error; for a missing permission also which one, who lacks it, and how to give it; for
-    a record that is too long, what to raise.
-
-    Args:
-        operation: that was refused, as ACLs name it.
-        name: of the topic, group or transactional id.
-    """
+    """The library's words for an error. For a missing permission also which one (`operation`, as ACLs name it, on the
+    topic, group or transactional id `name`), who lacks it, and how to give it; for a record that is too long, what to
+    raise."""
     if error.code() == KafkaError.MSG_SIZE_TOO_LARGE:
         change = alter_command(name, f"{SIZE_SETTING}={RECORD_LIMIT_BYTES}")
         return f"{error.str()}: raise the topic's limit: {change}"

@@ -35,12 +35,8 @@ def ask_kafka(
     goes_on: Callable[[Sequence[tuple[str, int]]], bool],
 ) -> KafkaFacts:
     """All facts. Nothing is created, changed, written or committed. Raises ConfigError if the environment lacks what
-    the log-in needs.
-
-    Args:
-        goes_on: told where the brokers say that they are, whether anything else is asked: a client goes on to these
-            places, and each question waits for its time limit where none of them can be reached.
-    """
+    the log-in needs. `goes_on` is told where the brokers say that they are, and says whether anything else is asked: a
+    client goes on to these places, and each question waits for its time limit if none of them can be reached."""
     refusal = kafka_problem(config, services, _CONNECT_S)
     if refusal is not None:
         return KafkaFacts(refusal=refusal)

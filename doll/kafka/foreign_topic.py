@@ -61,14 +61,10 @@ class ForeignTopic:
 def look_up(config: JobConfig, services: Services, *, admin: AdminClient | None = None) -> ForeignTopic:
     """Ask Kafka about `data.topic`, or about the job's own samples topic.
 
-    Args:
-        admin: of whoever asks again and again, of a Kafka that gives topics ids. Without it a topic that Kafka does not
-            know is asked for again for some seconds, as one that was just created.
-
-    Raises:
-        MissingTopicError: there is none of this name.
-        ConfigError: this user may not describe it.
-        ServiceUnavailableError: Kafka does not answer.
+    An `admin` is given by whoever asks again and again, of a Kafka that gives topics ids. Without it a topic that Kafka
+    does not know is asked for again for some seconds, as one that was just created. Raises MissingTopicError if there
+    is none of this name, ConfigError if this user may not describe it, and ServiceUnavailableError if Kafka does not
+    answer.
     """
     name = config.topic("samples")
     with translate_errors(services.kafka, f"describe topic {name}"):

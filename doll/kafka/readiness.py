@@ -17,14 +17,11 @@ _START_S: Final = 240.0
 
 
 class ReadinessProbe:
-    """Checks that a node, or all `brokers` of a cluster, serve. An open port is not enough.
+    """Checks that a node, or all `brokers` of a cluster, serve while their processes are `alive`. An open port is not
+    enough, and another program may answer on it: the brokers have this `cluster_id`.
 
     A record acknowledged to an idempotent producer shows that the node writes and assigns producer ids. A committed
     offset shows that `__consumer_offsets` exists: while Kafka creates it, a consumer with a group may wait for minutes.
-
-    Args:
-        cluster_id: of the brokers that are expected: another program may answer on the port.
-        alive: whether the brokers' processes run.
     """
 
     def __init__(self, address: str, cluster_id: str, alive: Callable[[], bool], brokers: int = 1) -> None:

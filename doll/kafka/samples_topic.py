@@ -142,16 +142,9 @@ def lost_records(topic: str, partition: int, lo: int, hi: int) -> str:
 
 
 def start_offsets(config: JobConfig, services: Services, samples: SampleLog) -> tuple[int, ...]:
-    """The offset of the job's first record in each partition.
-
-    Args:
-        samples: the topic as it is now.
-
-    Raises:
-        ConfigError: `data.start.offsets` lacks a partition, or names one that there is not, or an offset that the
-            log does not hold.
-        ServiceUnavailableError: Kafka does not answer.
-    """
+    """The offset of the job's first record in each partition of the topic as it is now. Raises ConfigError if
+    `data.start.offsets` lacks a partition, or names one that there is not, or an offset that the log does not hold, and
+    ServiceUnavailableError if Kafka does not answer."""
     match config.data.start:
         case "earliest":
             return samples.low

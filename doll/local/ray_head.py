@@ -48,13 +48,9 @@ def running_address() -> str | None:
 
 
 class RayHead(processes.LocalServer):
-    """`ray start --head`, whose processes end with this process, also where it is killed. Its port persists.
-
-    Args:
-        folder: Ray's files go there, with the logs of workers.
-        num_cpus: of how many CPUs it gives away; they are counted, and need not be there.
-        labels: of the node.
-    """
+    """`ray start --head`, whose processes end with this process, also if it is killed. Its port persists. Ray's files
+    go to `folder`, with the logs of workers. It gives away `num_cpus` CPUs, which are counted and need not be there, on
+    a node with these labels."""
 
     _grace_s: ClassVar[float] = 10.0
 

@@ -49,12 +49,8 @@ def _version(executable: str) -> tuple[int, ...]:
 
 
 class LocalRedis(processes.LocalServer):
-    """One process of Redis or Valkey. Its port persists across `stop`, `kill` and `restart`; its data does not.
-
-    Args:
-        folder: folder of its log.
-        host: where it listens.
-    """
+    """One process of Redis or Valkey, with its log in `folder`. Its port persists across `stop`, `kill` and `restart`;
+    its data does not."""
 
     _grace_s: ClassVar[float] = 5.0
 

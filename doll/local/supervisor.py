@@ -75,11 +75,8 @@ def backoff_s(failures: int) -> float:
 class Supervisor:
     """Keeps named roles running. It has no threads: call `poll` a few times a second.
 
-    Args:
-        launch: starts a role, as `ForkServer.launch` does.
-        on_restart: called before the wait for each restart.
-        clock: monotonic seconds.
-        sleep: waits; used by `stop` only.
+    `launch` starts a role, as `ForkServer.launch` does; `on_restart` is called before the wait for each restart;
+    `sleep` is used by `stop` only.
     """
 
     def __init__(

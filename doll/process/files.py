@@ -26,13 +26,9 @@ MAX_JSON_BYTES: Final = 64_000_000
 def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """A temporary file beside `path` for the body to write; it replaces `path` when the body ends without an error.
 
-    Folders above `path` are created. If the body raises, `path` stays as it was and the temporary file is removed.
-
-    Args:
-        durable: also survive a power failure: the file and its folder are synced to disk.
-
-    Raises:
-        OSError: the folder cannot be written.
+    Folders above `path` are created. If the body raises, `path` stays as it was and the temporary file is removed. If
+    it is `durable`, it survives a power failure, too: the file and its folder are synced to disk. Raises OSError if the
+    folder cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")

@@ -84,12 +84,9 @@ def use_huge_pages(settings: Path = _HUGE_PAGE_SETTINGS) -> bool:
     the heap grows into it. A gradient with convolutions takes 4 to 5 % less CPU time (ADR 30). GLIBC_TUNABLES has a
     setting for this, which must be in the environment before a process starts: a role that is forked comes too late.
 
-    Args:
-        settings: the kernel's folder of settings for transparent huge pages.
-
-    Returns:
-        Whether the kernel was asked and did not refuse. It is not asked if `DOLL_HUGE_PAGES` is 0, if the kernel
-        has no huge pages, if they are larger than 2 MiB, or if this process may not have so much address space.
+    Returns whether the kernel was asked and did not refuse. It is not asked if `DOLL_HUGE_PAGES` is 0, if its folder of
+    settings says that it has no huge pages, if they are larger than 2 MiB, or if this process may not have so much
+    address space.
     """
     if os.environ.get(HUGE_PAGES_ENV) == "0" or not 0 < _huge_page_bytes(settings) <= _MAX_HUGE_PAGE_BYTES:
         return False

@@ -83,17 +83,8 @@ class WakeUp:
 
 
 def lock_exclusively(descriptor: int, *, wait: bool = False) -> bool:
-    """Lock an open file or folder against other processes; the lock ends with the descriptor or the process.
-
-    Args:
-        wait: until the process that has it gives it up.
-
-    Returns:
-        Whether this process has it now.
-
-    Raises:
-        ConfigError: this is Windows.
-    """
+    """Lock an open file or folder against other processes; whether this process has it now. The lock ends with the
+    descriptor or the process. With `wait`, the process that has it is waited for. Raises ConfigError on Windows."""
     if fcntl is None:
         raise ConfigError("expected Linux or macOS: Windows has no locks of files that end with their process")
     try:

@@ -29,14 +29,8 @@ class Cuts:
     """
 
     def __init__(self, left_out: int = 0, cuts: Iterable[Cut] = (), *, decided: int = 0) -> None:
-        """
-        Args:
-            left_out: records that cuts before all of `cuts` have left out.
-            cuts: by rising batch.
-
-        Raises:
-            ValueError: they do not rise, or a number is negative.
-        """
+        """`cuts` come by rising batch, and cuts before all of them have left out `left_out` records. Raises ValueError
+        if they do not rise, or a number is negative."""
         if left_out < 0:
             raise ValueError(f"expected 0 records left out or more, got {left_out}")
         self.decided = decided
@@ -165,11 +159,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ends_of(origins: Sequence[int], size: int, applied: Sequence[int], left_out: Sequence[int] = ()) -> tuple[int, ...]:
-    """Per partition, the offset at which batch `applied[n]` begins.
-
-    Args:
-        size: records per batch.
-        left_out: records that cuts of the batches before it have left out; (): none.
-    """
+    """Per partition, the offset at which batch `applied[n]` begins, with `size` records per batch; cuts of the batches
+    before it have left out `left_out` records; (): none."""
     counts = zip_longest(origins, applied, left_out, fillvalue=0)
     return tuple(Bounds(origin, size, Cuts(cut)).lo(count) for origin, count, cut in counts)

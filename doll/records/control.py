@@ -642,9 +642,7 @@ def _packed(item: _Batch) -> _Batch:
 
 
 def _bits_if_shorter(ranges: Sequence[tuple[int, int]], bytes_each: int) -> bytes:
-    """Args:
-    bytes_each: of a range, as it is encoded else.
-    """
+    """The bits of these ranges, if they are shorter than the ranges, each of which is encoded in `bytes_each`."""
     if not ranges or any(lo >= hi for lo, hi in ranges):  # the last: of a worker that is not to be trusted
         return b""
     first, until = min(lo for lo, _ in ranges), max(hi for _, hi in ranges)

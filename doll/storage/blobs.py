@@ -191,13 +191,9 @@ def decode_latest(data: Buffer) -> Latest:
 
 
 def encode_blob(array: npt.NDArray[np.float32], *, job: str, kind: Kind, version: int) -> list[Buffer]:
-    """Header and body of a blob. The body is a view of `array`, not a copy: do not change `array` before it is stored.
-    Raises ValueError if it has another dtype or shape.
-
-    Args:
-        array: float32, shape (numel,), C-contiguous.
-        version: weights: their version; gradient: the version it was computed at.
-    """
+    """Header and body of a blob of `array`, contiguous float32 of shape (numel,); `version` is that of the weights, or
+    the one that a gradient was computed at. The body is a view, not a copy: do not change `array` before it is stored.
+    Raises ValueError if it has another dtype or shape."""
     if array.dtype != np.dtype("<f4") or array.ndim != 1 or not array.flags.c_contiguous:
         raise ValueError(f"expected contiguous float32 of shape (numel,), got {array.dtype} of shape {array.shape}")
     body = array.view(np.uint8).data

@@ -155,15 +155,9 @@ def _encode_tensors(tensors: Mapping[str, npt.NDArray[Any]]) -> list[Buffer]:
 
 
 def decode_checkpoint(data: bytes | mmap.mmap, *, in_place: bool = False) -> Checkpoint:
-    """The checkpoint in `data`.
-
-    Args:
-        in_place: tensors are read-only views of `data`, which need not be aligned; else copies.
-
-    Raises:
-        DamagedError: torn or changed.
-        CheckpointError: whole, but of a schema that this build does not read.
-    """
+    """The checkpoint in `data`. Its tensors are copies, or, `in_place`, read-only views of `data`, which need not be
+    aligned. Raises DamagedError if it is torn or changed, and CheckpointError if it is whole, but of a schema that this
+    build does not read."""
     if len(data) < _PREFIX.size + _DIGEST_BYTES:
         raise DamagedError(f"expected a checkpoint, got {len(data)} bytes")
     view = memoryview(data)
@@ -303,12 +297,9 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def replace_document(self, name: str, data: bytes, known: Any) -> Any:
-        """Make `data` the content, durably, unless it is another than that of `known` by now.
-
-        Returns:
-            What the new content is known by; None: it was another one, and stays. After an answer that was lost the
-            content may be `data` all the same.
-        """
+        """Make `data` the content, durably, unless it is another than that of `known` by now. Returns what the new
+        content is known by; None: it was another one, and stays. After an answer that was lost the content may be
+        `data` all the same."""
 
     def read_marks(self) -> VersionMarks:
         """Aliases and pins of versions."""

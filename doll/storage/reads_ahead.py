@@ -18,12 +18,8 @@ T = TypeVar("T")
 
 
 class ReadsAhead:
-    """Reads under way, by key. One thread calls the methods.
-
-    Args:
-        get: as of `doll.storage.blobs.Blobs`; called from other threads.
-        most: how many blobs are on their way or wait to be taken. Beyond these the oldest are forgotten.
-    """
+    """Reads under way, by key. One thread calls the methods; `get`, as of `doll.storage.blobs.Blobs`, is called from
+    others. At most `most` blobs are on their way or wait to be taken: beyond these the oldest are forgotten."""
 
     def __init__(self, get: Callable[[str], Buffer | None], most: int) -> None:
         self._get = get

@@ -50,12 +50,8 @@ def passes(exc: redis.RedisError) -> bool:
 def sentinel_pool(
     place: RedisPlace, settings: dict[str, Any], sentinel_settings: dict[str, Any]
 ) -> redis.ConnectionPool:
-    """Connections to the primary that the Sentinels name.
-
-    Args:
-        settings: of a connection to the primary.
-        sentinel_settings: of one to a Sentinel; they hold another log-in.
-    """
+    """Connections to the primary that the Sentinels name, with these settings; `sentinel_settings` are of one to a
+    Sentinel, which has another log-in."""
     sentinels = Sentinel(  # type: ignore[no-untyped-call]
         list(place.addresses), sentinel_kwargs={**sentinel_settings, "ssl": place.tls}
     )

@@ -38,15 +38,9 @@ def checkpoint_location(config: JobConfig, run_folder: Path) -> Path | str:
 
 
 def open_store(config: JobConfig, run_folder: Path, part: str = "") -> CheckpointStore:
-    """The job's checkpoint store. Nothing is read or written yet.
-
-    Args:
-        part: opens a store of its own in this folder beside the checkpoints; "": the checkpoints.
-
-    Raises:
-        CheckpointError: it is in S3 and boto3 cannot be set up (region, credentials file).
-        ConfigError: no store is registered for the scheme of `checkpoint.folder`.
-    """
+    """The job's checkpoint store, or one of its own in the folder `part` beside the checkpoints. Nothing is read or
+    written yet. Raises CheckpointError if it is in S3 and boto3 cannot be set up (region, credentials file), and
+    ConfigError if no store is registered for the scheme of `checkpoint.folder`."""
     location, section = checkpoint_location(config, run_folder), config.checkpoint
     history = VersionHistory(section.history_every_s, section.history_s)
     if isinstance(location, Path):
