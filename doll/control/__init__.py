@@ -5,5 +5,5 @@ is on its way; both ends notice that, and send again through Kafka what is not a
 applied: sessions, terms and the engine's counters do, as with Kafka.
 
 `link_state` has what both ends share: numbered frames, heartbeats, refusals. `local_socket` is a Unix socket,
-`redis_streams` a pair of streams in Redis, `redis_pipe` their connection.
+`redis_streams` a pair of streams in Redis.
 """

@@ -293,7 +293,7 @@ def _remedy(reason: str, kafka: KafkaConfig) -> str | None:
 
 def kafka_problem(config: JobConfig, services: Services, timeout_s: float) -> str | None:
     """Why Kafka does not answer with its metadata, and what to do; None if it does. A broker that cannot be reached is
-    waited for for `timeout_s`; one that is connected and silent has four times as long, as it has on a machine where
+    waited for during `timeout_s`; one that is connected and silent has four times as long, as it has on a machine where
     hundreds of processes start at once."""
     kafka = config.kafka
     errors: list[str] = []

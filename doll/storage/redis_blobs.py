@@ -24,7 +24,7 @@ from doll import telemetry
 from doll.errors import BlobError, ServiceUnavailableError
 from doll.storage.blobs import MAX_BLOB_BYTES, Blobs, Buffer
 from doll.storage.reads_ahead import in_thread
-from doll.storage.redis_places import passes, reason_of
+from doll.storage.redis_client import passes, reason_of
 
 log = telemetry.get_logger(__name__)
 

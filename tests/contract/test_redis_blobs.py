@@ -18,8 +18,7 @@ from doll.services import Services
 from doll.storage import blobs as codec
 from doll.storage import redis_blobs
 from doll.storage.redis_blobs import RedisBlobs
-from doll.storage.redis_client import connect_redis
-from doll.storage.redis_places import passes
+from doll.storage.redis_client import connect_redis, passes
 from redis._parsers.base import BaseParser
 
 pytestmark = pytest.mark.slow  # starts servers
