@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -70,7 +70,7 @@ def dump_run(config: JobConfig, folder: Path) -> str:
     own; other relative paths keep their meaning. `located` reads it."""
     base = config.base_folder.resolve()
     data = config.model_dump(mode="json", by_alias=True, exclude_none=True) | {"base_folder": str(base)}
-    placed = {**_replaced(data, str(folder), _RUN), _IF_MOVED: os.path.relpath(base, folder)}
+    placed = {**_replaced(data, str(folder), _RUN), _IF_MOVED: _way(folder, base)}
     text: str = yaml.safe_dump(placed, sort_keys=False, allow_unicode=True)
     return text
 
@@ -103,6 +103,12 @@ def _replaced(value: Any, before: str, after: str) -> Any:
         return [_replaced(inner, before, after) for inner in value]
     is_inside = isinstance(value, str) and (value == before or value.startswith(f"{before}/"))
     return f"{after}{value[len(before) :]}" if is_inside else value
+
+
+def _way(start: Path, to: Path) -> str:
+    """The relative path from one absolute folder to another."""
+    shared = sum(1 for _ in takewhile(lambda parts: parts[0] == parts[1], zip(start.parts, to.parts, strict=False)))
+    return str(Path(*[".."] * (len(start.parts) - shared), *to.parts[shared:]))
 
 
 def _has_task(folder: Path, task: Any) -> bool:
