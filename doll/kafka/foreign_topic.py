@@ -129,13 +129,9 @@ def _settings(admin: AdminClient, name: str) -> dict[str, str] | None:
 
 
 def require(config: JobConfig, services: Services) -> list[str]:
-    """Return if a server may read the topic now; what is unwise about it, a sentence each.
-
-    Raises:
-        ConfigError: it is missing, this user may not read it or commit in its own group, it is compacted, or it has
-            fewer partitions than the job reads.
-        ServiceUnavailableError: Kafka does not answer, or a partition has no leader.
-    """
+    """Return if a server may read the topic now; what is unwise about it, a sentence each. Raises ConfigError if it is
+    missing, this user may not read it or commit in its own group, it is compacted, or it has fewer partitions than the
+    job reads, and ServiceUnavailableError if Kafka does not answer, or a partition has no leader."""
     topic = look_up(config, services)
     refuse_partitions(config, topic)
     if problem := unreadable(config, services, topic) or compacted(config, topic):

@@ -256,12 +256,9 @@ def _settings_of(admin: AdminClient, topics: Mapping[str, Any]) -> dict[str, Act
 
 
 def check(config: JobConfig, services: Services) -> None:
-    """Return if every topic of the job exists with its number of partitions. To samples some may have been added.
-
-    Raises:
-        ConfigError: a topic has another number of partitions, or `data.topic` does not exist.
-        ServiceUnavailableError: Kafka does not answer, a topic does not exist, or `commands` has too few partitions.
-    """
+    """Return if every topic of the job exists with its number of partitions; to samples some may have been added.
+    Raises ConfigError if a topic has another number, or `data.topic` does not exist, and ServiceUnavailableError if
+    Kafka does not answer, a topic does not exist, or `commands` has too few partitions."""
     if config.data.topic is not None:
         foreign_topic.refuse_partitions(config, foreign_topic.look_up(config, services))
     admin = make_admin(config, services)

@@ -79,17 +79,10 @@ def fold_lineage(values: Iterable[tuple[int, bytes | None]], location: str, job:
 
 
 def admit(config: JobConfig, services: Services, store: CheckpointStore, location: object, after_term: int) -> Lineage:
-    """Read the lineage if a parameter server may serve the job from `store`; asked before anything is claimed.
-
-    Args:
-        location: of the store, for messages.
-        after_term: terms up to this one are known to be of earlier runs.
-
-    Raises:
-        ConfigError: the topics hold a run whose checkpoints are not in the store, or records of another release; the
-            message says what to do.
-        CheckpointError: the store cannot be read.
-    """
+    """Read the lineage if a parameter server may serve the job from `store` at `location`; asked before anything is
+    claimed. Terms up to `after_term` are known to be of earlier runs. Raises CheckpointError if the store cannot be
+    read, and ConfigError, which says what to do, if the topics hold a run whose checkpoints are not in the store, or
+    records of another release."""
     # The topic first: a server that begins meanwhile saves its first checkpoint before it writes its first record.
     lineage = read_lineage(config, services, tail_only=bool(store.versions()))
     versions = store.versions()
@@ -126,12 +119,8 @@ def refuse_earlier_run(
     config: JobConfig, services: Services, lineage: Lineage, after_term: int, location: object, resume: str = "RUN"
 ) -> None:
     """Return if a new generation may begin: there are no records, or only such of terms up to `after_term`. Raises
-    ConfigError, which says what to do, if there are others.
-
-    Args:
-        location: where no checkpoint is.
-        resume: the folder of that run, if it is known.
-    """
+    ConfigError, which says what to do, if there are others, and no checkpoint in `location`; `resume` is the folder of
+    that run, if it is known."""
     if lineage.newest_term <= after_term:
         return
     raise ConfigError(

@@ -39,13 +39,10 @@ _MAX_GAP_RECORDS: Final = 5000  # gaps nearer than this are read together: a see
 
 
 def audit(config: JobConfig, services: Services, store: CheckpointStore) -> LedgerReport:
-    """Balance the ledger of a job from its durable model. It only reads, and commits no offset.
-
-    Raises:
-        ServiceUnavailableError: Kafka does not answer, or the job has no topics there.
-        ConfigError: the samples topic has fewer partitions than the job began with.
-        CheckpointError: the newest checkpoint is of another job, unreadable, or does not fit the job file.
-    """
+    """Balance the ledger of a job from its durable model. It only reads, and commits no offset. Raises
+    ServiceUnavailableError if Kafka does not answer, or the job has no topics there, ConfigError if the samples topic
+    has fewer partitions than the job began with, and CheckpointError if the newest checkpoint is of another job,
+    unreadable, or does not fit the job file."""
     topics.check(config, services)
     for rounds in range(1, _ATTEMPTS + 1):
         checkpoint = store.load_newest(None)

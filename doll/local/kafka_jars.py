@@ -131,15 +131,10 @@ def advice() -> str:
 
 
 def ensure(say: Callable[[str], None]) -> Path:
-    """The folder with the jars, fetched if needed (43 MB). A lock makes concurrent runs fetch them only once.
-
-    Args:
-        say: called with one line when a download begins.
-
-    Raises:
-        ConfigError: Java >= 17 is missing, or the jars are and so is the package that fetches them.
-        ServiceUnavailableError: the repository does not answer, or a jar is not the one that is expected.
-    """
+    """The folder with the jars, fetched if needed (43 MB); `say` is called with one line when a download begins. A lock
+    makes concurrent runs fetch them only once. Raises ConfigError if Java >= 17 is missing, or the jars are and so is
+    the package that fetches them, and ServiceUnavailableError if the repository does not answer, or a jar is not the
+    one that is expected."""
     if (problem := unavailable_reason()) is not None:
         raise ConfigError(f"cannot start a local Kafka broker: {problem}; {advice()}")
     target = folder()

@@ -46,13 +46,9 @@ class Compressor(NamedTuple):
     rounding: Callable[[Vector], RoundedVector | None] | None = None  # of dense parameters; needs `num_parameters`
 
     def compress(self, values: Vector, *, version: int, rows: Mapping[str, Rows] = _NO_ROWS) -> list[Buffer]:
-        """The blob of a contribution, the shorter one of its two forms, in parts as `Blobs.put` takes them.
-
-        Args:
-            values: float32, shape (numel,), laid out as `doll.model.flat_model` says. The parts may be views of it:
-                they are stored before it changes.
-            version: of the weights that it was computed at.
-        """
+        """The blob of a contribution of float32 `values`, shape (numel,), laid out as `doll.model.flat_model` says,
+        that was computed at the weights of `version`: the shorter one of its two forms, in parts as `Blobs.put` takes
+        them. The parts may be views of `values`: they are stored before it changes."""
         n = self.num_parameters
         if n is None:
             assert not rows, "a dense contribution has no rows"

@@ -155,14 +155,10 @@ NO_HISTORY: Final = VersionHistory()
 def obsolete(
     stored: Sequence[StoredVersion], marked: Collection[int], *, keep: int, history: VersionHistory, now_s: float
 ) -> list[StoredVersion]:
-    """Those that may be deleted.
+    """Those of `stored`, oldest first, that may be deleted: not of the `keep` newest, nor of the history, nor `marked`
+    by an alias or a pin.
 
     What is kept for the history depends on the oldest that is kept, so that the same ones are kept each time.
-
-    Args:
-        stored: oldest first.
-        marked: versions with an alias or a pin.
-        keep: how many of the newest are kept.
     """
     gone: list[StoredVersion] = []
     last_kept_s = float("-inf")
