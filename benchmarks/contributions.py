@@ -54,7 +54,7 @@ def learn(example: str, form: Form, updates: int, seed: int) -> dict[str, Any]:
         for worker in range(workers):
             values = list(islice(streams[worker], size))
             batch = decode_records(
-                task, RawRecords.from_pairs(enumerate(values)), samples_per_record=1, max_record_bytes=1 << 20
+                task, RawRecords(range(len(values)), values), samples_per_record=1, max_record_bytes=1 << 20
             )
             blob = b"".join(compressors[worker].compress(computer.compute(*batch.samples).values, version=update))
             num_bytes += len(blob)

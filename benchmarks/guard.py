@@ -129,7 +129,7 @@ def watch(name: str, data: Path, updates: int | None = None) -> dict[str, Any]:
             if len(values) < config.data.batch_size:
                 break
             decoded = decode_records(
-                task, RawRecords.from_pairs(values), samples_per_record=1, max_record_bytes=1 << 20
+                task, RawRecords(*zip(*values, strict=True)), samples_per_record=1, max_record_bytes=1 << 20
             )
             if version % 25 == 0 and not gradients:
                 lengths = guards[worker].lengths(decoded.samples)

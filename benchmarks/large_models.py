@@ -208,7 +208,7 @@ def serve(
     import torch
     from doll.model.flat_model import build, fingerprint
     from doll.process.memory import keep_freed_memory
-    from doll.ps.model.local_host import LocalModelHost
+    from doll.ps.model.model_host import ModelHost
     from doll.ps.model.updater import make_parts
     from doll.ps.server import ParameterServer
     from doll.ps.start import Start, make_engine
@@ -223,11 +223,11 @@ def serve(
     numel = model.flat.numel()
     copy_s = _copy_s(numel)
     _reset_peak()
-    host = _Timed(LocalModelHost(config, 1, make_parts(config.training, model).updater, blobs))
+    host = _Timed(ModelHost(config, 1, make_parts(config.training, model).updater, blobs))
     store = FileCheckpointStore(Path(folder) / "checkpoints", config.job)
     start = Start(store.claim_term(), time.monotonic(), (0,) * WORKERS)
     server = ParameterServer(
-        config, engine=make_engine(config, start, host, fingerprint(config, model)), host=host, store=store,
+        config, engine=make_engine(config, start, host.load, fingerprint(config, model)), host=host, store=store,
         outbox=outbox,
     )  # fmt: skip
     report.send_bytes(_json({"numel": numel}))

@@ -47,7 +47,7 @@ class _Log:
 def ps_role(*arguments: Any) -> int:
     """The parameter server."""
     from doll.ps.channels.control_links import ControlLinks
-    from doll.ps.model.local_host import LocalModelHost
+    from doll.ps.model.model_host import ModelHost
     from doll.ps.server import ParameterServer
     from doll.records.control import Grant, Push
     from doll.run.local import roles
@@ -65,7 +65,7 @@ def ps_role(*arguments: Any) -> int:
     log.wrap(ParameterServer, "feed", "feed", of_push)
     log.wrap(ControlLinks, "send", "send", of_send)
     for method in ("prefetch", "fetch", "apply", "publish", "tidy"):
-        log.wrap(LocalModelHost, method, method)
+        log.wrap(ModelHost, method, method)
     return roles.ps_role(*arguments)
 
 

@@ -78,7 +78,7 @@ def missed_views(config: JobConfig, log: Path) -> Iterator[Missed]:
     """
     start, entries = read_log(log)
     parts = make_parts(config.training, build(config, load_task(config)))
-    engine, updater = make_engine(config, start, parts), parts.updater
+    engine, updater = make_engine(config, start, parts.load), parts.updater
     scope, count = scope_of(config.job, engine.start.run_id), updater.num_parameters
     received: dict[int, Vector] = {}  # steps that are not applied, by set
     applied: list[tuple[int, int, Vector]] = []  # (version that it made, worker, step)

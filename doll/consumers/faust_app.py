@@ -3,17 +3,14 @@
 The app's agent feeds `WorkerRuntime`, whose tasks run beside it. `CrashingSupervisor` ends the process on any
 unexpected error: an agent that is restarted in place has lost its position (ADR 0002).
 
-The app has a transport of its own, with the partitions that the parameter server names instead of group membership.
-They change while the app runs, so Faust knows of one partition only, `_LANE`: what it carries names its own. A
-consumer group would stop all workers whenever one joins or leaves, and give a dead worker's partition away
-only after Kafka's session timeout; with `assign` a restart takes a second (ADR 0002). The parameter server tells two
-processes on one partition apart by the sessions that it gives them.
+The app has a transport of its own, with the partitions that the parameter server names instead of group membership: a
+consumer group would stop all workers whenever one joins or leaves (ADR 0002). They change while the app runs, so Faust
+knows of one partition only, `_LANE`: what it carries names its own.
 
-Records come from `doll.kafka.chunk_reader`. One Faust event carries the `Chunk`s that are there, so what Faust does per
-event costs next to nothing per record, also if each of many partitions has a few (ADR 0027). Faust itself sends
-nothing and commits nothing: the app tells the reader which offset is durable. A position that the log no longer holds
-is never reset silently: everything below it has been delivered by then, so the app knows exactly which offsets it will
-not get.
+Records come from `doll.kafka.chunk_reader`. One Faust event carries the `Chunk`s that are there (ADR 0027). Faust
+itself sends nothing and commits nothing: the app tells the reader which offset is durable. A position that the log no
+longer holds is never reset silently: everything below it has been delivered by then, so the app knows exactly which
+offsets it will not get.
 """
 
 from __future__ import annotations

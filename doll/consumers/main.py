@@ -19,10 +19,8 @@ from doll.config import JobConfig
 from doll.config.fingerprint import difference
 from doll.consumers.channels.control_link import ControlLink
 from doll.consumers.channels.kafka_channel import JobEndedError, WorkerChannel
-from doll.consumers.compute.delta_reader import DeltaReader
 from doll.consumers.compute.error_feedback import ErrorFeedback
-from doll.consumers.compute.forward import ForwardPasses
-from doll.consumers.compute.gradient import CachedVersion, GradientComputer
+from doll.consumers.compute.gradient import CachedVersion, ForwardPasses, GradientComputer
 from doll.consumers.compute.gradient_engine import (
     BatchComputer,
     GradientEngine,
@@ -33,6 +31,7 @@ from doll.consumers.compute.gradient_engine import (
 from doll.consumers.compute.guard import Guard
 from doll.consumers.compute.step_model import StepModel
 from doll.consumers.compute.task_steps import OwnSteps
+from doll.consumers.compute.weights_ahead import DeltaReader
 from doll.consumers.faust_app import DollApp, make_app, run_faust
 from doll.consumers.intake.batching import stream_buffer_records
 from doll.consumers.intake.dead_letters import DeadLetters, Decoder
@@ -58,7 +57,7 @@ from doll.pipeline.planner.cut import check_with_samples, cut
 from doll.pipeline.planner.measured import TaskLog
 from doll.pipeline.profiling.layers import Layer
 from doll.process.data_limit import DataLimit, out_of_memory
-from doll.process.health import Heartbeat, heartbeat_of
+from doll.process.health import heartbeat_of
 from doll.process.memory import keep_freed_memory, return_freed_memory
 from doll.process.metric_names import CONTROL_REFUSED_TOTAL
 from doll.process.signals import on_signal
@@ -103,39 +102,11 @@ def run_worker(
     limit = DataLimit(config.worker.memory_bytes)
     limit.begin()
     try:
-        return _run(config, services, worker, run_folder, departure or Departure(), limit)
+        return _WorkerProcess(config, services, worker, run_folder, departure or Departure(), limit).run()
     except Exception as exc:
         if (problem := out_of_memory(exc, config.worker.memory_bytes)) is not None:
             raise problem from exc
         raise
-
-
-def _run(
-    config: JobConfig, services: Services, worker: int, run_folder: Path, departure: Departure, limit: DataLimit
-) -> int:
-    stages = None
-    if config.worker.pipeline is not None:  # forked first, while this process has one thread and no connection
-        stages = Stages.start(config, worker)
-    try:
-        with heartbeat_of(f"worker-{worker}", config) as heartbeat, watch_spot_notices(config, departure):
-            booted_s = time.monotonic() + _env_number(BOOT_ENV)
-            # Until Faust takes the signals over.
-            on_signal(signal.SIGTERM, lambda: departure.leave_within(config.worker.drain_s, "sigterm"))
-            with limit.lifted():
-                require_services(config, services)
-                topics.check(config, services)
-            task = load_task(config) if stages is None else stages.task
-            device = resolve(config.worker.device, worker)
-            model = build(config, task, with_rows=False, device=device) if stages is None else stages.model
-            with limit.lifted():
-                process = _WorkerProcess(
-                    config, services, worker, run_folder, departure, heartbeat, task, model, stages, limit
-                )
-            _wait_for_boot(booted_s, departure)
-            return process.run()
-    finally:
-        if stages is not None:
-            stages.processes.close()
 
 
 class Stages(NamedTuple):
@@ -161,26 +132,55 @@ class _WorkerProcess:
 
     def __init__(
         self, config: JobConfig, services: Services, worker: int, run_folder: Path, departure: Departure,
-        heartbeat: Heartbeat, task: Task, model: FlatModel, stages: Stages | None,
         limit: DataLimit,
     ) -> None:  # fmt: skip
         self._config, self._services = config, services
         self._worker = worker
         self._run_folder = run_folder
-        self._departure = departure
-        self._heartbeat = heartbeat
-        self._task, self._model = task, model
-        draw_from(int.from_bytes(os.urandom(7)), model.device)  # what `decode` draws; `build` has set the job's seed
-        self._stages, self._limit = stages, limit
-        passes = ForwardPasses(
-            model.module, model.device, config.training.precision, compiles=config.worker.compile
-        )  # fmt: skip
-        self._computer = GradientComputer(task, model, passes)
-        self._fingerprint = fingerprint(config, model)
-        self._channel = WorkerChannel(config, services, worker)
+        self._departure, self._limit = departure, limit
 
     def run(self) -> int:
         """Work until the end of the job; the exit code, as in `run_worker`."""
+        config = self._config
+        self._stages: Stages | None = None
+        if config.worker.pipeline is not None:  # forked first, while this process has one thread and no connection
+            self._stages = Stages.start(config, self._worker)
+        try:
+            with (
+                heartbeat_of(f"worker-{self._worker}", config) as self._heartbeat,
+                watch_spot_notices(config, self._departure),
+            ):
+                booted_s = time.monotonic() + _env_number(BOOT_ENV)
+                # Until Faust takes the signals over.
+                on_signal(signal.SIGTERM, lambda: self._departure.leave_within(config.worker.drain_s, "sigterm"))
+                with self._limit.lifted():
+                    require_services(config, self._services)
+                    topics.check(config, self._services)
+                self._prepare(self._stages)
+                _wait_for_boot(booted_s, self._departure)
+                return self._join_and_work()
+        finally:
+            if self._stages is not None:
+                self._stages.processes.close()
+
+    def _prepare(self, stages: Stages | None) -> None:
+        """Have the task, its model, what computes gradients, and a channel to Kafka."""
+        config = self._config
+        if stages is None:
+            self._task = load_task(config)
+            device = resolve(config.worker.device, self._worker)
+            self._model = build(config, self._task, with_rows=False, device=device)
+        else:
+            self._task, self._model = stages.task, stages.model
+        with self._limit.lifted():
+            module, device = self._model.module, self._model.device
+            draw_from(int.from_bytes(os.urandom(7)), device)  # what `decode` draws; `build` has set the job's seed
+            passes = ForwardPasses(module, device, config.training.precision, compiles=config.worker.compile)
+            self._computer = GradientComputer(self._task, self._model, passes)
+            self._fingerprint = fingerprint(config, self._model)
+            self._channel = WorkerChannel(config, self._services, self._worker)
+
+    def _join_and_work(self) -> int:
         try:
             # Before it joins: from then on partitions wait for it.
             app = make_app(
@@ -304,8 +304,7 @@ class _WorkerProcess:
                 row_client, config.worker.row_cache_bytes,
                 max_rows={name: bounds.max_rows for name, bounds in model.tables.bounds.items()},
                 optimizers=row_optimizers(config.training, row_client.tables) if steps_rows else None,
-                threshold=config.training.policy.filter_threshold,
-                takes_patches=config.training.policy.publishes_deltas, report=self._channel.report,
+                threshold=config.training.policy.filter_threshold, report=self._channel.report,
             )  # fmt: skip
             model.tables.connect(rows.look_up)
         compressor, form = Compressor(scope), config.blobs.contributions
@@ -350,11 +349,8 @@ def process_name() -> str:
 
 
 def incarnation() -> int:
-    """Number of this machine among the machines of its slot, from the provisioner; 0: they are not numbered.
-
-    Raises:
-        ConfigError: not a number of 0 or more.
-    """
+    """Number of this machine among the machines of its slot, from the provisioner; 0: they are not numbered. Raises
+    ConfigError if it is not a number of 0 or more."""
     return int(_env_number(INCARNATION_ENV))
 
 

@@ -106,10 +106,8 @@ class WorkerRuntime:
         link: ControlLink | None = None,
         row_client: RowClient | None = None,
     ) -> None:
-        """Args:
-        link: carries grants, pushes and heartbeats while it is open; None: Kafka does.
-        departure: tells when this process must leave; one that began before counts as well.
-        """
+        """`link`: carries grants, pushes and heartbeats while it is open; None: Kafka does. `departure`: tells when
+        this process must leave; one that began before counts as well."""
         self._config = config
         self._core = core
         self._channel = channel
@@ -190,11 +188,6 @@ class WorkerRuntime:
         size = self._config.data.records_per_batch
         self._core.next_offset = sum(item.bounds(size).lo(item.next_batch) for item in self._core.served.values())
 
-    @property
-    def worker(self) -> int:
-        """Number of this worker."""
-        return self._core.worker
-
     def tasks(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
         """Coroutines that run beside the stream, until the end."""
         answer = [self.compute] * self._engine.depth
@@ -204,7 +197,6 @@ class WorkerRuntime:
     # --- Algorithm 1 ------------------------------------------------------------------------------------------------
 
     def feed(self, chunk: Chunk) -> None:
-        """Take the next records of the stream."""
         if (intake := self.intake_of(chunk)) is None:
             return
         intake.watch.samples_at_s = intake.fed_at_s = time.monotonic()
@@ -510,7 +502,7 @@ class WorkerRuntime:
         intakes = self.intakes.copy()
         for number, (_, end) in self._channel.bounds_of_partitions(self._samples_topic, list(intakes)).items():
             intakes[number].log_end = end
-        return self._channel.watermarks(self._commands_topic, self.worker)[1]
+        return self._channel.watermarks(self._commands_topic, self._core.worker)[1]
 
     async def _watch_partition(self, intake: PartitionIntake, unread: int, commands_high: int) -> None:
         now, watch, high = time.monotonic(), intake.watch, intake.log_end

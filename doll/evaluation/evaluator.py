@@ -161,15 +161,9 @@ class Evaluator:
         return self._measure(stored._replace(term=term))
 
     def _measure(self, stored: StoredWeights) -> Evaluation:
+        """Raises ConfigError (as `HeldOut.evaluate`), and TaskError (as `FlatModel.restore_buffers`)."""
         stored.load_into(self._model)
-        return self._evaluate(stored.term, stored.version)
-
-    def _evaluate(self, term: int, version: int) -> Evaluation:
-        """
-        Raises:
-            ConfigError: as `HeldOut.evaluate`.
-            TaskError: as `FlatModel.restore_buffers`.
-        """
+        term, version = stored.term, stored.version
         started_s = time.monotonic()
         error = self._held_out.evaluate(self._model.module)
         self._model.restore_buffers()  # else the next version would not reach one that was replaced

@@ -77,7 +77,6 @@ class StoredWeights(NamedTuple):
 
 
 def place_of(stored: StoredWeights) -> Place:
-    """The place of these weights."""
     return Place(stored.term, stored.version)
 
 
@@ -143,10 +142,10 @@ def weights_of(
                 bounded[name] = stored_bounded_rows(checkpoint.tensors, name, shape.width)
             else:
                 tables[name] = stored_rows(checkpoint.tensors, name, shape)
-    run_id, samples = _run_of(checkpoint.state)
+    known = _decoded(checkpoint.state)
     return StoredWeights(
-        checkpoint.version, weights, checkpoint.term, checkpoint.fingerprint, tables, bounded, is_average, run_id,
-        samples,
+        checkpoint.version, weights, checkpoint.term, checkpoint.fingerprint, tables, bounded, is_average,
+        known.run_id, known.samples_total,
     )  # fmt: skip
 
 
@@ -161,12 +160,6 @@ class _EngineState(msgspec.Struct):
 def rollbacks_in(state: bytes) -> tuple[Rollback, ...]:
     """The rollbacks in a checkpoint with this engine state, the oldest first."""
     return _decoded(state).rollbacks
-
-
-def _run_of(state: bytes) -> tuple[str, int]:
-    """Run id and samples of a checkpoint with this engine state."""
-    known = _decoded(state)
-    return known.run_id, known.samples_total
 
 
 def _decoded(state: bytes) -> _EngineState:

@@ -1,8 +1,8 @@
 """Gives the versions of a job's model as they come: from blobs while the job runs, else from checkpoints.
 
 Evaluator and model server read versions here. The moving average of the weights (`training.ema`) is in checkpoints
-only, so if there is one, checkpoints are read. So are they for tables, unless a reader follows changed rows:
-then the server publishes these, and checkpoints are read for the rows that have not changed, and if it fell behind.
+only. Rows of tables are read from checkpoints too, unless a reader follows changed rows: then the server publishes
+these, and checkpoints are read for the rows that have not changed, and if it fell behind.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from __future__ import annotations
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 from doll.config import JobConfig
 from doll.errors import BlobError, CheckpointError, ServiceUnavailableError
-from doll.evaluation.row_follower import RowFollower
 from doll.evaluation.stored_weights import Place, StoredWeights, newest_weights, place_of
 from doll.ledger.lineage import Lineage, LineageChange, UpdatesRecord
 from doll.model.flat_model import FlatModel
@@ -34,6 +36,98 @@ from doll.storage.blobs import (
 )
 from doll.storage.row_changes import RENEW_S, WORD_LIVES_S, RowChanges, decode_row_changes
 from doll.storage.stores import open_store
+from doll.tables.row_layers import NO_LAYERS, RowLayers
+
+
+class RowFollower:
+    """Rows of tables as of one version after another: those of a checkpoint, in its file, and in memory those that have
+    changed since. Does no I/O. Not thread-safe; the versions that it gives are for any thread, and stay as they are.
+
+    Args:
+        limit_bytes: of memory for rows that have changed since the checkpoint.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._base: StoredWeights | None = None
+        self._at = Place(0, 0)
+        self._layers: Mapping[str, RowLayers] = {}
+
+    @property
+    def base(self) -> Place | None:
+        """The place of the checkpoint; None: there is none yet."""
+        return None if self._base is None else place_of(self._base)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(layers.num_bytes for layers in self._layers.values())
+
+    @property
+    def needs_checkpoint(self) -> bool:
+        """Whether a newer checkpoint should be read, because there are many changed rows."""
+        return self._base is None or self.num_bytes > self._limit_bytes // 2
+
+    def rebase(self, checkpoint: StoredWeights) -> None:
+        """Have the rows of a newer checkpoint below those that have changed since."""
+        at = place_of(checkpoint)
+        if at.term == self._at.term and at.version <= self._at.version:
+            self._layers = {name: layers.after(at.version) for name, layers in self._layers.items()}
+        else:
+            self._layers, self._at = {}, at
+        self._base = checkpoint
+
+    def advance(
+        self, to: Place, read: Callable[[int], RowChanges | None], is_newest: Callable[[Place], bool]
+    ) -> str:  # fmt: skip
+        """Have the rows of a published version; why not, "" if they are here now.
+
+        Args:
+            read: what a version of this term has published as changed; None: it is not there (any more).
+            is_newest: whether no checkpoint is newer than this one. What it raises changes nothing.
+        """
+        if self._base is None:
+            return "no checkpoint has been read yet"
+        base = place_of(self._base)
+        is_same_term = self._at.term == to.term
+        # A new term goes on from a checkpoint: what the term before it has made since is void.
+        at, layers = (self._at, self._layers) if is_same_term else (base, {})
+        if to == at:
+            return ""
+        if to.version <= at.version or to.term < base.term:
+            return f"term {to.term} has no rows yet above those of the checkpoint of version {base.version}"
+        chain: list[RowChanges] = []
+        version, num_bytes = to.version, sum(each.num_bytes for each in layers.values())
+        while version > at.version:
+            changes = read(version)
+            if changes is None:
+                return f"the rows of version {version} are not published: the next checkpoint has them"
+            chain.append(changes)
+            version = changes.since
+            num_bytes += changes.num_bytes
+            if num_bytes > self._limit_bytes:
+                return (
+                    f"the rows that have changed since the checkpoint of version {base.version} take more than "
+                    f"{self._limit_bytes / 1e6:g} MB of memory: raise --row-memory-mb, or save checkpoints more often"
+                )
+        # Another checkpoint may have this number, too, if a server has gone back to before a damaged one.
+        if at.term != to.term and not (version == chain[-1].began == base.version and is_newest(base)):
+            return f"term {to.term} went on from version {chain[-1].began}, whose checkpoint has not been read yet"
+        for changes in reversed(chain):
+            layers = {
+                name: layers.get(name, NO_LAYERS).with_rows(rows, changes.version)
+                for name, rows in changes.rows.items()
+            }
+        self._at, self._layers = to, layers
+        return ""
+
+    def with_weights(self, weights: npt.NDArray[np.float32], run_id: str) -> StoredWeights:
+        """The version that was advanced to, with its weights."""
+        assert self._base is not None, "expected a checkpoint before a version"
+        term, version = self._at
+        return self._base._replace(
+            term=term, version=version, weights=weights, layers=self._layers, samples=-1, run_id=run_id
+        )
+
 
 _CHECKPOINTS_EVERY_S: Final = 0.5
 _UNREADABLE_S: Final = 30.0  # between looks at checkpoints that cannot be read, while versions are published
@@ -88,7 +182,6 @@ class WeightFollower:
 
     @property
     def row_bytes(self) -> int:
-        """Memory for changed rows of tables."""
         return 0 if self._rows is None else self._rows.num_bytes
 
     def feed(self, record: AnyRecord) -> None:
@@ -212,11 +305,7 @@ class WeightFollower:
         return stored
 
     def load(self, version: int) -> StoredWeights:
-        """Load the weights of this version.
-
-        Raises:
-            CheckpointError: it is neither published nor kept.
-        """
+        """Load the weights of this version. Raises CheckpointError if it is neither published nor kept."""
         if not self.reads_checkpoints and self.blobs is not None and (term := self._lineage.newest_term):
             try:
                 stored = self.published_version(term, version)
@@ -230,12 +319,8 @@ class WeightFollower:
         return stored
 
     def published_place(self) -> Place | None:
-        """The newest version of this run in the blob store; None if there is none.
-
-        Raises:
-            ServiceUnavailableError: the blob store does not answer.
-            BlobError: what it has is no pointer to weights.
-        """
+        """The newest version of this run in the blob store; None if there is none. Raises ServiceUnavailableError if
+        the blob store does not answer, and BlobError if what it has is no pointer to weights."""
         if self.blobs is None or (pointer := self.blobs.get(latest_key(self._scope))) is None:
             return None
         latest = decode_latest(pointer)
@@ -245,11 +330,8 @@ class WeightFollower:
         return Place(latest.term, latest.version)
 
     def published(self, beside: Place | None = None) -> StoredWeights | None:
-        """The newest published weights; None if there are none, or they are those of `beside`.
-
-        Raises:
-            ServiceUnavailableError, BlobError: as `published_place`.
-        """
+        """The newest published weights; None if there are none, or they are those of `beside`. Raises
+        ServiceUnavailableError or BlobError (as `published_place`)."""
         place = self.published_place()
         return None if place is None or place == beside else self.published_version(*place)
 
@@ -291,5 +373,4 @@ class WeightFollower:
 
     @property
     def _scope(self) -> str:
-        """The scope by which the blobs of this run are named."""
         return scope_of(self._config.job, self.run_id)

@@ -11,7 +11,6 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
@@ -23,11 +22,8 @@ _MADV_DONTNEED: Final = 4  # <sys/mman.h>
 
 
 def zeros_in_file(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Zeros of shape (numel,) in a file without a name, which a forked process shares.
-
-    Raises:
-        OSError: the folder for temporary files cannot be written.
-    """
+    """Zeros of shape (numel,) in a file without a name, which a forked process shares. Raises OSError if the folder for
+    temporary files cannot be written."""
     size_bytes = max(1, numel * dtype.itemsize)
     with tempfile.TemporaryFile(prefix="doll-", buffering=0) as file:
         os.ftruncate(file.fileno(), size_bytes)
@@ -48,16 +44,12 @@ def forget_pages(tensor: torch.Tensor) -> None:
         libc.madvise(start, length, _MADV_DONTNEED)
 
 
-def large_tensors_in_files() -> AbstractContextManager[Any]:
+class LargeTensorsInFiles(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Meanwhile new tensors of `FROM_BYTES` and more on the CPU are moved into files, one after the other.
 
     Their numbers are what they would be otherwise: a model that is built so is the same.
     """
-    mode: AbstractContextManager[Any] = _LargeTensorsInFiles()  # type: ignore[no-untyped-call]
-    return mode
 
-
-class _LargeTensorsInFiles(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,

@@ -29,7 +29,7 @@ from doll.config import JobConfig
 from doll.config.fingerprint import make_fingerprint
 from doll.config.tables import settings_of_tables
 from doll.errors import ConfigError, TaskError
-from doll.model.file_memory import large_tensors_in_files, zeros_in_file
+from doll.model.file_memory import LargeTensorsInFiles, zeros_in_file
 from doll.model.layout import WeightsLayout, round_up_to_even
 from doll.model.without_tables import build_without_tables
 from doll.tables.bounds import TableBounds, initial_rows
@@ -133,11 +133,7 @@ class FlatModel:
         return copy
 
     def load_weights(self, weights: npt.NDArray[np.float32]) -> None:
-        """Copy `weights`, float32, shape (numel,), into `host`.
-
-        Raises:
-            ValueError: of another shape.
-        """
+        """Copy `weights`, float32, shape (numel,), into `host`. Raises ValueError if it is of another shape."""
         if weights.shape != (self.flat.numel(),):
             raise ValueError(f"expected weights of shape ({self.flat.numel()},), got {weights.shape}")
         array: npt.NDArray[np.float32] = self.host.numpy()
@@ -219,10 +215,7 @@ class FlatModel:
 
 def check_tensors(module: torch.nn.Module) -> None:
     """Check that a module's tensors have values, and those that are trained, or averaged as float buffers, are float32.
-
-    Raises:
-        ConfigError: names the first one that does not, and says what to do in `build_model`.
-    """
+    Raises ConfigError, which names the first one that does not, and says what to do in `build_model`."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         owner = type(module.get_submodule(name.rpartition(".")[0])).__name__
         problem = ""
@@ -284,7 +277,7 @@ def build(
         )
     torch.manual_seed(config.seed)
     try:
-        with large_tensors_in_files() if in_files else nullcontext():
+        with LargeTensorsInFiles() if in_files else nullcontext():  # type: ignore[no-untyped-call]
             module = task.build_model() if with_rows else build_without_tables(task.build_model)
     except Exception as exc:  # the user's code may raise anything
         raise ConfigError(f"{config.task.cls}.build_model() failed: {described(exc)}") from exc

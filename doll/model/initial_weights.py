@@ -55,7 +55,6 @@ class InitReport:
 
     @property
     def differences(self) -> list[str]:
-        """The differences, one line each."""
         lines = (
             ("not in the source, as the task draws them", self.missing),
             ("not in the model", self.unknown),
@@ -75,7 +74,6 @@ class InitReport:
         return "\n  ".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report for JSON."""
         return asdict(self)
 
 
@@ -199,10 +197,7 @@ def _first_rows(
     shape: TableShape, bounds: TableBounds, ids: torch.Tensor, values: torch.Tensor, counts: torch.Tensor | None
 ) -> FirstRows:
     """The first rows of a bounded table: if there are more ids than it has room for, those that were named most often.
-
-    Raises:
-        ValueError: they are no ids of the table with a row each.
-    """
+    Raises ValueError if they are no ids of the table with a row each."""
     numbers = ids.reshape(-1).numpy()
     order = np.argsort(numbers, kind="stable")
     if problem := shape.problem(numbers[order]):

@@ -25,11 +25,8 @@ class WeightsLayout(msgspec.Struct, frozen=True, array_like=True):
     others: tuple[tuple[str, tuple[int, ...], str], ...] = ()
 
     def tensors(self, weights: npt.NDArray[np.float32]) -> dict[str, npt.NDArray[Any]]:
-        """The tensors by name, as views into `weights`.
-
-        Raises:
-            ValueError: `weights` is not as long as the layout, or there is no such type.
-        """
+        """The tensors by name, as views into `weights`. Raises ValueError if `weights` is not as long as the layout, or
+        there is no such type."""
         named: dict[str, npt.NDArray[Any]] = {}
         at = 0
         for name, shape in self.floats:

@@ -1,8 +1,8 @@
 """A task's model built without memory for its tables: for workers, whose rows come from the server.
 
-Embeddings with `sparse=True` are constructed on torch's device meta, which has shapes and no values. What is drawn for
-them is drawn and thrown away, a piece at a time, so that every other number of the model is the same as in a model that
-was built in full: frozen layers are compared by a checksum, and a module may keep other random tensors.
+Embeddings with `sparse=True` are constructed on torch's device meta. What is drawn for them is drawn and thrown away, a
+piece at a time, so that every other number of the model is the same as in a model that was built in full: frozen layers
+are compared by a checksum.
 """
 
 from __future__ import annotations

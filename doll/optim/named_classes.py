@@ -1,4 +1,6 @@
-"""Classes of torch or of another package that a job file names: found by name, and made with the given arguments."""
+"""Classes of torch or of another package that a job file names: found by name, made with the given arguments, and their
+state that is no tensor as bytes in a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from doll.errors import ConfigError
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from doll.errors import CheckpointError, ConfigError
 from doll.task.base import described
 
 T = TypeVar("T")
@@ -45,11 +51,7 @@ def find_class(field: str, name: str, base: type[T]) -> type[T]:
 
 
 def make(field: str, cls: Callable[..., T], name: str, given: Any, args: Mapping[str, Any]) -> T:
-    """`cls(given, **args)`.
-
-    Raises:
-        ConfigError: it does not take these arguments.
-    """
+    """`cls(given, **args)`. Raises ConfigError if it does not take these arguments."""
     try:
         return cls(given, **args)
     except ConfigError:
@@ -66,3 +68,38 @@ def _signature(cls: Callable[..., Any]) -> str:
     except (TypeError, ValueError):
         return "the arguments of its documentation"
     return ", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in taken) or "no arguments"
+
+
+def packed(values: Mapping[str, Any]) -> npt.NDArray[np.uint8]:
+    """Equal values make equal bytes. Raises ConfigError if they are not plain."""
+    try:
+        return np.frombuffer(msgspec.msgpack.encode(values, order="deterministic"), np.uint8)
+    except (TypeError, OverflowError, msgspec.MsgspecError) as exc:
+        raise ConfigError(
+            "training.optimizer, training.schedule: expected classes whose state is tensors, numbers and texts, which "
+            f"a checkpoint can hold, got another type: {exc}"
+        ) from exc
+
+
+def unpacked(data: npt.NDArray[np.uint8] | None) -> dict[str, Any]:
+    """The values that `packed` was given, with lists for tuples; empty for None. Raises CheckpointError if it is
+    damaged."""
+    if data is None:
+        return {}
+    try:
+        return msgspec.msgpack.decode(data.tobytes(), type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise CheckpointError(f"expected the plain values of an optimizer, got {exc}") from exc
+
+
+def like(example: Any, value: Any) -> Any:
+    """`value`, as it comes out of a checkpoint, with the type of `example`: a tuple comes as a list."""
+    match example, value:
+        case dict(), dict():
+            items = {key: like(example.get(key), item) for key, item in value.items()}
+            return items if type(example) is dict else type(example)(items)
+        case ((list() | tuple()), list()):
+            examples = [*example, *[None] * len(value)]
+            return type(example)(like(one, item) for one, item in zip(examples, value, strict=False))
+        case _:
+            return value

@@ -1,15 +1,11 @@
-"""What contributions do to the weights: one step on a sum of gradients, as torch does, or the addition of steps.
-
-`Optimizer` sums gradients in a fixed order in float32, scales, clips and steps: it is the parameter server's updater
-where workers send gradients, and each worker's own where they send steps, which `StepAdder` adds at the server, or
-`OuterOptimizer` makes a step of.
+"""The port `Updater`, which makes the next weights of contributions, and its adapters: one step on a sum of gradients,
+as torch does, or the addition of steps (docs/decisions/0020, 0034).
 
 To add a built-in optimizer: its section in `doll.config.training`, a case in `Optimizer._step`, and one in
 `doll.optim.row_optimizer` for the rows of tables. The arithmetic is that of torch's SGD, Adam and Adagrad, to the bit
 (a test compares them), in as few passes over memory as it allows; Adagrad may have momentum, which torch's has not.
-Adam and Adagrad are torch's functions `adam` and `adagrad`, called on slices that stay in the processor's cache;
-torch's optimizer classes are not used for them: constructing one imports torch's compiler, which took 5 s of CPU on
-two slow cores at each start of a parameter server, restarts included. `doll.optim.torch_optimizer` has these classes.
+Adam and Adagrad are torch's functions, called on slices that stay in the processor's cache; torch's optimizer classes
+(`doll.optim.torch_optimizer`) import torch's compiler: 5 s of CPU at each start of a parameter server (ADR 82).
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ from doll.config import AdagradConfig, AdamConfig, OptimizerConfig, SchedulePart
 from doll.config.policy import OuterStep
 from doll.errors import CheckpointError, TaskError
 from doll.model.flat_model import FlatModel
-from doll.optim.plain_values import packed, unpacked
+from doll.optim.named_classes import packed, unpacked
 from doll.optim.schedule import GroupValues, Rates, Schedule
 
 WEIGHTS: Final = "weights"
@@ -55,7 +51,7 @@ class DivergedError(TaskError):
     """The gradient or a weight is not finite: the model has diverged, and saving it would destroy it."""
 
 
-class _Run(NamedTuple):
+class _ParameterRun(NamedTuple):
     """Parameters from place `first` to below `until`; `numbers`: where they are in the vector."""
 
     first: int
@@ -63,8 +59,16 @@ class _Run(NamedTuple):
     numbers: slice
 
 
-class _FlatWeights(ABC):
-    """The weights of a model as one vector, and the sum of what is added for its next version."""
+class Updater(ABC):
+    """The weights of a model as one vector, and the sum of what is added for its next version. Not thread-safe.
+
+    Attributes:
+        clipped_by: the factor, at most 1, by which the last `apply` made its contributions smaller, tables' included.
+        num_parameters: how many of the weights are parameters: the first ones.
+    """
+
+    clipped_by = 1.0
+    _factor: float = 1.0  # of each contribution in the sum
 
     def __init__(self, model: FlatModel, sum_in: torch.Tensor | None = None, ema: float | None = None) -> None:
         """
@@ -82,15 +86,32 @@ class _FlatWeights(ABC):
 
     @property
     def weights(self) -> npt.NDArray[np.float32]:
+        """float32, shape (numel,), laid out as `doll.model.flat_model` says; a view of the live tensor."""
         array: npt.NDArray[np.float32] = self._flat.numpy()
         return array
 
     def weight(self, set_weight: float, age: int) -> float:
+        """The factor of a contribution's parameters in the sum. `set_weight`: sum of the weights of its samples. `age`:
+        updates that were made since the weights that it was computed on."""
         return 1.0
 
-    @abstractmethod
     def add(self, contribution: Contribution | torch.Tensor) -> None:
-        """Add a contribution to the sum."""
+        """Add `contribution` to the next `apply`, after the ones added before. It is not used afterwards."""
+        tensor, floats = tensor_of(contribution), self._model.num_floats
+        if self._sum_is_empty:
+            torch.mul(tensor[:floats], self._factor, out=self._sum[:floats])
+            self._sum_is_empty = False
+        else:
+            self._sum[:floats].add_(tensor[:floats], alpha=self._factor)
+        if len(tensor) > floats:
+            self._sum[floats:] = tensor[floats:]
+
+    def max_change(self, contribution: Contribution) -> float:
+        """How far `contribution` moves any one parameter at most, before `scale`; infinite if that is no number.
+
+        0 if it does not move the weights by itself: it is a gradient.
+        """
+        return 0.0
 
     def apply(
         self,
@@ -100,17 +121,23 @@ class _FlatWeights(ABC):
         into: npt.NDArray[np.float32] | None = None,
         absent: int = 0,
     ) -> None:
-        """The next weights, of the sum of the contributions that were added and `contributions`, in this order.
+        """Make the next weights from the added contributions and then `contributions`, in this order.
+
+        Without any, the weights stay as they are. The result depends on the weights, the state and the contributions
+        in their order, bit for bit, and not on whether they were added before: a replay makes the same model.
 
         Args:
-            contributions: float32, shape (numel,) each; for float buffers, values times weights; the other buffers
-                become the buffers of the last contribution.
-            scale: of the sum; 1 / weight for the mean of gradients.
+            scale: factor for the sum; 1 / weight for the mean of gradients.
             weight: sum of the weights of all contributions' samples, at least 0.
-            into, absent: as in `doll.ps.model.updater.Updater.apply`.
+            into: memory for the new weights, float32, shape (numel,), which then is `weights`. The array that was
+                `weights` before is left as it was, and is not used any more; `into` may be that array. None: memory of
+                the updater's own, in place if possible.
+            absent: parameters that no sample of the contributions has used, see `FlatModel.absent`: an optimizer
+                leaves them and their state as they are, as torch does if `.grad` is None.
 
         Raises:
-            DivergedError: a number of the sum, of the weights or of the optimizer's state is not finite.
+            DivergedError: a number of the sum, of the weights or of the state is not finite. The object must not be
+                used any more.
         """
         for contribution in contributions:
             self.add(contribution)
@@ -129,11 +156,16 @@ class _FlatWeights(ABC):
         """Make the next weights of `_sum` in `target`, which becomes `_flat`; `absent`: see `apply`."""
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
+        """The weights and the state, by name, for a checkpoint; `load` takes them.
+
+        They are copies, except for weights in memory that was given to `apply`: its owner keeps it as it is meanwhile.
+        """
         tensors = {WEIGHTS: self.weights.copy() if self._flat is self._own else self.weights}
         return tensors if self._average is None else tensors | {AVERAGE: self._average.numpy().copy()}
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-        """
+        """Continue from a checkpoint's tensors.
+
         Raises:
             CheckpointError: the weights are missing, or of another shape.
         """
@@ -145,16 +177,18 @@ class _FlatWeights(ABC):
         except ValueError as exc:
             raise CheckpointError(str(exc)) from exc
         self._flat = self._own
-        if self._average is not None:  # it begins here where the checkpoint is of a job without it
+        if self._average is not None:  # it begins here if the checkpoint is of a job without it
             self._average[:] = torch.from_numpy(np.array(tensors.get(AVERAGE, weights)))
 
 
-class Optimizer(_FlatWeights):
-    """`doll.ps.model.updater.Updater` of gradients: one step of torch's optimizer on `scale` times their sum.
+class Optimizer(Updater):
+    """`Updater` of gradients, summed in float32: one step of torch's optimizer on `scale` times their sum.
 
     The caller's `scale` decides between the mean gradient over the update's samples (the default) and the paper's sum
     (docs/theory.md, D2).
     """
+
+    _factor = _SUM_FACTOR
 
     def __init__(
         self, model: FlatModel, config: OptimizerConfig, clip_norm: float | None = None, *,
@@ -168,7 +202,7 @@ class Optimizer(_FlatWeights):
             clip_value: the largest absolute value of a number of it; None: any.
             schedule: of the learning rate.
             by_version: the schedule takes a step by `go_to` only, and not with each `apply`.
-            ema: as of `_FlatWeights`.
+            ema: see `Updater`.
             norm_of_tables: length of what was added to the model's tables, before `scale`: it is clipped together with
                 the rest.
             sum_in: memory for the sum, float32, as long as the weights, which nothing else uses between `add` and
@@ -181,7 +215,6 @@ class Optimizer(_FlatWeights):
         self._config = config
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._norm_of_tables = norm_of_tables
-        self.clipped_by = 1.0
         self._state: dict[str, torch.Tensor] = {}  # named as torch's optimizer classes name it
         self._by_version = by_version
         self._schedule: Schedule | None = None
@@ -190,21 +223,8 @@ class Optimizer(_FlatWeights):
             self._groups = GroupValues(self._rates)
             self._schedule = Schedule(schedule, self._rates, self._groups)
 
-    def add(self, contribution: Contribution | torch.Tensor) -> None:
-        tensor, floats = tensor_of(contribution), self._model.num_floats
-        if self._sum_is_empty:
-            torch.mul(tensor[:floats], _SUM_FACTOR, out=self._sum[:floats])
-            self._sum_is_empty = False
-        else:
-            self._sum[:floats].add_(tensor[:floats], alpha=_SUM_FACTOR)
-        if len(tensor) > floats:
-            self._sum[floats:] = tensor[floats:]
-
-    def max_change(self, gradient: Contribution) -> float:
-        return 0.0  # a step is made of the sum of all
-
     def go_to(self, version: int) -> None:
-        """Have the learning rate of the update behind `version`, where there is a schedule by version."""
+        """Have the learning rate of the update after `version`, if there is a schedule by version."""
         if self._schedule is not None and self._by_version:
             self._schedule.go_to(version)
 
@@ -228,7 +248,7 @@ class Optimizer(_FlatWeights):
             self._schedule.step()
 
     def _squares(self) -> Iterable[torch.Tensor]:
-        """Of the state."""
+        """The parts of the state that are sums or means of squares."""
         return (self._state[key] for key in SQUARES if key in self._state)
 
     def _clip(self, gradient: torch.Tensor, beside: float) -> float:
@@ -284,20 +304,20 @@ class Optimizer(_FlatWeights):
                 assert_never(unknown)
 
     def _config_now(self) -> OptimizerConfig:
-        """With the rates of the schedule."""
+        """The settings, with the rates of the schedule."""
         if self._schedule is None or isinstance(self._config, TorchConfig):
             return self._config
         return self._rates.applied_to(self._config)
 
-    def _runs(self, absent: int) -> list[_Run]:
+    def _runs(self, absent: int) -> list[_ParameterRun]:
         """The parameters that have a gradient: those that follow each other, and have taken as many steps, as one."""
         ends, steps = self._model.ends_of_parameters, self._state.get("step")
         if absent and isinstance(self._config, AdamConfig) and (steps is None or not steps.ndim):
             steps = self._state["step"] = torch.zeros(len(ends)) + (0.0 if steps is None else steps)
         counts = [0.0] * len(ends) if steps is None or not steps.ndim else steps.tolist()
         if not absent and (steps is None or not steps.ndim):
-            return [_Run(0, len(ends), slice(0, self.num_parameters))]
-        runs: list[_Run] = []
+            return [_ParameterRun(0, len(ends), slice(0, self.num_parameters))]
+        runs: list[_ParameterRun] = []
         begin = 0
         for place, end in enumerate(ends):
             if not absent >> place & 1:
@@ -305,16 +325,17 @@ class Optimizer(_FlatWeights):
                 if runs and runs[-1].until == place and counts[runs[-1].first] == counts[place]:
                     first, _, numbers = runs.pop()
                     start = numbers.start
-                runs.append(_Run(first, place + 1, slice(start, end)))
+                runs.append(_ParameterRun(first, place + 1, slice(start, end)))
             begin = end
         return runs
 
     def _sgd(
         self, config: SgdConfig, gradients: torch.Tensor, factor: float, before: torch.Tensor, target: torch.Tensor,
-        runs: Sequence[_Run],
+        runs: Sequence[_ParameterRun],
     ) -> None:  # fmt: skip
         # A power of two commutes with rounding: it needs no pass of its own. Others are rounded where torch rounds.
-        scales_first = not _is_power_of_two(factor) or config.weight_decay or (config.momentum and config.nesterov)
+        is_power_of_two = math.frexp(factor)[0] == 0.5
+        scales_first = not is_power_of_two or config.weight_decay or (config.momentum and config.nesterov)
         if config.momentum and "momentum_buffer" not in self._state:
             self._state["momentum_buffer"] = torch.zeros_like(gradients)
         for *_, run in runs:
@@ -331,7 +352,7 @@ class Optimizer(_FlatWeights):
 
     def _adam(
         self, config: AdamConfig, gradient: torch.Tensor, factor: float, before: torch.Tensor, target: torch.Tensor,
-        runs: Sequence[_Run],
+        runs: Sequence[_ParameterRun],
     ) -> None:  # fmt: skip
         state = self._state
         if "exp_avg" not in state:
@@ -341,9 +362,7 @@ class Optimizer(_FlatWeights):
         steps = state["step"]  # one for all, or of each parameter once some have had no gradient
         for first, until, run in runs:
             step = steps[first] if steps.ndim else steps
-            for part in _slices(run):
-                if target.data_ptr() != before.data_ptr():
-                    target[part] = before[part]
+            for part in _copied_slices(run, before, target):
                 adam(
                     [target[part]], [gradient[part].mul_(factor)], [state["exp_avg"][part]],
                     [state["exp_avg_sq"][part]], [], [step.clone()], foreach=False, amsgrad=False, beta1=config.beta1,
@@ -357,7 +376,7 @@ class Optimizer(_FlatWeights):
 
     def _adagrad(
         self, config: AdagradConfig, gradient: torch.Tensor, factor: float, before: torch.Tensor, target: torch.Tensor,
-        runs: Sequence[_Run],
+        runs: Sequence[_ParameterRun],
     ) -> None:  # fmt: skip
         state = self._state
         if not state:
@@ -365,9 +384,7 @@ class Optimizer(_FlatWeights):
             state["sum"] = torch.full_like(gradient, config.initial_accumulator)
             if config.momentum:
                 state["momentum_buffer"] = torch.zeros_like(gradient)
-        for part in (part for *_, run in runs for part in _slices(run)):
-            if target.data_ptr() != before.data_ptr():
-                target[part] = before[part]
+        for part in (part for *_, run in runs for part in _copied_slices(run, before, target)):
             if config.momentum:
                 self._adagrad_with_momentum(config, gradient[part].mul_(factor), target[part], part)
                 continue
@@ -392,7 +409,7 @@ class Optimizer(_FlatWeights):
 
 
 class OuterOptimizer(Optimizer):
-    """`doll.ps.model.updater.Updater` whose contributions are what workers have changed in several steps of their own.
+    """`Updater` whose contributions are what workers have changed in several steps of their own.
 
     One step of SGD with Nesterov momentum, whose gradient is the mean of the changes by their samples' weights,
     reversed (Douillard et al., DiLoCo, arXiv 2311.08105). A change that was computed `age` updates earlier counts
@@ -408,28 +425,16 @@ class OuterOptimizer(Optimizer):
         return -set_weight * self._age_discount**age
 
 
-class StepAdder(_FlatWeights):
-    """`doll.ps.model.updater.Updater` whose contributions are steps: what each worker's optimizer made of its batches.
-
-    Steps are added as they are.
+class StepAdder(Updater):
+    """`Updater` whose contributions are steps: what each worker's optimizer made of its batches. They are added as they
+    are.
 
     Float buffers come as values times weights, as with gradients, and become the mean; other buffers become those of
     the last contribution.
     """
 
-    clipped_by: Final = 1.0
-
-    def add(self, contribution: Contribution | torch.Tensor) -> None:
-        tensor, floats = tensor_of(contribution), self._model.num_floats
-        if self._sum_is_empty:
-            self._sum[:] = tensor
-            self._sum_is_empty = False
-        else:
-            self._sum[:floats].add_(tensor[:floats])
-            self._sum[floats:] = tensor[floats:]
-
-    def max_change(self, step: Contribution) -> float:
-        parameters = step[: self.num_parameters]
+    def max_change(self, contribution: Contribution) -> float:
+        parameters = contribution[: self.num_parameters]
         largest = float(max(parameters.max(initial=0.0), -parameters.min(initial=0.0)))
         return largest if math.isfinite(largest) else math.inf
 
@@ -452,11 +457,7 @@ def is_finite(vector: torch.Tensor) -> bool:
 
 
 def expect_finite(gradient: torch.Tensor) -> None:
-    """Before what is infinite is clipped.
-
-    Raises:
-        DivergedError: a number is not finite.
-    """
+    """Raises DivergedError if a number is not finite."""
     if not is_finite(gradient):
         raise diverged("the gradient is")
 
@@ -485,8 +486,12 @@ def _slices(run: slice) -> Iterator[slice]:
     return (slice(begin, min(begin + _SLICE, run.stop)) for begin in range(run.start, run.stop, _SLICE))
 
 
-def _is_power_of_two(number: float) -> bool:
-    return math.frexp(number)[0] == 0.5
+def _copied_slices(run: slice, before: torch.Tensor, target: torch.Tensor) -> Iterator[slice]:
+    """The slices of `run`, each after its weights were copied to `target`."""
+    for part in _slices(run):
+        if target.data_ptr() != before.data_ptr():
+            target[part] = before[part]
+        yield part
 
 
 def tensor_of(gradient: npt.NDArray[np.float32] | torch.Tensor) -> torch.Tensor:
@@ -501,7 +506,7 @@ def tensor_of(gradient: npt.NDArray[np.float32] | torch.Tensor) -> torch.Tensor:
 
 
 def square_length(vector: torch.Tensor) -> float:
-    """Sum of the squares of a float32 vector; infinite where a number of it is not finite."""
+    """Sum of the squares of a float32 vector; infinite if a number of it is not finite."""
     square = float(torch.dot(vector, vector))
     if 1e-30 < square < math.inf:
         return square
@@ -511,5 +516,5 @@ def square_length(vector: torch.Tensor) -> float:
 
 
 def length(vector: torch.Tensor) -> float:
-    """Euclidean norm of a float32 vector; infinite where a number of it is not finite."""
+    """Euclidean norm of a float32 vector; infinite if a number of it is not finite."""
     return math.sqrt(square_length(vector))

@@ -1,4 +1,4 @@
-"""What `training` says of a step: the optimizer that it asks for, and the check that a model can be trained so."""
+"""The optimizer that `training` asks for, and the check that a model can be trained so."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def make_optimizer(
     training: TrainingConfig, model: FlatModel, *, clips_norm: bool = True,
     norm_of_tables: Callable[[], float] = lambda: 0.0,
 ) -> Optimizer:  # fmt: skip
-    """The server's, or a worker's own where workers send steps: that has no average, and its schedule follows the
-    versions that the worker has.
+    """Make the server's optimizer, or a worker's own if workers send steps: that has no average, and its schedule
+    follows the versions that the worker has.
 
     Args:
-        clips_norm: False where somebody else clips by norm.
-        norm_of_tables: as of `Optimizer`.
+        clips_norm: False if somebody else clips by norm.
+        norm_of_tables: see `Optimizer`.
 
     Raises:
         ConfigError: the optimizer or the schedule cannot be made.
@@ -38,15 +38,12 @@ def make_optimizer(
 
 
 def decay(training: TrainingConfig) -> float | None:
-    """Of the average of weights; None: there is none."""
+    """The decay of the average of weights; None: there is none."""
     return None if training.ema is None else training.ema.decay
 
 
 def check_recipe(training: TrainingConfig, model: FlatModel) -> None:
-    """
-    Raises:
-        ConfigError: the model cannot be trained so, whoever makes the steps.
-    """
+    """Raises ConfigError if the model cannot be trained so, whoever makes the steps."""
     names = () if model.tables is None else model.tables.shapes
     row_optimizers(training, names)
     if names:

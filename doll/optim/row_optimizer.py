@@ -13,14 +13,7 @@ from typing import ClassVar, Protocol, assert_never
 
 import torch
 
-from doll.config import (
-    AdagradConfig,
-    AdamConfig,
-    OptimizerConfig,
-    SgdConfig,
-    TorchConfig,
-    TrainingConfig,
-)
+from doll.config import AdagradConfig, AdamConfig, OptimizerConfig, SgdConfig, TorchConfig, TrainingConfig
 from doll.config.tables import (
     AnyRowOptimizerConfig,
     RowAdagradConfig,
@@ -44,7 +37,6 @@ class RowOptimizer(Protocol):
     @property
     def is_rowwise(self) -> bool:
         """Each part of the state is one number for a row; else as many as the row has."""
-        ...
 
     def step(
         self, rows: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], number: int
@@ -56,7 +48,6 @@ class RowOptimizer(Protocol):
             state: by name, float32, shape (n, `state_width`) each.
             number: of the table's step, from 1 on.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,37 +80,24 @@ class RowAdagrad:
     def step(
         self, rows: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], number: int
     ) -> torch.Tensor:
-        total = state["sum"]
+        total = state[self.state_names[0]]
         if self.initial_accumulator:
             total.masked_fill_(total == 0, self.initial_accumulator)  # a sum that has begun is at least that
-        total.add_(gradient.pow(2))
+        squares = gradient.pow(2)
+        total.add_(squares.mean(dim=1, keepdim=True) if self.is_rowwise else squares)
         return torch.add(rows, gradient / total.sqrt().add_(_ADAGRAD_EPSILON), alpha=-self.lr)
 
 
 @dataclass(frozen=True, slots=True)
-class RowwiseAdagrad:
+class RowwiseAdagrad(RowAdagrad):
     """Adagrad with one sum for each row, of the means of its squared gradients.
 
     Mudigere et al., "Software-Hardware Co-design for Fast and Scalable Training of Deep Learning Recommendation Models"
     (2021); as TorchRec's `RowWiseAdagrad`, whose epsilon is the same.
-
-    Attributes:
-        initial_accumulator: what each sum begins with.
     """
 
-    lr: float
-    initial_accumulator: float = 0.0
     state_names: ClassVar[tuple[str, ...]] = ("row_sum",)
     is_rowwise: ClassVar[bool] = True
-
-    def step(
-        self, rows: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], number: int
-    ) -> torch.Tensor:
-        total = state["row_sum"]
-        if self.initial_accumulator:
-            total.masked_fill_(total == 0, self.initial_accumulator)
-        total.add_(gradient.pow(2).mean(dim=1, keepdim=True))
-        return torch.add(rows, gradient / total.sqrt().add_(_ADAGRAD_EPSILON), alpha=-self.lr)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,25 +149,22 @@ def state_width(optimizer: RowOptimizer, width: int) -> int:
 
 
 def row_optimizers(config: TrainingConfig, names: Iterable[str]) -> dict[str, RowOptimizer]:
-    """The optimizer of each of these tables, which are all of the model.
-
-    Raises:
-        ConfigError: as `settings_of_tables` and `row_optimizer`.
-    """
+    """The optimizer of each of these tables, which are all of the model. Raises ConfigError (see `settings_of_tables`
+    and `row_optimizer`)."""
     return {
-        name: row_optimizer(config.optimizer) if settings.optimizer is None else _from_settings(settings.optimizer)
+        name: row_optimizer(config.optimizer) if settings.optimizer is None else _of_kind(settings.optimizer)
         for name, settings in settings_of_tables(config.tables, names).items()
     }
 
 
-def _from_settings(config: AnyRowOptimizerConfig) -> RowOptimizer:
+def _of_kind(config: AnyRowOptimizerConfig | SgdConfig | AdamConfig | AdagradConfig) -> RowOptimizer:
     optimizer: RowOptimizer
     match config:
-        case RowSgdConfig():
+        case RowSgdConfig() | SgdConfig():
             optimizer = RowSgd(config.lr)
-        case RowAdamConfig():
+        case RowAdamConfig() | AdamConfig():
             optimizer = LazyAdam(config.lr, config.beta1, config.beta2)
-        case RowAdagradConfig():
+        case RowAdagradConfig() | AdagradConfig():
             optimizer = RowAdagrad(config.lr, config.initial_accumulator)
         case RowwiseAdagradConfig():
             optimizer = RowwiseAdagrad(config.lr, config.initial_accumulator)
@@ -199,11 +174,8 @@ def _from_settings(config: AnyRowOptimizerConfig) -> RowOptimizer:
 
 
 def row_optimizer(config: OptimizerConfig) -> RowOptimizer:
-    """The optimizer of tables that `training.optimizer` asks for, where `training.tables` names none.
-
-    Raises:
-        ConfigError: one that moves rows which no sample has used.
-    """
+    """The optimizer of tables that `training.optimizer` asks for, if `training.tables` names none. Raises ConfigError
+    if it moves rows that no sample has used."""
     if isinstance(config, TorchConfig):
         raise ConfigError(
             "training.optimizer.class: expected sgd, adam or adagrad for a model with tables (sparse embeddings), got "
@@ -222,12 +194,4 @@ def row_optimizer(config: OptimizerConfig) -> RowOptimizer:
             f"training.optimizer.momentum: expected 0 for a model with tables (sparse embeddings), got "
             f"{config.momentum}: {moved}; use adam, which is lazy for tables"
         )
-    match config:
-        case SgdConfig():
-            return RowSgd(config.lr)
-        case AdamConfig():
-            return LazyAdam(config.lr, config.beta1, config.beta2)
-        case AdagradConfig():
-            return RowAdagrad(config.lr, config.initial_accumulator)
-        case _:
-            assert_never(config)
+    return _of_kind(config)

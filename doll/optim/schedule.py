@@ -16,8 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialL
 
 from doll.config import AdagradConfig, AdamConfig, SchedulePart, SgdConfig
 from doll.errors import ConfigError
-from doll.optim.named_classes import find_class, make
-from doll.optim.plain_values import like
+from doll.optim.named_classes import find_class, like, make
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -27,7 +26,7 @@ BuiltIn: TypeAlias = SgdConfig | AdamConfig | AdagradConfig
 
 
 class Rates(torch.optim.Optimizer):
-    """What a schedule may change of a built-in optimizer, under the names that torch's optimizer has for it.
+    """The values of a built-in optimizer that a schedule may change, under the names of torch's optimizer.
 
     The constructor of torch's class is not called: it imports torch's compiler.
     """
@@ -44,10 +43,10 @@ class Rates(torch.optim.Optimizer):
         self.param_groups = [{"params": [], **self.defaults}]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Nothing: a scheduler expects to be called behind it."""
+        """Does nothing; torch schedulers require `optimizer.step()` to be called first."""
 
     def applied_to(self, config: BuiltIn) -> BuiltIn:
-        """`config` with the values of now, for one step."""
+        """`config` with the present values, for one step."""
         self.step()
         values = {key: value for key, value in self.param_groups[0].items() if key in self.defaults}
         if "betas" in values:
@@ -63,18 +62,15 @@ class GroupValues:
         self._first = [{key: deepcopy(value) for key, value in _values(group)} for group in self._groups]
 
     def changed(self) -> list[dict[str, Any]]:
-        """Of each group, what is not as it was."""
+        """The values of each group that are not as they were."""
         return [
             {key: value for key, value in _values(group) if key not in first or first[key] != value}
             for group, first in zip(self._groups, self._first, strict=True)
         ]
 
     def restore(self, changed: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Make the values those of the beginning, except `changed`.
-
-        Raises:
-            ValueError: it is of another number of groups.
-        """
+        """Make the values those of the beginning, except `changed`. Raises ValueError if it is of another number of
+        groups."""
         changed = changed or [{} for _ in self._first]
         for group, first, other in zip(self._groups, self._first, changed, strict=True):
             for key, _ in list(_values(group)):
@@ -115,12 +111,12 @@ class Schedule:
             return
         try:
             self._scheduler.step()
-        except ValueError as exc:  # as OneCycleLR behind its last step
+        except ValueError as exc:  # such as OneCycleLR after its last step
             self._is_over = True
             log.warning("schedule_over", updates=self._updates, reason=str(exc), action="the rates stay as they are")
 
     def go_to(self, updates: int) -> None:
-        """Have the rates of the update behind so many."""
+        """Have the rates of the update after so many."""
         if updates < self._updates:
             self._groups.restore()
             self._begin()
@@ -141,11 +137,7 @@ class Schedule:
 
 
 def make_scheduler(parts: Sequence[SchedulePart], optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """One scheduler, or several that follow each other.
-
-    Raises:
-        ConfigError: as `Schedule`.
-    """
+    """One scheduler, or several that follow each other. Raises ConfigError (see `Schedule`)."""
     fields = [_FIELD] if len(parts) == 1 else [f"{_FIELD}.{number}" for number in range(len(parts))]
     schedulers = [_made(field, part.cls, part.args, optimizer) for field, part in zip(fields, parts, strict=True)]
     if len(schedulers) == 1:

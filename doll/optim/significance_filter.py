@@ -16,7 +16,7 @@ Array = npt.NDArray[np.float32]
 
 
 class _NewestBatch:
-    """Which batch is the newest of which a part is held back: its part alone can be told from the others."""
+    """The newest batch of which a part is held back: its part alone can be told from the others."""
 
     _batch = -1
 
@@ -32,7 +32,7 @@ class _NewestBatch:
 
 
 class Residual(_NewestBatch):
-    """What one worker holds back of its steps. Shapes: (num_parameters,).
+    """The part of one worker's steps that it holds back. Shapes: (num_parameters,).
 
     A number of the residual is sent as soon as it is larger than v / sqrt(t) of the number that it changes, in absolute
     values; each number that is not zero is looked at after every batch, also untouched numbers: the
@@ -81,29 +81,22 @@ class Residual(_NewestBatch):
             weights += self._held
 
     def take_back(self, batch: int) -> None:
-        """Batch `batch` and later ones are computed again.
-
-        Raises:
-            IllegalEventError: it is not the newest one, whose part alone can be told from the others.
-        """
+        """Batch `batch` and later ones are computed again. Raises IllegalEventError if it is not the newest one, whose
+        part alone can be told from the others."""
         self._expect_newest(batch)
         if self._size and 0 <= batch <= self._batch:
             self._held[:] = self._before
             self._batch = -1
             self.is_held = bool(self._held.any())
 
-    def of(self, until: int) -> Array | None:
-        """What is held back of the steps of batches below `until`, a copy; None: nothing. `clear` it when it is stored.
-
-        Raises:
-            IllegalEventError: it cannot be told from what is held back of later ones.
-        """
+    def below(self, until: int) -> Array | None:
+        """The part of the steps of batches below `until` that is held back, a copy; None: nothing. `clear` it when it
+        is stored. Raises IllegalEventError if it cannot be told from what is held back of later ones."""
         self._expect_newest(until)
         held = self._before if 0 <= until <= self._batch else self._held
         return held.copy() if self._size and held.any() else None
 
     def clear(self) -> None:
-        """Hold nothing."""
         self._held[:] = 0.0
         self._before[:] = 0.0
         self._batch, self.is_held = -1, False
@@ -114,10 +107,10 @@ See: TypeAlias = Callable[[Ids], tuple[Floats, npt.NDArray[np.bool_]]]
 
 
 class RowResidual(_NewestBatch):
-    """What one worker holds back of its steps on one table: `Residual` of rows.
+    """`Residual` of the rows of one table.
 
-    Of a number that is sent, what is behind its first 16 bits is held back as well, where it is not significant either.
-    It then takes half the bytes (`doll.storage.sections`).
+    The last 16 bits of a number that is sent are held back as well, if they are not significant either: it then takes
+    half the bytes (`doll.storage.sections`).
     """
 
     def __init__(self, threshold: float, width: int) -> None:
@@ -128,7 +121,7 @@ class RowResidual(_NewestBatch):
         self.held = no_rows(width)
 
     def split(self, step: Rows, see: See, batch: int, version: int) -> Rows:
-        """What is sent after batch `batch`; the rest is held. See `Residual.split`.
+        """The part that is sent after batch `batch`; the rest is held. See `Residual.split`.
 
         Args:
             see: the worker's view, `step` included. Changes of a row that it does not have any more are sent.
@@ -148,21 +141,15 @@ class RowResidual(_NewestBatch):
         self.held = _without_zeros(Rows(ids, total - sent))
         return _without_zeros(Rows(ids, sent))
 
-    def take_back(self, batch: int) -> Ids:
-        """Batch `batch` and later ones are computed again. The rows of which now something else is held.
-
-        Raises:
-            IllegalEventError: it is not the newest one, whose part alone can be told from the others.
-        """
+    def take_back(self, batch: int) -> None:
+        """Batch `batch` and later ones are computed again. Raises IllegalEventError if it is not the newest one, whose
+        part alone can be told from the others."""
         self._expect_newest(batch)
-        if not 0 <= batch <= self._batch:
-            return np.empty(0, np.int64)
-        changed = np.union1d(self.held.ids, self._before.ids)
-        self.held, self._batch = self._before, -1
-        return changed
+        if 0 <= batch <= self._batch:
+            self.held, self._batch = self._before, -1
 
-    def of(self, until: int) -> Rows:
-        """As `Residual.of`; no rows: nothing."""
+    def below(self, until: int) -> Rows:
+        """See `Residual.below`; no rows: nothing."""
         self._expect_newest(until)
         return self._before if 0 <= until <= self._batch else self.held
 
@@ -175,7 +162,7 @@ class RowResidual(_NewestBatch):
 
 
 def _limit(weights: Floats, threshold: float, version: int) -> Floats:
-    """How large a change of each weight may be that is held back. As a product: the ratio to 0 is not defined."""
+    """The largest change of each weight that is held back. As a product: the ratio to 0 is not defined."""
     return np.float32(threshold / math.sqrt(version + 1)) * np.abs(weights)
 
 

@@ -1,7 +1,7 @@
 """A step of any torch optimizer class, on the parameters of the flat vector by their names.
 
 The parameters are views of the updater's own memory, and their gradients views of the sum, so that the class's state
-refers to them for good: where new weights belong into other memory, they are copied there behind the step.
+refers to them for good: if new weights belong into other memory, they are copied there after the step.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import torch
 from doll.config import SchedulePart, TorchConfig
 from doll.errors import CheckpointError, ConfigError
 from doll.model.flat_model import FlatModel
-from doll.optim.named_classes import find_class, make
+from doll.optim.named_classes import find_class, make, packed, unpacked
 from doll.optim.optimizer import SQUARES, STATE, VALUES, Optimizer, expect_finite
-from doll.optim.plain_values import packed, unpacked
 from doll.optim.schedule import GroupValues, Schedule
 from doll.task.base import described
 
@@ -37,11 +36,7 @@ class TorchOptimizer(Optimizer):
         clip_value: float | None = None, schedule: Sequence[SchedulePart] = (), by_version: bool = False,
         ema: float | None = None, norm_of_tables: Callable[[], float] = lambda: 0.0,
     ) -> None:  # fmt: skip
-        """Args: as of `Optimizer`.
-
-        Raises:
-            ConfigError: as `TorchSteps`.
-        """
+        """Raises ConfigError (see `TorchSteps`)."""
         super().__init__(
             model, config, clip_norm, clip_value=clip_value, by_version=by_version, ema=ema,
             norm_of_tables=norm_of_tables,
@@ -66,7 +61,7 @@ class TorchOptimizer(Optimizer):
         return (part for _, key, part in self._steps.state() if key in SQUARES and isinstance(part, torch.Tensor))
 
     def _clip(self, gradient: torch.Tensor, beside: float) -> float:
-        """As torch.nn.utils does it, to the bit."""
+        """Clip to the bit as torch.nn.utils does."""
         parameters = self._parameters.values()
         if self._clip_value is not None:
             expect_finite(gradient)
@@ -127,21 +122,17 @@ class TorchSteps:
         self.schedule = Schedule(schedule, self._optimizer, self._groups) if schedule else None
 
     def step(self) -> None:
-        """One step on the gradients."""
         self._optimizer.step()
 
     def state(self) -> Iterable[tuple[str, str, Any]]:
-        """Of each parameter by name: the key of each part of its state, and the part; always in the same order."""
+        """The name of a parameter, the key of a part of its state, and the part; always in the same order."""
         for name, parameter in self._parameters.items():
             for key, part in sorted(self._optimizer.state.get(parameter, {}).items()):
                 yield name, key, part
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
-        """Copies of the state's tensors by the name of their parameter, and everything else in one array.
-
-        Raises:
-            ConfigError: state that is neither tensors nor plain values.
-        """
+        """Copies of the state's tensors by the name of their parameter, and everything else in one array. Raises
+        ConfigError if state is neither tensors nor plain values."""
         tensors: dict[str, npt.NDArray[Any]] = {}
         plain: list[tuple[str, str, Any]] = []
         raw: dict[str, tuple[str, list[int]]] = {}
@@ -163,11 +154,8 @@ class TorchSteps:
         return tensors
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Go on from what `tensors` has given.
-
-        Raises:
-            CheckpointError: it is of other parameters, or of another optimizer.
-        """
+        """Go on from what `tensors` has given. Raises CheckpointError if it is of other parameters, or of another
+        optimizer."""
         values = unpacked(tensors.get(VALUES))
         self._optimizer.state.clear()
         try:
@@ -215,12 +203,8 @@ def _trainable(model: FlatModel) -> dict[str, torch.Tensor]:
 
 
 def check_torch_optimizer(model: FlatModel, config: TorchConfig, schedule: Sequence[SchedulePart]) -> None:
-    """Have a small copy of the model take some steps, and one that goes on from its state.
-
-    Raises:
-        ConfigError: the optimizer or the schedule cannot be made, takes more than gradients, or keeps state that is not
-            in a checkpoint.
-    """
+    """Have a small copy of the model take some steps, and one that goes on from its state. Raises ConfigError if the
+    optimizer or the schedule cannot be made, takes more than gradients, or keeps state that is not in a checkpoint."""
     first = _small(model)
     steps = TorchSteps(first, config, schedule)
     _take(steps, first, config)

@@ -25,11 +25,7 @@ def encode_snapshot(snapshot: EngineSnapshot) -> bytes:
 
 
 def decode_snapshot(checkpoint: Checkpoint) -> EngineSnapshot:
-    """The engine's part of a checkpoint.
-
-    Raises:
-        CheckpointError: it holds none that this build reads.
-    """
+    """The engine's part of a checkpoint. Raises CheckpointError if it holds none that this build reads."""
     try:
         return msgspec.msgpack.decode(checkpoint.state, type=EngineSnapshot)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
@@ -69,11 +65,6 @@ class CheckpointWriter:
         self._failing_since_s: float | None = None
         self._retry_at_s = 0.0
 
-    @property
-    def is_saving(self) -> bool:
-        """The thread is at work, or its result has not been looked at."""
-        return self._saving is not None
-
     def order(self, checkpoint: Checkpoint, *, after_records: int) -> None:
         """Save `checkpoint` when Kafka has acknowledged `after_records` update records."""
         self._ordered = (after_records, checkpoint)
@@ -109,15 +100,11 @@ class CheckpointWriter:
         return checkpoint.version
 
     def wait(self) -> None:
-        """Wait for the save under way. That it fails is no error: the caller saves once more, or not at all.
-
-        Raises:
-            FencedError: a newer parameter server has claimed the job.
-        """
+        """Wait for the save under way. That it fails is no error: the caller saves once more, or not at all. Raises
+        FencedError if a newer parameter server has claimed the job."""
         if self._saving is not None:
             with suppress(CheckpointError):
                 self._saving[1].result()
 
     def close(self) -> None:
-        """Wait for the save under way, and end the thread."""
         self._executor.shutdown(wait=True)

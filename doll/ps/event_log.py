@@ -60,10 +60,7 @@ class FileEventLog:
 
 def read_log(path: Path) -> tuple[Start, Iterator[LogEntry]]:
     """The start of a server, from its event log, and the log's entries; a torn last entry (it was killed) ends them.
-
-    Raises:
-        RecordError: it is not an event log of this build; of an entry, when its turn comes.
-    """
+    Raises RecordError if it is not an event log of this build; of an entry, when its turn comes."""
     items = _items(path)
     start = _decode(next(items, b""), Start, path)
     return start, (_decode(data, LogEntry, path) for data in items)
@@ -111,7 +108,7 @@ def replay(
     job_fingerprint = fingerprint(config, model)
     parts = make_parts(config.training, model)
     updater, tables = parts
-    engine = make_engine(config, start, parts)
+    engine = make_engine(config, start, parts.load)
     contributions = ContributionBuffer(updater, tables)
     scope = scope_of(config.job, engine.start.run_id)
     if on_update is not None:

@@ -20,7 +20,8 @@ from doll.kafka.topics import cluster_id
 from doll.ledger.admission import ANY_TERM, admit, new_run_id, read_lineage
 from doll.ledger.lineage import Lineage
 from doll.ledger.snapshot_counts import read_counts
-from doll.model.flat_model import FlatModel, build, fingerprint
+from doll.model.flat_model import build, fingerprint
+from doll.model.initial_weights import WeightMatch
 from doll.optim.recipe import check_recipe
 from doll.process.fault_points import fault_point
 from doll.process.health import Heartbeat, heartbeat_of
@@ -30,16 +31,15 @@ from doll.ps.channels.kafka_channel import KafkaChannel
 from doll.ps.checkpointing import decode_snapshot
 from doll.ps.engine.stopping import reached_before
 from doll.ps.event_log import FileEventLog
-from doll.ps.model.local_host import LocalModelHost
+from doll.ps.model.model_host import ModelHost
 from doll.ps.model.updater import make_parts
 from doll.ps.server import ParameterServer, Signals, deliver, serve
 from doll.ps.standby import LeaderCheck, wait_for_lease
-from doll.ps.start import Start, make_engine
-from doll.ps.warm_start import begun_with, matched
+from doll.ps.start import Start, begun_with, make_engine, matched
 from doll.service_checks import require_services
 from doll.services import Services
 from doll.storage.blobs import scope_of
-from doll.storage.checkpoints import Checkpoint, CheckpointStore
+from doll.storage.checkpoints import Checkpoint
 from doll.storage.redis_client import WorkerCount, connect_redis
 from doll.storage.stores import checkpoint_location, open_blobs, open_store
 from doll.task.base import load_task
@@ -83,197 +83,189 @@ def run_ps(
         DollError: services do not answer, the task does not load, the checkpoint is of another job or model, another
             server leads, a newer server has claimed the job, or the model diverged.
     """
+    launch = _Launch(config, services, run_folder, fresh=fresh, after_term=after_term, run_id=run_id)
     with heartbeat_of("ps-standby" if standby else "ps", config) as heartbeat:
         if check_only:
-            _check(config, services, run_folder, fresh, after_term)
+            launch.check()
             return 0
-        return _run(config, services, run_folder, standby, leader_check, heartbeat, fresh, after_term, run_id)
+        return launch.run(heartbeat, leader_check, standby=standby)
 
 
-def _run(
-    config: JobConfig,
-    services: Services,
-    run_folder: Path,
-    standby: bool,
-    leader_check: LeaderCheck | None,
-    heartbeat: Heartbeat,
-    fresh: bool,
-    after_term: int,
-    run_id: str,
-) -> int:
-    signals = Signals()
-    keep_freed_memory()
-    model, job_fingerprint, store, code = _open(config, services, run_folder)
-    # Refused before the claim: a wrong job file must not fence the server that runs.
-    newest = store.load_newest(job_fingerprint)
-    replaces = not standby and leader_check is None
-    if newest is not None and not (fresh or replaces) and (reason := _finished(config, services, newest)) is not None:
-        hint = "to continue it, change the section stop of the job file"
-        log.info("job_finished", version=newest.version, reason=reason, hint=hint)
-        return 0
-    begins = newest is None or fresh
-    initial = matched(config, model) if begins else None
-    if standby:
-        heartbeat.set_waiting_for("the end of the leader's lease (standby)")
-    if standby and not wait_for_lease(config, services, lambda: signals.leave):
-        return 0
-    if leader_check is not None:
-        heartbeat.set_waiting_for("the check for another leader")
-        if not leader_check.require_no_leader(lambda: signals.leave):
+class _Launch:
+    """The way of one server from its job file to the job's end; for the arguments see `run_ps`."""
+
+    def __init__(
+        self, config: JobConfig, services: Services, run_folder: Path, *, fresh: bool, after_term: int, run_id: str
+    ) -> None:
+        self._config, self._services, self._run_folder = config, services, run_folder
+        self._fresh, self._after_term, self._run_id = fresh, after_term, run_id
+
+    def check(self) -> None:
+        """Return if a server may serve the job; raises what `run` does before it claims a term, and as it resumes."""
+        self._open()
+        checkpoint = self._store.load_newest(self._fingerprint)
+        if checkpoint is None or self._fresh:
+            matched(self._config, self._model)
+        self._admit()
+        self._start(checkpoint)
+
+    def run(self, heartbeat: Heartbeat, leader_check: LeaderCheck | None, *, standby: bool) -> int:
+        """Serve until the end; the exit code."""
+        signals = Signals()
+        keep_freed_memory()
+        self._open()
+        # Refused before the claim: a wrong job file must not fence the server that runs.
+        newest = self._store.load_newest(self._fingerprint)
+        replaces = not standby and leader_check is None
+        if newest is not None and not (self._fresh or replaces) and (reason := self._finished(newest)) is not None:
+            hint = "to continue it, change the section stop of the job file"
+            log.info("job_finished", version=newest.version, reason=reason, hint=hint)
             return 0
-    lineage = _admit(config, services, run_folder, store, fresh, after_term)
-    term = store.claim_term(lineage.newest_term)
-    fault_point("ps.after_claim")
-    checkpoint = store.load_newest(job_fingerprint)  # from here on no earlier server can add one
-    kafka = KafkaChannel(config, services)
+        initial = matched(self._config, self._model) if newest is None or self._fresh else None
+        if standby:
+            heartbeat.set_waiting_for("the end of the leader's lease (standby)")
+            if not wait_for_lease(self._config, self._services, lambda: signals.leave):
+                return 0
+        if leader_check is not None:
+            heartbeat.set_waiting_for("the check for another leader")
+            if not leader_check.require_no_leader(lambda: signals.leave):
+                return 0
+        return self._lead(self._admit(), initial, signals, heartbeat)
 
-    def give_up() -> bool:
-        heartbeat.beat("loop")  # the loop waits for Redis here, and a restart would not help
-        return signals.leave
+    def _open(self) -> None:
+        """Have the model, its fingerprint, the checkpoint store and the task's code, once services answer."""
+        config, services = self._config, self._services
+        torch.set_num_threads(1)
+        require_services(config, services)
+        self._store = open_store(config, self._run_folder)
+        topics.ensure(config, services, begins=not self._store.versions())
+        topics.check(config, services)
+        task = load_task(config)
+        self._model = build(config, task)
+        check_recipe(config.training, self._model)
+        self._fingerprint, self._code = fingerprint(config, self._model), source_digest(task)
 
-    blobs = open_blobs(config, services, give_up=give_up)
-    generation = term if lineage.newest_term else 0
-    start = _start(config, services, checkpoint, term, generation, run_id, fresh=fresh)
-    if initial is not None and not start.checkpoint:
-        initial.load_into(model)
-        log.info("initial_weights", **initial.report.to_dict())
-    parts = updater, tables = make_parts(config.training, model)
-    if initial is not None and not start.checkpoint:
-        start = begun_with(config, start, parts.tensors(), job_fingerprint, initial.report.source)
-    host = LocalModelHost(config, term, updater, blobs, tables, run_id=start.run_id)
-    engine = make_engine(config, start, host, job_fingerprint)
-    log_path = run_folder / "events" / f"ps-{term:06d}.log"
-    logged = msgspec.structs.replace(start, job=dump_run(config, run_folder))
-    event_log = FileEventLog(log_path, logged) if config.checkpoint.event_log else None
-    channel = ControlChannel(kafka, open_links(config, services, term, start.run_id))
-    job = scope_of(config.job, cluster_id(config, services))
-    worker_count = WorkerCount(connect_redis(services, timeout_s=1.0, retries=0), job)
-    server = ParameterServer(
-        config, engine=engine, host=host, store=store, outbox=channel, event_log=event_log,
-        channel_report=channel.report, publish_workers=worker_count.set, layout=model.layout, code=code,
-    )  # fmt: skip
-    watch = None
-    if engine.start.samples_id:
-        watch = TopicWatch(
-            config, services, engine.start.samples_id, signals.stop_for_the_topic, signals.note_partitions
+    def _finished(self, newest: Checkpoint) -> str | None:
+        """Why the job of this checkpoint has ended by the stop rule of the job file, as all roles have been told; None:
+        it goes on, or they have not. After a rollback, a regrid or another server the checkpoint has a newer term."""
+        reason = reached_before(self._config.stop, decode_snapshot(newest))
+        if reason is None:
+            return None
+        lineage = read_lineage(self._config, self._services, tail_only=True)
+        is_told = (lineage.newest_term, lineage.version) == (newest.term, newest.version)
+        return reason if is_told and lineage.finished and not lineage.error else None
+
+    def _admit(self) -> Lineage:
+        location = checkpoint_location(self._config, self._run_folder)
+        after_term = ANY_TERM if self._fresh else self._after_term
+        return admit(self._config, self._services, self._store, location, after_term)
+
+    def _lead(self, lineage: Lineage, initial: WeightMatch | None, signals: Signals, heartbeat: Heartbeat) -> int:
+        """Claim a term, and serve in it."""
+        config, services, model = self._config, self._services, self._model
+        term = self._store.claim_term(lineage.newest_term)
+        fault_point("ps.after_claim")
+        checkpoint = self._store.load_newest(self._fingerprint)  # from here on no earlier server can add one
+        kafka = KafkaChannel(config, services)
+
+        def give_up() -> bool:
+            heartbeat.beat("loop")  # the loop waits for Redis here, and a restart would not help
+            return signals.leave
+
+        blobs = open_blobs(config, services, give_up=give_up)
+        start = self._start(checkpoint, term, generation=term if lineage.newest_term else 0)
+        if start.checkpoint:
+            initial = None
+        if initial is not None:
+            initial.load_into(model)
+            log.info("initial_weights", **initial.report.to_dict())
+        parts = updater, tables = make_parts(config.training, model)
+        if initial is not None:
+            start = begun_with(config, start, parts.tensors(), self._fingerprint, initial.report.source)
+        host = ModelHost(config, term, updater, blobs, tables, run_id=start.run_id)
+        engine = make_engine(config, start, host.load, self._fingerprint)
+        event_log = None
+        if config.checkpoint.event_log:
+            logged = msgspec.structs.replace(start, job=dump_run(config, self._run_folder))
+            event_log = FileEventLog(self._run_folder / "events" / f"ps-{term:06d}.log", logged)
+        channel = ControlChannel(kafka, open_links(config, services, term, start.run_id))
+        job = scope_of(config.job, cluster_id(config, services))
+        worker_count = WorkerCount(connect_redis(services, timeout_s=1.0, retries=0), job)
+        server = ParameterServer(
+            config, engine=engine, host=host, store=self._store, outbox=channel, event_log=event_log,
+            channel_report=channel.report, publish_workers=worker_count.set, layout=model.layout, code=self._code,
         )  # fmt: skip
-        watch.start()
-    log.info("started", term=term, version=engine.version, policy=engine.policy.name, parameters=model.num_parameters)
-    try:
-        server.open()
-        heartbeat.expect("loop")
-        heartbeat.expect("kafka", vital=False)
-        heartbeat.set_waiting_for("")
-        serve(server, channel, signals, config.ps.lease_s, heartbeat)
-        heartbeat.set_waiting_for("the delivery of the last records")
-        deliver(channel, signals, heartbeat)
-    finally:
-        if watch is not None:
-            watch.close()
-        server.close()
-        channel.close()
-        blobs.close()
-        if event_log is not None:
-            event_log.close()
-    if watch is not None and watch.problem is not None and engine.finished is None:
-        raise watch.problem
-    if engine.error:
-        raise BadStreamError(
-            f"{engine.error} (data.on_bad_records); doll dead list shows all of them. Correct the source, or the task "
-            "and replay them (doll dead replay), then start the job again: it goes on after them"
+        watch = None
+        if engine.start.samples_id:
+            watch = TopicWatch(
+                config, services, engine.start.samples_id, signals.stop_for_the_topic, signals.note_partitions
+            )  # fmt: skip
+            watch.start()
+        log.info(
+            "started", term=term, version=engine.version, policy=engine.policy.name, parameters=model.num_parameters
         )
-    return 0
+        try:
+            server.open()
+            heartbeat.expect("loop")
+            heartbeat.expect("kafka", vital=False)
+            heartbeat.set_waiting_for("")
+            serve(server, channel, signals, config.ps.lease_s, heartbeat)
+            heartbeat.set_waiting_for("the delivery of the last records")
+            deliver(channel, signals, heartbeat)
+        finally:
+            for opened in (watch, server, channel, blobs, event_log):
+                if opened is not None:
+                    opened.close()
+        if watch is not None and watch.problem is not None and engine.finished is None:
+            raise watch.problem
+        if engine.error:
+            raise BadStreamError(
+                f"{engine.error} (data.on_bad_records); doll dead list shows all of them. Correct the source, or the "
+                "task and replay them (doll dead replay), then start the job again: it goes on after them"
+            )
+        return 0
 
+    def _start(self, checkpoint: Checkpoint | None, term: int = 0, generation: int = 0) -> Start:
+        """Continue from the checkpoint, or begin `generation` at `data.start`; if `fresh`, begin also if the checkpoint
+        is of another samples topic: what it learned cannot be continued.
 
-def _open(config: JobConfig, services: Services, run_folder: Path) -> tuple[FlatModel, str, CheckpointStore, str]:
-    """The model, its fingerprint, the checkpoint store and the digest of the task's source, once services answer."""
-    torch.set_num_threads(1)
-    require_services(config, services)
-    store = open_store(config, run_folder)
-    topics.ensure(config, services, begins=not store.versions())
-    topics.check(config, services)
-    task = load_task(config)
-    model = build(config, task)
-    check_recipe(config.training, model)
-    return model, fingerprint(config, model), store, source_digest(task)
+        Raises:
+            ReplacedSamplesError: the samples topic is not the checkpoint's.
+        """
+        config, services, now = self._config, self._services, time.monotonic()
+        # A consumer of its own: on the channel's, each request would wait behind the fetch of events (0.5 s a
+        # partition).
+        with RangeReader(config, services) as reader:
 
+            def bounds_of(partitions: int) -> PrefetchedBounds:
+                return PrefetchedBounds(reader.bounds, reader.bounds_of_partitions, range(partitions))
 
-def _admit(
-    config: JobConfig, services: Services, run_folder: Path, store: CheckpointStore, fresh: bool, after_term: int
-) -> Lineage:
-    location = checkpoint_location(config, run_folder)
-    return admit(config, services, store, location, ANY_TERM if fresh else after_term)
-
-
-def _finished(config: JobConfig, services: Services, newest: Checkpoint) -> str | None:
-    """Why the job of this checkpoint has ended by the stop rule of the job file, as all roles have been told; None: it
-    goes on, or they have not. After a rollback, a regrid or another server the checkpoint has a newer term."""
-    reason = reached_before(config.stop, decode_snapshot(newest))
-    if reason is None:
-        return None
-    lineage = read_lineage(config, services, tail_only=True)
-    is_told = (lineage.newest_term, lineage.version) == (newest.term, newest.version)
-    return reason if is_told and lineage.finished and not lineage.error else None
-
-
-def _check(config: JobConfig, services: Services, run_folder: Path, fresh: bool, after_term: int) -> None:
-    """Return if a server may serve the job; raises what `run_ps` does before it claims a term, and as it resumes."""
-    model, job_fingerprint, store, _ = _open(config, services, run_folder)
-    checkpoint = store.load_newest(job_fingerprint)
-    if checkpoint is None or fresh:
-        matched(config, model)
-    _admit(config, services, run_folder, store, fresh, after_term)
-    _start(config, services, checkpoint, 0, 0, "", fresh=fresh)
-
-
-def _start(
-    config: JobConfig, services: Services, checkpoint: Checkpoint | None, term: int, generation: int, run_id: str, *,
-    fresh: bool,
-) -> Start:  # fmt: skip
-    """Continue from the checkpoint, or begin `generation` at `data.start`.
-
-    Args:
-        fresh: begin also if the checkpoint is of another samples topic: what it learned cannot be continued.
-
-    Raises:
-        ReplacedSamplesError: the samples topic is not the checkpoint's.
-    """
-    now = time.monotonic()
-    # A consumer of its own: on the channel's, each request would wait behind the fetch of events (0.5 s a partition).
-    with RangeReader(config, services) as reader:
-
-        def bounds_of(partitions: int) -> PrefetchedBounds:
-            return PrefetchedBounds(reader.bounds, reader.bounds_of_partitions, range(partitions))
-
-        if checkpoint is not None:
-            counts = read_counts(config, checkpoint.state)
-            try:
-                samples = describe_samples(
-                    config,
-                    services,
-                    bounds_of(len(counts.read_until)),
-                    expected_id=counts.samples_id,
-                    read_until=counts.read_until,
-                )
-            except ReplacedSamplesError as exc:
-                if not fresh:
-                    raise
-                log.warning("checkpoints_left_behind", reason=str(exc).partition(";")[0])
-            else:
-                log.info("resumed", version=checkpoint.version, from_term=checkpoint.term)
-                return Start.resume(term, now, checkpoint, samples.topic_id, run_id or counts.run_id or new_run_id())
-        config = with_partitions(config, services, begins=True)
-        samples = describe_samples(config, services, bounds_of(config.data.num_partitions))
-    origins = start_offsets(config, services, samples)
-    if deleted := deleted_before(config, generation, origins):
-        log.warning(
-            "records_deleted_before_start", topic=samples.name, records=sum(deleted), first_offsets=list(deleted),
-            hint="they were older than the topic's retention.ms, by the broker's clock, or by their own if "
-            "message.timestamp.type is CreateTime; doll audit counts them",
-        )  # fmt: skip
-    if generation:
-        start = str(config.data.start)
-        log.warning("generation_started", generation=generation, data_start=start, origins=list(origins))
-    return Start(
-        term, now, origins, generation=generation, samples_id=samples.topic_id, run_id=run_id or new_run_id()
-    )  # fmt: skip
+            if checkpoint is not None:
+                counts = read_counts(config, checkpoint.state)
+                bounds, ends = bounds_of(len(counts.read_until)), counts.read_until
+                try:
+                    samples = describe_samples(
+                        config, services, bounds, expected_id=counts.samples_id, read_until=ends
+                    )  # fmt: skip
+                except ReplacedSamplesError as exc:
+                    if not self._fresh:
+                        raise
+                    log.warning("checkpoints_left_behind", reason=str(exc).partition(";")[0])
+                else:
+                    log.info("resumed", version=checkpoint.version, from_term=checkpoint.term)
+                    run_id = self._run_id or counts.run_id or new_run_id()
+                    return Start.resume(term, now, checkpoint, samples.topic_id, run_id)
+            config = with_partitions(config, services, begins=True)
+            samples = describe_samples(config, services, bounds_of(config.data.num_partitions))
+        origins = start_offsets(config, services, samples)
+        if deleted := deleted_before(config, generation, origins):
+            log.warning(
+                "records_deleted_before_start", topic=samples.name, records=sum(deleted), first_offsets=list(deleted),
+                hint="they were older than the topic's retention.ms, by the broker's clock, or by their own if "
+                "message.timestamp.type is CreateTime; doll audit counts them",
+            )  # fmt: skip
+        if generation:
+            start = str(config.data.start)
+            log.warning("generation_started", generation=generation, data_start=start, origins=list(origins))
+        run_id = self._run_id or new_run_id()
+        return Start(term, now, origins, generation=generation, samples_id=samples.topic_id, run_id=run_id)

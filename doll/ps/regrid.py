@@ -1,10 +1,10 @@
 """`doll regrid` at the checkpoint store: the newest checkpoint once more, with batches of another grid.
 
 A grid says which offsets a batch number means, and what workers make of a batch: batch size, policy, optimizer. The
-model goes on: its version, its origins in the ledger, its dead letters and its run id stay. What a checkpoint promises
-makes the seam exact. Its batches are a prefix of each partition, their whole steps are in the model, and their update
-records are in Kafka. So the next grid begins at the offset after the last of them, and all later updates of the grid
-before are void, as after any restart (docs/decisions/0085).
+model goes on: its version, its origins in the ledger, its dead letters and its run id stay. The batches of a checkpoint
+are a prefix of each partition, their whole steps are in the model, and their update records are in Kafka: so the next
+grid begins at the offset after the last of them, and all later updates are void, as after any restart
+(docs/decisions/0085).
 
 Order of effects: 1. what is wanted is checked; 2. a term is claimed, which fences every server of the grid before; 3.
 the newest checkpoint is loaded, to which nobody can add from here on; 4. it is saved under the new term, as one file or
@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 import numpy.typing as npt
 import torch
 
+from doll.config import JobConfig
 from doll.config.fingerprint import MAY_CHANGE, REGRIDDABLE, differences, is_among, parse, refused_changes
 from doll.errors import CheckpointError, ConfigError
 from doll.model.flat_model import FlatModel, build, fingerprint
@@ -39,9 +40,6 @@ from doll.records.bounds import Grid
 from doll.storage.checkpoints import Checkpoint, CheckpointStore
 from doll.task.base import load_task
 from doll.telemetry import get_logger
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
 
 log = get_logger(__name__)
 
@@ -73,7 +71,6 @@ class RegridOutcome:
     optimizer_state: str
 
     def text(self) -> str:
-        """The outcome for people, in two lines."""
         return (
             f"regridded {self.job} at version {self.version}: batches of {self.records_per_batch} records from offsets "
             f"{', '.join(map(str, self.origins))} on ({self.changes})\n"
@@ -134,9 +131,7 @@ def converted(
 ) -> tuple[Checkpoint, str]:
     """A checkpoint of `state`, a grid that begins with the model of `before` as `config` goes on with it; and what
     became of the optimizer's state, for people. It is checked as by the server that will go on from it, and not saved.
-
-    Args:
-        command: for messages.
+    `command`: for messages.
 
     Raises:
         ConfigError: `config` changes what a new grid cannot change, or its model cannot be built.

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
+from doll.config import JobConfig
 from doll.errors import ConfigError, VersionUnknownError
 from doll.process.fault_points import fault_point
 from doll.ps.checkpointing import decode_snapshot
@@ -25,9 +25,6 @@ from doll.records.bounds import Grid
 from doll.records.rollbacks import Rollback, is_left
 from doll.storage.checkpoints import Checkpoint, CheckpointStore
 from doll.telemetry import get_logger
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
 
 log = get_logger(__name__)
 
@@ -56,7 +53,6 @@ class RollbackOutcome:
     optimizer_state: str
 
     def text(self) -> str:
-        """The outcome for people, in two lines."""
         what = "are skipped" if self.skipped else "are learned again"
         return (
             f"rolled back {self.job} from version {self.left} to {self.to}, which is version {self.version} now: the "
@@ -125,11 +121,8 @@ def rolled_back(
 ) -> EngineSnapshot:
     """The state of `earlier` once more, after that of `newest`, in a grid of its own. Pure.
 
-    Of workers, partitions and time it is that of `newest`, and of the model that of `earlier`.
-
-    Args:
-        term: of the checkpoint that this is for.
-        skip: the grid begins where `newest` ends.
+    Of workers, partitions and time it is that of `newest`, and of the model that of `earlier`. `term`: of the
+    checkpoint that this is for. `skip`: the grid begins where `newest` ends.
     """
     version, num = newest.version + 1, len(newest.origins)
     ends = _padded(_ends(earlier), num)

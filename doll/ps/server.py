@@ -45,29 +45,20 @@ from doll.ps.engine.stopping import StallDetector
 from doll.ps.event_log import FileEventLog
 from doll.ps.model.model_host import ModelHost
 from doll.records.control import (
-    Alive,
-    Announce,
     AnyRecord,
     Durable,
     Evaluated,
     Fence,
     Finished,
-    Flush,
     GetRows,
     Grant,
     Hello,
-    Join,
-    Leave,
     Member,
     Nack,
     NewVersion,
     Push,
     RowsStored,
-    Scale,
     ServerStatus,
-    Settle,
-    Skip,
-    SourceEnded,
     Stop,
     TableStatus,
     TermStarted,
@@ -87,7 +78,6 @@ A = TypeVar("A")
 R = TypeVar("R")
 ChannelReport: TypeAlias = tuple[Mapping[int, str], Mapping[str, int]]
 
-_EVENT_RECORDS: Final = (Join, Announce, Skip, Push, Nack, GetRows, Alive, Leave, SourceEnded, Evaluated, Scale)
 # Leases and checkpoints fall due within seconds: twenty ticks a second are enough and cost nothing.
 _POLL_S: Final = 0.05
 _READING_POLL_S: Final = 0.002  # while a gradient is on its way from a far store
@@ -133,14 +123,9 @@ class ParameterServer:
         layout: WeightsLayout = NO_LAYOUT,
         code: str = "",
     ) -> None:
-        """
-        Args:
-            publish_workers: tells processes that wait for a place how many workers the job is to have; whether they
-                can know it now.
-            channel_report: what carries the grants of workers for which that is not Kafka, and counters.
-            layout: of the weights, for whoever reads a checkpoint without the model.
-            code: digest of the task's source, for the same.
-        """
+        """`publish_workers`: tells processes that wait for a place how many workers the job is to have; whether they
+        can know it now. `channel_report`: what carries the grants of workers for which that is not Kafka, and counters.
+        `layout`, `code`: of the weights and of the task's source, for whoever reads a checkpoint without the model."""
         self.engine = engine
         self._config = config
         self._host = host
@@ -217,12 +202,8 @@ class ParameterServer:
         return isinstance(event, Push) and self._host.is_reading(event.key)
 
     def feed(self, event: ev.Event) -> None:
-        """Give one event to the engine and carry out its actions, with all that follows from them.
-
-        Raises:
-            DivergedError: the gradient is not finite.
-            FencedError: a newer parameter server has claimed the job.
-        """
+        """Give one event to the engine and carry out its actions, with all that follows from them. Raises DivergedError
+        if the gradient is not finite, and FencedError if a newer parameter server has claimed the job."""
         if isinstance(event, Push | Nack | Evaluated) and event.term > self.engine.term:
             self.stop_if_superseded()
         pending: deque[tuple[ev.Event, Buffer | None]] = deque([(event, None)])
@@ -271,10 +252,7 @@ class ParameterServer:
 
     def stop_if_superseded(self) -> None:
         """Ask the store for the newest term: a server with nothing to save would not learn that it has a successor.
-
-        Raises:
-            FencedError: it has one.
-        """
+        Raises FencedError if it has one."""
         newest = self._store.newest_term()
         if newest > self.engine.term:
             raise FencedError(
@@ -371,9 +349,10 @@ class ParameterServer:
     # --- actions ----------------------------------------------------------------------------------------------------
 
     def _perform(self, action: ev.EngineAction) -> None:
+        if isinstance(action, ev.Command):
+            self._send(action)
+            return
         match action:
-            case Grant() | NewVersion() | Welcome() | Durable() | Settle() | Flush() | Fence():
-                self._send(action)
             case ev.PublishWeights():
                 self._timed(self._host.publish, action.version)
                 fault_point("ps.after_weights")
@@ -594,7 +573,7 @@ def _decode(server: ParameterServer, values: Sequence[bytes | None]) -> list[ev.
     for value in values:
         try:
             record = decode(value)
-            if not isinstance(record, _EVENT_RECORDS):
+            if not isinstance(record, ev.ReceivedEvent | GetRows):
                 raise RecordError(f"{type(record).__name__} does not belong on this topic")
         except RecordError as exc:
             server.engine.counters["refused_record"] += 1
@@ -605,12 +584,8 @@ def _decode(server: ParameterServer, values: Sequence[bytes | None]) -> list[ev.
 
 
 def _check_fencing(server: ParameterServer, *, paused_s: float, lease_s: float) -> None:
-    """End this process if it has a successor.
-
-    Raises:
-        FencedError: it has one.
-        CheckpointError: it paused for longer than its lease, and the store does not answer.
-    """
+    """End this process if it has a successor: FencedError; CheckpointError if it paused for longer than its lease, and
+    the store does not answer."""
     if paused_s > lease_s:
         log.warning("paused_beyond_lease", seconds=round(paused_s, 1))
     try:
@@ -622,13 +597,8 @@ def _check_fencing(server: ParameterServer, *, paused_s: float, lease_s: float) 
 
 
 def _update_record(update: ev.ApplyUpdate, *, term: int, num_samples: int, apply_s: float, now: float) -> Update:
-    """Lineage of one applied update.
-
-    Args:
-        num_samples: what it has learned from.
-        apply_s: what it has cost the server.
-        now: when it was applied, on the clock of the grants; monotonic seconds.
-    """
+    """Lineage of one applied update, which has learned from `num_samples` and cost the server `apply_s`. `now`: when it
+    was applied, on the clock of the grants; monotonic seconds."""
     batches = [batch for item in update.sets for batch in item.push.batches]
     names = sorted({name for batch in batches for name in batch.metric_sums})
     weight = sum(batch.total_weight for batch in batches)

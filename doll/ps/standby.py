@@ -1,9 +1,9 @@
 """A standby parameter server: it has loaded everything, and takes over when the leader's lease ends.
 
-The leader's heartbeat is what it writes anyway: `ServerStatus` once a second, and updates. No lease is stored
-anywhere, so there is no second service whose loss would stop a job. Silence is no proof of failure (the leader may be
-frozen, or cut off); therefore the standby claims the next term in the checkpoint store, from which moment the old
-leader can save nothing, and a leader that paused for longer than the lease checks the store before anything else.
+The leader's heartbeat is what it writes anyway: `ServerStatus` once a second, and updates. Silence is no proof of
+failure (the leader may be frozen, or cut off); therefore the standby claims the next term in the checkpoint store, from
+which moment the old leader can save nothing, and a leader that paused for longer than the lease checks the store before
+anything else.
 """
 
 from __future__ import annotations
@@ -99,10 +99,7 @@ class _ServerListener:
 
 def wait_for_lease(config: JobConfig, services: Services, should_stop: Callable[[], bool]) -> bool:
     """Wait until the leader's lease is over (True); False when the job has finished, or `should_stop` returns True.
-
-    Raises:
-        ServiceUnavailableError: Kafka does not answer at the start.
-    """
+    Raises ServiceUnavailableError if Kafka does not answer at the start."""
     with _ServerListener(config, services) as listener:
         lease = LeaderLease(config.ps.lease_s, time.monotonic())
         log.info("standby_waiting", lease_s=config.ps.lease_s)
@@ -123,11 +120,10 @@ def wait_for_lease(config: JobConfig, services: Services, should_stop: Callable[
 
 
 class LeaderCheck:
-    """Checks whether another parameter server leads, while this process still loads what it needs.
+    """Checks whether another parameter server leads, while this process still loads what it needs. A context manager.
 
     Two servers under two supervisors would otherwise take the job from each other without end: the one that is fenced
-    ends, is started again, and fences the other. It reads in a thread of its own, so that a start after a crash, which
-    loads for about as long, does not take longer. Use it as a context manager.
+    ends, is started again, and fences the other.
     """
 
     def __init__(self, config: JobConfig, services: Services) -> None:
@@ -140,12 +136,8 @@ class LeaderCheck:
         self._thread = threading.Thread(target=self._run, name="leader_check", daemon=True)
 
     def require_no_leader(self, should_stop: Callable[[], bool]) -> bool:
-        """Return when no server leads (True), or when `should_stop` returns True (False).
-
-        Raises:
-            FencedError: another parameter server leads.
-            ServiceUnavailableError: Kafka does not answer.
-        """
+        """Return when no server leads (True), or when `should_stop` returns True (False). Raises FencedError if another
+        parameter server leads, and ServiceUnavailableError if Kafka does not answer."""
         while not self._done.wait(_POLL_S):
             if should_stop():
                 return False

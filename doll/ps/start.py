@@ -1,17 +1,28 @@
-"""The start of a parameter server: a checkpoint, or the origins of a new job; and the engine made from it."""
+"""The start of a parameter server: a checkpoint, or the origins of a new job; and the engine made from it.
+
+A job may begin with weights of another run or of a file (`training.init_from`): the first server takes them before it
+saves version 0, and each later server goes on from a checkpoint (docs/decisions/0085).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import msgspec
+import numpy.typing as npt
 
 from doll.config import JobConfig, TrainingConfig
 from doll.errors import CheckpointError
-from doll.ps.checkpointing import decode_snapshot
+from doll.model.flat_model import FlatModel
+from doll.model.initial_weights import WeightMatch, match
+from doll.ps.checkpointing import decode_snapshot, encode_snapshot
+from doll.ps.engine.assignment import first_snapshot
 from doll.ps.engine.engine import Engine
 from doll.ps.engine.settings import EngineSettings
-from doll.ps.model.updater import HoldsTensors
 from doll.ps.policies import make_policy
 from doll.storage.checkpoints import Checkpoint, decode_checkpoint, encode_checkpoint
+from doll.storage.weight_sources import read_source
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True):
@@ -40,14 +51,16 @@ class Start(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def resume(cls, term: int, now: float, checkpoint: Checkpoint, samples_id: str = "", run_id: str = "") -> Start:
-        """Resume from `checkpoint`."""
         return cls(term, now, (), b"".join(encode_checkpoint(checkpoint)), samples_id=samples_id, run_id=run_id)
 
 
-def make_engine(config: JobConfig, start: Start, model: HoldsTensors, fingerprint: str = "") -> Engine:
-    """The engine at its start; `model` takes over the checkpoint's tensors.
+def make_engine(
+    config: JobConfig, start: Start, load: Callable[[Mapping[str, npt.NDArray[Any]]], object], fingerprint: str = ""
+) -> Engine:
+    """The engine at its start.
 
     Args:
+        load: takes over the checkpoint's tensors.
         fingerprint: of the job file and the model, which workers must have as well.
 
     Raises:
@@ -60,7 +73,7 @@ def make_engine(config: JobConfig, start: Start, model: HoldsTensors, fingerprin
             generation=start.generation, samples_id=start.samples_id, run_id=start.run_id,
         )  # fmt: skip
     checkpoint = decode_checkpoint(start.checkpoint)
-    model.load(checkpoint.tensors)
+    load(checkpoint.tensors)
     snapshot = decode_snapshot(checkpoint)
     snapshot = msgspec.structs.replace(
         snapshot, samples_id=snapshot.samples_id or start.samples_id, run_id=start.run_id or snapshot.run_id
@@ -72,7 +85,6 @@ def make_engine(config: JobConfig, start: Start, model: HoldsTensors, fingerprin
 
 
 def engine_settings(config: JobConfig, fingerprint: str = "") -> EngineSettings:
-    """The engine's part of the job file."""
     return EngineSettings(
         num_workers=config.data.workers,
         max_workers=config.data.places,
@@ -98,3 +110,34 @@ def _takes_sum(training: TrainingConfig) -> bool:
     if training.policy.sends_steps:
         return training.policy.outer_step is None
     return training.reduction == "sum"
+
+
+def matched(config: JobConfig, model: FlatModel) -> WeightMatch | None:
+    """The match of `training.init_from` with this model; None if the job file has none. The model stays as it is.
+
+    Raises:
+        ConfigError: there is no such file or run, or what it holds does not fit.
+        CheckpointError: checkpoints cannot be read, or the version is not kept.
+    """
+    init = config.training.init_from
+    if init is None:
+        return None
+    source = read_source(config, init.source)
+    return match(model, source.tensors, source=source.name, strict=init.strict, rename=init.rename)
+
+
+def begun_with(
+    config: JobConfig, start: Start, tensors: Mapping[str, npt.NDArray[Any]], fingerprint: str, source: str
+) -> Start:
+    """The start of a new job, with the tensors of its model as version 0: a replay of its events begins with them too.
+    `source`: as `InitReport.source`."""
+    snapshot = first_snapshot(
+        engine_settings(config, fingerprint), start.origins, policy=config.training.policy.name,
+        generation=start.generation, samples_id=start.samples_id, run_id=start.run_id,
+    )  # fmt: skip
+    snapshot = msgspec.structs.replace(snapshot, init_from=source)
+    checkpoint = Checkpoint(
+        job=config.job, fingerprint=fingerprint, term=start.term, version=0, state=encode_snapshot(snapshot),
+        tensors=tensors,
+    )  # fmt: skip
+    return Start.resume(start.term, start.now, checkpoint, start.samples_id, start.run_id)

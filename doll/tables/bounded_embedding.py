@@ -25,11 +25,8 @@ class UsedRows(NamedTuple):
 
 
 def used_rows(name: str, num_rows: int, input: torch.Tensor, padding_idx: int | None) -> UsedRows:
-    """The rows that `input` names.
-
-    Raises:
-        TypeError, IndexError: its values are no ids of a table with so many rows; the message begins with `name`.
-    """
+    """The rows that `input` names. Raises TypeError or IndexError if its values are no ids of a table with so many
+    rows; the message begins with `name`."""
     if input.is_nested or input.dtype not in (torch.int32, torch.int64):
         kind = "a nested tensor" if input.is_nested else str(input.dtype)
         raise TypeError(

@@ -1,8 +1,7 @@
 """The bounds of a table: ids of a space that no memory holds, rows for some of them, initial rows for all. Pure.
 
-The initial row of an id is computed and not stored. It depends on the seed of the job, the table's name and the id
-alone, by integer arithmetic that is the same on every machine, so that whoever reads an id without a row reads the
-same.
+The initial row of an id is computed from the seed of the job, the table's name and the id alone, by integer arithmetic
+that is the same on every machine.
 """
 
 from __future__ import annotations

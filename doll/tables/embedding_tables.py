@@ -1,10 +1,9 @@
 """Embedding layers whose weights are tables: a forward pass fetches the rows that it uses, and backward gives gradients
 of these.
 
-Every `torch.nn.Embedding` or `EmbeddingBag` with `sparse=True` is one, without further words. Its parameter is taken
-out of the module, so it is not in the flat vector (`doll.model.flat_model`). Its forward looks up the distinct ids of
-its input, and computes on a matrix of these rows alone, with ids that count in it: no gradient is ever as large as the
-table.
+The parameter of every `torch.nn.Embedding` or `EmbeddingBag` with `sparse=True` is taken out of the module, so it is
+not in the flat vector (`doll.model.flat_model`). Its forward looks up the distinct ids of its input, and computes on a
+matrix of these rows alone: no gradient is ever as large as the table.
 """
 
 from __future__ import annotations
@@ -130,10 +129,7 @@ class EmbeddingTables:
 
     def initial_rows(self, name: str) -> Floats:
         """The rows of one table as the module has drawn them, float32, shape (num_rows, width): a view, to be changed.
-
-        Raises:
-            KeyError: they were taken before, or the module was built without them.
-        """
+        Raises KeyError if they were taken before, or the module was built without them."""
         rows: Floats = self._initial[name].detach().numpy()
         return rows
 
@@ -143,12 +139,8 @@ class EmbeddingTables:
         self._look_up = look_up
 
     def look_up(self, name: str, ids: Ids) -> Floats:
-        """Rows `ids` of table `name`, strictly increasing, float32, shape (n, width): a copy.
-
-        Raises:
-            KeyError: there is no such table.
-            ValueError: the ids are not strictly increasing numbers of rows.
-        """
+        """Rows `ids` of table `name`, strictly increasing, float32, shape (n, width): a copy. Raises KeyError if there
+        is no such table, and ValueError if the ids are not strictly increasing numbers of rows."""
         if problem := self.shapes[name].problem(ids):
             raise ValueError(f"table {name!r}: {problem}")
         return self._rows_of(name, ids)

@@ -1,8 +1,8 @@
 """Rows of one table that have changed since a checkpoint, as of one version after another. Pure.
 
-What a version has is never changed: the next one is made beside it, with the same layers and one more. So whoever
-computes with a version goes on, and no two versions are mixed. A layer is merged with the one below it while that is
-not twice as large, so there are few layers, and a row is copied a few times only.
+What a version has is never changed: the next one is made beside it, with the same layers and one more. A layer is
+merged with the one below it while that is not twice as large, so there are few layers, and a row is copied a few times
+only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ class RowLayers(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The memory of the layers, in bytes."""
         return sum(layer.num_bytes for layer in self.layers)
 
     def with_rows(self, rows: Rows, version: int) -> RowLayers:

@@ -14,7 +14,6 @@ from doll.config import JobConfig, SgdConfig, parse
 from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import DivergedError, Optimizer
 from doll.ps.engine.events import ApplyUpdate, FetchGradient, GradientFetched, GradientLost
-from doll.ps.model.local_host import LocalModelHost
 from doll.ps.model.model_host import ModelHost
 from doll.storage.blobs import Blobs, blob_info, decode_blob, decode_latest, encode_blob, latest_key
 from doll.storage.contributions import Compressor
@@ -38,7 +37,7 @@ Make = Callable[[JobConfig, int, Blobs], ModelHost]
 
 def local(config: JobConfig, term: int, blobs: Blobs) -> ModelHost:
     torch.manual_seed(7)
-    return LocalModelHost(config, term, Optimizer(FlatModel(torch.nn.Linear(4, 3)), SgdConfig(lr=LR)), blobs)
+    return ModelHost(config, term, Optimizer(FlatModel(torch.nn.Linear(4, 3)), SgdConfig(lr=LR)), blobs)
 
 
 HOSTS: dict[str, Make] = {"local": local}

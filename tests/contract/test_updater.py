@@ -12,10 +12,10 @@ import torch
 from doll.config import AdagradConfig, AdamConfig, SgdConfig, TrainingConfig
 from doll.errors import CheckpointError
 from doll.model.flat_model import FlatModel
-from doll.optim.optimizer import Contribution, DivergedError, Optimizer, StepAdder
+from doll.optim.optimizer import Contribution, DivergedError, Optimizer, StepAdder, Updater
 from doll.optim.recipe import make_optimizer
 from doll.ps.engine.events import ApplyUpdate
-from doll.ps.model.updater import ContributionBuffer, Updater
+from doll.ps.model.updater import ContributionBuffer
 from pushes import applied_set, push_of
 
 pytestmark = pytest.mark.slow  # loads torch

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
-from doll.consumers.compute.delta_reader import DeltaReader
 from doll.consumers.compute.gradient import CachedVersion, GradientComputer, LocalModel
 from doll.consumers.compute.gradient_engine import GoesOn, GradientEngine, Handle, ThreadGradientEngine
+from doll.consumers.compute.weights_ahead import DeltaReader
 from doll.consumers.intake.dead_letters import Decoder
 from doll.consumers.intake.decoding import DecodedBatch, RawRecords
 from doll.consumers.protocol.worker_core import Batch, ComputedBatch, GradientDone

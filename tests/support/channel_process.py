@@ -20,11 +20,11 @@ import torch
 from doll.config import JobConfig, parse
 from doll.config.policy import POLICIES as REGISTERED
 from doll.config.policy import policy_section
-from doll.consumers.compute.delta_reader import DeltaReader
 from doll.consumers.compute.gradient import CachedVersion, Gradient, GradientComputer
 from doll.consumers.compute.gradient_engine import GrantHandler
 from doll.consumers.compute.guard import GuardedGradient
 from doll.consumers.compute.step_model import StepModel
+from doll.consumers.compute.weights_ahead import DeltaReader
 from doll.consumers.protocol.worker_core import (
     Batch,
 )
@@ -227,7 +227,6 @@ class Process(worlds.Process):
                 self.client, 2000,
                 optimizers=row_optimizers(config.training, self.client.tables) if self.sends_steps else None,
                 threshold=config.training.policy.filter_threshold,
-                takes_patches=config.training.policy.publishes_deltas,
             )  # fmt: skip
         self.local: Any
         deltas = None

@@ -26,7 +26,7 @@ from doll.model.flat_model import build
 from doll.ps.checkpointing import encode_snapshot
 from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
-from doll.ps.model.local_host import LocalModelHost
+from doll.ps.model.model_host import ModelHost
 from doll.ps.model.updater import make_parts
 from doll.ps.start import Start, make_engine
 from doll.records.bounds import ends_of
@@ -120,12 +120,12 @@ class World(worlds.World[Process]):
 
     def _make_engine(self) -> Engine:
         parts = make_parts(self.config.training, build(self.config, self.task))
-        self.host = LocalModelHost(self.config, self.term, parts.updater, self.blobs, parts.tables)
+        self.host = ModelHost(self.config, self.term, parts.updater, self.blobs, parts.tables)
         if self.saved is None:
             start = Start(self.term, self.now, (0,) * self._partitions_at_start)
         else:
             start = Start.resume(self.term, self.now, self.saved)
-        return make_engine(self.config, start, self.host)
+        return make_engine(self.config, start, self.host.load)
 
     def _model(self) -> tuple[Vector, dict[str, Vector]]:
         tensors = self.host.tensors()

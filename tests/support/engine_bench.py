@@ -14,6 +14,7 @@ from doll.records.control import (
     Join,
     Welcome,
 )
+from engine_invariants import check_engine
 from pushes import push_of
 from record_builders import announce
 
@@ -55,7 +56,7 @@ class Bench:
 
     def handle(self, event: ev.Event) -> list[ev.EngineAction]:
         actions = self.engine.handle(event, self.now)
-        self.engine.check_invariants()
+        check_engine(self.engine)
         for action in actions:
             if isinstance(action, Grant):
                 for batch, number in enumerate(action.grant_ids, action.first):

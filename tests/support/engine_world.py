@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from doll.config import StopConfig
 from doll.config.policy import POLICIES as registered
 from doll.config.policy import PolicyConfig, policy_section
@@ -24,7 +25,7 @@ from doll.consumers.protocol.worker_core import (
     GradientDone,
     StoreRest,
 )
-from doll.optim.optimizer import Contribution
+from doll.optim.optimizer import Updater
 from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
 from doll.ps.engine.settings import EngineSettings
@@ -51,6 +52,7 @@ from doll.records.control import (
     Welcome,
 )
 from doll.storage.blobs import weights_key
+from engine_invariants import check_engine
 from msgspec import structs
 
 from doll_lab.simulation import world as worlds
@@ -80,32 +82,34 @@ def used_version(push: Push, batch: PushedBatch) -> int:
     return push.version if batch.version < 0 else batch.version
 
 
-class Ordered:
+class Ordered(Updater):
     """An updater that checks in which order the contributions come: each is the number of its set's first grant."""
 
     def __init__(self) -> None:
-        self.weights = np.zeros(0, np.float32)
         self.num_parameters = 0
-        self.clipped_by = 1.0
         self._added: list[float] = []
+
+    @property
+    def weights(self) -> npt.NDArray[np.float32]:
+        return np.zeros(0, np.float32)
 
     def weight(self, set_weight: float, age: int) -> float:
         assert age >= 0, "weights are older than the update, or as old"
         return 1.0
 
-    def add(self, contribution: Contribution) -> None:
+    def add(self, contribution: Any) -> None:
         self._added.append(float(contribution[0]))
 
     def apply(
-        self, contributions: Sequence[Contribution], scale: float, weight: float, into: Any = None, absent: int = 0
+        self, contributions: Sequence[Any], scale: float, weight: float, into: Any = None, absent: int = 0
     ) -> None:
         for contribution in contributions:
             self.add(contribution)
         assert self._added == sorted(self._added), "contributions are added in the order of their sets"
         self._added = []
 
-    def max_change(self, contribution: Contribution) -> float:
-        return 0.0
+    def _apply_sum(self, scale: float, weight: float, target: Any, absent: int) -> None:
+        raise NotImplementedError
 
     def tensors(self) -> dict[str, Any]:
         return {}
@@ -171,7 +175,9 @@ class World(worlds.World[Process]):
     """
 
     engine_class: type[Engine] = Engine
-    checks_invariants = True
+
+    def after_event(self) -> None:
+        check_engine(self.engine)
 
     def __init__(
         self, policy: str | PolicyConfig, workers: int = 3, records_per_batch: int = 2, max_pending: int = 6
@@ -529,7 +535,7 @@ class World(worlds.World[Process]):
             if weights_key("", grant.term, source) in self.blobs and not (is_allowed and source <= version):
                 process.cached = (grant.term, source)
                 return True
-        is_granted = self.is_serving and grant.term == self.term and grant.grant_ids[0] in self.engine._grants
+        is_granted = self.is_serving and grant.term == self.term and grant.grant_ids[0] in self.engine._grants._standing
         if is_granted and self.engine.policy.takes_later_weights:  # or until two later grants are on their way
             is_granted = grant.version in self.engine.named_versions
         assert is_allowed or not is_granted or grant.key in self.lost, "the weights of a grant live until its answer"

@@ -13,7 +13,7 @@ from doll.consumers.protocol.grants import part_of
 from doll.model.flat_model import build, fingerprint
 from doll.ps.engine import events as ev
 from doll.ps.event_log import FileEventLog
-from doll.ps.model.local_host import LocalModelHost
+from doll.ps.model.model_host import ModelHost
 from doll.ps.model.updater import make_parts
 from doll.ps.server import ParameterServer
 from doll.ps.start import Start, make_engine
@@ -80,10 +80,10 @@ class LoggedRun:
         start = Start(term, self.now, (0, 10, 20)) if held is None else Start.resume(term, self.now, held)
         self.path = folder / f"ps-{term}.log"
         self.log = FileEventLog(self.path, msgspec.structs.replace(start, job=dump(self.config)))
-        host = LocalModelHost(self.config, term, self.updater, self.blobs)
+        host = ModelHost(self.config, term, self.updater, self.blobs)
         self.server = ParameterServer(
-            self.config, engine=make_engine(self.config, start, host, mark), host=host, store=store, outbox=self.outbox,
-            clock=self.clock, event_log=self.log,
+            self.config, engine=make_engine(self.config, start, host.load, mark), host=host, store=store,
+            outbox=self.outbox, clock=self.clock, event_log=self.log,
         )  # fmt: skip
         self.server.open()
         self.weights = {self.server.engine.version: self.updater.weights.tobytes()}

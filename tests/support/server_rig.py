@@ -11,7 +11,7 @@ import numpy as np
 from doll.config import JobConfig, parse
 from doll.model.flat_model import build, fingerprint
 from doll.optim.optimizer import Optimizer
-from doll.ps.model.local_host import LocalModelHost
+from doll.ps.model.model_host import ModelHost
 from doll.ps.server import ParameterServer
 from doll.ps.start import Start, make_engine
 from doll.records.control import (
@@ -78,9 +78,9 @@ class Rig:
         self.term = self.store.claim_term()
         checkpoint = self.store.load_newest(self.mark)
         start = Start(self.term, 0.0, (100, 200)) if checkpoint is None else Start.resume(self.term, 0.0, checkpoint)
-        host = LocalModelHost(self.config, self.term, self.optimizer, self.blobs)
+        host = ModelHost(self.config, self.term, self.optimizer, self.blobs)
         self.server = ParameterServer(
-            self.config, engine=make_engine(self.config, start, host, self.mark), host=host, store=self.store,
+            self.config, engine=make_engine(self.config, start, host.load, self.mark), host=host, store=self.store,
             outbox=self.outbox, clock=lambda: self.now,
         )  # fmt: skip
         self.server.open()
@@ -130,7 +130,7 @@ class Rig:
 
     def pass_time(self, seconds: float) -> None:
         """Unless the thread that writes checkpoints is at work: its time is not the clock's."""
-        if not self.server.checkpoints.is_saving:
+        if self.server.checkpoints._saving is None:
             self.now += seconds
 
     def turn_until(self, condition: Callable[[], bool]) -> None:

@@ -24,7 +24,7 @@ from doll.errors import BlobError
 from doll.model.flat_model import build
 from doll.optim.row_optimizer import row_optimizers
 from doll.ps.engine import events as ev
-from doll.ps.model.local_host import LocalModelHost
+from doll.ps.model.model_host import ModelHost
 from doll.ps.model.updater import make_parts
 from doll.ps.start import Start, make_engine
 from doll.records.control import Announce, GetRows, Grant, Join, NewVersion, Push, RowsStored, Welcome
@@ -65,7 +65,6 @@ class Worker:
                 self.client, config.worker.row_cache_bytes,
                 max_rows={name: bounds.max_rows for name, bounds in model.tables.bounds.items()},
                 optimizers=row_optimizers(config.training, self.client.tables) if optimizes else None,
-                takes_patches=config.training.policy.publishes_deltas,
             )  # fmt: skip
             model.tables.connect(self.rows.look_up)
         self.channel = FakeChannel()
@@ -125,8 +124,8 @@ class Job:
         self.order: list[tuple[int, int]] = []  # batches in the order of their updates: (worker, number)
         model = build(self.config, load_task(self.config))
         parts = make_parts(self.config.training, model)
-        self.host = LocalModelHost(self.config, 1, parts.updater, self.blobs, parts.tables, run_id=run_id)
-        self.engine = make_engine(self.config, Start(1, 0.0, (0,) * workers, run_id=run_id), self.host)
+        self.host = ModelHost(self.config, 1, parts.updater, self.blobs, parts.tables, run_id=run_id)
+        self.engine = make_engine(self.config, Start(1, 0.0, (0,) * workers, run_id=run_id), self.host.load)
         self.workers = [self.worker_class(self, number) for number in range(workers)]
         for worker in self.workers:
             self.feed(Join(worker=worker.number, process=f"p{worker.number}"))

@@ -87,7 +87,7 @@ def test_a_server_has_the_id_that_its_session_gives_it_else_that_of_the_checkpoi
         checkpoint = Checkpoint(
             job="unit", fingerprint="f", term=1, version=0, state=encode_snapshot(snapshot), tensors={}
         )
-        resumed = make_engine(config, Start.resume(2, 0.0, checkpoint, run_id=offered), Tensors())
+        resumed = make_engine(config, Start.resume(2, 0.0, checkpoint, run_id=offered), Tensors().load)
         assert resumed.start.run_id == resumed.snapshot(0.0).run_id == expected
 
 

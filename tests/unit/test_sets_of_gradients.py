@@ -17,7 +17,7 @@ from doll.consumers.protocol.grants import part_of
 from doll.consumers.protocol.worker_core import Batch, Compute, Send, WorkerCore
 from doll.model.flat_model import FlatModel, build, fingerprint
 from doll.optim.optimizer import Optimizer
-from doll.ps.model.local_host import LocalModelHost
+from doll.ps.model.model_host import ModelHost
 from doll.ps.model.updater import make_parts
 from doll.ps.server import ParameterServer
 from doll.ps.start import Start, make_engine
@@ -79,8 +79,8 @@ class Job:
         model = build(self.config, task)
         self.num_parameters, self.num_floats = model.num_parameters, model.num_floats
         self.updater = make_parts(self.config.training, model).updater
-        host = LocalModelHost(self.config, self.store.claim_term(), self.updater, self.blobs)
-        engine = make_engine(self.config, Start(1, 0.0, (0,) * WORKERS), host, fingerprint(self.config, model))
+        host = ModelHost(self.config, self.store.claim_term(), self.updater, self.blobs)
+        engine = make_engine(self.config, Start(1, 0.0, (0,) * WORKERS), host.load, fingerprint(self.config, model))
         self.server = ParameterServer(
             self.config, engine=engine, host=host, store=self.store, outbox=self,
             clock=lambda: 0.0,

@@ -13,7 +13,7 @@ from doll.consumers.tables.table_rows import WorkerTables
 from doll.errors import ConfigError
 from doll.evaluation.stored_weights import StoredWeights
 from doll.model.flat_model import build
-from doll.ps.model.local_host import LocalModelHost
+from doll.ps.model.model_host import ModelHost
 from doll.ps.tables.bounded_table import BoundedTable, stored_bounded_rows
 from doll.records.control import Grant
 from doll.tables.rows import Floats, Ids, Rows
@@ -118,10 +118,10 @@ class Watched:
         self.looked_up = self.old = 0
         self.problems: list[str] = []
         tables = WorkerTables
-        apply, begin, look_up, close = LocalModelHost.apply, tables.begin, tables.look_up, tables.close
+        apply, begin, look_up, close = ModelHost.apply, tables.begin, tables.look_up, tables.close
         grants: dict[int, Grant] = {}
 
-        def watched_apply(host: LocalModelHost, update: Any) -> int:
+        def watched_apply(host: ModelHost, update: Any) -> int:
             done = apply(host, update)
             assert len(self.versions) == update.version
             self.applied.append(list(self.applied[-1]))
@@ -148,7 +148,7 @@ class Watched:
             self.steps[grants[id(table_rows)].worker][batch] = closed[NAME]
             return closed
 
-        monkeypatch.setattr(LocalModelHost, "apply", watched_apply)
+        monkeypatch.setattr(ModelHost, "apply", watched_apply)
         monkeypatch.setattr(WorkerTables, "begin", watched_begin)
         monkeypatch.setattr(WorkerTables, "look_up", watched_look_up)
         monkeypatch.setattr(WorkerTables, "close", watched_close)
@@ -182,7 +182,7 @@ def test_workers_see_allowed_versions_and_their_own_steps(
 
 
 def test_rows_without_own_steps_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OpLog, "add_to", lambda self, ids, rows, included: None)
+    monkeypatch.setattr(OpLog, "add_to", lambda self, ids, rows: None)
     assert Watched(POLICIES["wsp"], 0, monkeypatch).problems
 
 

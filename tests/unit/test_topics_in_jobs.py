@@ -161,7 +161,7 @@ def test_old_counts_that_stay_are_noticed(vocabulary: str, monkeypatch: pytest.M
 def test_a_worker_that_does_not_see_its_own_steps_withdraws_what_is_not_there(
     vocabulary: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(OpLog, "add_to", lambda self, ids, rows, included: None)
+    monkeypatch.setattr(OpLog, "add_to", lambda self, ids, rows: None)
     with pytest.raises(TaskError, match="expected finite counts >= 0, got -"):
         run(Repeating, POLICIES["wsp"], 0, vocabulary)
 

@@ -9,16 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from doll.control.link_state import TO_WORKER, LinkError, LinkState
 from doll.control.local_socket import SocketLink, connect
 from doll.control.redis_streams import StreamLink
 from doll.records.control import AnyRecord, Attach, Attached, Push, Welcome
+from doll.services import Services
 from doll.telemetry import get_logger
-
-if TYPE_CHECKING:
-    from doll.services import Services
 
 log = get_logger(__name__)
 
@@ -94,12 +92,8 @@ class ControlLink:
         return True
 
     async def run(self, deliver: Callable[[list[AnyRecord]], object], on_change: Callable[[], object]) -> None:
-        """Keep a link open; never returns.
-
-        Args:
-            deliver: gets the records that come.
-            on_change: called when grants and pushes go another way from now on.
-        """
+        """Keep a link open; never returns. `deliver`: gets the records that come. `on_change`: called when grants and
+        pushes go another way from now on."""
         self._deliver, self._on_change = deliver, on_change
         pause_s = _RETRY_S
         while True:

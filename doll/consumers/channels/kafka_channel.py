@@ -64,11 +64,8 @@ class WorkerChannel:
         self._publisher.send(self._events_topic, record, key=self._key)
 
     def send_dead_letters(self, letters: list[DeadLetter]) -> None:
-        """Store refused records; returns when Kafka has them, so that no update can count them before.
-
-        Raises:
-            ServiceUnavailableError: Kafka does not take them.
-        """
+        """Store refused records; returns when Kafka has them, so that no update can count them before. Raises
+        ServiceUnavailableError if Kafka does not take them."""
         for letter in letters:
             self._publisher.send(self._dead_topic, letter, key=self._key)
         while letters and self._publisher.flush(1.0):
@@ -89,7 +86,6 @@ class WorkerChannel:
         self._publisher.poll()
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until what was sent has arrived, at most `timeout_s`."""
         self._publisher.flush(timeout_s)
 
     @cached_property

@@ -46,11 +46,8 @@ class RunningMedian:
 
 
 def failing(part: Sequence[int], problem_of: Callable[[Sequence[int]], str]) -> dict[int, str]:
-    """The samples of `part` that fail by themselves, with the reason of each.
-
-    Args:
-        problem_of: the problem of a part; "" if it has none. A part whose halves both pass is left alone.
-    """
+    """The samples of `part` that fail by themselves, with the reason of each. `problem_of`: the problem of a part; ""
+    if it has none. A part whose halves both pass is left alone."""
     failures: dict[int, str] = {}
     waiting = [part]
     while waiting:
@@ -65,12 +62,8 @@ def failing(part: Sequence[int], problem_of: Callable[[Sequence[int]], str]) -> 
 
 
 def beyond(part: Sequence[int], limit: float, norm_of: Callable[[Sequence[int]], float]) -> list[int]:
-    """The samples of `part` whose own gradient is longer than `limit`.
-
-    Args:
-        norm_of: norm of the sum of a part's gradients. A part within the limit is not searched: long gradients that
-            cancel do no harm.
-    """
+    """The samples of `part` whose own gradient is longer than `limit`. `norm_of`: norm of the sum of a part's
+    gradients. A part within the limit is not searched: long gradients that cancel do no harm."""
     failures = failing(part, lambda here: "" if norm_of(here) <= limit else "beyond")
     return list(failures)
 

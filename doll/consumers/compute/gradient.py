@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from doll.consumers.compute.delta_reader import DeltaReader
-from doll.consumers.compute.forward import ForwardPasses
-from doll.consumers.compute.weights_ahead import WeightsAhead
+from doll.consumers.compute.weights_ahead import DeltaReader, WeightsAhead
 from doll.consumers.protocol.grants import grant_id_of
 from doll.errors import BlobError, IllegalEventError, TaskError
 from doll.model.flat_model import FlatModel
@@ -32,6 +30,53 @@ from doll.task.trees import Array, Tree
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
+
+T = TypeVar("T")
+
+
+class ForwardPasses:
+    """Runs forward and loss. Not thread-safe: one thread computes.
+
+    `bf16` is `torch.autocast`: parameters, gradients and the sum of a set stay float32. A module that is compiled is
+    the same module with the same parameters; if compiled code fails and the module itself does not, the rest of the
+    job runs without it.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, device: str = "cpu", precision: Literal["float32", "bf16"] = "float32", *,
+        compiles: bool = False,
+    ) -> None:  # fmt: skip
+        self._module = module
+        self._device_type = device.partition(":")[0]
+        self._precision = precision
+        self._compiled: Any = torch.compile(module) if compiles else None
+
+    def run(self, forward: Callable[[torch.nn.Module], T], undo: Callable[[], None]) -> T:
+        """The result of `forward` for the module, which it may call more than once.
+
+        Args:
+            undo: puts the module back to what it was before a pass. Compiled code that fails may have run in part, and
+                may have changed buffers, such as the statistics of batch norm.
+        """
+        if self._compiled is not None:
+            try:
+                with self._context():
+                    return forward(self._compiled)
+            except Exception as exc:  # of the compiler, of its code, or of the user's
+                undo()
+                with self._context():
+                    result = forward(self._module)
+                self._compiled = None
+                log.warning("not_compiled", error=f"{type(exc).__name__}: {exc}"[:500], hint="worker.compile: false")
+                return result
+        with self._context():
+            return forward(self._module)
+
+    def _context(self) -> AbstractContextManager[Any]:
+        if self._precision == "float32":
+            return nullcontext()
+        return torch.autocast(self._device_type, dtype=torch.bfloat16)
+
 
 _MAX_SUM: Final = 1e38  # well below the largest float32
 _PIECE: Final = 1 << 18  # numbers; their float64 fit into a cache
@@ -60,7 +105,6 @@ class Gradient(NamedTuple):
 
     @property
     def num_values(self) -> int:
-        """Numbers that the gradient has."""
         return self.vector.numel() + sum(rows.values.size for rows in self.rows.values())
 
     def problem(self) -> str:
@@ -96,7 +140,6 @@ class GradientComputer:
 
     @property
     def num_values(self) -> int:
-        """The number of values in `weights`."""
         return self._model.host.numel()
 
     def _catch_up(self) -> None:
@@ -105,11 +148,7 @@ class GradientComputer:
         self._is_behind = False
 
     def load(self, weights: npt.NDArray[np.float32]) -> None:
-        """Copy `weights`, float32, shape (numel,), into the replica.
-
-        Raises:
-            ValueError: of another shape.
-        """
+        """Copy `weights`, float32, shape (numel,), into the replica. Raises ValueError if it is of another shape."""
         if weights.shape != (self.num_values,):
             raise ValueError(f"expected weights of shape ({self.num_values},), got {weights.shape}")
         self.weights[:] = weights
@@ -201,12 +240,10 @@ class GradientComputer:
         return gradient._replace(vector=torch.from_numpy(self._model.copied(gradient.values)))
 
     def new_sum(self) -> GradientSum:
-        """Make an empty sum for the gradients of one set."""
         return GradientSum(self._model.num_parameters, self._model.num_floats)
 
     @property
     def num_buffers(self) -> int:
-        """Numbers in the float buffers."""
         return self._model.num_buffers
 
     def buffers(self, gradient: Gradient) -> npt.NDArray[np.float64]:
@@ -350,7 +387,7 @@ def stored_weights(
 
 class LocalModel(Protocol):
     """Port: the weights of one worker's replica. Policies of exact versions allow one; others the newest and those down
-    to a minimum. Workers that see their own steps add them on top of the published weights (docs/decisions/0020).
+    to a minimum. Workers that see their own steps add them on top (docs/decisions/0020).
 
     Not thread-safe, except `offer`: the thread that computes owns it.
     """
@@ -363,14 +400,8 @@ class LocalModel(Protocol):
         """The bytes that the last read took instead of those of the whole weights; 0: it took the whole."""
 
     def load(self, grant: Grant) -> int | None:
-        """Bring weights that `grant` allows into the replica.
-
-        Returns:
-            The version they are of; None if the blob store does not hold them whole.
-
-        Raises:
-            ServiceUnavailableError: the blob store is unreachable, and waiting for it was given up.
-        """
+        """Bring weights that `grant` allows into the replica; returns their version, None if the blob store does not
+        hold them whole. Raises ServiceUnavailableError if it is unreachable, and waiting for it was given up."""
 
 
 class ReplicaState(NamedTuple):
@@ -388,10 +419,8 @@ class CachedVersion:
         self, job: str, blobs: Blobs, computer: GradientComputer, background: Executor | None = None,
         deltas: DeltaReader | None = None,
     ) -> None:  # fmt: skip
-        """Args:
-        background: of one thread, which reads what is offered; None: it is read when the next batch begins.
-        deltas: reads what has changed, if the server publishes that; None: whole weights are read.
-        """
+        """`background`: of one thread, which reads what is offered; None: it is read when the next batch begins.
+        `deltas`: reads what has changed, if the server publishes that; None: whole weights are read."""
         self._deltas = deltas
         self._ahead = None if background is None else WeightsAhead(self._stored, background)
         self._job = job
@@ -438,7 +467,8 @@ class CachedVersion:
         weights = None if self._deltas is None else self._deltas.read(source)
         self.delta_bytes = 0 if self._deltas is None or weights is None else self._deltas.num_bytes
         if weights is None:
-            weights = self._whole(source)
+            weights = None if self._ahead is None else self._ahead.take(source)
+            weights = self._stored(source) if weights is None else weights
             if weights is not None and self._deltas is not None:
                 self._deltas.keep(weights, source)
         if weights is None:
@@ -446,10 +476,6 @@ class CachedVersion:
         self._cached = _NONE
         self._computer.load(weights)
         return True
-
-    def _whole(self, source: Grant | NewVersion) -> npt.NDArray[np.float32] | None:
-        weights = None if self._ahead is None else self._ahead.take(source)
-        return self._stored(source) if weights is None else weights
 
     def _stored(self, source: Grant | NewVersion) -> npt.NDArray[np.float32] | None:
         numel = self._computer.num_values

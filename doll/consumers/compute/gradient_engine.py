@@ -55,13 +55,10 @@ class GradientEngine(Protocol):
     def submit(self, grant: Grant, batches: Sequence[Batch], goes_on: GoesOn) -> Future[GradientDone | None]:
         """The sum of the gradients of `batches` at weights that `grant` allows, stored; None: these weights are gone.
 
-        The set may end early, after its first batch or later: if `goes_on` says so, or if it has taken as long as
-        a set may take. The caller submits the rest.
-
-        Futures are done in the order of submission: the server takes a stream's gradients in their order only.
-        Fails with TaskError (the task's fault), ServiceUnavailableError, or whatever else went wrong.
+        The set may end early, after its first batch or later: if `goes_on` says so, or if it has taken as long as a set
+        may take. The caller submits the rest. Futures are done in the order of submission. They fail with TaskError
+        (the task's fault), ServiceUnavailableError, or whatever else went wrong.
         """
-        ...
 
     def offer(self, weights: NewVersion) -> None:
         """Note newer weights: what is submitted from now on uses these or later ones, if its grant allows that."""
@@ -69,7 +66,6 @@ class GradientEngine(Protocol):
     def store_rest(self, until: int) -> Future[GradientDone]:
         """Store what was computed and is not pushed: kept for a later push, or held back of the steps of batches below
         `until`. Fails as `submit`."""
-        ...
 
     def stop(self) -> None:
         """Begin nothing more: the worker leaves. Batches that were submitted and not begun are answered with a
@@ -91,10 +87,8 @@ class ThreadGradientEngine:
         store_rest: Callable[[int], GradientDone] = lambda until: GradientDone("", 0, ()),
         background: Executor | None = None,
     ) -> None:
-        """Args:
-        offer: see `GradientEngine.offer`; called from the caller's thread.
-        background: what reads weights beside the computation; it is shut down with this engine.
-        """
+        """`offer`: see `GradientEngine.offer`; called from the caller's thread. `background`: what reads weights beside
+        the computation; it is shut down with this engine."""
         self._background = background
         self._handle = handle
         self._offer = offer
@@ -123,8 +117,8 @@ class ThreadGradientEngine:
 class SetContribution(Protocol):
     """The contribution of a set of batches to an update: the sum of their gradients, or of the worker's own steps.
 
-    It takes the gradients of a set's batches, in their order, and knows which batches it has added, for which grants: a
-    push names these and no others (docs/decisions/0042). Not thread-safe.
+    It knows which batches it has added, for which grants: a push names these and no others (docs/decisions/0042). Not
+    thread-safe.
 
     Attributes:
         holds_back: `values` did not return the whole of what was added; `rest` has it.
@@ -143,25 +137,13 @@ class SetContribution(Protocol):
 
     def begin(self, grant: Grant) -> bool:
         """The batches of `grant` are computed next. What was added of its first batch or of later ones does not count
-        any more, nor what was added for another server. If a push takes several grants, what is before stays.
-
-        Returns:
-            False if its first batch is in the model already: nothing has changed, and nothing may be added.
-        """
-        ...
+        any more, nor what was added for another server. False if its first batch is in the model already: nothing may
+        be added."""
 
     def add(self, gradient: Gradient, *, batch: int) -> bool:
-        """Take the gradient of batch `batch`, over its usable samples.
-
-        Its memory must not change until `keep`.
-
-        Returns:
-            False if the set cannot hold it as well: it is the first of another one.
-
-        Raises:
-            IllegalEventError: a batch must come after the batches that were added before.
-        """
-        ...
+        """Take the gradient of batch `batch`, over its usable samples; its memory must not change until `keep`. False
+        if the set cannot hold it as well: it is the first of another one. Raises IllegalEventError if a later batch was
+        added before."""
 
     def skip(self, batch: int) -> None:
         """Add a batch without a usable sample: it belongs to what is pushed, and adds nothing to it."""
@@ -174,19 +156,13 @@ class SetContribution(Protocol):
 
         It may be this object's memory, until the next `add`.
         """
-        ...
 
     def rows(self) -> Mapping[str, Rows]:
         """The rows of tables to push, by name. Called once, after `values`."""
-        ...
 
     def rest(self, until: int) -> Contribution | None:
         """The part that was added and not pushed, of batches below `until` if something is held back; None: nothing.
-
-        Raises:
-            IllegalEventError: what is held back of these cannot be told from what is held back of later ones.
-        """
-        ...
+        Raises IllegalEventError if what is held back of these cannot be told from what is held back of later ones."""
 
     def rest_stored(self) -> None:
         """Note that `rest`'s result is stored, and held back no longer. Until then `rest` returns it again."""
@@ -205,12 +181,7 @@ class BatchComputer(Protocol):
     def compute(
         self, x: Tree, y: Tree, weight: Array | None, group: Array | None, *, seed: int
     ) -> GuardedGradient:  # fmt: skip
-        """The counts of samples, as in `doll.task.batches.SampleBatch`.
-
-        Args:
-            seed: of the random numbers, see `doll.model.random_numbers`.
-        """
-        ...
+        """The counts of samples, as in `doll.task.batches.SampleBatch`. `seed`: see `doll.model.random_numbers`."""
 
 
 def batch_seed(seed: int, batch: Batch) -> int:
@@ -234,9 +205,7 @@ class GrantHandler:
         rows: WorkerTables | None = None,
         scope: str = "",
     ) -> None:
-        """Args:
-        scope: as in `doll.storage.blobs.scope_of`; default: the job, of a run without an id.
-        """
+        """`scope`: as in `doll.storage.blobs.scope_of`; default: the job, of a run without an id."""
         self._scope = scope or config.job
         self._seed = config.seed
         self._ttl_s = config.blobs.ttl_s

@@ -1,13 +1,11 @@
 """The gradient of a batch without harmful samples: samples that cannot be computed or would break the model.
 
 A batch that is computed and looks as usual costs one norm. Only a batch that fails, or whose gradient is far longer
-than those of earlier batches, is inspected; so is the first batch if no process of the job has told what is usual.
-A sample that fails by itself is refused. In a batch that is only unusual, a sample is refused if its gradient is far
+than those of earlier batches, is inspected; so is the first batch if no process of the job has told what is usual. A
+sample that fails by itself is refused. In a batch that is only unusual, a sample is refused if its gradient is far
 longer than the gradients of usual samples, also of usual samples with wrong targets, *and* its step would break the
-model for ordinary samples: a hard or rare sample late in training passes (ADR 0011). What is refused here is written to
-the topic `dead` by `doll.consumers.intake.dead_letters`.
-
-Samples that were learned before, the canary, distinguish bad samples from a task or a model that fails on all.
+model for ordinary samples (ADR 0011). Samples that were learned before, the canary, distinguish bad samples from a task
+or a model that fails on all.
 """
 
 from __future__ import annotations
@@ -64,10 +62,7 @@ class Guard:
     def __init__(
         self, config: JobConfig, task: Task, computer: GradientComputer, usual: Sequence[float] = ()
     ) -> None:  # fmt: skip
-        """
-        Args:
-            usual: as another process of the job has measured it.
-        """
+        """`usual`: as another process of the job has measured it."""
         self._config = config
         self._task = task
         self._computer = computer
@@ -128,7 +123,6 @@ class Guard:
         return GuardedGradient(None, bad)
 
     def _try(self, samples: SampleBatch, *, use_running_stats: bool = False) -> tuple[Gradient | None, str]:
-        """The gradient, or its problem."""
         try:
             gradient = self._computer.compute(*samples, use_running_stats=use_running_stats)
         except Exception as exc:  # the user's forward, loss or metrics may raise anything
@@ -137,12 +131,8 @@ class Guard:
         return (None, problem) if problem else (gradient, "")
 
     def _loss(self, samples: SampleBatch, *, stepped: bool = False) -> float:
-        """The mean loss of samples whose gradient can be computed; infinite if the weights are `stepped` and the
-        task's loss fails there.
-
-        Raises:
-            TaskError: it fails on all of them together.
-        """
+        """The mean loss of samples whose gradient can be computed; infinite if the weights are `stepped` and the task's
+        loss fails there. Raises TaskError if it fails on all of them together."""
         try:
             return self._computer.loss(*samples)
         except Exception as exc:
@@ -240,7 +230,6 @@ class Guard:
         )
 
     def _held_out(self) -> SampleBatch | None:
-        """Held-out samples of the task, which are good by definition."""
         try:
             held_out = batch_of(self._task, self._task.holdout(), _CANARY_SAMPLES).unweighted()
         except Exception as exc:  # the user's code may raise anything
@@ -371,11 +360,8 @@ class Guard:
         return usual_norm([norm for norm in self._norms_of(same) if math.isfinite(norm)])
 
     def _loss_after(self, gradient: Gradient, usual: float, ordinary: SampleBatch, usual_weight: float = 1.0) -> float:
-        """Loss of ordinary samples after the step that one sample's gradient makes by itself.
-
-        Args:
-            usual_weight: of a sample: the mean gradient is one by weights.
-        """
+        """Loss of ordinary samples after the step that one sample's gradient makes by itself. `usual_weight`: of a
+        sample: the mean gradient is one by weights."""
         training = self._config.training
         lr, momentum, normalizes = _rates(training.optimizer)
         batches = 1 if training.policy.sends_steps else self._config.group_size  # that one step is made of
@@ -396,12 +382,8 @@ class Guard:
 
 
 def _reason(exc: Exception) -> str:
-    """The reason for which a sample is dead, from the task's exception.
-
-    Raises:
-        Exception: `exc`, if it does not depend on the samples: this machine, rows of tables that do not come, or
-            a task that is wrong.
-    """
+    """The reason for which a sample is dead, from the task's exception. Raises `exc` itself if it does not depend on
+    the samples: this machine, rows of tables that do not come, or a task that is wrong."""
     if isinstance(exc, MemoryError | OSError | BlobError | ServiceUnavailableError | TaskError):
         raise exc
     if "allocate memory" in str(exc) or "out of memory" in str(exc):

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.config import TrainingConfig
-from doll.consumers.compute.delta_reader import DeltaReader
 from doll.consumers.compute.gradient import CachedVersion, Gradient, GradientComputer
+from doll.consumers.compute.weights_ahead import DeltaReader
 from doll.consumers.protocol.grants import grant_id_of
 from doll.consumers.tables.table_rows import WorkerTables
 from doll.errors import IllegalEventError
@@ -52,11 +52,9 @@ class StepModel:
         *, takes_steps: bool = False, rows: WorkerTables | None = None, background: Executor | None = None,
         deltas: DeltaReader | None = None,
     ) -> None:  # fmt: skip
-        """Args:
-        takes_steps: what `add` takes are the task's own steps, and no gradients: the optimizer is not used.
-        rows: of the model's tables, with their optimizer; None: the model has no tables.
-        background, deltas: as of `CachedVersion`.
-        """
+        """`takes_steps`: what `add` takes are the task's own steps, and no gradients: the optimizer is not used.
+        `rows`: of the model's tables, with their optimizer; None: the model has no tables. `background`, `deltas`: see
+        `CachedVersion`."""
         self._weights = CachedVersion(job, blobs, computer, background, deltas)  # below the own steps
         self._model = model
         self._computer = computer
@@ -220,7 +218,7 @@ class StepModel:
         if self._kept:
             return self.values()
         self._holds, self.absent = (), 0
-        held = self._residual.of(until)
+        held = self._residual.below(until)
         self._pushed_rows = {} if self._rows is None else self._rows.rest(until)
         if held is None and not self._pushed_rows:
             return None

@@ -69,7 +69,6 @@ class OwnSteps:
         return GuardedGradient(gradient, bad)
 
     def _try(self, samples: SampleBatch, seed: int) -> tuple[Gradient | None, str]:
-        """The step, or its problem."""
         weights: npt.NDArray[np.float32] = self._model.host.numpy()
         before = weights.copy()
         draw_from(seed)
@@ -124,7 +123,6 @@ class OwnSteps:
         return self._model.tables.look_up(name, ids)
 
     def _check(self, rows: Mapping[str, Rows]) -> None:
-        """Check that they are rows of the model's tables."""
         shapes = {} if self._model.tables is None else self._model.tables.shapes
         for name, (ids, values) in rows.items():
             if name not in shapes:

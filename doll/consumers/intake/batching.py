@@ -116,11 +116,8 @@ class PartitionBatcher(Generic[R]):
         return batch.lo < until <= self.next_offset and batch.number >= self._cuts.decided
 
     def cut(self, *, also_gaps: bool = False) -> RawBatch[R] | None:
-        """Close the open batch in front of `next_offset`; None: there is none that may be cut.
-
-        Args:
-            also_gaps: a batch that has no record, but offsets without one, is cut too.
-        """
+        """Close the open batch in front of `next_offset`; None: there is none that may be cut. `also_gaps`: a batch
+        that has no record, but offsets without one, is cut too."""
         if self.open_batch is None and not (also_gaps and self.must_flush(self.next_offset)):
             return None
         self._cuts.add(self._batch.number, self._batch.hi - self.next_offset)
@@ -254,10 +251,6 @@ class BatchBuffer:
             and self._waiting_bytes <= self._max_bytes // 2
         )
 
-    @property
-    def _is_full(self) -> bool:
-        return len(self._raw_batches) >= self._capacity or self._waiting_bytes >= self._max_bytes
-
     def feed(
         self,
         partition: int,
@@ -286,11 +279,9 @@ class BatchBuffer:
         return raw is not None
 
     def add(self, partition: int, batcher: PartitionBatcher[Value]) -> None:
-        """Take the records of another partition."""
         self._batchers[partition] = batcher
 
     def remove(self, partition: int) -> None:
-        """Forget a partition and its records."""
         del self._batchers[partition]
         self._cuts = deque(item for item in self._cuts if item[0] != partition)
         kept = [item for item in self._raw_batches if item[0].partition != partition]
@@ -306,7 +297,7 @@ class BatchBuffer:
                 self._cuts.popleft()
             else:
                 self._put(raw)
-        return self._is_full
+        return len(self._raw_batches) >= self._capacity or self._waiting_bytes >= self._max_bytes
 
     def take(self) -> RawBatch[Value]:
         """The next batch; IndexError if the buffer is empty."""

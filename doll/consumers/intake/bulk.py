@@ -15,15 +15,48 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from doll.consumers.intake.checks import are_classes, checked
 from doll.errors import BadRecordsError, ConfigError, RetryLater, SampleError, TaskError
 from doll.records.packing import PackedRecord
 from doll.task import trees
 from doll.task.base import Sample, Samples, Task
-from doll.task.batches import ANY_FORMS, Forms, SampleBatch, SampleRow, batch_of_rows, features_of
+from doll.task.batches import ANY_FORMS, Forms, SampleBatch, SampleRow, batch_of_rows, features_of, row_of
 from doll.task.forms import NUMERIC_KINDS, Form, as_target, group_of
 from doll.task.records import Envelope, Records
 from doll.task.trees import Array, Structure, Tree
+
+_MAX_SHOWN: Final = 500
+
+
+def checked(task: Task, sample: Sample | tuple[Any, Any], forms: Forms) -> SampleRow:
+    """The arrays of a sample that can be learned. Raises SampleError if it cannot."""
+    row = row_of(sample, forms)
+    for root, structure, arrays in (("x", row.x_structure, row.x), ("y", row.y_structure, row.y)):
+        for at, array in enumerate(arrays):
+            if array.dtype.kind not in NUMERIC_KINDS:
+                what = "mixed or ragged values" if array.dtype == object else f"values of type {array.dtype}"
+                raise SampleError(f"expected numbers in {trees.names(root, structure)[at]}, got {what}")
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                name, problem = trees.names(root, structure)[at], "holds NaN or infinity"
+                raise SampleError(f"{name} {problem if root == 'x' else 'is NaN or infinite'}")
+    if task.input_shape is not None and (row.x_structure is not None or row.x[0].shape != task.input_shape):
+        got = row.x[0].shape if row.x_structure is None else f"{len(row.x)} arrays"
+        raise SampleError(f"expected x of shape {task.input_shape}, got {got}")
+    if (classes := task.num_classes) is not None and row.y_structure is None:
+        y = row.y[0]
+        if y.ndim == 0:
+            is_good = float(y).is_integer() and bool(0 <= y < classes)
+        else:
+            is_good = (forms.y is not None or forms.is_ragged) and bool(are_classes(y, classes).all())
+        if not is_good:
+            raise SampleError(f"expected a class 0 to {classes - 1}, got {y.tolist()!r}"[:_MAX_SHOWN])
+    return row
+
+
+def are_classes(y: npt.NDArray[Any], num_classes: int) -> npt.NDArray[np.bool_]:
+    """The numbers that are classes 0 to `num_classes` - 1, as a mask."""
+    are: npt.NDArray[np.bool_] = (y >= 0) & (y < num_classes)
+    return are & (np.floor(y) == y) if y.dtype.kind == "f" else are
+
 
 # What the user's code raises about more than a record: the batch is decoded again, or this process ends.
 NOT_OF_RECORDS: Final = (KeyboardInterrupt, RetryLater, TaskError, ConfigError)
@@ -57,13 +90,11 @@ class SampleBytes:
 
     @classmethod
     def unpacked(cls, values: list[bytes], widths: list[int]) -> SampleBytes:
-        """The samples of records that hold one sample each."""
         width = widths[0] if widths and widths.count(widths[0]) == len(widths) else 0
         return cls(values, values, width)
 
     @classmethod
     def packed(cls, packs: Sequence[PackedRecord]) -> SampleBytes:
-        """The samples of packed records."""
         widths = {pack.width for pack in packs}
         if len(widths) == 1 and 0 not in widths:
             return cls(None, [pack.body for pack in packs], widths.pop())
@@ -86,7 +117,6 @@ class SampleBytes:
         return self._block
 
     def values(self) -> list[bytes]:
-        """Each sample's bytes."""
         if self._values is None:
             data, width = bytes(self.block), self.width
             self._values = [data[at : at + width] for at in range(0, len(data), width)]
@@ -95,32 +125,21 @@ class SampleBytes:
 
 @dataclass(slots=True)
 class Origins:
-    """The origin of each sample of a batch.
-
-    Attributes:
-        offsets: int64, one for each sample: of its record.
-        partition: of all of them.
-        envelopes: one for each sample: of its record; None if the task does not read them.
-    """
+    """The offset of each sample's record, int64; their partition; and the record's envelope for each sample, None if
+    the task does not read them."""
 
     offsets: npt.NDArray[np.int64]
     partition: int = 0
     envelopes: Sequence[Envelope | None] | None = None
 
     def envelope(self, place: int) -> Envelope | None:
-        """The envelope of one sample's record."""
         return None if self.envelopes is None else self.envelopes[place]
 
 
 @dataclass(slots=True)
 class Bulk:
-    """The result of decoding a batch in bulk.
-
-    Attributes:
-        parts: what was decoded.
-        skipped: places of the samples that the task skips, with the reasons.
-        left: places of all other samples, rising.
-    """
+    """The result of decoding a batch in bulk: what was decoded, the places and reasons of the samples that the task
+    skips, and the places of all other samples, rising, which are `left`."""
 
     left: npt.NDArray[np.int64]
     parts: list[Part] = field(default_factory=list)
@@ -169,7 +188,6 @@ def _decode_blocks(task: Task, samples: SampleBytes, bulk: Bulk, forms: Forms) -
 
 
 def _decode_many(task: Task, samples: SampleBytes, origins: Origins, bulk: Bulk, forms: Forms) -> None:
-    """Decode the samples that are left."""
     values, envelopes = samples.values(), origins.envelopes
 
     def decode(here: npt.NDArray[np.int64]) -> Samples | Pair | None:
@@ -290,7 +308,6 @@ def _checked_part(
 
 
 def _good(tests: Sequence[npt.NDArray[np.bool_]], count: int) -> npt.NDArray[np.bool_]:
-    """The samples that pass all of these."""
     good = np.ones(count, np.bool_)
     for test in tests:
         good &= test.reshape(count, -1).all(axis=1)
@@ -298,10 +315,7 @@ def _good(tests: Sequence[npt.NDArray[np.bool_]], count: int) -> npt.NDArray[np.
 
 
 def _fitted(arrays: list[Array], structure: Structure | None, form: Form | None) -> list[Array]:
-    """
-    Raises:
-        SampleError: they are of another form.
-    """
+    """Raises SampleError if they are of another form."""
     if form is None:
         return arrays
     if structure != form.structure:
@@ -310,11 +324,7 @@ def _fitted(arrays: list[Array], structure: Structure | None, form: Form | None)
 
 
 def _extras(made: Samples, count: int) -> tuple[npt.NDArray[np.float32] | None, npt.NDArray[np.int64] | None]:
-    """Weights and groups of the samples.
-
-    Raises:
-        SampleError: there are not as many, or of another type.
-    """
+    """Weights and groups of the samples. Raises SampleError if there are not as many, or of another type."""
     weight, group = made.weight, made.group
     if weight is not None:
         weight = np.asarray(weight)

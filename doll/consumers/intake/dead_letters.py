@@ -58,7 +58,6 @@ class DeadLetters:
         self._term = term
 
     def decode(self, records: RawRecords) -> DecodedBatch:
-        """The usable samples of one batch."""
         data = self._data
         decoded = decode_records(
             self._task, records, samples_per_record=data.samples_per_record, max_record_bytes=data.max_record_bytes,

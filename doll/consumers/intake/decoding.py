@@ -7,15 +7,14 @@ Bulk decoding (`bulk`) is tried first. What it leaves is looked at one by one, a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from doll.consumers.intake.bulk import NOT_OF_RECORDS, Origins, Part, SampleBytes, decode_in_bulk
-from doll.consumers.intake.checks import checked
+from doll.consumers.intake.bulk import NOT_OF_RECORDS, Origins, Part, SampleBytes, checked, decode_in_bulk
 from doll.errors import SampleError, SkipRecord
 from doll.records.bounded import printable
 from doll.records.control import DeadLetterCode
@@ -44,12 +43,6 @@ class RawRecords(NamedTuple):
     values: Sequence[bytes | None]
     partition: int = 0
     envelopes: Sequence[Envelope | None] = ()
-
-    @classmethod
-    def from_pairs(cls, pairs: Iterable[tuple[int, bytes | None]]) -> RawRecords:
-        """The records with these values, as (offset, value) pairs in offset order."""
-        pairs = list(pairs)
-        return cls([offset for offset, _ in pairs], [value for _, value in pairs])
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +89,7 @@ class SeenForms:
     or y is more than one array or samples may differ in shape. Not thread-safe."""
 
     def __init__(self, task: Task) -> None:
-        """
-        Raises:
-            ConfigError: `Task.spec` returns something else than fields.
-        """
+        """Raises ConfigError if `Task.spec` returns something else than fields."""
         self.forms = Forms.from_task(task)
 
     def see(self, rows: Sequence[SampleRow]) -> None:
@@ -256,12 +246,8 @@ def _one_by_one(
 
 
 def _several(task: Task, made: Sample | list[Sample]) -> list[Sample]:
-    """The samples that one value gives.
-
-    Raises:
-        SampleError: they are more than the task may give.
-        SkipRecord: there is none.
-    """
+    """The samples that one value gives. Raises SampleError if they are more than the task may give, and SkipRecord if
+    there is none."""
     most = task.max_samples_per_record
     if not isinstance(made, list) or (most == 1 and not (made and isinstance(made[0], Sample))):
         return [cast(Sample, made)]

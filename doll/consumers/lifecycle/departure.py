@@ -1,8 +1,8 @@
 """The time and cause of this process's leaving: SIGTERM, a spot notice and other causes are all reported here.
 
-Whoever learns of one calls `leave_within`, from any thread. The worker then announces nothing more,
-finishes the gradient that it owes or returns its batch, sends Leave and exits. Whatever it is doing, the process ends
-before its time is over: the machine will not wait either. `ProcessExit` ends it on its own account.
+Whoever learns of one calls `leave_within`, from any thread. The worker then announces nothing more, finishes the
+gradient that it owes or returns its batch, sends Leave and exits. Whatever it is doing, the process ends before its
+time is over: the machine will not wait either.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ class Departure:
         self._end_within(max(0.0, at_s - self._clock() - MARGIN_S), 0)
 
     def left_s(self) -> float:
-        """Seconds that are left; infinite while it stays."""
         return float("inf") if self.by_s is None else self.by_s - self._clock()
 
     def __call__(self) -> bool:
@@ -74,12 +73,8 @@ class ProcessExit:
         stop: Callable[[], None],
         end_within: Callable[[float, int], None] = end_within,
     ) -> None:
-        """
-        Args:
-            within_s: until the process is ended, whatever it is doing.
-            flush: delivers what was sent.
-            stop: asks for the end in order.
-        """
+        """`within_s`: until the process is ended, whatever it is doing. `flush`: delivers what was sent. `stop`: asks
+        for the end in order."""
         self.code = 0  # 0: the job is over, or another process has its place; 1: start it again
         self.is_requested = False
         self._within_s = within_s
@@ -88,7 +83,6 @@ class ProcessExit:
         self._end_within = end_within
 
     def request(self, code: int, reason: str) -> None:
-        """End this process soon, with `code`."""
         if self.is_requested:
             return
         self.is_requested = True

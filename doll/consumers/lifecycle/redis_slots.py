@@ -1,10 +1,9 @@
 """Identical workers take a slot each: a lease in Redis per slot, held by the process that has it.
 
 Containers of one service (`docker compose up --scale worker=8`) get the same command, so none has a number of its own.
-A process takes the lowest slot that is not leased and renews its lease; if none is free it waits as a spare and
-takes over when one ends. Leases only keep processes from fencing one another; correctness does not depend on them:
-if two processes have one slot all the same (Redis was wiped, a process was frozen), the parameter server fences the
-earlier one.
+A process takes the lowest slot that is not leased and renews its lease; if none is free it waits as a spare. Leases
+only keep processes from fencing one another: if two processes have one slot all the same (Redis was wiped, a process
+was frozen), the parameter server fences the earlier one.
 """
 
 from __future__ import annotations
@@ -15,17 +14,15 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import redis
 
 from doll import telemetry
+from doll.config import JobConfig
 from doll.process.health import heartbeat_of
 from doll.storage.blobs import key_prefix, scope_of
 from doll.storage.redis_client import WorkerCount
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
 
 log = telemetry.get_logger(__name__)
 
@@ -49,12 +46,9 @@ return 0
 class SlotLeases:
     """The leases of a job's slots, as one process sees them. Calls raise RedisError if Redis does not answer.
 
-    Args:
-        client: without `decode_responses`.
-        job: the job, and what else tells it from others on this Redis.
-        workers: of the job file; the job may have been scaled since.
-        ttl_s: a lease that is not renewed for this long is free.
-        holder: tells processes apart; default: random.
+    `job`: the job, and what else tells it from others on this Redis. `workers`: of the job file; the job may have been
+    scaled since. `ttl_s`: a lease that is not renewed for this long is free. `holder`: tells processes apart; default:
+    random.
     """
 
     def __init__(self, client: redis.Redis, job: str, workers: int, ttl_s: float, holder: str = "") -> None:
@@ -79,7 +73,6 @@ class SlotLeases:
         return self._count.get(self._job_workers)
 
     def free(self) -> list[int]:
-        """Slots without a holder."""
         holders = self._client.mget([self._key(slot) for slot in range(self.workers)])
         return [slot for slot, holder in enumerate(holders) if holder is None]
 
@@ -88,7 +81,6 @@ class SlotLeases:
         return bool(self._client.eval(_RENEW, 1, self._key(slot), self._holder, self._ttl_ms))
 
     def release(self, slot: int) -> None:
-        """Free `slot`, if this process holds it."""
         self._client.eval(_RELEASE, 1, self._key(slot), self._holder)
 
     def _key(self, slot: int) -> str:
@@ -108,7 +100,6 @@ class HeldSlot:
         self._thread = threading.Thread(target=self._renew_until_exit, name="slot", daemon=True)
 
     def start_renewing(self) -> None:
-        """Renew the lease from now on."""
         self._thread.start()
 
     def __enter__(self) -> HeldSlot:

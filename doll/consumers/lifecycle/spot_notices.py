@@ -17,15 +17,13 @@ import urllib.request
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from datetime import datetime
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from doll.config import JobConfig
+from doll.consumers.lifecycle.departure import Departure
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.records.bounded import json_object, short
 from doll.telemetry import get_logger
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
-    from doll.consumers.lifecycle.departure import Departure
 
 log = get_logger(__name__)
 
@@ -57,11 +55,8 @@ class Imds:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def get(self, path: str) -> str | None:
-        """The text at `/latest/meta-data/<path>`; None if there is nothing (404).
-
-        Raises:
-            ServiceUnavailableError: the service does not answer, or refuses.
-        """
+        """The text at `/latest/meta-data/<path>`; None if there is nothing (404). Raises ServiceUnavailableError if the
+        service does not answer, or refuses."""
         try:
             try:
                 return self._read(path)
@@ -209,10 +204,7 @@ class NoticeWatcher:
 @contextmanager
 def watch_spot_notices(config: JobConfig, departure: Departure) -> Iterator[None]:
     """Within the context a spot notice makes this process leave, if the job file or $DOLL_SPOT_NOTICES asks for that.
-
-    Raises:
-        ConfigError: $DOLL_SPOT_NOTICES is neither none nor imds.
-    """
+    Raises ConfigError if $DOLL_SPOT_NOTICES is neither none nor imds."""
     source = config.worker.spot_notices or os.environ.get(NOTICES_ENV) or "none"
     if source not in ("none", "imds"):
         raise ConfigError(f"{NOTICES_ENV}: expected none or imds, got {source!r}")

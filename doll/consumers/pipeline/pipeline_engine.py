@@ -35,32 +35,8 @@ from doll.model.random_numbers import draw_from
 from doll.pipeline.links.frames import DTYPES, LinkFrameError
 from doll.pipeline.links.link import LinkClosedError
 from doll.pipeline.planner.measured import TaskLog
-from doll.pipeline.runtime.messages import (
-    Adopted,
-    AnyMessage,
-    Backward,
-    Failed,
-    Forward,
-    Leaving,
-    Payload,
-    StageOrders,
-    Stored,
-    decode,
-    encode,
-)
-from doll.pipeline.runtime.virtual_worker import (
-    Action,
-    Done,
-    Missing,
-    PullWeights,
-    SendDown,
-    StartBatch,
-    Submission,
-    VirtualWorkerCore,
-    Void,
-    Wave,
-    Weights,
-)
+from doll.pipeline.runtime import messages
+from doll.pipeline.runtime import virtual_worker as vw
 from doll.process.fault_points import fault_point
 from doll.process.platform import WakeUp
 from doll.records.control import Grant, NewVersion
@@ -96,7 +72,7 @@ class Flight:
     started_s: float = 0.0
 
 
-def gradient_of(message: Backward) -> Gradient:
+def gradient_of(message: messages.Backward) -> Gradient:
     """The known part of the gradient that is at the stages."""
     return Gradient(
         torch.from_numpy(NO_VALUES), message.loss_sum, dict(message.metric_sums), message.weight,
@@ -111,7 +87,7 @@ def for_link(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return array.astype(np.float32 if array.dtype.kind == "f" else np.int64)
 
 
-def names_of(members: Sequence[Submission]) -> tuple[tuple[int, int], ...]:
+def names_of(members: Sequence[vw.Submission]) -> tuple[tuple[int, int], ...]:
     """(batch, grant id) of each, whose token is its flight."""
     return tuple((item.batch, item.token.grant.grant_ids[0]) for item in members)
 
@@ -124,10 +100,8 @@ class PipelineGradientEngine:
         compressor: Compressor, blobs: Blobs, dead_letters: DeadLetters, departure: Departure, task_log: TaskLog,
         check: Callable[..., None], task: Task, clock: Callable[[], float] = time.monotonic, scope: str = "",
     ) -> None:  # fmt: skip
-        """Args:
-        guard: of `computer`, which has the undivided model: a batch that is not as usual is inspected with it.
-        check: `check_with_samples` of the task, its model and the stages' layers, before anything is learned.
-        """
+        """`guard`: of `computer`, which has the undivided model: a batch that is not as usual is inspected with it.
+        `check`: `check_with_samples` of the task, its model and the stages' layers, before anything is learned."""
         pipeline, self._wave = config.worker.pipeline, config.training.policy.batches_per_push
         assert pipeline is not None
         self.depth = 2 * self._wave
@@ -151,15 +125,15 @@ class PipelineGradientEngine:
         self._task_log = task_log
         self._check: Callable[..., None] | None = check  # until it has been done
         self._clock = clock
-        self._core = VirtualWorkerCore(self._wave, self._wave)
+        self._core = vw.VirtualWorkerCore(self._wave, self._wave)
         self._flights: dict[int, deque[Flight]] = {}  # by batch; more than one if it is computed again
         self._in_stages: deque[Flight] = deque()  # sent, and not back
-        self._returned: deque[Backward] = deque()  # that wait for an inspection
+        self._returned: deque[messages.Backward] = deque()  # that wait for an inspection
         self._suspect: Flight | None = None
         self._is_inspecting = False
         self._answers: dict[tuple[str, int | None], set[int]] = {}  # stages that have answered, until all have
         self._keys: dict[int, str] = {}  # of waves, by the batch below which they end
-        self._storing: Wave | None = None
+        self._storing: vw.Wave | None = None
         self._rest: tuple[int, Future[GradientDone]] | None = None  # below which batch it is
         self._completed_s = clock()
         self._heard_s = [clock()] * len(stages.pids)
@@ -184,18 +158,18 @@ class PipelineGradientEngine:
         flight = Flight(grant, batch, goes_on, future, samples)
 
         def submit() -> None:
-            submitted = Submission(
+            submitted = vw.Submission(
                 batch.number, grant.term, grant.min_version, num_samples, flight
             )  # fmt: skip
             self._flights.setdefault(batch.number, deque()).append(flight)
-            weights = Weights(grant.term, grant.version, grant.key, grant.included)
+            weights = vw.Weights(grant.term, grant.version, grant.key, grant.included)
             self._do(self._core.submit(submitted, weights))
 
         self._call(submit, future)
         return future
 
     def offer(self, weights: NewVersion) -> None:
-        offered = Weights(weights.term, weights.version, weights.key, weights.included)
+        offered = vw.Weights(weights.term, weights.version, weights.key, weights.included)
         self._call(lambda: self._do(self._core.offer(offered)))
 
     def store_rest(self, until: int) -> Future[GradientDone]:
@@ -249,7 +223,6 @@ class PipelineGradientEngine:
                 self.ended.set_exception(exc)
 
     def _fail(self, error: BaseException) -> None:
-        """End the engine with this error: it computes nothing more."""
         with self._lock:
             self._error = error
             futures = [future for _, future in self._calls]
@@ -290,9 +263,9 @@ class PipelineGradientEngine:
             header, _ = link.receive()
         except LinkClosedError as exc:
             raise self._stages.why_closed(0 if is_chain else number) from exc
-        message = decode(header)
+        message = messages.decode(header)
         if is_chain:
-            if not isinstance(message, Backward):
+            if not isinstance(message, messages.Backward):
                 raise ValueError(f"expected Backward from the first stage, got {type(message).__name__}")
             self._returned.append(message)
             self._judge_returned()
@@ -308,18 +281,18 @@ class PipelineGradientEngine:
                     "(worker.pipeline.stage_timeout_s): its worker ends with it"
                 )
 
-    def _hear(self, message: AnyMessage) -> None:
+    def _hear(self, message: messages.AnyMessage) -> None:
         match message:
-            case Adopted(stage=stage, version=version):
+            case messages.Adopted(stage=stage, version=version):
                 if self._all_have(stage, "adopted", version):
                     self._do(self._core.adopted(version))
-            case Stored(stage=stage, until=until):
+            case messages.Stored(stage=stage, until=until):
                 if self._all_have(stage, "stored", until):
                     self._stored(until)
-            case Leaving(stage=stage, within_s=within_s, cause=cause):
+            case messages.Leaving(stage=stage, within_s=within_s, cause=cause):
                 log.info("stage_leaves", stage=stage + 1, cause=cause, within_s=within_s)
                 self._departure.leave_within(within_s, cause)
-            case Failed():
+            case messages.Failed():
                 raise failure(message)
             case _:
                 pass
@@ -335,30 +308,27 @@ class PipelineGradientEngine:
 
     # --- actions ------------------------------------------------------------------------------------------------------
 
-    def _do(self, actions: Sequence[Action]) -> None:
+    def _do(self, actions: Sequence[vw.Action]) -> None:
         for action in actions:
             match action:
-                case PullWeights(weights):
+                case vw.PullWeights(weights):
                     self._pull(weights)
-                case StartBatch(message, submitted):
+                case vw.StartBatch(message, submitted):
                     flight = submitted.token
                     flight.started_s = self._clock()
-                    self._send(message, flight)
-                case SendDown(message, wave):
+                    self._in_stages.append(flight)
+                    self._send_samples(message, flight)
+                case vw.SendDown(message, wave):
                     self._storing = wave or self._storing
                     self._send_down(message, [])
-                case Done(submitted, version, wave, members):
+                case vw.Done(submitted, version, wave, members):
                     self._answer(submitted.token, version, wave, names_of(members))
-                case Void(submitted):
+                case vw.Void(submitted):
                     self._resolve(submitted.token, GradientDone("", 0, ()))
-                case Missing(submitted):
+                case vw.Missing(submitted):
                     self._resolve(submitted.token, None)
 
-    def _send(self, message: Forward, flight: Flight) -> None:
-        self._in_stages.append(flight)
-        self._send_samples(message, flight)
-
-    def _send_samples(self, message: Forward, flight: Flight) -> None:
+    def _send_samples(self, message: messages.Forward, flight: Flight) -> None:
         """Send a minibatch down the chain; if the task cannot put it together, it comes back with this problem."""
         seed = batch_seed(self._seed, flight.batch)
         draw_from(seed)
@@ -367,27 +337,28 @@ class PipelineGradientEngine:
         except Exception as exc:  # the user's collate may raise anything
             problem = f"{type(exc).__name__}: {exc}"[:MAX_REASON_CHARS]
             # What came with the minibatch goes on without it.
-            rest = StageOrders(commits=message.commits, version=message.version, included=message.included)
+            rest = messages.StageOrders(commits=message.commits, version=message.version, included=message.included)
             self._send_down(rest, [])
             self._returned.append(
-                Backward(batch=message.batch, slot=message.slot, num_samples=message.num_samples, problem=problem)
+                messages.Backward(
+                    batch=message.batch, slot=message.slot, num_samples=message.num_samples, problem=problem
+                )
             )
             self._call(self._judge_returned)
             return
-        payload = Payload(trees.mapped(for_link, x), trees.mapped(for_link, y), *flight.samples[2:])
-        weighed = msgspec.structs.replace(message, weight=flight.samples.total_weight, seed=seed)
-        header, arrays = payload.to_message(weighed)
+        payload = messages.Payload(trees.mapped(for_link, x), trees.mapped(for_link, y), *flight.samples[2:])
+        header, arrays = payload.to_message(msgspec.structs.replace(message, weight=flight.samples.total_weight, seed=seed))
         self._send_down(header, arrays)
 
-    def _send_down(self, message: Forward | StageOrders, arrays: Sequence[npt.NDArray[Any]]) -> None:
+    def _send_down(self, message: messages.Forward | messages.StageOrders, arrays: Sequence[npt.NDArray[Any]]) -> None:
         try:
-            self._stages.chain.send(encode(message), arrays)
+            self._stages.chain.send(messages.encode(message), arrays)
         except LinkClosedError as exc:
             raise self._stages.why_closed(0) from exc
         except LinkFrameError as exc:
             raise TaskError(f"a batch cannot be sent to the first stage: {exc}; set a smaller data.batch_size") from exc
 
-    def _pull(self, weights: Weights) -> None:
+    def _pull(self, weights: vw.Weights) -> None:
         numel = self._computer.weights.size
         values = stored_weights(self._blobs, weights.key, job=self._scope, version=weights.version, numel=numel)
         if values is not None:
@@ -446,7 +417,7 @@ class PipelineGradientEngine:
             self._task_log.add(message.tasks)
             self._judge(flight, message)
 
-    def _judge(self, flight: Flight, message: Backward) -> None:
+    def _judge(self, flight: Flight, message: messages.Backward) -> None:
         batch = flight.batch
         if not flight.goes_on(batch.number, flight.grant.grant_ids[0]) and not self._departure():
             self._complete(flight, 0.0, 0.0, is_void=True)

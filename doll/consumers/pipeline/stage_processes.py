@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
@@ -23,7 +23,6 @@ import torch
 
 import doll
 from doll.config import JobConfig
-from doll.config.pipeline import PipelineConfig
 from doll.errors import ConfigError, DollError, TaskError
 from doll.local.processes import die_with_parent
 from doll.model.file_memory import forget_pages
@@ -52,7 +51,6 @@ class StageLostError(DollError):
 
 
 def failure(message: Failed) -> DollError:
-    """The error that a stage has reported."""
     return (TaskError if message.is_task else StageLostError)(f"stage {message.stage + 1}: {message.error}")
 
 
@@ -66,12 +64,8 @@ class StageProcesses:
     shared: SharedVectors
 
     def wait_until_ready(self, expected: str, within_s: float = _READY_S) -> None:
-        """Wait until all stages run, and run what this process runs.
-
-        Raises:
-            ConfigError: a stage runs something else, or cannot be made.
-            StageLostError: a stage has ended, or is not ready in time.
-        """
+        """Wait until all stages run, and run what this process runs. Raises ConfigError if a stage runs something else,
+        or cannot be made, and StageLostError if a stage has ended, or is not ready in time."""
         waiting = set(range(len(self.pids)))
         until_s = time.monotonic() + within_s
         with selectors.DefaultSelector() as selector:
@@ -145,13 +139,13 @@ class StageProcesses:
         until_s = time.monotonic() + _END_S
         left = set(self.pids)
         while left and time.monotonic() < until_s:
-            left = {pid for pid in left if not _has_ended(pid)}
+            left = {pid for pid in left if _exit_code(pid) is None}
             if left:
                 time.sleep(0.01)
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            _has_ended(pid, wait=True)
+            _exit_code(pid, wait=True)
         for link in (*self.controls, self.chain):
             link.close()
 
@@ -188,8 +182,9 @@ def start_stages(
         links = Links(controls[number][1], chain[number][1], chain[number + 1][0] if number + 1 < len(parts) else None)
         pid = os.fork()
         if pid == 0:
-            make = _maker(config, task, model, layers, number, worker, in_flight, pipeline)
-            _become_stage(parent, make, links, ends, shared, number, expected, pipeline, worker, config)
+            _become_stage(
+                config, task, model, layers, worker, number, in_flight, parent, links, ends, shared, expected
+            )  # fmt: skip
         pids.append(pid)
     for pair in controls:
         pair[1].forget()
@@ -224,30 +219,11 @@ def stage_fingerprint(config: JobConfig, model: FlatModel) -> str:
     return f"doll {doll.__version__}, torch {torch.__version__}, {fingerprint(config, model)}"
 
 
-def _maker(
-    config: JobConfig, task: Task, model: FlatModel, layers: Sequence[Layer], number: int, worker: int,
-    in_flight: int, pipeline: PipelineConfig,
-) -> Callable[[], Stage]:  # fmt: skip
-    def make() -> Stage:
-        modules = [layer.module for layer in layers]
-        settings = pipeline.devices_of(worker)[number]
-        device = open_device(settings.device)
-        stage = Stage(
-            task, model, modules, training=config.training, slots=in_flight, is_first=number == 0,
-            is_last=number == pipeline.stages - 1, device=device,
-            is_limited=settings.memory_bytes is not None or config.worker.memory_bytes is not None,
-        )  # fmt: skip
-        if is_limited(config, worker):
-            forget_pages(model.flat)  # this process had a look at its own part of it
-        return stage
-
-    return make
-
-
 def _become_stage(
-    parent: int, make: Callable[[], Stage], links: Links, ends: Sequence[StageLink], shared: SharedVectors, number: int,
-    expected: str, pipeline: PipelineConfig, worker: int, config: JobConfig,
+    config: JobConfig, task: Task, model: FlatModel, layers: Sequence[Layer], worker: int, number: int, in_flight: int,
+    parent: int, links: Links, ends: Sequence[StageLink], shared: SharedVectors, expected: str,
 ) -> NoReturn:  # fmt: skip
+    """Run stage `number` in this process, which was forked for it, until the stage's end."""
     code = 1
     try:
         die_with_parent(parent)
@@ -255,13 +231,25 @@ def _become_stage(
         for end in ends:
             if id(end) not in own:
                 end.forget()
-        device = pipeline.devices_of(worker)[number]
-        if device.memory_bytes is not None or config.worker.memory_bytes is not None:
+        pipeline = config.worker.pipeline
+        assert pipeline is not None
+        settings, is_last = pipeline.devices_of(worker)[number], number == pipeline.stages - 1
+        limits_memory = settings.memory_bytes is not None or config.worker.memory_bytes is not None
+
+        def make() -> Stage:
+            stage = Stage(
+                task, model, [layer.module for layer in layers], training=config.training, slots=in_flight,
+                is_first=number == 0, is_last=is_last, device=open_device(settings.device), is_limited=limits_memory,
+            )  # fmt: skip
+            if is_limited(config, worker):
+                forget_pages(model.flat)  # this process had a look at its own part of it
+            return stage
+
+        if limits_memory:
             return_freed_memory()
         gc.freeze()  # what the worker has made stays shared with it
         process = StageProcess(
-            make, links, shared, number=number, fingerprint=expected,
-            slowdown=device.slowdown,
+            make, links, shared, number=number, fingerprint=expected, slowdown=settings.slowdown
         )  # fmt: skip
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker's launcher handles Ctrl-C
         signal.signal(signal.SIGTERM, lambda *_: process.leave_within(config.worker.drain_s, "sigterm"))
@@ -273,10 +261,6 @@ def _become_stage(
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
-
-
-def _has_ended(pid: int, *, wait: bool = False) -> bool:
-    return _exit_code(pid, wait=wait) is not None
 
 
 def _exit_code(pid: int, *, wait: bool = False) -> int | None:

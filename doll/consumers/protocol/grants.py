@@ -58,15 +58,13 @@ class WorkerGrants:
             elif number > newest or batch not in self._owed:
                 new.append(batch)
         if new:
-            self._void_later(new[0], grant.grant_ids[new[0] - grant.first])
+            first, number = new[0], grant.grant_ids[new[0] - grant.first]
+            for later in [later for later, newest in self._newest.items() if later > first and newest < number]:
+                self._forget_answer(later)
         for batch in new:
             self._forget_answer(batch)
             self._newest[batch], self._owed[batch] = grant.grant_ids[batch - grant.first], grant
         return list(answers.values()), [(grant, run) for run in _runs(new)]
-
-    def _void_later(self, batch: int, number: int) -> None:
-        for later in [later for later, newest in self._newest.items() if later > batch and newest < number]:
-            self._forget_answer(later)
 
     def give_back(self, batch: int, number: int) -> None:
         """Grant `number` of `batch` is not computed. The worker does not owe it, and computes it if it comes again."""
@@ -101,7 +99,6 @@ class WorkerGrants:
                 self._answered[item.batch] = push
 
     def refuse(self, nack: Nack) -> None:
-        """Note this answer to a grant."""
         self._refused[nack.batch] = nack
 
     def unconfirmed(self, applied: int) -> list[Push | Nack]:
@@ -134,7 +131,6 @@ class WorkerGrants:
 
 
 def _runs(numbers: Iterable[int]) -> list[range]:
-    """Increasing numbers as runs of consecutive ones."""
     runs: list[range] = []
     for number in numbers:
         if runs and runs[-1].stop == number:

@@ -38,10 +38,7 @@ class SkippedBatches:
         return self._range is not None
 
     def put(self, skipped: SkippedRange, next_batch: int) -> None:
-        """
-        Raises:
-            ValueError: it does not begin at `next_batch`.
-        """
+        """Raises ValueError if it does not begin at `next_batch`."""
         if skipped.first != next_batch:
             raise ValueError(f"expected batch {next_batch}, got {skipped.first}")
         self._range = skipped

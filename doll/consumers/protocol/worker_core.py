@@ -102,13 +102,11 @@ class ComputedBatch:
 class GradientDone:
     """The sum of the gradients of a grant's first batches is in the blob store under `key`.
 
-    `key` is \"\" when none of them holds a usable sample. `is_kept`: nothing is stored yet, since more batches belong
-    to the same push; the next that is stored holds these as well.
-
     Attributes:
+        key: "" when none of them holds a usable sample.
+        is_kept: nothing is stored yet, since more batches belong to the same push; the next that is stored holds these.
         holds: (batch, grant id) of all batches that are in what is stored, in their order, as the object that made the
-            sum knows them (`doll.consumers.compute.gradient_engine.SetContribution`): the push names these. Empty: it
-            is those of `batches`.
+            sum knows them: the push names these. Empty: it is those of `batches`.
     """
 
     key: str
@@ -249,6 +247,7 @@ class WorkerCore:
 
     Attributes:
         served: the partitions that it serves, by number.
+        retained: batches held that are not durable.
     """
 
     def __init__(
@@ -270,7 +269,7 @@ class WorkerCore:
         self.draining = False
         self.most_unread: tuple[tuple[int, int], ...] = ()  # as `lag`, see `Alive`
         self.waiting_for = ""  # why no batch is decoded at present; "" while they are
-        self._retained = self._num_read = 0
+        self.retained = self._num_read = 0
         self._new: list[Batch] = []  # not announced, in the order in which they came
         self._granted: set[tuple[int, int]] = set()  # of the batches that are held: those with a grant, or applied
         self._durable = 0  # the worker's batches below it are durable
@@ -287,14 +286,9 @@ class WorkerCore:
         self.lag = 0
 
     @property
-    def retained(self) -> int:
-        """Batches held that are not durable."""
-        return self._retained
-
-    @property
     def has_room(self) -> bool:
         """May another batch be read? Otherwise the stream waits (back-pressure)."""
-        return self._retained < self.max_pending
+        return self.retained < self.max_pending
 
     @property
     def busy(self) -> bool:
@@ -332,7 +326,7 @@ class WorkerCore:
         batch.order = self._num_read
         partition.batches.append(batch)
         partition.next_batch += 1
-        self._retained += 1
+        self.retained += 1
         self._new.append(batch)
 
     def skip(self, partition: int, skipped: SkippedRange) -> list[WorkerAction]:
@@ -382,7 +376,6 @@ class WorkerCore:
         return []
 
     def join(self) -> Join:
-        """The answer to a Hello."""
         return Join(worker=self.worker, process=self.process, session=self.session, incarnation=self.incarnation)
 
     def _on_welcome(self, record: Welcome) -> list[WorkerAction]:
@@ -431,7 +424,7 @@ class WorkerCore:
         if not gone and not new:
             return []
         for number in gone:
-            self._retained -= len(self.served.pop(number).batches)
+            self.retained -= len(self.served.pop(number).batches)
         for item in new:
             self.served[item.partition] = _begun(item)
         self._new = [batch for batch in self._new if batch.partition in self.served]
@@ -626,7 +619,7 @@ class WorkerCore:
         while served.batches and served.durable < served.reported_durable:
             batch = served.batches.popleft()
             self._granted.discard((served.number, batch.number_in_partition))
-            self._retained -= 1
+            self.retained -= 1
         if self._new:
             self._new = [batch for batch in self._new if self._find((batch.partition, batch.number_in_partition))]
         if not served.batches:
@@ -646,11 +639,10 @@ class WorkerCore:
 
     def _announce_if_few(self) -> list[WorkerAction]:
         """Announce new batches, unless the server has enough to grant until the next tick."""
-        waiting = self._retained - len(self._new) - len(self._granted)
+        waiting = self.retained - len(self._new) - len(self._granted)
         return [] if self.busy and waiting >= _ENOUGH_ANNOUNCED else self.announce()
 
     def announce(self) -> list[WorkerAction]:
-        """Announce the batches that are not announced."""
         if self.draining or not self._new:
             return []
         runs, self._new = self._with_cuts(_runs_of(self._new)), []

@@ -1,9 +1,14 @@
 """A worker's cache of one table's rows: bounded, least recently used out first (approximately), never too old. Pure.
 
-The rule (ESSP, Dai et al., AAAI 2015; it differs from the paper, whose `>` stops all workers at staleness 0): a row may
-be used if it is known to be as it was in version v, and v is at least the grant's minimum version. The policy turns
-clocks into versions. A row is known as of the version that it was fetched in, and as of later ones for which the server
-has said that it has not changed.
+Rows are kept as the server has them, and own steps are added when a row is read. So a row is the server's of a version,
+to the bit, and becomes that of a later one by two things: the worker's own pushes that the later one includes, and the
+rows, or the numbers of rows (`Patch`), that others have changed meanwhile. A checksum over all rows that the worker has
+says whether the two agree; if they do not, the rows are asked for again, whole.
+
+A row may be used if it is known to be as it was in version v, and v is at least the grant's minimum version (ESSP, Dai
+et al., AAAI 2015; the paper's `>` would stop all workers at staleness 0). The policy turns clocks into versions. A row
+is known as of the version that it was fetched in, and as of later ones for which the server has said that it has not
+changed.
 """
 
 from __future__ import annotations
@@ -18,10 +23,11 @@ import numpy.typing as npt
 from doll.errors import BlobError, IllegalEventError
 from doll.storage.sections import RowRequest
 from doll.tables.id_index import IdIndex
-from doll.tables.rows import Floats, Ids, Patch, Rows, TableShape, add_in_order, add_where_equal, no_rows
+from doll.tables.rows import Floats, Ids, Patch, Rows, TableShape, add_in_order, add_where_equal, checksum_of, no_rows
 
+_MAX_VERSIONS: Final = 8  # that the rows of one request are known as of: each takes a section
 _NO_IDS: Final[Ids] = np.empty(0, np.int64)
-_PLACE_BYTES: Final = 8 + 8 + 1 + 9 + 16  # version, place in the index and its cells, beside the values
+_PLACE_BYTES: Final = 8 + 8 + 2 + 9 + 16  # version, marks, place in the index and its cells, beside the values
 
 
 class OpLog:
@@ -41,15 +47,10 @@ class OpLog:
         return len(self._closed)
 
     def inc(self, steps: Rows) -> None:
-        """Add to the open batch's steps."""
         self._open = add_in_order([self._open, steps]) if len(self._open.ids) else steps
 
     def close(self, batch: int) -> Rows:
-        """End the open batch (CLOCK); its steps, to be pushed.
-
-        Raises:
-            IllegalEventError: it is not.
-        """
+        """End the open batch (CLOCK); its steps, to be pushed. Raises IllegalEventError if it is not."""
         if self._closed and batch <= self._closed[-1][0]:
             raise IllegalEventError(f"expected a batch after {self._closed[-1][0]}, got {batch}")
         rows, self._open = self._open, no_rows(self._width)
@@ -57,11 +58,7 @@ class OpLog:
         return rows
 
     def send_only(self, batch: int, sent: Rows) -> None:
-        """Push only these steps of `batch`, the newest one.
-
-        Raises:
-            IllegalEventError: it is not.
-        """
+        """Push only these steps of `batch`, the newest one. Raises IllegalEventError if it is not."""
         if not self._closed or self._closed[-1][0] != batch:
             raise IllegalEventError(f"expected the newest batch, got {batch}")
         self._closed[-1] = (batch, sent)
@@ -73,28 +70,19 @@ class OpLog:
             forgotten.append(self._closed.popleft()[1])
         return forgotten
 
-    def take_back(self, batch: int) -> Ids:
-        """Drop the steps of `batch`, later ones and the open one, to be computed again; returns the changed rows."""
-        dropped = [self._open]
+    def take_back(self, batch: int) -> None:
+        """Drop the steps of `batch`, later ones and the open one, to be computed again."""
         while self._closed and self._closed[-1][0] >= batch:
-            dropped.append(self._closed.pop()[1])
+            self._closed.pop()
         self._open = no_rows(self._width)
-        return np.unique(np.concatenate([rows.ids for rows in dropped]))
 
-    def add_to(self, ids: Ids, rows: Floats, included: int) -> None:
-        """Add to `rows`, in place, shape (n, width), the steps of batches from `included` on, in their order.
-
-        Args:
-            ids: of `rows`, strictly increasing.
-            included: how many of the worker's batches `rows` contain.
-        """
-        entries = [steps for batch, steps in self._closed if batch >= included]
-        for steps in (*entries, self._open):
+    def add_to(self, ids: Ids, rows: Floats) -> None:
+        """Add all steps in their order to `rows`, in place, shape (n, width), whose ids are strictly increasing."""
+        for steps in (*(steps for _, steps in self._closed), self._open):
             add_where_equal(ids, rows, steps)
 
 
 def cached_row_bytes(width: int) -> int:
-    """Memory for one row in a cache."""
     return 4 * width + _PLACE_BYTES
 
 
@@ -111,21 +99,30 @@ Fetch: TypeAlias = Callable[[RowRequest], FetchedRows]
 
 
 class RowCache:
-    """Rows of one table, with the worker's own steps on top (read-my-writes). Not thread-safe."""
+    """Rows of one table, read with the worker's own steps on top (read-my-writes). Not thread-safe.
+
+    Attributes:
+        own: steps that the rows here lack.
+        held: own steps that are not pushed, which the rows here lack as well.
+        num_hits, num_misses: rows that `get` has had here, and that it has fetched or asked about.
+        num_differences: answers whose checksum did not fit.
+    """
 
     def __init__(self, shape: TableShape, max_bytes: int) -> None:
         """`max_bytes`: of the cache, without `own`. It holds one row at least."""
-        self.own = OpLog(shape.width)  # steps that fetched rows may lack; `inc` adds to it and to the rows here
-        self.num_hits = self.num_misses = 0  # rows that `get` has found here, and that it has fetched or asked about
+        self.own = OpLog(shape.width)
+        self.held = no_rows(shape.width)
+        self.num_hits = self.num_misses = self.num_differences = 0
         self._shape = shape
         self._capacity = capacity = max(1, min(shape.num_rows, max_bytes // cached_row_bytes(shape.width)))
         self._index = IdIndex(capacity)
         self._values = np.empty((capacity, shape.width), np.float32)
         self._version = np.full(capacity, -1, np.int64)  # that the row is known as of; -1: the place is free
         self._is_recent = np.zeros(capacity, np.bool_)
+        # What was held back of these rows has left: before the next use the server is asked about them.
+        self._must_ask = np.zeros(capacity, np.bool_)
         self._num_used = 0
         self._hand = 0
-        self.held = no_rows(shape.width)  # own steps that are not pushed: in the rows here, and in no row that comes
         self._newest = -1  # version of the newest grant, answer or push
         # Pushes that follow each other without a gap: a row that is known as of `_from` or later is known as of `_to`.
         self._from = self._to = -1
@@ -134,7 +131,6 @@ class RowCache:
         return self._num_used
 
     def no_rows(self) -> Rows:
-        """Rows of this table without an id."""
         return no_rows(self._shape.width)
 
     @property
@@ -151,75 +147,51 @@ class RowCache:
     def get(self, ids: Ids, min_version: int, fetch: Fetch) -> Floats:
         """GET: rows `ids`, strictly increasing, as of `min_version` or later; float32, shape (n, width), a copy.
 
-        `fetch` is called at most once, and not if all are here.
+        `fetch` is not called if all are here.
 
         Raises:
             BlobError: the answer is older than asked, or lacks rows: ask again.
         """
-        out = np.empty((len(ids), self._shape.width), np.float32)
         slots = self._index.find(ids)
         is_here = slots >= 0
-        known = np.where(is_here, self._known_as_of(slots), -1)
-        is_fresh = is_here & (known >= min_version)
-        out[is_fresh] = self._values[slots[is_fresh]]
-        self._is_recent[slots[is_fresh]] = True
+        version = self._version[slots]
+        known = np.where((version >= self._from) & (version < self._to), self._to, version)
+        known[~is_here] = -1
+        is_fresh = is_here & (known >= min_version) & ~self._must_ask[slots]
         self.num_hits += (hits := int(np.count_nonzero(is_fresh)))
         self.num_misses += len(ids) - hits
-        if hits == len(ids):
-            return out
-        is_old = is_here & ~is_fresh
-        since = int(known[is_old].min()) if is_old.any() else 0
-        answer = self._checked(fetch(RowRequest(ids[~is_here], ids[is_old], since)), min_version)
-        asked = ids[~is_fresh]
-        at = np.minimum(np.searchsorted(answer.rows.ids, asked), max(len(answer.rows.ids) - 1, 0))
-        has_come = answer.rows.ids[at] == asked if len(answer.rows.ids) else np.zeros(len(asked), np.bool_)
-        if (lacking := ~has_come & ~is_here[~is_fresh]).any():
-            raise BlobError(f"expected all rows that were asked for, got none for {np.count_nonzero(lacking)} of them")
-        new = asked[has_come]
-        values = answer.rows.values[at[has_come]]
-        self._add_own(new, values, answer.included)
-        fetched = np.empty((len(asked), self._shape.width), np.float32)
-        fetched[has_come] = values
-        old_slots = slots[~is_fresh]
-        fetched[~has_come] = self._values[old_slots[~has_come]]  # as they were: own steps are on them already
-        out[~is_fresh] = fetched
-        self._put(asked, fetched, old_slots, answer.version)
+        self._is_recent[slots[is_fresh]] = True
+        asked, places = ids[~is_fresh], slots[~is_fresh]
+        if len(asked):
+            rows, newest = self._ask(asked, places, known[~is_fresh], min_version, fetch)
+        out = self._values[slots]  # own pushes may have become a part of fresh rows meanwhile
+        if len(asked):
+            out[~is_fresh] = rows
+            self._must_ask[places[places >= 0]] = False
+            self._put(asked, rows, places, newest)
+        self._add_own(ids, out)
         return out
 
     def inc(self, steps: Rows) -> None:
-        """INC: add own steps to the open batch's, and to the rows that are here."""
+        """INC: add own steps to the open batch's."""
         self.own.inc(steps)
-        slots = self._index.find(steps.ids)
-        is_here = slots >= 0
-        self._values[slots[is_here]] += steps.values[is_here]
 
     def see(self, ids: Ids) -> tuple[Floats, npt.NDArray[np.bool_]]:
-        """Rows as they are here, shape (n, width), a copy, and which of them are here; the others are without
-        meaning. `See` of `doll.consumers.compute.significance_filter`."""
+        """Rows as this worker sees them, shape (n, width), a copy, and which of them are here; the others are without
+        meaning. `See` of `doll.optim.significance_filter`."""
         slots = self._index.find(ids)
-        return self._values[slots], slots >= 0
+        rows = self._values[slots]
+        self._add_own(ids, rows)
+        return rows, slots >= 0
 
-    def take_back(self, batch: int, also: Ids = _NO_IDS) -> None:
-        """Own steps of `batch` and later ones do not count any more: rows with them, and rows `also`, are dropped."""
-        self.drop(np.union1d(self.own.take_back(batch), also))
+    def take_back(self, batch: int) -> None:
+        """Own steps of `batch` and later ones do not count any more."""
+        self.own.take_back(batch)
 
-    def drop(self, ids: Ids) -> None:
-        """Drop these rows, if they are here: they are not used any more."""
-        self._drop(self._index.find(ids))
-
-    def _checked(self, answer: FetchedRows, min_version: int) -> FetchedRows:
-        if answer.version < (oldest := max(min_version, self._newest)):
-            raise BlobError(f"expected rows of version {oldest} or later, got {answer.version}")
-        self._newest = answer.version
-        return answer
-
-    def _forget(self, included: int) -> None:
-        """The server's rows contain the steps of batches below `included`; those here contain all own steps."""
-        self.own.forget(included)
-
-    def _add_own(self, ids: Ids, values: Floats, included: int) -> None:
-        self.own.add_to(ids, values, included)
-        add_where_equal(ids, values, self.held)
+    def must_ask(self, ids: Ids) -> None:
+        """Ask the server about these rows before they are used again."""
+        slots = self._index.find(ids)
+        self._must_ask[slots[slots >= 0]] = True
 
     def merge(self, since: int, version: int, included: int, rows: Rows) -> bool:
         """The server pushes fetched rows that have changed after `since`, as of `version`.
@@ -232,24 +204,55 @@ class RowCache:
         self._forget(included)
         slots = self._index.find(rows.ids)
         is_here = slots >= 0
-        slots, values = slots[is_here], rows.values[is_here]
-        self._add_own(rows.ids[is_here], values, included)
-        self._values[slots] = values
+        slots = slots[is_here]
+        self._values[slots] = rows.values[is_here]
         self._version[slots] = version
+        self._must_ask[slots] = False
         if not self._from <= since <= self._to:
             self._from = since
         self._to = version
         return True
+
+    def _ask(
+        self, ids: Ids, slots: npt.NDArray[np.int64], known: npt.NDArray[np.int64], min_version: int, fetch: Fetch
+    ) -> tuple[Floats, int]:
+        """Rows `ids` of the newest version, and that version; `slots` is -1 for rows that are not here."""
+        is_here = slots >= 0
+        answer = self._checked(fetch(RowRequest(ids[~is_here], ids[is_here], _few(known[is_here]))), min_version)
+        rows = self._values[slots]
+        if answer.patch is not None and not _is_patched(ids, rows, is_here, answer.rows, answer.patch):
+            self.num_differences += 1
+            answer = self._checked(fetch(RowRequest(ids, _NO_IDS)), min_version)
+            is_here = np.zeros(len(ids), np.bool_)
+        has_come = _write(ids, rows, answer.rows)
+        if (lacking := ~has_come & ~is_here).any():
+            raise BlobError(f"expected all rows that were asked for, got none for {np.count_nonzero(lacking)} of them")
+        return rows, answer.version
+
+    def _checked(self, answer: FetchedRows, min_version: int) -> FetchedRows:
+        if answer.version < (oldest := max(min_version, self._newest)):
+            raise BlobError(f"expected rows of version {oldest} or later, got {answer.version}")
+        self._newest = answer.version
+        self._forget(answer.included)
+        return answer
+
+    def _forget(self, included: int) -> None:
+        """The server's rows contain the steps of batches below `included`: so do those here, from now on."""
+        for steps in self.own.forget(included):
+            slots = self._index.find(steps.ids)
+            is_here = slots >= 0
+            self._values[slots[is_here]] += steps.values[is_here]
+
+    def _add_own(self, ids: Ids, rows: Floats) -> None:
+        """Add what the server's rows lack."""
+        self.own.add_to(ids, rows)
+        add_where_equal(ids, rows, self.held)
 
     def clear(self) -> None:
         """Forget all rows, as for a new term: versions of an earlier one may be void. Own steps are forgotten too."""
         self._drop(np.flatnonzero(self._version >= 0))
         self.own, self.held = OpLog(self._shape.width), no_rows(self._shape.width)
         self._newest = self._from = self._to = -1
-
-    def _known_as_of(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        version = self._version[slots]
-        return np.where((version >= self._from) & (version < self._to), self._to, version)
 
     def _put(self, ids: Ids, values: Floats, slots: npt.NDArray[np.int64], version: int) -> None:
         """Keep rows; `slots` is -1 for rows without a place."""
@@ -290,5 +293,35 @@ class RowCache:
         slots = slots[slots >= 0]
         self._index.remove(slots)
         self._version[slots] = -1
-        self._is_recent[slots] = False
+        self._is_recent[slots] = self._must_ask[slots] = False
         self._num_used -= len(slots)
+
+
+def _few(versions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """`versions` with at most `_MAX_VERSIONS` different ones: the oldest in place of others."""
+    different = sorted(set(versions.tolist()))
+    if len(different) <= _MAX_VERSIONS:
+        return versions
+    return np.where(versions < different[1 - _MAX_VERSIONS], different[0], versions)
+
+
+def _is_patched(ids: Ids, rows: Floats, is_here: npt.NDArray[np.bool_], whole: Rows, patch: Patch) -> bool:
+    """Make those of `rows` that are here the server's, in place; whether they are its rows now."""
+    _write(ids, rows, whole)
+    at = np.minimum(np.searchsorted(ids, patch.ids), len(ids) - 1)
+    if not (ids[at] == patch.ids).all():
+        return False
+    patched = rows[at]
+    patched.reshape(-1)[np.flatnonzero(patch.is_there)] = patch.values
+    rows[at] = patched
+    return checksum_of(rows[is_here]) == patch.checksum
+
+
+def _write(ids: Ids, rows: Floats, other: Rows) -> npt.NDArray[np.bool_]:
+    """Put rows of `other` in the place of `rows` with the same id; which ones these are, shape (len(ids),)."""
+    if not len(other.ids):
+        return np.zeros(len(ids), np.bool_)
+    at = np.minimum(np.searchsorted(other.ids, ids), len(other.ids) - 1)
+    has_come: npt.NDArray[np.bool_] = other.ids[at] == ids
+    rows[has_come] = other.values[at[has_come]]
+    return has_come

@@ -26,9 +26,7 @@ class RowClient:
     """One worker process's requests, one at a time. `deliver` and `look_again` are for any thread, the rest for one."""
 
     def __init__(self, config: JobConfig, blobs: Blobs, tables: dict[str, TableShape], scope: str = "") -> None:
-        """Args:
-        scope: as in `doll.storage.blobs.scope_of`; default: the job, of a run without an id.
-        """
+        """`scope`: as in `doll.storage.blobs.scope_of`; default: the job, of a run without an id."""
         self._scope = scope or config.job
         self._ttl_s = config.blobs.ttl_s
         self._blobs = blobs
@@ -45,7 +43,6 @@ class RowClient:
         self._send = send
 
     def deliver(self, answer: RowsStored) -> None:
-        """An answer has come."""
         self._answers.put(answer)
 
     def look_again(self) -> None:
@@ -117,12 +114,8 @@ class RowClient:
         return FetchedRows(rows, stored.version, answer.included, stored.patches.get(name))
 
     def take(self, key: str) -> StoredAnswer:
-        """The rows under `key`. They are deleted: nobody reads them again.
-
-        Raises:
-            BlobError: the blob store does not hold them whole, which is logged.
-            NotFiniteError: a value is NaN or infinite.
-        """
+        """The rows under `key`. They are deleted: nobody reads them again. Raises BlobError if the blob store does not
+        hold them whole, which is logged, and NotFiniteError if a value is NaN or infinite."""
         try:
             if (blob := self._blobs.get(key)) is None:
                 raise BlobError("not in the blob store (any more)")

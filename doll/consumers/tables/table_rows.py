@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from doll.consumers.tables.base_row_cache import BaseRowCache
 from doll.consumers.tables.row_cache import FetchedRows, RowCache, cached_row_bytes
 from doll.consumers.tables.row_client import RowClient
 from doll.consumers.tables.row_steps import RowSteps, state_row_bytes
@@ -32,7 +31,7 @@ class WorkerTables:
 
     def __init__(
         self, client: RowClient, max_bytes: int, *, max_rows: Mapping[str, int] = _NO_BOUNDS,
-        optimizers: Mapping[str, RowOptimizer] | None = None, threshold: float = 0.0, takes_patches: bool = False,
+        optimizers: Mapping[str, RowOptimizer] | None = None, threshold: float = 0.0,
         report: Callable[[dict[str, float]], object] = lambda values: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
@@ -43,7 +42,6 @@ class WorkerTables:
             max_rows: of bounded tables.
             optimizers: of each table's rows, if this worker steps itself; None: it sends gradients.
             threshold: v of the filter of own steps; 0: all of them are sent.
-            takes_patches: the server sends numbers of rows that have changed, and not these rows.
             report: is called with `measures` now and then.
         """
         self._client = client
@@ -55,8 +53,7 @@ class WorkerTables:
             row = cached_row_bytes(shape.width)
             optimizer = None if optimizers is None else optimizers[name]
             state = 0 if optimizer is None else state_row_bytes(optimizer, shape.width)
-            cache_class = BaseRowCache if takes_patches else RowCache
-            self._caches[name] = cache_class(shape, share * row // (row + state))
+            self._caches[name] = RowCache(shape, share * row // (row + state))
             if optimizer is not None:
                 self.steps[name] = RowSteps(shape.width, optimizer, share * state // (row + state))
         self._residuals: dict[str, RowResidual] = {}
@@ -124,22 +121,22 @@ class WorkerTables:
             self._merge_offered(answer.version)
             return answer
 
-        return self._caches[name].get(ids, self._min_version, fetch)
+        cache = self._caches[name]
+        before = cache.num_differences
+        rows = cache.get(ids, self._min_version, fetch)
+        if cache.num_differences > before:
+            log.warning("rows_differ", table=name, rows=len(ids), action="they were asked for again, whole")
+        return rows
 
     # --- own steps ----------------------------------------------------------------------------------------------------
 
     def step(self, gradients: Mapping[str, Rows], scale: float) -> dict[str, Rows]:
-        """The changes of the optimizer in these rows, by table; nothing is changed yet.
-
-        Raises:
-            BlobError: the rows have not come.
-            TaskError: there is no room for the state of so many rows.
-        """
+        """The changes of the optimizer in these rows, by table; nothing is changed yet. Raises BlobError if the rows
+        have not come, and TaskError if there is no room for the state of so many rows."""
         seen = {name: self.look_up(name, rows.ids) for name, rows in gradients.items()}
         return {name: self.steps[name].step(seen[name], rows, scale) for name, rows in gradients.items()}
 
     def inc(self, steps: Mapping[str, Rows]) -> None:
-        """Add own steps to the rows, by table."""
         for name, rows in steps.items():
             self._caches[name].inc(rows)
 
@@ -149,17 +146,13 @@ class WorkerTables:
         return {name: rows for name, rows in closed.items() if len(rows.ids)}
 
     def take_back(self, batch: int) -> None:
-        """Own steps of `batch` and later ones do not count any more: they are computed again.
-
-        Raises:
-            IllegalEventError: see `RowResidual.take_back`.
-        """
+        """Own steps of `batch` and later ones do not count any more: they are computed again. Raises IllegalEventError
+        (see `RowResidual.take_back`)."""
         for name, cache in self._caches.items():
-            if (residual := self._residuals.get(name)) is None:
-                cache.take_back(batch)
-            else:
-                cache.take_back(batch, residual.take_back(batch))
+            if (residual := self._residuals.get(name)) is not None:
+                residual.take_back(batch)
                 cache.held = residual.held
+            cache.take_back(batch)
 
     # --- own steps that are held back ---------------------------------------------------------------------------------
 
@@ -183,15 +176,15 @@ class WorkerTables:
         return sent
 
     def rest(self, until: int) -> dict[str, Rows]:
-        """The part of the steps of batches below `until` that is held back, by table; see `RowResidual.of`."""
-        held = {name: residual.of(until) for name, residual in self._residuals.items()}
+        """The part of the steps of batches below `until` that is held back, by table; see `RowResidual.below`."""
+        held = {name: residual.below(until) for name, residual in self._residuals.items()}
         return {name: rows for name, rows in held.items() if len(rows.ids)}
 
     def clear_rest(self) -> None:
         """Clear what was held back: it is pushed, or void, and rows with it are fetched again."""
         for name, residual in self._residuals.items():
             cache = self._caches[name]
-            cache.drop(residual.clear())
+            cache.must_ask(residual.clear())
             cache.held = residual.held
 
     # --- eager rows ---------------------------------------------------------------------------------------------------

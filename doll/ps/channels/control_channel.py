@@ -11,10 +11,12 @@ from __future__ import annotations
 import queue
 import selectors
 import threading
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping
+from typing import Final
 
 import msgspec
 
+from doll.config import JobConfig
 from doll.control.local_socket import LocalSocket
 from doll.errors import ServiceUnavailableError
 from doll.process.platform import WakeUp
@@ -22,14 +24,9 @@ from doll.ps.channels.control_links import ControlLinks, LocalListener
 from doll.ps.channels.kafka_channel import KafkaChannel
 from doll.ps.channels.stream_listener import StreamListener
 from doll.records.control import AnyRecord, GetRows, Grant, Nack, NewVersion, Push, RowsStored, ServerStatus, Welcome
+from doll.services import Services
 from doll.storage.blobs import scope_of
 from doll.telemetry import get_logger
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from doll.config import JobConfig
-    from doll.services import Services
 
 log = get_logger(__name__)
 
@@ -55,10 +52,7 @@ class ControlChannel:
     """`Outbox` and inbox. Not thread-safe: one loop owns it."""
 
     def __init__(self, kafka: KafkaChannel, links: ControlLinks | None = None) -> None:
-        """
-        Args:
-            links: None: everything goes through Kafka.
-        """
+        """`links`: None: everything goes through Kafka."""
         self._kafka = kafka
         self._links = links
         self._closed = threading.Event()
@@ -75,11 +69,8 @@ class ControlChannel:
         return ({}, {}) if self._links is None else (self._links.kinds(), self._links.counters)
 
     def poll(self, timeout_s: float) -> Incoming:
-        """The events that have come, after a wait of at most `timeout_s`.
-
-        Raises:
-            ServiceUnavailableError: Kafka refuses to serve this process.
-        """
+        """The events that have come, after a wait of at most `timeout_s`. Raises ServiceUnavailableError if Kafka
+        refuses to serve this process."""
         if self._links is None:
             return Incoming([], [], self._kafka.poll(timeout_s))
         self._kafka.poll_deliveries()
@@ -108,11 +99,9 @@ class ControlChannel:
         return self._kafka.updates_acknowledged()
 
     def had_traffic(self) -> bool:
-        """Whether Kafka has sent or acknowledged anything since the last call."""
         return self._kafka.had_traffic()
 
     def flush(self, timeout_s: float) -> int:
-        """Wait until Kafka has everything; how many records it does not have when the time is over."""
         return self._kafka.flush(timeout_s)
 
     def close(self) -> None:
@@ -156,11 +145,8 @@ class ControlChannel:
 
 
 def open_links(config: JobConfig, services: Services, term: int, run_id: str) -> ControlLinks | None:
-    """The links that `control.kind` allows; None for Kafka alone.
-
-    Raises:
-        ServiceUnavailableError: `control.kind` is local and there is no place for the socket.
-    """
+    """The links that `control.kind` allows; None for Kafka alone. Raises ServiceUnavailableError if `control.kind` is
+    local and there is no place for the socket."""
     kind = config.control.kind
     if kind == "kafka":
         return None

@@ -77,12 +77,13 @@ class ControlLinks:
     Attributes:
         selector: listeners register their descriptors here, each with a callback without arguments.
         counters: of attachments, failures and refusals.
+        clock: monotonic seconds.
     """
 
     def __init__(self, term: int, clock: Callable[[], float] = time.monotonic, *, run_id: str = "") -> None:
         self._term = term
         self._run_id = run_id
-        self._clock = clock
+        self.clock = clock
         self._listeners: list[LinkListener] = []
         self._peers: dict[ServerLink, _Peer] = {}
         self._of_worker: dict[int, _Peer] = {}
@@ -105,14 +106,13 @@ class ControlLinks:
         return tuple(listener.endpoint for listener in self._listeners)
 
     def kinds(self) -> dict[int, str]:
-        """The kind of link of each attached worker."""
         return {worker: peer.link.kind for worker, peer in self._of_worker.items()}
 
     def poll(self, timeout_s: float) -> None:
         """Read the records that have come, waiting for them at most `timeout_s`."""
         for key, _ in self.selector.select(timeout_s):
             key.data()
-        now = self._clock()
+        now = self.clock()
         if now - self._checked_s >= _CHECK_EVERY_S:
             # After reading: a server that was busy for long must not take its workers for silent.
             self._checked_s = now
@@ -140,15 +140,14 @@ class ControlLinks:
         if peer is None or (not isinstance(record, NewVersion) and record.session != peer.session):
             return False
         try:
-            peer.link.send(record, self._clock())
+            peer.link.send(record, self.clock())
         except LinkError as exc:
             self._break(peer, exc)
             return isinstance(record, Grant)
         return True
 
     def close(self) -> None:
-        """Close all links and stop offering them."""
-        now = self._clock()
+        now = self.clock()
         for link in list(self._peers):
             link.close("the parameter server ends", now)
         self._peers.clear()
@@ -159,16 +158,10 @@ class ControlLinks:
 
     # --- for listeners ------------------------------------------------------------------------------------------------
 
-    def now(self) -> float:
-        """Seconds, monotonic."""
-        return self._clock()
-
     def opened(self, link: ServerLink, listener: LinkListener) -> None:
-        """Take a new link, whose worker is not known yet."""
-        self._peers[link] = _Peer(link, listener, self._clock())
+        self._peers[link] = _Peer(link, listener, self.clock())
 
     def received(self, link: ServerLink, records: list[AnyRecord]) -> None:
-        """Records have come on a link."""
         peer = self._peers.get(link)
         for record in records:
             if peer is None or peer.link not in self._peers:
@@ -181,7 +174,6 @@ class ControlLinks:
                 self._break(peer, LinkError(f"unexpected {type(record).__name__}", is_refusal=True))
 
     def broken(self, link: ServerLink, error: LinkError) -> None:
-        """A link has failed."""
         if (peer := self._peers.get(link)) is not None:
             self._break(peer, error)
 
@@ -203,7 +195,7 @@ class ControlLinks:
         peer.worker, peer.session = record.worker, record.session
         try:
             attached = Attached(term=self._term, worker=record.worker, session=record.session, run_id=self._run_id)
-            peer.link.send(attached, self._clock())
+            peer.link.send(attached, self.clock())
         except LinkError as exc:
             self._break(peer, exc)
             return
@@ -220,7 +212,7 @@ class ControlLinks:
         if self._peers.pop(peer.link, None) is None:
             return
         peer.listener.forget(peer.link)
-        peer.link.close(reason, self._clock())
+        peer.link.close(reason, self.clock())
         if self._of_worker.get(peer.worker) is peer:
             del self._of_worker[peer.worker]
             self._changed[peer.worker] = None
@@ -239,11 +231,7 @@ class ControlLinks:
 
 
 class LocalListener:
-    """Links over the server's Unix socket.
-
-    Args:
-        max_links: connections beyond these are closed; their workers try again.
-    """
+    """Links over the server's Unix socket. Connections beyond `max_links` are closed; their workers try again."""
 
     def __init__(self, links: ControlLinks, listening: LocalSocket, max_links: int) -> None:
         self.endpoint = f"local:{listening.path}"
@@ -285,7 +273,7 @@ class LocalListener:
         if len(self._open) >= self._max_links:
             connection.close()  # the worker tries again
             return
-        link = SocketLink(connection, LinkState(TO_SERVER, self._links.now()))
+        link = SocketLink(connection, LinkState(TO_SERVER, self._links.clock()))
         self._open.add(link)
         self._links.opened(link, self)
         self._links.selector.register(link, selectors.EVENT_READ, functools.partial(self._read, link))
@@ -294,7 +282,7 @@ class LocalListener:
         if link not in self._open:  # closed by an earlier callback of this round
             return
         try:
-            records = link.receive(self._links.now())
+            records = link.receive(self._links.clock())
         except LinkError as exc:
             self._links.broken(link, exc)
         else:

@@ -35,38 +35,31 @@ class KafkaChannel:
         self._publisher = Publisher(config, services)
         self._events = Partition(config.topic("events"))
         self._samples_topic = config.topic("samples")
-        self._reader = Reader(config, services, "ps", [self._events], _from_newest, lookup_timeout_s=_LOOKUP_S)
+        self._reader = Reader(
+            config, services, "ps", [self._events], lambda _, low, high: max(low, high - _LOOK_BACK),
+            lookup_timeout_s=_LOOKUP_S,
+        )  # fmt: skip
         self._address = services.kafka
         self._acknowledged = 0
         self._had_traffic = False
 
     def watermarks(self, topic: str, partition: int) -> tuple[int, int]:
-        """(low, high): offset of the first record held, and the offset that the next one gets.
-
-        Raises:
-            ServiceUnavailableError: Kafka does not answer.
-        """
+        """(low, high): offset of the first record held, and the offset that the next one gets. Raises
+        ServiceUnavailableError if Kafka does not answer."""
         return self._reader.bounds(Partition(topic, partition))
 
     def poll(self, timeout_s: float) -> list[bytes | None]:
-        """`poll_deliveries`, then `read`."""
         self.poll_deliveries()
         return self.read(timeout_s)
 
     def poll_deliveries(self) -> None:
-        """Handle what Kafka has acknowledged or refused.
-
-        Raises:
-            ServiceUnavailableError: Kafka has refused a record permanently.
-        """
+        """Handle what Kafka has acknowledged or refused. Raises ServiceUnavailableError if Kafka has refused a record
+        permanently."""
         self._publisher.poll()
 
     def read(self, timeout_s: float) -> list[bytes | None]:
-        """Values that have come on `events`, waiting for the first one at most `timeout_s`.
-
-        Raises:
-            ServiceUnavailableError: Kafka refuses to serve this process.
-        """
+        """Values that have come on `events`, waiting for the first one at most `timeout_s`. Raises
+        ServiceUnavailableError if Kafka refuses to serve this process."""
         messages = self._reader.messages(timeout_s, limit=_PER_POLL)
         self._had_traffic |= bool(messages)
         if messages and messages[0].offset < self._reader.ends[self._events]:
@@ -100,12 +93,10 @@ class KafkaChannel:
         return self._acknowledged
 
     def had_traffic(self) -> bool:
-        """Whether Kafka has sent or acknowledged anything since the last call."""
         had_traffic, self._had_traffic = self._had_traffic, False
         return had_traffic
 
     def flush(self, timeout_s: float) -> int:
-        """Wait until everything is delivered; how many records are not when the time is over."""
         return self._publisher.flush(timeout_s)
 
     def close(self) -> None:
@@ -124,7 +115,3 @@ class KafkaChannel:
 
     def _on_metric(self, delivery: Delivery) -> None:
         self._had_traffic |= not delivery.refusal
-
-
-def _from_newest(partition: Partition, low: int, high: int) -> int:
-    return max(low, high - _LOOK_BACK)

@@ -79,7 +79,7 @@ class StreamListener:
     def _open_streams(self) -> None:
         while not self._closed.wait(self._pause_s):
             try:
-                self._opened = ControlStreams(self._services, self._name, self._links.now())
+                self._opened = ControlStreams(self._services, self._name, self._links.clock())
             except LinkError as exc:
                 self._lengthen_pause()
                 log.info("control_streams_not_open", reason=str(exc), again_s=self._pause_s)
@@ -95,7 +95,7 @@ class StreamListener:
             return
         self._streams, self._opened = self._opened, None
         assert self._streams is not None
-        self._opened_s = self._links.now()
+        self._opened_s = self._links.clock()
         incoming, replies = self._streams.filenos()
         self._links.selector.register(incoming, selectors.EVENT_READ, self._read)
         self._links.selector.register(replies, selectors.EVENT_READ, self._read_replies)
@@ -109,7 +109,7 @@ class StreamListener:
             self._links.broken(link, error)
         streams.close()
         # A Redis that takes connections and refuses commands must not be asked without a pause.
-        if self._links.now() - self._opened_s >= _STEADY_S:
+        if self._links.clock() - self._opened_s >= _STEADY_S:
             self._pause_s = 0.0
         else:
             self._lengthen_pause()
@@ -125,7 +125,7 @@ class StreamListener:
     def _read(self) -> None:
         if self._streams is None:
             return
-        now = self._links.now()
+        now = self._links.clock()
         try:
             entries = self._streams.read(now)
         except LinkError as exc:

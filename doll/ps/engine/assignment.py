@@ -1,8 +1,6 @@
 """The assignment: which worker serves which partition of the samples topic. Pure.
 
-In a new job, partition p is served by worker p modulo the number of workers. The assignment is in every checkpoint
-(`EngineSnapshot.assignment`), and a resumed engine serves by that; for another number of workers it moves a few, and
-`doll.ps.engine.moves` does so while a job runs.
+It is in every checkpoint (`EngineSnapshot.assignment`); `doll.ps.engine.moves` changes it while a job runs.
 """
 
 from __future__ import annotations
@@ -107,7 +105,6 @@ def reassigned_by_load(current: Sequence[int], workers: Collection[int], loads: 
 
 
 def largest_load(assignment: Sequence[int], loads: Sequence[float]) -> float:
-    """The largest load of a worker."""
     totals: dict[int, float] = {}
     for worker, load in zip(assignment, loads, strict=True):
         totals[worker] = totals.get(worker, 0.0) + load
@@ -117,7 +114,6 @@ def largest_load(assignment: Sequence[int], loads: Sequence[float]) -> float:
 def first_snapshot(
     settings: EngineSettings, origins: Sequence[int], *, policy: str, generation: int, samples_id: str, run_id: str
 ) -> EngineSnapshot:
-    """The snapshot with which the engine of a new job begins."""
     n, p = settings.num_workers, len(origins)
     return EngineSnapshot(
         version=0, origins=tuple(origins), records_per_batch=settings.records_per_batch, applied=(0,) * p,
@@ -142,7 +138,6 @@ def for_workers(snapshot: EngineSnapshot, num_workers: int, max_workers: int) ->
     this number. What is known of workers that are left out stays.
 
     Args:
-        num_workers: of the job file.
         max_workers: for how many there is place, at least as many.
 
     Raises:
@@ -177,11 +172,7 @@ def for_workers(snapshot: EngineSnapshot, num_workers: int, max_workers: int) ->
 def as_they_stand(
     snapshot: EngineSnapshot, partitions: Sequence[PartitionState], owners: Sequence[Worker], workers: Sequence[Worker]
 ) -> EngineSnapshot:
-    """`snapshot` with the present state of each partition and of each worker.
-
-    Args:
-        owners: the worker that serves each partition.
-    """
+    """`snapshot` with the present state of each partition, of its worker in `owners`, and of each worker."""
     return msgspec.structs.replace(
         snapshot,
         assignment=tuple(worker.number for worker in owners),
@@ -198,10 +189,7 @@ def as_they_stand(
 
 
 def require_fit(snapshot: EngineSnapshot, records_per_batch: int) -> None:
-    """
-    Raises:
-        ValueError: the snapshot has no partitions, or batches of another size.
-    """
+    """Raises ValueError if the snapshot has no partitions, or batches of another size."""
     if not snapshot.origins or len(snapshot.origins) != len(snapshot.applied):
         raise ValueError(f"expected partitions, got origins {snapshot.origins} and applied {snapshot.applied}")
     if snapshot.records_per_batch != records_per_batch:

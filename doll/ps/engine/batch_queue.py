@@ -1,9 +1,8 @@
 """The batches of one worker, whatever partitions they are of. Pure.
 
-A worker serves any number of partitions, and has one queue of their batches, in the order in which it announced them.
-Its batches are granted, received and applied in this order. Batch n of a *worker* is granted when n of its batches have
-been granted and not taken back. The Grant says which batch of which partition that is. Pushes name the worker's
-numbers, and the ledger those of partitions (docs/decisions/0069).
+They are granted, received and applied in the order in which the worker announced them. Batch n of a *worker* is granted
+when n of its batches have been granted and not taken back; the Grant says which batch of which partition that is.
+Pushes name the worker's numbers, and the ledger those of partitions (docs/decisions/0069).
 """
 
 from __future__ import annotations
@@ -65,11 +64,10 @@ class PushedSet:
     push: Push
     grants: tuple[ActiveGrant, ...]
     received_at_s: float
-    max_change: float = 0.0  # see `doll.ps.model.updater.Updater.max_change`
+    max_change: float = 0.0  # see `doll.optim.optimizer.Updater.max_change`
 
     @property
     def number(self) -> int:
-        """The number of its first grant."""
         return self.grants[0].number
 
 
@@ -140,11 +138,7 @@ class BatchQueue:
 
     def announce(self, run: BatchRange, room: int) -> int | None:
         """The batches of `run` are complete; how many of them are new, at most `room`. None: it leaves some out, or
-        those before it ended elsewhere.
-
-        Raises:
-            KeyError: the worker does not serve the partition.
-        """
+        those before it ended elsewhere. Raises KeyError if the worker does not serve the partition."""
         partition = self.partitions[run.partition]
         begin = partition.announced
         count = max(0, min(run.until - begin, room))
@@ -177,11 +171,7 @@ class BatchQueue:
         taker.pending += partition.unsaved
 
     def grant(self, number: int, worker: int, version: int, min_version: int, now: float) -> ActiveGrant:
-        """Grant the first waiting batch.
-
-        Raises:
-            IndexError: no batch is waiting.
-        """
+        """Grant the first waiting batch. Raises IndexError if no batch is waiting."""
         partition, batch_id = self.waiting.popleft()
         self.timed_out = ()
         partition.computing += 1
@@ -260,27 +250,3 @@ class BatchQueue:
         partition.leader_epoch = -1
         self.pending += count
         return count
-
-    def check_invariants(self) -> None:
-        """Assert what must hold after every event; for tests."""
-        for partition in self.partitions.values():
-            partition.check_invariants()
-            held = [grant.batch_id.number for grant in self.held_grants if grant.partition is partition]
-            computing = [grant.batch_id.number for grant in self.computing_grants if grant.partition is partition]
-            waiting = [batch.batch_id.number for batch in self.waiting if batch.partition is partition]
-            assert (partition.held, partition.computing) == (len(held), len(computing))
-            assert [*held, *computing, *waiting] == list(range(partition.applied, partition.announced)), (
-                "batches are in flight in order, without a hole"
-            )
-        assert self.pending == sum(partition.announced - partition.durable for partition in self.partitions.values())
-        first = [batch.batch_id for batch in islice(self.waiting, len(self.timed_out))]
-        assert [grant.batch_id for grant in self.timed_out] == first, "the first waiting ones"
-        grants = [*self.held_grants, *self.computing_grants]
-        assert [grant.batch for grant in grants] == list(range(self.applied, self.granted)), "in the worker's order"
-        assert all(grant.pushed is not None and grant.held for grant in self.held_grants)
-        assert not any(grant.held for grant in self.computing_grants)
-        for grant in grants:
-            if grant.pushed is not None:
-                assert grant in grant.pushed.grants
-                assert len({item.held for item in grant.pushed.grants}) == 1, "a set is held as one"
-                assert all(item in grants for item in grant.pushed.grants), "a set is applied and lost as one"

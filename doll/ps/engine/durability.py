@@ -35,11 +35,8 @@ class Durability:
         self, partitions: Sequence[PartitionState], owners: Sequence[Worker], *, version: int, now: float,
         every_updates: int, every_s: float, max_pending_batches: int, costs_rests: bool = False,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            owners: the worker that serves each partition.
-            costs_rests: each checkpoint makes workers send what they hold back: fewer are better.
-        """
+        """`owners`: the worker that serves each partition. `costs_rests`: each checkpoint makes workers send what they
+        hold back: fewer are better."""
         self.version = version
         self.max_unsaved = 0
         self._partitions = partitions
@@ -122,14 +119,6 @@ class Durability:
         self.max_unsaved = max(self._unsaved.values(), default=0)
         return advanced
 
-    def check_invariants(self) -> None:
-        """Assert what must hold after every event; for tests."""
-        unsaved: Counter[int] = Counter()
-        for partition, worker in zip(self._partitions, self._owners, strict=True):
-            unsaved[worker.number] += partition.unsaved
-        assert unsaved == self._unsaved
-        assert self.max_unsaved == max(unsaved.values())
-
 
 @dataclass(slots=True)
 class _Rest:
@@ -205,20 +194,14 @@ class Settling:
     def add(self, worker: Worker, push: Push, now: float) -> int:
         """A rest is announced; without a key there is nothing to fetch. Returns its number."""
         number = next(self._numbers)
-        rest = self.rests[number] = _Rest(number, worker, push, now)
+        self.rests[number] = _Rest(number, worker, push, now)
         if not push.key:
-            self._arrived(rest)
+            self.fetched(number)
         return number
-
-    def has(self, number: int) -> bool:
-        """Whether there is a rest of this number."""
-        return number in self.rests
 
     def fetched(self, number: int) -> None:
         """The rest of this number is in the server's memory."""
-        self._arrived(self.rests[number])
-
-    def _arrived(self, rest: _Rest) -> None:
+        rest = self.rests[number]
         rest.is_here = True
         queue = rest.worker.queue
         queue.settled = max(queue.settled, rest.push.settles)
@@ -252,5 +235,4 @@ class Settling:
         self._unsettled = {number: worker for number, worker in self._incomplete.items() if number not in coming}
 
     def end(self) -> None:
-        """Ask for nothing any more."""
         self.is_under_way, self._asked_at_s = False, None

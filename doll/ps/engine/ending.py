@@ -53,7 +53,6 @@ class Ending:
         return self.ends[partition] if partition < len(self.ends) else 0
 
     def flushes(self, workers: Sequence[Worker], term: int) -> list[Flush]:
-        """The Flush records for these workers."""
         return [
             Flush(
                 term=term, worker=worker.number,

@@ -2,51 +2,27 @@
 
 The engine knows where every batch of every partition stands, lets a policy decide which batches start and which
 gradients are applied together, and keeps one invariant: each batch is applied at most once and in its partition's
-order, so that one integer per partition is the whole ledger. Each worker has one queue of batches, whatever partitions
-it serves.
+order, so that one integer per partition is the whole ledger.
 
 A policy of exact versions grants a worker several batches at once, and gets their gradients as one sum: a set. A set is
 taken, held, lost and applied as one (docs/decisions/0025). So is a wave, the steps of several batches (0034).
 
 Order of effects: grant -> push -> fetched -> apply -> checkpoint -> durable -> acknowledge. A batch whose owner goes,
 times out or loses its gradient returns to the front of its worker's queue, together with every later batch of the
-worker that is still being computed; another batch takes its place in the group.
-
-No event but a checkpoint takes time for every worker: counts, sets of changed workers, and queues in order of time are
-kept as things change (docs/decisions/0019).
+worker that is still being computed. No event but a checkpoint takes time for every worker (docs/decisions/0019).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import msgspec
 
 from doll.errors import IllegalEventError
-from doll.ps.engine.batch_queue import ActiveGrant, LatePush, PushedSet
-from doll.ps.engine.events import (
-    AppliedBatch,
-    AppliedSet,
-    ApplyUpdate,
-    CheckpointStored,
-    DropGradient,
-    EngineAction,
-    Event,
-    FetchGradient,
-    Finish,
-    GradientFetched,
-    GradientLost,
-    GrantsLost,
-    ReleaseWeights,
-    RollBack,
-    SendHello,
-    StopRequested,
-    StoreCheckpoint,
-    Tick,
-    TopicGrew,
-)
+from doll.ps.engine import events as ev
+from doll.ps.engine.batch_queue import ActiveGrant, LatePush, PushedSet, left_out_of
 from doll.ps.engine.grants import is_allowed
 from doll.ps.engine.membership import Worker
 from doll.ps.engine.partition_state import PartitionState, behind, is_possible
@@ -58,15 +34,19 @@ from doll.records.control import (
     Announce,
     Durable,
     Evaluated,
+    Grant,
     Join,
     Leave,
     Nack,
+    NewVersion,
     Push,
     PushedBatch,
     Scale,
     Skip,
     SourceEnded,
+    Welcome,
 )
+from doll.storage.blobs import scope_of, weights_key
 
 # Longer than `doll.ps.engine.stopping.STALL_REPORT_S`: workers that wait for a stream without records are reported
 # first.
@@ -80,7 +60,7 @@ _NAMING_GRANTS: Final = 2
 class Engine(EngineState):
     """The engine's answers to events; the job's state changes only through `handle`."""
 
-    def handle(self, event: Event, now: float) -> list[EngineAction]:
+    def handle(self, event: ev.Event, now: float) -> list[ev.EngineAction]:
         """Take one event at time `now` (seconds, monotonic) and return the actions to take, in this order.
 
         Refused messages (late, duplicate, fenced, out of range) change nothing but a counter.
@@ -120,19 +100,19 @@ class Engine(EngineState):
                 self._on_evaluated(event)
             case Scale():
                 self._on_scale(event)
-            case GradientFetched():
+            case ev.GradientFetched():
                 self._on_fetched(event)
-            case GradientLost():
+            case ev.GradientLost():
                 self._on_lost(event)
-            case GrantsLost():
+            case ev.GrantsLost():
                 self._on_grants_lost(event)
-            case CheckpointStored():
+            case ev.CheckpointStored():
                 self._on_stored(event)
-            case TopicGrew() if self.stopping is None:  # else the next server takes them up
+            case ev.TopicGrew() if self.stopping is None:  # else the next server takes them up
                 self._welcome_again(self.moves.add_partitions(event.partitions, self._now))
-            case Tick():
+            case ev.Tick():
                 self._on_tick()
-            case StopRequested():
+            case ev.StopRequested():
                 self._stop(event.reason)
         self._advance()
         return self._actions
@@ -149,7 +129,7 @@ class Engine(EngineState):
         self._requeue_all(worker, "rejoin")
         self._forget_skips(worker)
         self._forget_waiting(worker)
-        self._actions.append(self._commands.welcome(worker, event.incarnation))
+        self._actions.append(self._welcome(worker, event.incarnation))
 
     def _accept(self, number: int, session: int) -> Worker | None:
         """The sender of a message, if it is of the worker's current session."""
@@ -196,7 +176,7 @@ class Engine(EngineState):
         """Tell these workers which partitions they serve now. They go on with what they compute."""
         for number in workers:
             if (worker := self._workers[number]).joined:  # else it learns of it when it joins
-                self._actions.append(self._commands.welcome(worker, worker.incarnation))
+                self._actions.append(self._welcome(worker, worker.incarnation))
 
     def _lose_rest(self, worker: Worker) -> None:
         """The process that this worker was is gone."""
@@ -205,7 +185,7 @@ class Engine(EngineState):
 
     def _roll_back(self, reason: str) -> None:
         self.finished = "rolled back"
-        self._actions.append(RollBack(reason))
+        self._actions.append(ev.RollBack(reason))
 
     def _forget_skips(self, worker: Worker) -> None:
         if self._skips:
@@ -232,7 +212,7 @@ class Engine(EngineState):
     def _release(self, grant: ActiveGrant) -> None:
         """The weights that this grant names are not kept for it any more."""
         if self._grants.release(grant) and grant.version < self.version:
-            self._actions.append(ReleaseWeights(grant.version))
+            self._actions.append(ev.ReleaseWeights(grant.version))
 
     def _forget_waiting(self, worker: Worker) -> None:
         """Forget what this worker has announced or pushed late: its process holds other batches now."""
@@ -261,7 +241,7 @@ class Engine(EngineState):
             if is_hole:
                 # It is out of step: let it join again.
                 self.counters["refused_announce"] += 1
-                self._actions.append(SendHello(event.worker))
+                self._actions.append(ev.SendHello(event.worker))
                 break
         self._grants.note_change(worker)
 
@@ -345,7 +325,7 @@ class Engine(EngineState):
             # Under a policy that holds back, rests may be applied before it at the end.
             is_ordered = self.policy.exact_version and not self.policy.holds_back
             in_order = is_ordered and self._grants.is_first_computing(pushed.number)
-            self._actions.append(FetchGradient(pushed.number, push.key, push.version, in_order))
+            self._actions.append(ev.FetchGradient(pushed.number, push.key, push.version, in_order))
         else:
             self._hold(pushed)
 
@@ -357,10 +337,10 @@ class Engine(EngineState):
 
     def _drop(self, event: Push, reason: str) -> None:
         if event.key:
-            self._actions.append(DropGradient(event.key, reason))
+            self._actions.append(ev.DropGradient(event.key, reason))
 
-    def _on_fetched(self, event: GradientFetched) -> None:
-        if self._settling.has(event.grant_id):
+    def _on_fetched(self, event: ev.GradientFetched) -> None:
+        if event.grant_id in self._settling.rests:
             self._settling.fetched(event.grant_id)
             return
         grant = self._grants.get(event.grant_id)
@@ -377,14 +357,14 @@ class Engine(EngineState):
         self._limits.next_began(worker, self._now)
         self._settling.received(worker)
 
-    def _on_lost(self, event: GradientLost) -> None:
+    def _on_lost(self, event: ev.GradientLost) -> None:
         grant = self._grants.get(event.grant_id)
-        if self._settling.has(event.grant_id):
+        if event.grant_id in self._settling.rests:
             self._roll_back("what a worker had held back is not in the blob store")
         elif grant is not None:
             if grant.held:
                 raise self._illegal(f"gradient of grant {event.grant_id} is held already")
-            self._requeue_from(self._grants.owner(grant), grant.batch, "blob_lost")
+            self._requeue_from(self._workers[grant.worker], grant.batch, "blob_lost")
 
     def _on_nack(self, event: Nack) -> None:
         worker = self._accept(event.worker, event.session)
@@ -397,12 +377,13 @@ class Engine(EngineState):
             return
         self._requeue_from(worker, event.batch, f"nack_{event.reason}")
         if event.reason == "weights":
-            self._actions.append(self._commands.republish(self.version))
+            self._published = self.version
+            self._actions.append(ev.RepublishWeights(self.version))
         else:
             # The worker does not hold a batch that it announced: it is out of step. Nothing is granted until it has
             # joined.
             self._forget_waiting(worker)
-            self._actions.append(SendHello(event.worker))
+            self._actions.append(ev.SendHello(event.worker))
 
     def _illegal(self, problem: str) -> IllegalEventError:
         return IllegalEventError(f"{problem}; recent events: {list(self._recent_events)}")
@@ -490,11 +471,13 @@ class Engine(EngineState):
         else:
             number = self._settling.add(worker, event, self._now)
             if event.key:
-                self._actions.append(FetchGradient(number, event.key, event.version))
+                self._actions.append(ev.FetchGradient(number, event.key, event.version))
 
     def _apply_rests(self) -> bool:
         """Apply what workers had held back, as a version of its own: no batch under way may be computed before it."""
-        if (self._grants and self.stopping is None) or not (rests := self._settling.take()):
+        if not self._settling.rests or (self._grants and self.stopping is None):
+            return False
+        if not (rests := self._settling.take()):
             return False
         settled = sorted(
             (partition.number, partition.applied)
@@ -507,45 +490,19 @@ class Engine(EngineState):
     # --- progress -----------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Apply what belongs together and start what may start, until nothing changes."""
-        granted: dict[int, list[ActiveGrant]] = {}  # at this version, not sent yet: what a worker gets is one message
+        """Follow the first rule that changes something, until none does: their order is that of effects."""
+        rules = (
+            self._apply_rests, self._apply_skip, self._move_partitions, self._offer_version, self._compute_again,
+            self._apply_group, self._start_batches,
+        )  # fmt: skip
         while self.finished is None:
             for worker in self.ending.look(self._workers, self._grants.changed):
                 self._grants.note_change(worker)
             if self._grants.changed:
                 self._report_changes()
-            if self._settling.rests and self._apply_rests():
-                continue
-            if self.stopping is not None:
+            if not any(rule() for rule in (rules if self.stopping is None else rules[:1])):  # at the end only rests
                 break
-            if self._skips and self._apply_skip():
-                continue
-            # A gradient that is on its way is held in a moment: until then it cannot be taken back.
-            if self.moves.targets and not any(isinstance(item, FetchGradient) for item in self._actions):
-                self._send_all_grants(granted)
-                self._welcome_again(self.moves.carry_out(self._now, self._freeze))
-                if self._grants.changed:  # also if what moves is only withdrawn yet: the policy must know
-                    continue
-            if self._offered_version != self.version:
-                self._offered_version = self.version
-                self._offer()
-            if void := self.policy.void(self):
-                self._send_all_grants(granted)
-                self._compute_again(void)
-                continue
-            if group := self.policy.collect(self) or self._end_of_dry_round():
-                self._send_all_grants(granted)
-                self._apply(group)
-                continue
-            # A round that is open goes on: it must end before anything can be settled.
-            is_paused = self._settling.is_under_way and not self._grants
-            starts = () if is_paused else self.policy.start(self)
-            if not starts and not (granted and self._send_all_grants(granted)):
-                break
-            for number in starts:
-                granted.setdefault(number, []).append(self._grant(number))
-        if granted:
-            self._send_all_grants(granted)
+        self._send_all_grants()
         if self._grants.changed:
             self._report_changes()
         self._save_if_due()
@@ -553,19 +510,49 @@ class Engine(EngineState):
             self._settling.end()
             self._advance()  # the checkpoint is ordered: the next round can start
 
-    def _compute_again(self, batches: Sequence[BatchId]) -> None:
-        """Return held batches to the queue: their gradients are not applied."""
-        for batch_id in batches:
+    def _move_partitions(self) -> bool:
+        # A gradient that is on its way is held in a moment: until then it cannot be taken back.
+        if not self.moves.targets or any(isinstance(item, ev.FetchGradient) for item in self._actions):
+            return False
+        self._send_all_grants()
+        self._welcome_again(self.moves.carry_out(self._now, self._freeze))
+        return bool(self._grants.changed)  # also if what moves is only withdrawn yet: the policy must know
+
+    def _offer_version(self) -> bool:
+        """Send a new version to the workers that the policy names, before a grant asks for it; it changes nothing."""
+        if self._offered_version != self.version:
+            self._offered_version = self.version
+            for number in self.policy.recipients(self):
+                self._actions += self._offered(self._workers[number], self.version)
+        return False
+
+    def _compute_again(self) -> bool:
+        """Return the held batches to the queue whose gradients the policy does not let be applied."""
+        if not (void := self.policy.void(self)):
+            return False
+        self._send_all_grants()
+        for batch_id in void:
             pushed = self._grants.give_back(batch_id)
             self.counters["requeued"] += 1
             self.counters[VOID] += 1
             if pushed.push.key:
-                self._actions.append(DropGradient(pushed.push.key, "void", pushed.number))
+                self._actions.append(ev.DropGradient(pushed.push.key, "void", pushed.number))
+        return True
 
-    def _offer(self) -> None:
-        """Send the current version to the workers that the policy names, before a grant asks for it."""
-        for number in self.policy.recipients(self):
-            self._actions += self._commands.offer(self._workers[number], self.version)
+    def _apply_group(self) -> bool:
+        if not (group := self.policy.collect(self) or self._end_of_dry_round()):
+            return False
+        self._send_all_grants()
+        self._apply(group)
+        return True
+
+    def _start_batches(self) -> bool:
+        # A round that is open goes on: it must end before anything can be settled.
+        is_paused = self._settling.is_under_way and not self._grants
+        starts = () if is_paused else self.policy.start(self)
+        for number in starts:
+            self._granted.setdefault(number, []).append(self._grant(number))
+        return bool(starts) or self._send_all_grants()
 
     def _end_of_dry_round(self) -> Sequence[BatchId]:
         """A round that a checkpoint waits for ends with the batches that came, if the others have long had nothing.
@@ -597,24 +584,24 @@ class Engine(EngineState):
             self._release(standing[-1 - _NAMING_GRANTS])
         return grant
 
-    def _send_all_grants(self, granted: dict[int, list[ActiveGrant]]) -> bool:
-        """Send these grants, except the grants that a late push answers; whether one did."""
+    def _send_all_grants(self) -> bool:
+        """Send the new grants, except those that a late push answers; whether one did."""
         is_answered = False
+        granted, self._granted = self._granted, {}
         for number, grants in granted.items():
             worker, count = self._workers[number], 0
             if worker.queue.late is not None:
                 count = self._answer_late(worker, worker.queue.late, grants)
                 is_answered |= count > 0
-            self._actions += self._commands.grants(worker, grants[count:])
-        granted.clear()
+            self._actions += self._grant_records(worker, grants[count:])
         return is_answered
 
-    def _on_grants_lost(self, event: GrantsLost) -> None:
+    def _on_grants_lost(self, event: ev.GrantsLost) -> None:
         if 0 <= event.worker < len(self._workers):
             worker = self._workers[event.worker]
             self._clear_stall(worker)  # it may never have had the grant whose time limit has passed
             if left := [grant for grant in worker.queue.computing_grants if grant.pushed is None]:
-                messages = tuple(self._commands.grants(worker, left))
+                messages = tuple(self._grant_records(worker, left))
                 self.counters["grants_sent_again"] += len(messages)
                 self._actions += messages
 
@@ -632,13 +619,13 @@ class Engine(EngineState):
         self._stop_by_progress()
         self._stop_by_refusals()
 
-    def _applied_set(self, pushed: PushedSet) -> AppliedSet:
-        worker, push, size = self._grants.owner(pushed.grants[0]), pushed.push, self.settings.records_per_batch
+    def _applied_set(self, pushed: PushedSet) -> ev.AppliedSet:
+        worker, push, size = self._workers[pushed.grants[0].worker], pushed.push, self.settings.records_per_batch
         applied = []
         for grant, item in zip(pushed.grants, push.batches, strict=True):
             partition, number = grant.batch_id
             lo, hi = grant.partition.offsets(number, size)
-            applied.append(AppliedBatch(partition, number, lo, hi, grant.granted_at_s, item, cut=hi - lo < size))
+            applied.append(ev.AppliedBatch(partition, number, lo, hi, grant.granted_at_s, item, cut=hi - lo < size))
             grant.partition.leader_epoch = item.leader_epoch
             absent = sum(until - begin for begin, until in (*item.gaps, *item.lost)) if item.gaps or item.lost else 0
             self.refusals.add(hi - lo - absent, len(item.dead), item.dead_reasons)
@@ -647,17 +634,17 @@ class Engine(EngineState):
         worker.moved += pushed.max_change
         self._durability.applied(worker, len(applied))
         self._settling.applied(worker, push)
-        return AppliedSet(push, pushed.received_at_s, tuple(applied))
+        return ev.AppliedSet(push, pushed.received_at_s, tuple(applied))
 
     def _make_version(
-        self, sets: tuple[AppliedSet, ...], scale: float = 1.0, settled: tuple[tuple[int, int], ...] = ()
+        self, sets: tuple[ev.AppliedSet, ...], scale: float = 1.0, settled: tuple[tuple[int, int], ...] = ()
     ) -> None:  # fmt: skip
         self.version += 1
-        self._actions.append(ApplyUpdate(self.version, sets, scale, self.samples_total, self.batches_total, settled))
+        self._actions.append(ev.ApplyUpdate(self.version, sets, scale, self.samples_total, self.batches_total, settled))
 
     def _apply_skip(self) -> bool:
         """Count batches without a record as applied, as a version of its own that changes nothing (ADR 47)."""
-        if self.policy.exact_version and self._grants:
+        if not self._skips or (self.policy.exact_version and self._grants):
             return False
         number, skip = self._skips.popitem()
         worker, size = self._owners[number], self.settings.records_per_batch
@@ -681,9 +668,50 @@ class Engine(EngineState):
         self.batches_total += count
         self.empty_updates += 1
         self._make_version(
-            (AppliedSet(push, self._now, (AppliedBatch(number, first, lo, hi, self._now, pushed, count),)),)
+            (ev.AppliedSet(push, self._now, (ev.AppliedBatch(number, first, lo, hi, self._now, pushed, count),)),)
         )
         return True
+
+    # --- records for workers; weights are published with the first one that names them ------------------------------
+
+    def _welcome(self, worker: Worker, incarnation: int) -> Welcome:
+        served = tuple(part.served(self.ending.end_of(at)) for at, part in sorted(worker.queue.partitions.items()))
+        return Welcome(
+            term=self.term, worker=worker.number, process=worker.process, session=worker.session, served=served,
+            fingerprint=self.settings.fingerprint, incarnation=incarnation, samples_id=self.start.samples_id,
+            generation=self.start.generation, run_id=self.start.run_id, usual=self._members.usual,
+            grid=self.start.grid,
+        )  # fmt: skip
+
+    def _grant_records(self, worker: Worker, grants: Sequence[ActiveGrant]) -> Iterator[ev.EngineAction]:
+        """Grants of consecutive batches of one worker, under a policy of exact versions in one message. One sent again
+        is the same message: its weights still live."""
+        size = max(1, len(grants)) if self.policy.exact_version else 1
+        for at in range(0, len(grants), size):
+            first, sent = grants[at], grants[at : at + size]
+            yield from self._publish(first.version)
+            yield Grant(
+                term=self.term, worker=worker.number, session=worker.session, first=first.batch,
+                grant_ids=tuple(grant.number for grant in sent), batches=tuple(grant.batch_id for grant in sent),
+                version=first.version, min_version=first.min_version, key=self._key(first.version),
+                included=first.included, left_out=left_out_of(sent),
+            )  # fmt: skip
+
+    def _offered(self, worker: Worker, version: int) -> Iterator[ev.EngineAction]:
+        yield from self._publish(version)
+        yield NewVersion(
+            term=self.term, worker=worker.number, version=version, key=self._key(version),
+            included=worker.queue.applied,
+        )  # fmt: skip
+
+    def _publish(self, version: int) -> Iterator[ev.EngineAction]:
+        """Each version is published once; an older one is already, or was."""
+        if version > self._published:
+            self._published = version
+            yield ev.PublishWeights(version)
+
+    def _key(self, version: int) -> str:
+        return weights_key(scope_of(self.settings.job, self.start.run_id), self.term, version)
 
     # --- durability, time and the end ---------------------------------------------------------------------------------
 
@@ -693,13 +721,13 @@ class Engine(EngineState):
             return
         if self._settling.is_settled:
             self._durability.order(self.version, self._now)
-            self._actions.append(StoreCheckpoint(self.version, self.snapshot(self._now)))
+            self._actions.append(ev.StoreCheckpoint(self.version, self.snapshot(self._now)))
             return
         self._settling.is_under_way = True
         if not self._grants or is_last:
             self._actions.extend(self._settling.ask(self._now))
 
-    def _on_stored(self, event: CheckpointStored) -> None:
+    def _on_stored(self, event: ev.CheckpointStored) -> None:
         advanced = self._durability.stored(event.version)
         if advanced is None:
             raise self._illegal(f"checkpoint of version {event.version} was not ordered")
@@ -708,11 +736,11 @@ class Engine(EngineState):
             self._actions.append(durable)
         if event.version == self.version:
             # No worker asks for the last version of a stream that has gone quiet; evaluator and model server want it.
-            self._actions += self._commands.publish(self.version)
+            self._actions += self._publish(self.version)
         # A checkpoint that was under way when an evaluation met the target does not know of it: the next one does.
         if self.stopping is not None and event.version == self.version and self._durability.is_kept:
             self.finished = self.stopping
-            self._actions.append(Finish(self.finished, event.version, self.error))
+            self._actions.append(ev.Finish(self.finished, event.version, self.error))
 
     def _on_tick(self) -> None:
         self.moves.balance(self._now)

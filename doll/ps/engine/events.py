@@ -1,11 +1,8 @@
 """The engine's input and output: events and actions.
 
-Events are the records that workers and the evaluator send (`doll.records.control`) and the ones below, which the
-parameter server makes. All of them can be encoded, so an event log can be kept and replayed.
-
-Actions are what the parameter server does next, in this order: it sends a command, which is a control record for the
-worker that the record names, or it does what is said below. The outcome of FetchGradient and StoreCheckpoint comes back
-as an event.
+Events are records of workers and of the evaluator, and the ones below, which the parameter server makes. All of them
+can be encoded, so an event log can be kept and replayed. Actions are what the server does next, in this order: it sends
+a command, or does what is said below. The outcome of FetchGradient and StoreCheckpoint comes back as an event.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ class GradientFetched(ControlRecord, frozen=True):
     """The gradient of a set is in the parameter server's memory, checked."""
 
     grant_id: int  # the set's first
-    max_change: float = 0.0  # see `doll.ps.model.updater.Updater.max_change`
+    max_change: float = 0.0  # see `doll.optim.optimizer.Updater.max_change`
 
 
 class GradientLost(ControlRecord, frozen=True):
@@ -84,9 +81,10 @@ class StopRequested(ControlRecord, frozen=True):
     reason: str
 
 
+# Of other processes; the others are the server's own.
+ReceivedEvent = Join | Announce | Skip | Push | Nack | Alive | Leave | SourceEnded | Evaluated | Scale
 Event = (
-    Join | Announce | Skip | Push | Nack | Alive | Leave | SourceEnded | Evaluated | Scale
-    | GradientFetched | GradientLost | GrantsLost | CheckpointStored | TopicGrew | Tick | StopRequested
+    ReceivedEvent | GradientFetched | GradientLost | GrantsLost | CheckpointStored | TopicGrew | Tick | StopRequested
 )  # fmt: skip
 
 # --- actions --------------------------------------------------------------------------------------------------------
@@ -273,7 +271,6 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def grid(self) -> int:
-        """The number of the present grid."""
         return len(self.earlier_grids)
 
     @property

@@ -6,7 +6,7 @@ A grant stands from the moment at which its batch is granted until the batch is 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import count
 
@@ -47,20 +47,11 @@ class Grants:
     def __len__(self) -> int:
         return len(self._standing)
 
-    def __contains__(self, number: int) -> bool:
-        return number in self._standing
-
     def held_batches(self) -> list[BatchId]:
-        """The held batches in the order of their grants."""
         return [self._held[number] for number in sorted(self._held)]
 
     def get(self, number: int) -> ActiveGrant | None:
-        """The grant of this number, if it stands."""
         return self._standing.get(number)
-
-    def owner(self, grant: ActiveGrant) -> Worker:
-        """The worker whose batch is granted."""
-        return self._workers[grant.worker]
 
     def next_number(self) -> int:
         """A number that no grant of this term has."""
@@ -74,7 +65,6 @@ class Grants:
         self.changed[worker.number] = None
 
     def grant(self, worker: Worker, version: int, min_version: int, now: float) -> ActiveGrant:
-        """Grant the worker's first waiting batch."""
         grant = worker.queue.grant(next(self._numbers), worker.number, version, min_version, now)
         self._standing[grant.number] = grant
         self.num_computing += 1
@@ -97,7 +87,7 @@ class Grants:
 
     def hold(self, pushed: PushedSet) -> Worker:
         """The gradient of this set is at the server; returns the set's worker."""
-        worker = self.owner(pushed.grants[0])
+        worker = self._workers[pushed.grants[0].worker]
         worker.queue.hold(pushed)
         self.num_computing -= len(pushed.grants)
         self.num_held += len(pushed.grants)
@@ -116,11 +106,8 @@ class Grants:
         return taken
 
     def give_back(self, batch_id: BatchId) -> PushedSet:
-        """Return a held batch to the queue; returns its set.
-
-        Raises:
-            IllegalEventError: the batch is not the last one under way of its worker, or others are in its set.
-        """
+        """Return a held batch to the queue; returns its set. Raises IllegalEventError if the batch is not the last one
+        under way of its worker, or others are in its set."""
         worker = self._owners[batch_id.partition]
         grant = worker.queue.give_back(batch_id)
         if grant is None or grant.pushed is None or len(grant.pushed.grants) > 1:
@@ -178,27 +165,6 @@ class Grants:
         numbers = self._computing_numbers
         while numbers and ((grant := self._standing.get(numbers[0])) is None or grant.held):
             numbers.popleft()
-
-    def check_invariants(self, version: int, *, is_ending: bool) -> None:
-        """Assert what must hold after every event; for tests."""
-        for worker in self._workers:
-            worker.queue.check_invariants()
-            assert worker.waiting == _grantable(worker)
-            assert worker.is_live or not worker.computing, "nobody waits for a worker that is gone"
-        assert self.num_held == len(self._held) == sum(worker.held for worker in self._workers)
-        assert self.num_computing == len(self) - len(self._held) == sum(worker.computing for worker in self._workers)
-        assert list(self._standing) == sorted(self._standing)
-        assert set(self._held) == {number for number, grant in self._standing.items() if grant.held}
-        assert self.num_waiting == sum(worker.waiting for worker in self._workers)
-        named = Counter(grant.version for grant in self._standing.values() if grant.names)
-        assert self.named_versions == named, "the weights of a grant live until it is answered or void, and no longer"
-        for grant in self._standing.values():
-            assert not grant.names or grant.pushed is None
-            assert grant.min_version <= grant.version <= version
-            is_exact = self._is_exact and not is_ending  # at the end only rests are applied
-            assert not is_exact or grant.version == grant.min_version == version, (
-                "a group's gradients are all of one version"
-            )
 
 
 def is_allowed(push: Push, grants: Sequence[ActiveGrant], policy: Policy, version: int) -> bool:

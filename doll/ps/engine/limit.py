@@ -29,8 +29,7 @@ class LimitWatch:
     def observe(self, engine: Engine, now: float, *, computing_s: float = 0.0, idle_s: float = 0.0) -> Limit | None:
         """The job's limit since `STANDS_S` or longer; None: it has none, or another one each time.
 
-        Args:
-            computing_s, idle_s: of all workers since the server began (`doll.records.control.Measures`).
+        `computing_s`, `idle_s`: of all workers since the server began (`doll.records.control.Measures`).
         """
         computed_s, waited_s = computing_s - self._times[0], idle_s - self._times[1]
         self._times = computing_s, idle_s

@@ -1,7 +1,6 @@
-"""The consistency policy's gain and cost: staleness, blocked time, bytes. Pure.
+"""The consistency policy's gain and cost: staleness, blocked time, bytes; live and in simulations. Pure.
 
-One class measures live, at the parameter server, and in simulations: it sees the updates of an engine. A batch costs a
-few microseconds, one of exact versions about one, whatever the number of workers.
+A batch costs a few microseconds, one of exact versions about one, whatever the number of workers.
 """
 
 from __future__ import annotations
@@ -22,15 +21,11 @@ class PolicyMeasures:
     """Counts over one server's term.
 
     Staleness is of every batch that is applied, at the version that its push names. A worker is blocked while it holds
-    a complete batch, computes nothing, and has no grant: of the time between two pushes of a worker, that is what is
-    neither computing nor waiting for the batch itself. The time that a grant takes to arrive counts as blocked.
+    a complete batch, computes nothing, and has no grant; the time that a grant takes to arrive counts as blocked.
     """
 
     def __init__(self, engine: Engine, *, weights_bytes: int = 0) -> None:
-        """
-        Args:
-            weights_bytes: of one version as workers read it, which is also the size of a dense gradient.
-        """
+        """`weights_bytes`: of one version as workers read it, which is also the size of a dense gradient."""
         self._engine = engine
         self._weights_bytes = weights_bytes
         # Gradients of exact versions are of the newest one, and many: nothing is kept for them, and one comparison each
@@ -78,7 +73,6 @@ class PolicyMeasures:
         self._plain_row_bytes += size.plain_bytes
 
     def sent_version(self, worker: int, version: int) -> None:
-        """A worker is sent a version before a grant asks for it."""
         self._read_bytes += self._weights_bytes
         self._read[worker] = version
 
@@ -124,7 +118,6 @@ class PolicyMeasures:
             self.blocked_s += min(idle_s, max(batch.wait_s for batch in push.batches))
 
     def report(self) -> Measures:
-        """The measures that were counted until now."""
         histogram = self._meter.histogram
         return Measures(
             staleness=dict(histogram.counts),

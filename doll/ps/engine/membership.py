@@ -61,7 +61,6 @@ class Worker:
         return self.present and not self.left and bool(self.queue.partitions)
 
     def heard(self, alive: Alive) -> None:
-        """Take a heartbeat of this worker's process."""
         self.retained, self.lag, self.waiting_for = alive.retained, alive.lag, alive.waiting_for
         self.most_unread = alive.most_unread
 
@@ -179,7 +178,6 @@ class Membership:
         self._live.discard(worker.number)
 
     def expired(self, now: float) -> list[Worker]:
-        """Workers whose lease has run out."""
         workers = []
         for number, heard_s in self._last_heard.items():  # the least recently heard first
             if now - heard_s <= self._lease_s:
@@ -194,12 +192,6 @@ class Membership:
         elif worker.number not in self._live:
             self._live.add(worker.number)
             worker.live_since_s = now
-
-    def check_invariants(self) -> None:
-        """Assert what must hold after every event; for tests."""
-        here = {worker.number for worker in self._workers if worker.present and not worker.left}
-        assert set(self._last_heard) == here
-        assert self._live == {worker.number for worker in self._workers if worker.is_live}
 
     def _heard(self, worker: Worker, now: float) -> None:
         worker.last_heard_s = now

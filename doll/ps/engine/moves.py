@@ -2,13 +2,13 @@
 
 A partition moves between two batches: nothing of it is being computed, no gradient of it is held, and its worker holds
 back no part of a step. Until then none of its batches is granted; what was being computed of it is computed again by
-the worker that takes it, which reads on from what is durable. It moves only to a worker that is here: until then its
-worker keeps it. A Welcome tells both workers what they serve now, and they go on with what else they compute
-(docs/decisions/0073, 0093). So it does if a worker gets a partition which was added to the topic (0075).
+the worker that takes it, which reads on from what is durable. It moves only to a worker that is here. A Welcome tells
+both workers what they serve now (docs/decisions/0073, 0093), also if a partition was added to the topic (0075).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
@@ -16,9 +16,65 @@ from doll.ps.engine.assignment import largest_load, reassigned, reassigned_by_lo
 from doll.ps.engine.durability import Durability, Settling
 from doll.ps.engine.grants import Grants
 from doll.ps.engine.membership import Membership, Worker
-from doll.ps.engine.partition_loads import PartitionLoads
 from doll.ps.engine.partition_state import PartitionState
 from doll.ps.engine.settings import EngineSettings
+
+_LOOKS: Final = 6  # at the counters, in one window
+
+
+class PartitionLoads:
+    """The load of each partition, in records per second: what was learned of it in the last window, and what is unread
+    as if it were to be learned in another window.
+
+    So a partition that its worker keeps up with has its rate, and one that is behind has more than it gets.
+    """
+
+    def __init__(
+        self, partitions: Sequence[PartitionState], owners: Sequence[Worker], *, window_s: float, records_per_batch: int
+    ) -> None:
+        """`owners`: the worker that serves each partition. `window_s`: seconds above 0."""
+        self._partitions = partitions
+        self._owners = owners
+        self._window_s = window_s
+        self._records_per_batch = records_per_batch
+        self._looks: deque[tuple[float, list[int]]] = deque()  # (when, batches of each partition in the model)
+
+    def observe(self, now: float) -> None:
+        """Look at the counters if it is time. Times do not fall."""
+        looks = self._looks
+        if looks and now - looks[-1][0] < self._window_s / _LOOKS:
+            return
+        looks.append((now, [partition.applied for partition in self._partitions]))
+        while len(looks) > 2 and now - looks[1][0] >= self._window_s:
+            looks.popleft()
+
+    def loads(self, now: float) -> list[float] | None:
+        """The load of each partition; None before a window has passed, and if nothing is learned and nothing waits."""
+        if not self._looks or (seconds := now - self._looks[0][0]) < self._window_s:
+            return None
+        before = self._looks[0][1]
+        added = [0] * (len(self._partitions) - len(before))  # since: partitions may become more
+        counts = zip(self._partitions, [*before, *added], strict=True)
+        learned = [partition.applied - count for partition, count in counts]
+        unread = self._unread()
+        loads = [
+            self._records_per_batch * batches / seconds + records / self._window_s
+            for batches, records in zip(learned, unread, strict=True)
+        ]
+        return loads if any(loads) else None
+
+    def _unread(self) -> list[float]:
+        """Records of each partition that are not read: as its worker says, of those with the most, and of the others
+        what is left in equal parts."""
+        each: dict[Worker, float] = {}
+        most: dict[int, int] = {}
+        for worker in dict.fromkeys(self._owners):
+            own = {number: count for number, count in worker.most_unread if number in worker.queue.partitions}
+            most |= own
+            others = len(worker.queue.partitions) - len(own)
+            each[worker] = max(0, worker.lag - sum(own.values())) / others if others else 0.0
+        return [most.get(number, each[worker]) for number, worker in enumerate(self._owners)]
+
 
 # Partitions move while the number of workers stays only if the largest load falls below this share of itself,
 _MOST_LEFT: Final = 0.8
@@ -41,11 +97,8 @@ class Moves:
         released: Iterable[int], *, settings: EngineSettings, members: Membership, grants: Grants, settling: Settling,
         durability: Durability,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            workers: all for which there is place.
-            owners: the worker that serves each partition, for all parts of the engine, as are `partitions`.
-        """
+        """`workers`: all for which there is place. `owners`: the worker that serves each partition, for all parts of
+        the engine, as are `partitions`."""
         self._backlog = _BACKLOG_BATCHES * settings.records_per_batch
         self._every_s = settings.rebalance_s
         self._balanced_at_s: float | None = None
@@ -97,12 +150,13 @@ class Moves:
         owners = [worker.number for worker in self._owners]
         wanted = reassigned_by_load(owners, serving, loads)
         largest = largest_load(owners, loads)
-        fullest = (worker for worker in set(self._owners) if self._load_of(worker, loads) >= largest)
+        fullest = (
+            worker
+            for worker in set(self._owners)
+            if sum(loads[number] for number in sorted(worker.queue.partitions)) >= largest
+        )
         if largest_load(wanted, loads) <= _MOST_LEFT * largest and any(item.lag >= self._backlog for item in fullest):
             self._plan(wanted)
-
-    def _load_of(self, worker: Worker, loads: Sequence[float]) -> float:
-        return sum(loads[number] for number in sorted(worker.queue.partitions))
 
     def _plan(self, wanted: Sequence[int]) -> list[int]:
         owners = [worker.number for worker in self._owners]
@@ -116,7 +170,6 @@ class Moves:
 
     @property
     def _serving(self) -> list[int]:
-        """Workers that are to serve."""
         return [number for number in range(self.num_workers) if number not in self.released]
 
     def add_partitions(self, count: int, now: float) -> list[int]:
@@ -150,11 +203,8 @@ class Moves:
         return min(serving, key=lambda worker: (len(worker.queue.partitions), worker.number))
 
     def carry_out(self, now: float, freeze: Callable[[Worker, PartitionState], None]) -> list[int]:
-        """Move the partitions that can move now. Workers that are to learn of it: they serve others.
-
-        Args:
-            freeze: called once before a partition moves: nothing of it is announced or computed afterwards.
-        """
+        """Move the partitions that can move now. Workers that are to learn of it: they serve others. `freeze`: called
+        once before a partition moves: nothing of it is announced or computed afterwards."""
         met: set[int] = set()
         for taker, numbers in list(self._by_taker.items()):
             if taker.is_here:

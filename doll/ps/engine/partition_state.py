@@ -1,7 +1,6 @@
 """The state of one partition's batches. Pure.
 
-Which offsets a batch covers is in `doll.records.bounds`; that it is cut is decided by the first announcement of it that
-counts. Batches are granted, received and applied in order, so four counters say where each of them stands:
+Batches are granted, received and applied in order, so four counters say where each of them stands:
 
     [0, applied)           in the model
     [applied, received)    gradient held
@@ -9,8 +8,8 @@ counts. Batches are granted, received and applied in order, so four counters say
     [granted, announced)   waiting
 
 The applied batches of a partition are always a prefix of it, so `applied` in a checkpoint says which records the model
-of that checkpoint holds; `durable` is `applied` of the newest checkpoint. Which worker serves a partition is in
-`doll.ps.engine.assignment`, and its queue of batches in `doll.ps.engine.batch_queue`.
+of that checkpoint holds; `durable` is `applied` of the newest checkpoint. That a batch is cut is decided by the first
+announcement of it that counts (`doll.records.bounds`).
 """
 
 from __future__ import annotations
@@ -118,13 +117,6 @@ class PartitionState:
                 return False
             at = hi
         return at == end
-
-    def check_invariants(self) -> None:
-        """Assert what must hold after every event; for tests."""
-        assert self.durable <= self.applied
-        assert self.held >= 0
-        assert self.computing >= 0
-        assert self.granted <= self.announced
 
 
 def is_possible(run: BatchRange, records_per_batch: int) -> bool:

@@ -30,5 +30,4 @@ class EngineSettings:
 
     @property
     def places(self) -> int:
-        """The number of workers that have a place."""
         return max(self.num_workers, self.max_workers)

@@ -13,8 +13,7 @@ from typing import Final
 import msgspec
 
 from doll.ps.engine.assignment import as_they_stand, first_snapshot, for_workers, partitions_by_worker, require_fit
-from doll.ps.engine.batch_queue import BatchQueue
-from doll.ps.engine.commands import WorkerCommands
+from doll.ps.engine.batch_queue import ActiveGrant, BatchQueue
 from doll.ps.engine.durability import Durability, Settling
 from doll.ps.engine.ending import Ending
 from doll.ps.engine.events import EngineAction, EngineSnapshot, Event
@@ -33,9 +32,6 @@ _RECENT_EVENTS: Final = 30
 
 class EngineState:
     """The state of an engine. It is the `PolicyView` of the engine's policy.
-
-    Its parts: members (workers and their sessions), grants (where batches stand), limits (which pushes are late),
-    settling (what workers hold back) and durability (checkpoints).
 
     Attributes:
         moves: how many workers the job is to have, and which partitions go to others for it.
@@ -120,11 +116,10 @@ class EngineState:
         )  # fmt: skip
 
         self.ending = Ending(self._partitions, settings.records_per_batch, snapshot.source_ends)
-        self._commands = WorkerCommands(
-            job=settings.job, fingerprint=settings.fingerprint, term=term, start=snapshot, members=self._members,
-            ending=self.ending, takes_sets=policy.exact_version,
-        )  # fmt: skip
+        self._published = -1  # the newest version that is in the blob store, by this server
         self._skips: dict[int, Skip] = {}  # by partition, until they can be applied
+        # At this version, not sent yet: what a worker gets is one message.
+        self._granted: dict[int, list[ActiveGrant]] = {}
         self._last_held_at_s = now  # when the newest gradient came that was held
         self._offered_version = snapshot.version  # the newest of which the policy has named the recipients
         self._first_update_at_s = None if snapshot.samples_total == 0 else now
@@ -181,7 +176,6 @@ class EngineState:
 
     @property
     def durable_version(self) -> int:
-        """The version of the newest stored checkpoint."""
         return self._durability.version
 
     @property
@@ -213,7 +207,6 @@ class EngineState:
         return self.policy.shortfall(self, offers)
 
     def snapshot(self, now: float) -> EngineSnapshot:
-        """The part of the engine's state that a checkpoint keeps."""
         return msgspec.structs.replace(
             as_they_stand(self.start, self._partitions, self._owners, self._workers),
             version=self.version,
@@ -229,17 +222,6 @@ class EngineState:
             source_ends=self.ending.ends,
             reached=self.reached,
         )
-
-    def check_invariants(self) -> None:
-        """Assert what must hold after every event; for tests."""
-        self._members.check_invariants()
-        self._grants.check_invariants(self.version, is_ending=self.stopping is not None)
-        self._limits.check_invariants(self._workers)
-        self._durability.check_invariants()
-        in_grid = self.batches_total - self.start.earlier_batches
-        assert in_grid == sum(worker.applied for worker in self._workers)
-        assert in_grid == sum(partition.applied for partition in self._partitions)
-        assert self.finished or self.stopping or not self._grants.changed, "the policy knows of every change"
 
     def _elapsed_s(self, now: float) -> float:
         """Since the job's first update with a sample."""

@@ -27,7 +27,6 @@ class TimeLimits:
 
     @property
     def _least_s(self) -> float:
-        """The time limit of workers that are not slow."""
         return max(self._grant_timeout_s, 5.0 * self._batch_s) * self._batches_per_push
 
     def granted(self, worker: Worker, grant: ActiveGrant, now: float) -> None:
@@ -83,8 +82,3 @@ class TimeLimits:
         """Whether the worker has been granted what it waits for before it pushes (`PolicyConfig.batches_per_push`)."""
         queue, size = worker.queue, self._batches_per_push
         return size == 1 or queue.granted // size > queue.received // size
-
-    def check_invariants(self, owners: list[Worker]) -> None:
-        """Assert what must hold after every event; for tests."""
-        running = {worker for worker in owners if worker.computing and worker.queue.computing_grants[0].pushed is None}
-        assert set(self._since_s) == running

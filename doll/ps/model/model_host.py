@@ -1,23 +1,52 @@
-"""Port: where the model lives at the parameter server. It takes in gradients, makes versions and publishes weights.
-
-`doll.ps.model.local_host.LocalModelHost` keeps all of it in the server's own process. A host of several processes, each
-with a slice of the flat vector, is another adapter: it passes every call on to its slices and returns when all have
-done it.
-"""
+"""The model at the parameter server: it takes in gradients, makes versions and publishes weights."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections import deque
+from collections.abc import Callable, Container, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 
+from doll.config import JobConfig
+from doll.errors import BlobError, NotFiniteError
+from doll.optim.optimizer import Updater, diverged
+from doll.process.fault_points import fault_point
 from doll.ps.engine.events import ApplyUpdate, FetchGradient, GradientFetched, GradientLost
-from doll.ps.model.updater import HoldsTensors
+from doll.ps.model.row_writer import RowWriter
+from doll.ps.model.updater import ContributionBuffer, ModelParts
 from doll.ps.tables.bounded_ids import Totals
-from doll.ps.tables.row_server import StoredRows
+from doll.ps.tables.row_server import RowServer, StoredRows
+from doll.ps.tables.store import TableStore
 from doll.records.control import GetRows
-from doll.storage.blobs import Buffer
+from doll.storage.blobs import (
+    HEADER_BYTES,
+    Blobs,
+    Buffer,
+    Latest,
+    delta_key,
+    encode_blob,
+    encode_latest,
+    finish_blob,
+    latest_key,
+    scope_of,
+    weights_key,
+)
+from doll.storage.contributions import decode_contribution
+from doll.storage.deltas import Layout, changes
+from doll.storage.reads_ahead import ReadsAhead, in_thread
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
+
+_PREFETCH_BYTES: Final = 16 << 20  # that are held for the gradients of one poll before they are added
+
+_LARGE_BYTES: Final = 1 << 20
+# A sparse gradient with NaN is refused, and its batch computed again. A model that has diverged gives another one.
+_MAX_NOT_FINITE: Final = 3
 
 
 class FetchOutcome(NamedTuple):
@@ -36,57 +65,142 @@ class FetchOutcome(NamedTuple):
     plain_row_bytes: int = 0
 
 
-class ModelHost(HoldsTensors, Protocol):
-    """The model of one term. Calls block until they are done; not thread-safe.
+class ModelHost:
+    """The model of one term, in this process. Calls block until they are done; not thread-safe.
 
-    Every call may raise ServiceUnavailableError if the blob store is away and waiting for it is given up.
+    Every call may raise ServiceUnavailableError if the blob store is away and waiting for it is given up. If the store
+    has shared memory, each version is computed in memory of its own there, and published without a copy
+    (docs/decisions/0029).
     """
+
+    def __init__(
+        self, config: JobConfig, term: int, updater: Updater, blobs: Blobs, tables: TableStore | None = None, *,
+        run_id: str = "",
+    ) -> None:  # fmt: skip
+        """`tables`: of the model; None: it has no tables. `run_id`: see `doll.ps.start.Start`."""
+        self._scope = scope_of(config.job, run_id)
+        self._term = term
+        self._ttl_s = config.blobs.ttl_s
+        self._keep_versions = config.blobs.keep_versions
+        self._updater = updater
+        self._parts = ModelParts(updater, tables)
+        self._blobs = blobs
+        self._tables = tables
+        self._table_shapes = {} if tables is None else tables.shapes
+        self._rows = None if tables is None else RowServer(config, self._scope, term, tables, blobs)
+        self._row_writer = None if tables is None else RowWriter(self._scope, term, blobs, self._ttl_s, tables)
+        self._is_published = False  # the model as it is now
+        self._contributions = ContributionBuffer(updater, tables)
+        self._deltas: DeltaWriter | None = None
+        if config.training.policy.publishes_deltas:
+            self._deltas = DeltaWriter(self._scope, term, blobs, config.blobs.ttl_s, updater.num_parameters)
+            if tables is not None:
+                tables.track_numbers()
+        self._coming: set[str] = set()  # keys of gradients that are on their way to the store, and not fetched
+        self._ahead = ReadsAhead(self._read, _PREFETCH_BYTES // (HEADER_BYTES + 4 * self.num_values))
+        self._published: deque[int] = deque()  # the newest
+        self._older: dict[int, None] = {}  # that grants name, the oldest first
+        self._max_older = config.data.places * min(2, config.training.policy.pushes_under_way)
+        # The blob that the weights are in, its header not written yet; None: they are elsewhere, or published.
+        self._unpublished: memoryview | None = None
+        self._may_rewrite = False
+        self._deleted: set[str] = set()
+        self._unused: list[str] = []  # keys of blobs that can be deleted
+        self._num_not_finite = 0  # sparse gradients since the last one that was finite
+        self._pointed_at = -1  # version that `Latest` names
+        self._clearing: Future[None] | None = None  # of a far store, which is cleared while the server goes on
 
     @property
     def num_values(self) -> int:
         """Numbers in the flat vector."""
-        ...
+        return int(self._updater.weights.size)
 
     def fetch(self, order: FetchGradient) -> FetchOutcome:
-        """Get this gradient and keep it until its update. A torn, foreign or missing one is reported as lost.
-
-        Raises:
-            DivergedError: too many in a row were not finite. The host must not be used any more.
-        """
-        ...
+        """Get this gradient and keep it until its update. A torn, foreign or missing one is reported as lost. Raises
+        DivergedError if too many in a row were not finite. The host must not be used any more."""
+        blob = self._ahead.get(order.key)
+        self._coming.discard(order.key)
+        try:
+            if blob is None:
+                raise BlobError("not in the blob store (any more)")
+            decoded = decode_contribution(
+                blob, self._updater.num_parameters, job=self._scope, version=order.version, numel=self.num_values,
+                tables=self._table_shapes,
+            )  # fmt: skip
+        except BlobError as exc:
+            if isinstance(exc, NotFiniteError):
+                self._num_not_finite += 1
+                if self._num_not_finite == _MAX_NOT_FINITE:
+                    raise diverged(f"{_MAX_NOT_FINITE} times in a row, a gradient is") from exc
+            log.warning("gradient_lost", key=order.key, reason=str(exc), action="its batch is computed again")
+            return FetchOutcome(GradientLost(grant_id=order.grant_id, reason=str(exc)))
+        self._num_not_finite = 0
+        gradient = decoded.values
+        max_change = self._updater.max_change(gradient)
+        if self._tables is not None:
+            max_change = max(max_change, self._tables.max_change(decoded.rows))
+        self._contributions.put(order.grant_id, gradient, rows=decoded.rows, in_order=order.in_order)
+        if order.in_order and len(blob) >= _LARGE_BYTES:  # its memory can be used for the next one
+            self._blobs.delete(order.key)
+            self._deleted.add(order.key)
+        fetched = GradientFetched(grant_id=order.grant_id, max_change=max_change)
+        plain = sum(rows.ids.nbytes + rows.values.nbytes for rows in decoded.rows.values())
+        return FetchOutcome(fetched, blob, decoded.num_sent, plain)
 
     def prefetch(self, keys: Sequence[str], coming: Sequence[str] = ()) -> None:
         """Gradients under these keys will probably be fetched now. Those of `coming`, some of them, are on their way to
         the store: `fetch` waits for them, for a while."""
+        self._coming.update(coming)
+        if coming or self._blobs.is_far:  # a server may be near to a store that its workers are far from
+            self._ahead.begin(keys)
+            return
+        count = min(len(keys), _PREFETCH_BYTES // (HEADER_BYTES + 4 * self.num_values))
+        if count > 1:
+            self._blobs.prefetch(keys[:count])
+
+    def _read(self, key: str) -> Buffer | None:
+        return self._blobs.get_soon(key) if key in self._coming else self._blobs.get(key)
 
     def is_reading(self, key: str) -> bool:
         """Whether the gradient under this key is on its way since `prefetch`: `fetch` would wait for it."""
-        ...
+        return self._ahead.is_reading(key)
 
     def apply(self, update: ApplyUpdate) -> int:
-        """Make the version of `update` from its gradients; how many samples it learned from.
-
-        Raises:
-            DivergedError: a number is not finite. The host must not be used any more.
-        """
-        ...
+        """Make the version of `update` from its gradients; how many samples it learned from. Raises DivergedError if a
+        number is not finite. The host must not be used any more."""
+        memory = self._unpublished if self._may_rewrite else None
+        if memory is None and self.num_values:
+            memory = self._blobs.reserve(HEADER_BYTES + 4 * self.num_values)
+        into = None if memory is None else np.frombuffer(memory, np.float32, offset=HEADER_BYTES)
+        num_samples = self._contributions.apply(update, into)
+        self._is_published = False
+        if into is not None and self._updater.weights.ctypes.data == into.ctypes.data:
+            self._unpublished, self._may_rewrite = memory, True
+        else:
+            self._unpublished = None
+        fault_point("ps.after_apply")
+        keys = (item.push.key for item in update.sets if item.push.key)
+        self._unused += (key for key in keys if key not in self._deleted)
+        self._deleted.clear()
+        return num_samples
 
     def publish(self, version: int) -> str:
         """The blob key of the weights, which workers can read when this returns. May be repeated; costs nothing then.
-
-        Args:
-            version: that of the weights now; or an older one, which is not published any more: only its key is
-                returned.
-        """
-        ...
-
-    def republish(self, version: int) -> str:
-        """Publish a version again: a worker has not found its blob."""
-        ...
+        `version`: that of the weights now; of an older one only the key is returned."""
+        key = weights_key(self._scope, self._term, version)
+        if not self._published or version > self._published[-1]:
+            self._put_weights(key, version)
+            self._published.append(version)
+            self._is_published = True
+        return key
 
     def release(self, version: int) -> None:
         """Release a version that no grant names any more: the next `tidy` may delete its blob."""
-        ...
+        if version in self._older:
+            del self._older[version]
+            self._unused.append(weights_key(self._scope, self._term, version))
+            if self._deltas is not None:
+                self._unused.append(delta_key(self._scope, self._term, version))
 
     def tidy(self, named: Container[int] = ()) -> None:
         """Do what no worker waits for: point at the newest published weights, delete blobs that nobody needs now.
@@ -100,36 +214,119 @@ class ModelHost(HoldsTensors, Protocol):
         Args:
             named: versions that grants name.
         """
-        ...
+        if self._clearing is not None and not self._clearing.done():
+            return  # of a far store: the next call, within a tick, finds it done
+        if self._clearing is not None:
+            self._clearing = self._clearing.result()
+        calls: list[Callable[[], None]] = []
+        if self._published and (version := self._published[-1]) != self._pointed_at:
+            if self._row_writer is not None and self._is_published:  # before the pointer, by which readers go
+                stores, unused_rows = self._row_writer.publish(version)
+                calls += stores
+                self._unused += unused_rows
+            latest = Latest(term=self._term, version=version, key=weights_key(self._scope, self._term, version))
+            calls.append(partial(self._blobs.put, latest_key(self._scope), encode_latest(latest), self._ttl_s))
+            self._pointed_at = version
+        while len(self._published) > self._keep_versions:
+            self._older[version := self._published.popleft()] = None
+            if version not in named:
+                self.release(version)
+        while len(self._older) > self._max_older:  # only if workers have several grants, of several versions
+            self.release(next(iter(self._older)))
+        if self._unused:
+            unused, self._unused = self._unused, []
+            calls.append(partial(self._blobs.delete, *unused))
+        if calls and self._blobs.is_far:
+            self._clearing = in_thread(partial(_call_all, calls), "clear")
+        else:
+            _call_all(calls)
+
+    def _put_weights(self, key: str, version: int) -> None:
+        if self._deltas is not None:
+            self._deltas.put(self._updater.weights, version)
+        memory, self._unpublished = self._unpublished, None
+        if memory is None:
+            parts = encode_blob(self._updater.weights, job=self._scope, kind="w", version=version)
+        else:
+            finish_blob(memory, job=self._scope, kind="w", version=version)
+            parts = [memory]
+        self._blobs.put(key, parts, self._ttl_s)
+
+    def republish(self, version: int) -> str:
+        """Publish a version again: a worker has not found its blob."""
+        if version in self._published:
+            self._published.remove(version)
+        self._pointed_at = -1  # the pointer may be lost as well
+        return self.publish(version)
 
     def store_rows(self, request: GetRows, version: int, *, subscribes: bool) -> StoredRows:
-        """Put the rows of tables that a worker asks for into the blob store, as they are now.
-
-        Args:
-            version: the newest.
-            subscribes: `changed_rows` is to have them from now on.
-
-        Raises:
-            BlobError: the request is not whole, or not for this model's tables.
-        """
-        ...
+        """Put the rows that a worker asks for into the blob store, as of `version`; see `RowServer.answer`."""
+        if self._rows is None:
+            raise BlobError(f"worker {request.worker} asks for rows, but the model has no tables")
+        return self._rows.answer(request, version, subscribes=subscribes)
 
     def changed_rows(self, worker: int, version: int) -> StoredRows | None:
-        """Put the rows that `worker` has asked for into the blob store: rows that have changed since the last call;
-        None if it has asked for none."""
-        ...
+        """Put the rows of `worker` that have changed into the blob store; see `RowServer.changes`."""
+        return None if self._rows is None else self._rows.changes(worker, version)
 
     def forget_rows(self, worker: int) -> None:
         """A new process of `worker` has asked for no rows."""
+        if self._rows is not None:
+            self._rows.forget(worker)
 
-    def table_totals(self) -> Mapping[str, Totals]:
-        """The totals of bounded tables, by name."""
-        ...
+    def table_totals(self) -> dict[str, Totals]:
+        return {} if self._tables is None else self._tables.totals
 
     def drop(self, key: str, held: int = 0) -> None:
         """Delete the blob of a gradient that will not be applied; forget the set `held`, if that is not 0."""
-        ...
+        self._ahead.forget(key)
+        self._coming.discard(key)
+        if held:
+            self._contributions.drop(held)
+        self._blobs.delete(key)
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         """Weights and state by name, for a checkpoint. They stay as they are."""
-        ...
+        self._may_rewrite = False  # weights in shared memory are handed out as they are
+        return self._parts.tensors()
+
+    def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
+        self._unpublished = None
+        self._parts.load(tensors)
+
+
+def _call_all(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+
+
+class DeltaWriter:
+    """Publishes what each version of one term has changed, beside its weights.
+
+    It keeps a copy of the weights that it was given last.
+    """
+
+    def __init__(self, scope: str, term: int, blobs: Blobs, ttl_s: float, num_parameters: int) -> None:
+        self._scope = scope
+        self._term = term
+        self._blobs = blobs
+        self._ttl_s = ttl_s
+        self._num_parameters = num_parameters
+        self._before: npt.NDArray[np.float32] | None = None
+        self._version = -1  # of `_before`
+
+    def put(self, weights: npt.NDArray[np.float32], version: int) -> None:
+        """Store what has changed since the version that this was called with before, if it is shorter than the whole.
+        `weights`: float32, shape (numel,)."""
+        if version <= self._version:  # published again
+            return
+        before, since = self._before, self._version
+        if before is None:
+            self._before, self._version = weights.copy(), version
+            return
+        layout = Layout(weights.size, self._num_parameters)
+        delta = changes(before, weights, layout, job=self._scope, since=since, version=version)
+        if delta is not None:
+            self._blobs.put(delta_key(self._scope, self._term, version), delta, self._ttl_s)
+        before[:] = weights
+        self._version = version

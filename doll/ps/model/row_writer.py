@@ -32,12 +32,8 @@ class _KeptChange(NamedTuple):
 
 
 class Publication(NamedTuple):
-    """The calls that a version still needs in the blob store.
-
-    Attributes:
-        stores: calls, to be made in this order before the version is pointed at.
-        unused: keys of older changes, to be deleted.
-    """
+    """The calls that a version still needs in the blob store: `stores`, to be made in this order before the version is
+    pointed at; and `unused`, keys of older changes, to be deleted."""
 
     stores: list[Callable[[], None]]
     unused: list[str]
@@ -100,10 +96,7 @@ class RowWriter:
             return
         log.info("rows_followed" if is_followed else "rows_not_followed", version=version)
         self._version = version if is_followed else None
-        if is_followed:
-            self._tables.follow()
-        else:
-            self._tables.unfollow()
+        self._tables.follow(is_followed)
 
     def _is_followed(self, now_s: float, stores: list[Callable[[], None]]) -> bool:
         """Whether a reader has said something new. What it says has a place that is always there: a store in shared

@@ -1,23 +1,19 @@
-"""How the contributions of one group make the next model: the port `Updater`, its adapters of a job, and their buffer.
-
-Adapters compute with torch and do no I/O: `doll.optim.optimizer.Optimizer` steps on the sum of gradients, `StepAdder`
-adds the steps that workers made themselves (docs/decisions/0020, 0034), and `OuterOptimizer` steps on their mean.
-"""
+"""The parts of the model at the server, and the buffer of the contributions that make its next version."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import reduce
 from operator import and_
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from doll.config import TrainingConfig
 from doll.model.flat_model import FlatModel
-from doll.optim.optimizer import Contribution, OuterOptimizer, StepAdder
+from doll.optim.optimizer import Contribution, OuterOptimizer, StepAdder, Updater
 from doll.optim.recipe import decay, make_optimizer
 from doll.optim.row_optimizer import row_optimizers
 from doll.ps.engine.events import ApplyUpdate
@@ -26,88 +22,6 @@ from doll.ps.tables.store import TableStore
 from doll.tables.rows import Rows
 
 _NO_ROWS: Final[Mapping[str, Rows]] = {}
-
-
-class HoldsTensors(Protocol):
-    """Whatever starts from the tensors of a checkpoint."""
-
-    def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Continue from a checkpoint's tensors.
-
-        Raises:
-            CheckpointError: they do not fit the model.
-        """
-
-
-class Updater(HoldsTensors, Protocol):
-    """Owns the flat weights and whatever state the step needs. Not thread-safe."""
-
-    @property
-    def weights(self) -> npt.NDArray[np.float32]:
-        """float32, shape (numel,), laid out as `doll.model.flat_model` says; a view of the live tensor."""
-        ...
-
-    @property
-    def num_parameters(self) -> int:
-        """How many of the weights are parameters: the first ones."""
-        ...
-
-    @property
-    def clipped_by(self) -> float:
-        """The factor, at most 1, by which the last `apply` made its contributions smaller, tables' included."""
-        ...
-
-    def weight(self, set_weight: float, age: int) -> float:
-        """The factor of a contribution's parameters in the sum.
-
-        Args:
-            set_weight: sum of the weights of its samples.
-            age: updates that were made since the weights that it was computed on.
-        """
-        ...
-
-    def add(self, contribution: Contribution) -> None:
-        """Add `contribution` to the next `apply`, after the ones added before. It is not used afterwards."""
-
-    def max_change(self, contribution: Contribution) -> float:
-        """How far `contribution` moves any one parameter at most, before `scale`; infinite if that is no number.
-
-        0 if it does not move the weights by itself: it is a gradient.
-        """
-        ...
-
-    def apply(
-        self,
-        contributions: Sequence[Contribution],
-        scale: float,
-        weight: float,
-        into: npt.NDArray[np.float32] | None = None,
-        absent: int = 0,
-    ) -> None:
-        """Make the next model from the added contributions and then `contributions`, in this order.
-
-        Without any, the weights stay as they are. The result depends on the weights, the state and the contributions
-        in their order, bit for bit, and not on whether they were added before: a replay makes the same model.
-
-        Args:
-            scale: factor for the sum of the contributions.
-            weight: sum of the weights of all contributions' samples.
-            into: memory for the new weights, float32, shape (numel,), which then is `weights`. The array that was
-                `weights` before is left as it was, and is not used any more; `into` may be that array. None: memory of
-                the updater's own, in place where it can be.
-            absent: parameters that no sample of the contributions has used, see `FlatModel.absent`: an optimizer
-                leaves them and their state as they are, as torch does if `.grad` is None.
-
-        Raises:
-            DivergedError: a number is not finite. The object must not be used any more.
-        """
-
-    def tensors(self) -> dict[str, npt.NDArray[Any]]:
-        """The weights and the state, by name, for a checkpoint; `load` takes them.
-
-        They are copies, except for weights in memory that was given to `apply`: its owner keeps it as it is meanwhile.
-        """
-        ...
 
 
 class _WaitingSet(NamedTuple):
@@ -119,16 +33,12 @@ class _WaitingSet(NamedTuple):
 class ContributionBuffer:
     """Contributions that wait for their update, and the apply step: the one place that turns them into a version.
 
-    The parameter server, a replay of its event log and the simulation all apply updates through it. The order of
-    addition is that of the update, whenever each contribution came: one that comes in order is added at once and its
-    memory is free, another one waits (docs/decisions/0029).
+    The order of addition is that of the update, whenever each contribution came: one that comes in order is added at
+    once and its memory is free, another one waits (docs/decisions/0029).
     """
 
     def __init__(self, updater: Updater, tables: TableStore | None = None) -> None:
-        """
-        Args:
-            tables: of the model, changed together with the weights; None: no tables.
-        """
+        """`tables`: of the model, changed together with the weights; None: no tables."""
         self._updater = updater
         self._tables = tables
         self._waiting: dict[int, _WaitingSet] = {}
@@ -165,7 +75,7 @@ class ContributionBuffer:
             into: memory for the new weights; see `Updater.apply`.
 
         Raises:
-            DivergedError: as `Updater.apply`.
+            DivergedError: see `Updater.apply`.
             KeyError: a push of the update has a gradient that was never put here.
             RuntimeError: one that was added already is not of the update, or not the next in its order.
         """
@@ -226,34 +136,24 @@ def _absent(update: ApplyUpdate) -> int:
 
 
 class ModelParts(NamedTuple):
-    """The model at the server.
-
-    Attributes:
-        updater: of the flat vector.
-        tables: None if the model has no tables.
-    """
+    """The model at the server: the updater of its flat vector, and its tables, if it has any."""
 
     updater: Updater
     tables: TableStore | None = None
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
-        """The tensors of both, for a checkpoint."""
         tensors = self.updater.tensors()
         return tensors if self.tables is None else tensors | self.tables.tensors()
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Continue from a checkpoint's tensors; see `HoldsTensors`."""
         self.updater.load(tensors)
         if self.tables is not None:
             self.tables.load(tensors)
 
 
 def make_parts(config: TrainingConfig, model: FlatModel) -> ModelParts:
-    """Make the parts that `training` asks for; they own the weights and the tables' rows of `model` from now on.
-
-    Raises:
-        ConfigError: an optimizer that cannot be made, or cannot be used for tables.
-    """
+    """Make the parts that `training` asks for; they own the weights and the tables' rows of `model` from now on. Raises
+    ConfigError if an optimizer cannot be made, or cannot be used for tables."""
     tables = None
     if model.tables is not None:
         optimizers = None if config.policy.sends_steps else row_optimizers(config, model.tables.shapes)

@@ -9,17 +9,12 @@ __all__ = ["Policy", "PolicySpec", "PolicyView", "make_policy", "policy_spec"]
 
 
 def policy_spec(name: str) -> PolicySpec:
-    """The registered policy of this name.
-
-    Raises:
-        KeyError: no such policy.
-        ConfigError: it cannot be loaded, or it is no policy.
-    """
+    """The registered policy of this name. Raises KeyError if there is no such policy, and ConfigError if it cannot be
+    loaded, or it is no policy."""
     policy_section(name)  # checks the object
     spec: PolicySpec = POLICIES.load(name)
     return spec
 
 
 def make_policy(config: PolicyConfig) -> Policy:
-    """The policy that the job file names."""
     return policy_spec(config.name).factory(config)

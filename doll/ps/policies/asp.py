@@ -7,23 +7,14 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from doll.config.policy import PolicyConfig
-from doll.ps.policies.base import BatchId, Policy, PolicySpec, PolicyView
+from doll.ps.policies.base import BatchId, Policy, PolicySpec, PolicyView, PooledConfig
 
 
-class AsynchronousConfig(PolicyConfig):
+class AsynchronousConfig(PooledConfig):
     """The common options of asp and vap."""
 
     def batches_per_update(self, num_workers: int) -> int:
         return 1
-
-    def update_rate_per_s(self, rates_per_s: Sequence[float], batch_size: int) -> float:
-        """λ_U = (sum of the arrival rates) / b.
-
-        >>> AspPolicyConfig().update_rate_per_s([100.0, 50.0], batch_size=10)
-        15.0
-        """
-        return sum(rates_per_s) / batch_size
 
 
 class AspPolicyConfig(AsynchronousConfig):

@@ -1,8 +1,4 @@
-"""The interface of a consistency policy: its view of the engine, the engine's questions, and its registration.
-
-A worker's batches are granted, received and applied in the order of its stream, so three counts say where the batches
-stand that are not in the model: waiting, computing and held.
-"""
+"""The interface of a consistency policy: its view of the engine, the engine's questions, and its registration."""
 
 from __future__ import annotations
 
@@ -27,64 +23,50 @@ class WorkerCounters(Protocol):
     @property
     def is_live(self) -> bool:
         """Whether it has joined, its lease has not run out, and it has not left."""
-        ...
 
     @property
     def session(self) -> int:
         """The session of its process: another one after a restart."""
-        ...
 
     @property
     def applied(self) -> int:
         """Batches of this worker in the model."""
-        ...
 
     @property
     def held(self) -> int:
         """Gradients received and not applied."""
-        ...
 
     @property
     def first_held(self) -> BatchId:
         """The batch of its first held gradient; only while `held` is not 0."""
-        ...
 
     @property
     def held_change(self) -> float:
-        """How far its first held contribution will move any one number of the model at most: its largest absolute
-        value; 0 while it holds none. Only if its policy's section says `sends_steps`."""
-        ...
+        """How far its first held contribution moves any one number at most; 0 without one. For policies of steps."""
 
     @property
     def moved(self) -> float:
-        """Bound of how far this worker's contributions of this term have moved any one number of the model: the sum
-        of their largest absolute values. Only if its policy's section says `sends_steps`."""
-        ...
+        """How far its applied contributions of this term have moved any one number at most. For policies of steps."""
 
     @property
     def computing(self) -> int:
         """Batches granted whose gradient has not come."""
-        ...
 
     @property
     def waiting(self) -> int:
         """Batches announced that may be granted now: 0 while the worker is not live, or is stalled."""
-        ...
 
     @property
     def is_done(self) -> bool:
         """Whether no more batches of this worker will come than it has announced: the source has ended."""
-        ...
 
     @property
     def is_spent(self) -> bool:
         """Whether it is done and all of these are in the model: nobody waits for it."""
-        ...
 
     @property
     def announced(self) -> int:
         """Batches announced and not granted, whether or not they may be granted now."""
-        ...
 
 
 class PolicyView(Protocol):
@@ -93,47 +75,37 @@ class PolicyView(Protocol):
     @property
     def version(self) -> int:
         """Number of updates applied."""
-        ...
 
     @property
     def now_s(self) -> float:
         """The time of the event that is being handled, monotonic seconds. An event comes several times a second."""
-        ...
 
     @property
     def num_live(self) -> int:
         """Live workers."""
-        ...
 
     @property
     def num_held(self) -> int:
         """Gradients received and not applied, over all workers."""
-        ...
 
     @property
     def num_computing(self) -> int:
         """Batches granted whose gradient has not come, over all workers."""
-        ...
 
     @property
     def num_waiting(self) -> int:
         """Batches that may be granted now, over all workers."""
-        ...
 
     @property
     def num_left(self) -> int | None:
-        """Batches announced and not in the model, over all workers, if no more will come: the source has ended, and
-        all workers are done. A group that waits for more than these is never full. None: more may come. When this
-        begins or ceases to be known, `changed` names all workers."""
-        ...
+        """Batches announced and not in the model, over all workers, if no more will come: a group that waits for more
+        is never full. None: more may come. When this begins or ceases to be known, `changed` names all workers."""
 
     def worker(self, number: int) -> WorkerCounters:
         """The counters of one worker."""
-        ...
 
     def held_batches(self) -> Sequence[BatchId]:
         """Gradients received and not applied, in the order in which they were granted."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,11 +200,8 @@ class Policy(ABC):
         return None
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned in an earlier server; called before anything else.
-
-        Raises:
-            ValueError: it is not a state of this policy.
-        """
+        """Continue from what `state` returned in an earlier server; called before anything else. Raises ValueError if
+        it is not a state of this policy."""
         raise ValueError(f"policy {self.name} keeps no state, got {sorted(state)}")
 
     def batches_needed(self, view: PolicyView) -> int:
@@ -243,6 +212,18 @@ class Policy(ABC):
         """How many batches the next update needs beyond all that the live workers can offer; 0: it can be made."""
         needed = self.batches_needed(view) - view.num_held - view.num_computing
         return max(0, needed - sum(offer.waiting + max(0, offer.room) for offer in offers if not offer.stalled))
+
+
+class PooledConfig(PolicyConfig):
+    """The section of a policy whose updates take batches of whichever workers have some: all streams together set the
+    pace."""
+
+    def update_rate_per_s(self, rates_per_s: Sequence[float], batch_size: int) -> float:
+        """λ_U = (sum of the arrival rates) / (K b).
+
+        Source: the DOLL paper, Eq. (1), for streams of unequal rates.
+        """
+        return sum(rates_per_s) / (self.batches_per_update(len(rates_per_s)) * batch_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,8 @@
 """Worker clocks for policies of bounded staleness: how far each active worker is, and the minimum. Pure.
 
 A worker is active while it is live and has batches that it may compute. Its clock is the number of its batches or waves
-in the model, plus an offset that it gets when it becomes active after the others: then it starts at the minimum, so
-that nobody waits for what it missed (the ESSP paper). Batches without a record that were skipped do not count. The
-minimum is over active workers and never falls.
+in the model, without skipped ones, plus an offset that it gets when it becomes active after the others: then it starts
+at the minimum, so that nobody waits for what it missed (the ESSP paper). The minimum never falls.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ class WorkerClocks:
     """
 
     def __init__(self, history: int) -> None:
-        """
-        Args:
-            history: for how many clocks below the minimum `version_of` is asked.
-        """
+        """`history`: for how many clocks below the minimum `version_of` is asked."""
         self.minimum = 0
         self.raised: set[int] = set()
         self._history = history
@@ -37,7 +33,6 @@ class WorkerClocks:
         self._reached: list[tuple[int, int]] = [(0, 0)]
 
     def __contains__(self, worker: int) -> bool:
-        """Whether this worker is active."""
         return worker in self._clocks
 
     def slowest(self) -> list[int]:
@@ -49,7 +44,6 @@ class WorkerClocks:
         return self._offsets.get(worker, 0)
 
     def shift(self, worker: int, change: int) -> None:
-        """Add `change` to what is added to the count of this worker."""
         self._offsets[worker] = self.offset(worker) + change
 
     def set(self, worker: int, count: int, *, is_active: bool) -> None:
@@ -72,11 +66,7 @@ class WorkerClocks:
                 self._count(before, -1)
 
     def advance(self, version: int) -> bool:
-        """Bring `minimum` up to date; whether it has moved.
-
-        Args:
-            version: of the weights now, which hold every batch that the clocks count.
-        """
+        """Bring `minimum` up to date; whether it has moved. `version`: of the weights now."""
         heap, counts = self._heap, self._counts
         while heap and heap[0] not in counts:
             heappop(heap)
@@ -99,10 +89,7 @@ class WorkerClocks:
         return {"minimum": self.minimum, "offsets": offsets, "reached": [list(item) for item in self._reached]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """
-        Raises:
-            ValueError: not what `state` returns.
-        """
+        """Raises ValueError if it is not what `state` returns."""
         try:
             minimum = int(state["minimum"])
             reached = [(int(clock), int(version)) for clock, version in state["reached"]]
@@ -135,7 +122,6 @@ class WaitingAtGate:
         self._heap: list[int] = []  # the keys of `_workers`, and earlier keys
 
     def __bool__(self) -> bool:
-        """Whether a worker waits."""
         return bool(self._needed)
 
     def set(self, worker: int, needed: int | None) -> None:

@@ -78,9 +78,8 @@ class Diloco(Policy):
     A worker begins a round as soon as it has H waiting batches and nothing of it is at the server, on the newest
     weights. The round ends when every live worker has delivered that is neither late nor was dry when the last round
     ended; or a grace after a quorum has; or, if nobody computes any more because streams are dry, a grace after the
-    last one. The grace is as long as the round has taken so far, and at most `grace_s`: a worker that stands still, or
-    that no records reach, costs the others half of one round. Who comes later is late, and in the round in which it
-    comes; its change counts less (`DilocoPolicyConfig.age_discount`): no sample is dropped.
+    last one. The grace is as long as the round has taken so far, and at most `grace_s`. Who comes later is in the round
+    in which it comes, and its change counts less (`DilocoPolicyConfig.age_discount`): no sample is dropped.
 
     Source: Douillard et al., DiLoCo (arXiv 2311.08105); quorum and grace window: Decoupled DiLoCo (2604.21428); weights
     by age: 2605.09126.
@@ -90,12 +89,7 @@ class Diloco(Policy):
     exact_version: ClassVar[bool] = False
 
     def __init__(self, local_batches: int, *, quorum: float = 1.0, grace_s: float = 0.0) -> None:
-        """
-        Args:
-            local_batches: H >= 1.
-            quorum: above 0, at most 1.
-            grace_s: at least 0.
-        """
+        """`local_batches`: H >= 1. `quorum`: above 0, at most 1. `grace_s`: at least 0."""
         if not (1 <= local_batches <= MAX_LOCAL_BATCHES and 0 < quorum <= 1 and grace_s >= 0):
             raise ValueError(
                 f"expected 1 to {MAX_LOCAL_BATCHES} local batches, a quorum in (0, 1] and a grace of 0 s or more, got "

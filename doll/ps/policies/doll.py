@@ -9,11 +9,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
-from doll.config.policy import PolicyConfig
-from doll.ps.policies.base import BatchId, Policy, PolicySpec, PolicyView
+from doll.ps.policies.base import BatchId, Policy, PolicySpec, PolicyView, PooledConfig
 
 
-class DollPolicyConfig(PolicyConfig):
+class DollPolicyConfig(PooledConfig):
     """Groups of K batches, all computed at the same version (the DOLL paper, Algorithms 3 and 4)."""
 
     serial_updates: ClassVar[bool] = True
@@ -23,32 +22,20 @@ class DollPolicyConfig(PolicyConfig):
     def batches_per_update(self, num_workers: int) -> int:
         return self.group_size
 
-    def update_rate_per_s(self, rates_per_s: Sequence[float], batch_size: int) -> float:
-        """λ_U = (sum of the arrival rates) / (K b).
-
-        Source: the DOLL paper, Eq. (1), for streams of unequal rates.
-
-        >>> DollPolicyConfig(group_size=20).update_rate_per_s([125.0] * 64, batch_size=256)
-        1.5625
-        """
-        return sum(rates_per_s) / (self.group_size * batch_size)
-
 
 class Doll(Policy):
     """Groups of K batches.
 
-    The group is what is held or being computed. When a batch drops out (its worker or its gradient was lost), the next
-    waiting batch takes its place at the same version. Places go to workers with the fewest batches in the group, so
-    that gradients are computed in parallel; then by the grants since a worker's last one and the batches that it has
-    waiting, added. So a worker that joins is in the next group, whatever the others have announced before it, and one
-    that is behind misses no group for others that are not (docs/decisions/0093).
+    The group is what is held or being computed. When a batch drops out, the next waiting batch takes its place at the
+    same version. Places go to workers with the fewest batches in the group, so that gradients are computed in parallel;
+    then by the grants since a worker's last one and the batches that it has waiting, added: a worker that joins or is
+    behind misses no group for others (docs/decisions/0093).
     """
 
     name: ClassVar[str] = "doll"
     exact_version: ClassVar[bool] = True
 
     def __init__(self, group_size: int) -> None:
-        """`group_size`: K >= 1."""
         if group_size < 1:
             raise ValueError(f"expected a group size K >= 1, got {group_size}")
         self.group_size = group_size

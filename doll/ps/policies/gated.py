@@ -1,8 +1,7 @@
 """Policies in which a worker waits for the slowest one: ssp, essp and wsp.
 
-The slowest of those that have batches to compute: a worker whose partitions are dry is not waited for. It reads no
-weights and makes no steps, so no bound is about it, and its next batch is at the minimum of the clocks, as that of a
-worker that joins (docs/decisions/0077).
+The slowest of those that have batches to compute: a worker whose partitions are dry is not waited for, and its next
+batch is at the minimum of the clocks, as that of a worker that joins (docs/decisions/0077).
 """
 
 from __future__ import annotations
@@ -11,12 +10,11 @@ from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
-from doll.config.policy import PolicyConfig
-from doll.ps.policies.base import BatchId, Offer, Policy, PolicyView, WorkerCounters
+from doll.ps.policies.base import BatchId, Offer, Policy, PolicyView, PooledConfig, WorkerCounters
 from doll.ps.policies.clocks import WaitingAtGate, WorkerClocks
 
 
-class GatedConfig(PolicyConfig):
+class GatedConfig(PooledConfig):
     """The common options of these policies."""
 
     @property
@@ -40,8 +38,6 @@ class GatedConfig(PolicyConfig):
 class GatedByClock(Policy):
     """A batch starts when the minimum clock has reached what it needs, and is computed on weights that hold as much.
 
-    The minimum is over the workers that have batches to compute.
-
     The gate is on the batch's own place in its stream, wherever the server's count of its worker stands. Each push is
     an update of its own.
     """
@@ -50,10 +46,7 @@ class GatedByClock(Policy):
     whole_pushes: bool = True  # a push is begun once all of its batches are announced
 
     def __init__(self, history: int) -> None:
-        """
-        Args:
-            history: how far below the minimum clock `needed` may be, for workers that are not behind it.
-        """
+        """`history`: how far below the minimum clock `needed` may be, for workers that are not behind it."""
         self._clocks = WorkerClocks(history)
         self._gate = WaitingAtGate()
         self._live: dict[int, None] = {}
@@ -68,11 +61,8 @@ class GatedByClock(Policy):
 
     @abstractmethod
     def needed(self, batch: int, offset: int) -> int:
-        """The minimum clock that batch `batch` of a stream needs.
-
-        Args:
-            offset: added to the clocks of its worker, which has joined after the others.
-        """
+        """The minimum clock that batch `batch` of a stream needs. `offset`: added to the clocks of its worker, which
+        has joined after the others."""
 
     def changed(self, view: PolicyView, workers: Collection[int]) -> None:
         for number in workers:
@@ -139,6 +129,5 @@ class GatedByClock(Policy):
         return 0 if view.num_computing or view.num_held else sum(offer.stalled for offer in offers)
 
     def _needed_by(self, view: PolicyView, number: int) -> int:
-        """The minimum clock that the next batch of this worker needs."""
         worker = view.worker(number)
         return self.needed(worker.applied + worker.held + worker.computing, self._clocks.offset(number))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -39,14 +38,6 @@ class BoundedStalenessConfig(GatedConfig):
     def batches_per_update(self, num_workers: int) -> int:
         return 1
 
-    def update_rate_per_s(self, rates_per_s: Sequence[float], batch_size: int) -> float:
-        """λ_U = (sum of the arrival rates) / b: nobody waits for a worker whose streams are dry.
-
-        >>> SspPolicyConfig().update_rate_per_s([100.0, 50.0], batch_size=10)
-        15.0
-        """
-        return sum(rates_per_s) / batch_size
-
 
 class SspPolicyConfig(BoundedStalenessConfig):
     """Bounded staleness: a worker waits when it is more than s batches ahead of the slowest one."""
@@ -66,11 +57,7 @@ class Ssp(GatedByClock):
     takes_later_weights: ClassVar[bool] = True
 
     def __init__(self, staleness: int, under_way: int = 1) -> None:
-        """
-        Args:
-            staleness: s >= 0.
-            under_way: how many batches of a worker may be granted and not in the model, >= 1.
-        """
+        """`staleness`: s >= 0. `under_way`: how many batches of a worker may be granted and not in the model, >= 1."""
         if not (0 <= staleness <= MAX_STALENESS and under_way >= 1):
             raise ValueError(
                 f"expected a staleness of 0 to {MAX_STALENESS} and at least one batch under way, got {staleness} and "

@@ -52,25 +52,20 @@ class _View:
 class Vap(Policy):
     """Each step is an update of its own, and a worker whose step would take another worker's view beyond v_t waits.
 
-    Each batch is computed on the newest weights. While a worker computes, its view misses the steps that are applied
-    meanwhile: they are in transit until it begins its next batch. Condition (1) of the paper holds when a step is
-    applied: no number of what the view of that step misses is larger than v_t = v_0 / sqrt(t), t being the number of
-    this update. Three rules keep it:
+    Each batch is computed on the newest weights. Its view misses the steps that are applied while it is computed.
+    Condition (1) of the paper holds when a step is applied: no number of what the view of that step misses is larger
+    than v_t = v_0 / sqrt(t), t being the number of this update. Three rules keep it:
 
     - Steps are applied in the order of their grants as they come, each only if no older view misses more than v_t
       then. Otherwise it waits until the steps of these views are applied.
     - A step whose own view misses more than v_t, because a step of an older view had to be applied, is not applied: its
       batch is computed again (`void`).
     - A batch is granted only if the steps under way are expected to keep the bound, each as large as the last one of
-      its worker. So a smaller v_0 makes workers wait longer before they begin, and few batches are computed again.
+      its worker: few batches are computed again.
 
-    The oldest view is never behind a step of a younger one that it may not miss, so a step always can be applied: a
-    worker that is slow, or is lost, is waited for until its step comes or its time limit passes.
-
-    What a view misses is measured by the sum of the largest absolute values of the steps of all other workers that it
-    misses: never less than the largest absolute value of their sum, so the bound holds in every coordinate. A bound for
-    the steps of each worker apart, as in the paper's text, would let a view be P - 1 times as far off
-    (docs/decisions/0062).
+    The oldest view never misses too much, so a step always can be applied. What a view misses is measured by the sum of
+    the largest absolute values of the steps of all other workers that it misses: the bound holds in every coordinate,
+    and for all workers together (docs/decisions/0062).
     """
 
     name: ClassVar[str] = "vap"

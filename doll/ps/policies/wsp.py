@@ -43,14 +43,6 @@ class WspPolicyConfig(GatedConfig):
     def batches_per_update(self, num_workers: int) -> int:
         return self.wave_batches
 
-    def update_rate_per_s(self, rates_per_s: Sequence[float], batch_size: int) -> float:
-        """λ_U = (sum of the arrival rates) / (N_m b): each update is a wave, and nobody waits for a worker without one.
-
-        >>> WspPolicyConfig(wave_batches=4).update_rate_per_s([100.0, 40.0], batch_size=10)
-        3.5
-        """
-        return sum(rates_per_s) / (batch_size * self.wave_batches)
-
 
 class Wsp(GatedByClock):
     """A worker's clock is the number of its whole waves in the model. A wave begins once all of its batches are
@@ -63,13 +55,8 @@ class Wsp(GatedByClock):
     name: ClassVar[str] = "wsp"
 
     def __init__(self, wave_batches: int, clock_distance: int, *, pipelined: bool = False) -> None:
-        """
-        Args:
-            wave_batches: N_m >= 1.
-            clock_distance: D >= 0.
-            pipelined: a worker computes N_m batches at once, begins one whenever another is done, and so is in the
-                next wave before it has pushed the one before.
-        """
+        """`wave_batches`: N_m >= 1. `clock_distance`: D >= 0. `pipelined`: a worker computes N_m batches at once,
+        begins one whenever another is done, and so is in the next wave before it has pushed the one before."""
         if not 1 <= wave_batches <= MAX_WAVE_BATCHES or not 0 <= clock_distance <= MAX_CLOCK_DISTANCE:
             raise ValueError(
                 f"expected waves of 1 to {MAX_WAVE_BATCHES} batches and a clock distance of 0 to {MAX_CLOCK_DISTANCE}, "

@@ -14,22 +14,21 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from doll.errors import CheckpointError
-from doll.optim.row_optimizer import RowOptimizer, state_width
+from doll.optim.row_optimizer import RowOptimizer
 from doll.ps.tables.bounded_ids import FREE, BoundedIds, Totals
-from doll.ps.tables.row_array import RowArray
-from doll.ps.tables.table_parts import SUM_FACTOR, RowAnswer, check_finite, stored_tensor, tensor_name
+from doll.ps.tables.number_changes import NOBODY
+from doll.ps.tables.table_parts import RowAnswer, StoredTable, stored_tensor, tensor_name
 from doll.storage.sections import RowRequest
 from doll.tables.bounds import FirstRows, TableBounds
-from doll.tables.rows import Floats, Ids, Rows, TableShape, add_in_order
+from doll.tables.rows import Floats, Ids, Rows, TableShape
 
 _FORMAT: Final = 1
 
 
-class BoundedTable:
-    """A table of at most `bounds.max_rows` rows. Not thread-safe; the arrays of `tensors` are for any thread."""
+class BoundedTable(StoredTable):
+    """A table of at most `bounds.max_rows` rows."""
 
     def __init__(
         self, name: str, shape: TableShape, bounds: TableBounds, optimizer: RowOptimizer, first: FirstRows | None = None
@@ -39,17 +38,10 @@ class BoundedTable:
             shape: its `num_rows` is the number of ids that there may be.
             first: what it begins with; None: no id has a row.
         """
-        self.name = name
+        super().__init__(name, np.zeros((0, shape.width), np.float32), optimizer)
         self.shape = shape
         self._bounds = bounds
-        self._optimizer = optimizer
         self._ids = BoundedIds(bounds)
-        self._values = RowArray(np.zeros((0, shape.width), np.float32))
-        width = state_width(optimizer, shape.width)
-        self._state = {part: RowArray(np.zeros((0, width), np.float32)) for part in optimizer.state_names}
-        self._num_steps = 0
-        self._version = 0
-        self._pending: list[Rows] = []
         self._changed: list[Ids] | None = None  # None: nobody asks
         if first is not None:
             slots = self._ids.begin_with(first.ids, first.counts)
@@ -58,7 +50,6 @@ class BoundedTable:
 
     @property
     def totals(self) -> Totals:
-        """The rows, and the ids that were admitted, evicted or expired."""
         return self._ids.totals
 
     def read(self, ids: Ids) -> Rows:
@@ -70,9 +61,9 @@ class BoundedTable:
         values[~is_here] = self._bounds.initial.rows(ids[~is_here])
         return Rows(ids, values)
 
-    def answer(self, request: RowRequest) -> RowAnswer:
-        """The rows of `request.ids`, and of `request.known` those that may have changed after `request.since`: a known
-        id without a row may have lost it since, so it is sent."""
+    def answer(self, request: RowRequest, author: int = NOBODY) -> RowAnswer:
+        """The rows of `request.ids`, and of `request.known` those that may have changed after `request.since`, whoever
+        has changed them: a known id without a row may have lost it since, so it is sent."""
         known = request.known
         slots = self._ids.find(known)
         last_touch = np.where(slots >= 0, self._ids.last_touch(slots), self._version + 1)
@@ -80,13 +71,9 @@ class BoundedTable:
         changed = known[(last_touch > request.since) | ~is_of_term]
         return RowAnswer(self.read(np.union1d(request.ids, changed) if len(changed) else request.ids))
 
-    def follow(self) -> None:
-        """Follow changes: from now on, `changes` says what has changed since."""
-        self._changed = self._ids.lost = []
-
-    def unfollow(self) -> None:
-        """Nobody asks for changes any more."""
-        self._changed = self._ids.lost = None
+    def follow(self, is_followed: bool = True) -> None:
+        """Follow changes: from now on, `changes` says what has changed since; False: nobody asks any more."""
+        self._changed = self._ids.lost = [] if is_followed else None
 
     def changes(self) -> Rows:
         """The rows that have changed since the last call or `follow`; initial ones for ids that have lost theirs."""
@@ -94,31 +81,18 @@ class BoundedTable:
         self.follow()
         return self.read(np.unique(np.concatenate(changed)) if changed else np.empty(0, np.int64))
 
-    def add(self, rows: Rows) -> None:
-        """Add a gradient to the next update, after those before it. Its memory is not used afterwards."""
-        self._pending.append(Rows(rows.ids, rows.values * np.float32(SUM_FACTOR)))
-
-    def square_norm(self) -> float:
-        """The sum of the squares of the added gradients, as one sum, with those that will be dropped."""
-        if not self._pending:
-            return 0.0
-        return float(np.square(add_in_order(self._pending).values, dtype=np.float64).sum()) / SUM_FACTOR**2
-
-    def apply(self, scale: float, version: int) -> None:
-        """Make the rows of `version`: expire rows, admit ids, and one step on `scale` times the gradients' sum.
-
-        Raises:
-            DivergedError: a number is not finite.
-        """
-        pending, self._pending = [rows for rows in self._pending if len(rows.ids)], []
+    def apply(self, scale: float, version: int, authors: Mapping[int, int] | None = None) -> None:
+        """Make the rows of `version`: expire rows, admit ids, and one step on `scale` times the gradients' sum. Raises
+        DivergedError if a number is not finite."""
         self._version = version
         self._ids.expire(version)
-        if not pending:
+        if not self._pending:
             return
-        named = np.sort(np.concatenate([rows.ids for rows in pending]), kind="stable")  # merges what is sorted
+        # A stable sort merges what is sorted.
+        named = np.sort(np.concatenate([item.rows.ids for item in self._pending]), kind="stable")
         first = np.flatnonzero(np.diff(named, prepend=-1))
         self._begin(self._ids.name(named[first], np.diff(first, append=len(named)), version))
-        ids, total = add_in_order(pending)
+        ids, total = self._take_sum()
         slots = self._ids.find(ids)
         is_here = slots >= 0
         slots, total = slots[is_here], total[is_here]
@@ -126,36 +100,19 @@ class BoundedTable:
             return
         if self._changed is not None:
             self._changed.append(ids[is_here])
-        self._num_steps += 1
-        state = {part: array.read(slots) for part, array in self._state.items()}
-        rows_after = self._optimizer.step(
-            torch.from_numpy(self._values.read(slots)),
-            torch.from_numpy(total).mul_(scale / SUM_FACTOR),
-            {part: torch.from_numpy(rows) for part, rows in state.items()},
-            self._num_steps,
-        ).numpy()
-        check_finite(rows_after, self.name, "values")
-        self._values.write(slots, rows_after)
-        for part, rows in state.items():
-            check_finite(rows, self.name, f"state {part!r}")
-            self._state[part].write(slots, rows)
+        self._step(slots, slots, total, scale)
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         """All arrays by name, for a checkpoint. They stay as they are while updates go on."""
         tensors: dict[str, npt.NDArray[Any]] = {
             "bounded": np.array([_FORMAT, self._version, self._num_steps], np.int64),
-            "values": self._values.hold(),
-            **{f"state.{part}": array.hold() for part, array in self._state.items()},
+            **self._held(),
             **self._ids.tensors(),
         }
         return {tensor_name(self.name, part): array for part, array in tensors.items()}
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Continue from what `tensors` has returned.
-
-        Raises:
-            CheckpointError: it does not fit.
-        """
+        """Continue from what `tensors` has returned. Raises CheckpointError if it does not fit."""
         numbers = stored_tensor(tensors, self.name, "bounded", (3,))
         if numbers[0] != _FORMAT:
             raise CheckpointError(f"table {self.name!r}: expected format {_FORMAT}, got {numbers[0]}: update DOLL")
@@ -167,16 +124,9 @@ class BoundedTable:
         parts = [stored_tensor(tensors, self.name, part, ids.shape) for part in ("counts", "last_touch")]
         counters = stored_tensor(tensors, self.name, "counters", own["counters"].shape)
         values = stored_tensor(tensors, self.name, "values", (len(ids), self.shape.width))
-        state = {
-            part: stored_tensor(tensors, self.name, f"state.{part}", (len(ids), array.width))
-            for part, array in self._state.items()
-        }
+        self._replace(tensors, values, len(ids))
         self._ids.load(ids, parts[0], parts[1], counters, waiting)
-        self._values.replace(values)
-        for part, rows in state.items():
-            self._state[part].replace(rows)
         self._version, self._num_steps = int(numbers[1]), int(numbers[2])
-        self._pending = []
 
     def _begin(self, slots: npt.NDArray[np.int64]) -> None:
         """The ids of these slots have got their rows now."""
@@ -214,11 +164,7 @@ class CheckpointRows(NamedTuple):
 
 
 def stored_bounded_rows(tensors: Mapping[str, npt.NDArray[Any]], name: str, width: int) -> CheckpointRows:
-    """The rows of bounded table `name` in a checkpoint.
-
-    Raises:
-        CheckpointError: they are missing, or do not fit.
-    """
+    """The rows of bounded table `name` in a checkpoint. Raises CheckpointError if they are missing, or do not fit."""
     ids: Ids = stored_tensor(tensors, name, "ids", None)
     values: Floats = stored_tensor(tensors, name, "values", (len(ids), width))
     order = np.argsort(ids, kind="stable")
@@ -228,11 +174,7 @@ def stored_bounded_rows(tensors: Mapping[str, npt.NDArray[Any]], name: str, widt
 
 def renumbered(tensors: Mapping[str, npt.NDArray[Any]], name: str, by: int) -> dict[str, npt.NDArray[Any]]:
     """The tensors of bounded table `name` in a checkpoint that change if its version has a number that is `by` higher:
-    its rows are as old as before.
-
-    Raises:
-        CheckpointError: it is missing.
-    """
+    its rows are as old as before. Raises CheckpointError if it is missing."""
     numbers, touched = stored_tensor(tensors, name, "bounded", (3,)), stored_tensor(tensors, name, "last_touch", None)
     return {
         tensor_name(name, "bounded"): numbers + np.array([0, by, 0], np.int64),

@@ -48,15 +48,11 @@ class NumberChanges:
 
     @property
     def num_bytes(self) -> int:
-        """The memory that it takes, in bytes."""
         return self._at.nbytes + self._author.nbytes + self._by_others.nbytes
 
     def note(self, slots: Slots, is_changed: Bools, version: int, author: int) -> None:
         """Note that `author` changes these numbers in `version`, the newest: shape (len(slots), width), each slot once.
-
-        Raises:
-            OverflowError: 2^32 versions after `start`.
-        """
+        Raises OverflowError 2^32 versions after `start`."""
         self._make_room(int(slots.max(initial=-1)) + 1)
         width = self._at.shape[1]
         places = (slots[:, None] * width + np.arange(width)).reshape(-1)[np.flatnonzero(is_changed)]

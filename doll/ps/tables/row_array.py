@@ -1,8 +1,7 @@
 """Rows that change while somebody reads them as they were: copy on write, by row. Pure.
 
-A checkpoint is written by a thread of its own while updates go on. A table of 640 MB is not copied for it: `hold` gives
-out the memory itself, and rows that change while it is held are kept beside it. They move to their places when the last
-view of the given array is gone.
+A checkpoint is written by a thread of its own while updates go on. `hold` gives out the memory itself, and rows that
+change while it is held are kept beside it, until the last view of the given array is gone.
 """
 
 from __future__ import annotations
@@ -21,10 +20,7 @@ class RowArray:
     """float32 rows of one width, whose number can grow. Not thread-safe; what `hold` gives out is for any thread."""
 
     def __init__(self, values: Floats) -> None:
-        """
-        Args:
-            values: float32, shape (num_rows, width), C-contiguous. It is used as it is, not copied.
-        """
+        """`values`: float32, shape (num_rows, width), C-contiguous. It is used as it is, not copied."""
         if values.dtype != np.float32 or values.ndim != 2 or not values.flags.c_contiguous:
             raise ValueError(
                 f"expected contiguous float32 of shape (num_rows, width), got {values.dtype} of shape {values.shape}"
@@ -43,14 +39,7 @@ class RowArray:
 
     @property
     def width(self) -> int:
-        """Values in a row."""
         return int(self._memory.shape[1])
-
-    @property
-    def moved_bytes(self) -> int:
-        """The bytes of rows that are kept beside the held array."""
-        self._settle()
-        return self._num_moved * 4 * self.width
 
     def read(self, ids: Ids) -> Floats:
         """A copy of these rows, float32, shape (n, width)."""

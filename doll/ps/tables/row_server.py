@@ -19,14 +19,6 @@ from doll.storage.sections import EncodedBlob, WireSize, decode_row_request, enc
 from doll.tables.rows import Ids, Rows
 
 
-class Changes(NamedTuple):
-    """The rows of a worker that have changed after `since`, as they are in `version`: it has not been sent them."""
-
-    since: int
-    version: int
-    rows: dict[str, Rows]
-
-
 class Subscriptions:
     """Rows that workers have asked for. A bit for each row and worker, in pages that take memory once they are used.
 
@@ -47,11 +39,9 @@ class Subscriptions:
         rows[name][ids] = True
         self._sent.setdefault(worker, version)
 
-    def due(self, worker: int, version: int) -> Changes | None:
-        """The changes to send to `worker` now that `version` is the newest; None if it has not asked for any row.
-
-        It counts as sent.
-        """
+    def due(self, worker: int, version: int) -> tuple[int, dict[str, Rows]] | None:
+        """The version up to which `worker` has been sent its rows, and those that have changed since, up to `version`,
+        the newest; None if it has not asked for any row. They count as sent."""
         since = self._sent.get(worker)
         if since is None:
             return None
@@ -62,10 +52,9 @@ class Subscriptions:
             ids = ids[is_wanted[ids]]
             if len(ids):
                 rows[name] = self._tables.tables[name].read(ids)
-        return Changes(since, version, rows)
+        return since, rows
 
     def forget(self, worker: int) -> None:
-        """`worker` has left, or has begun a new session."""
         self._rows.pop(worker, None)
         self._sent.pop(worker, None)
 
@@ -130,12 +119,12 @@ class RowServer:
         changes = self._subscriptions.due(worker, version)
         if changes is None:
             return None
-        encoded = encode_rows(changes.rows, self._tables.shapes, job=self._scope, version=version)
+        since, rows = changes
+        encoded = encode_rows(rows, self._tables.shapes, job=self._scope, version=version)
         stored = self._store(changed_rows_key(self._scope, self._term, worker, version), encoded)
-        return stored._replace(since=changes.since)
+        return stored._replace(since=since)
 
     def forget(self, worker: int) -> None:
-        """A new process of `worker` has no rows yet."""
         self._subscriptions.forget(worker)
 
     def _store(self, key: str, encoded: EncodedBlob) -> StoredRows:

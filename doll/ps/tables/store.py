@@ -9,51 +9,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from doll.errors import CheckpointError
-from doll.optim.row_optimizer import RowOptimizer, state_width
+from doll.optim.row_optimizer import RowOptimizer
 from doll.ps.tables.bounded_ids import Totals
 from doll.ps.tables.bounded_table import BoundedTable
 from doll.ps.tables.number_changes import NOBODY, Authors, NumberChanges
-from doll.ps.tables.row_array import RowArray
-from doll.ps.tables.table_parts import SUM_FACTOR, RowAnswer, check_finite, stored_tensor, tensor_name
+from doll.ps.tables.table_parts import RowAnswer, StoredTable, stored_tensor, tensor_name
 from doll.ps.tables.touched_rows import TouchedRows
 from doll.storage.sections import RowRequest, is_patch_shorter
-from doll.tables.rows import Floats, Ids, Patch, Rows, TableShape, add_in_order, checksum_of
+from doll.tables.rows import Floats, Ids, Patch, Rows, TableShape, checksum_of
 
-_VALUES: Final = "values"
 _NO_AUTHORS: Final[Mapping[int, int]] = {}
 _NO_TABLES: Final[Mapping[str, BoundedTable]] = {}
 
 
-class _Pending(NamedTuple):
-    rows: Rows
-    number: int  # of the set that it is of
-
-
-class Table:
-    """One table. Not thread-safe; the arrays of `tensors` are for any thread."""
+class Table(StoredTable):
+    """A table with a row for each id."""
 
     def __init__(self, name: str, values: Floats, optimizer: RowOptimizer | None) -> None:
-        """
-        Args:
-            values: float32, shape (num_rows, width), the initial rows. The memory is the table's from now on.
-            optimizer: None: contributions are steps, which are added.
-        """
-        self.name = name
-        self._values = RowArray(values)
-        self._optimizer = optimizer
+        super().__init__(name, values, optimizer)
         self._touched = TouchedRows(len(values))
-        self._state = self._new_state()
-        self._num_steps = 0
-        self._version = 0  # of the last change
         self._said = 0  # `changes` has said what had changed up to this version
-        self._pending: list[_Pending] = []
         self._numbers: NumberChanges | None = None
 
     def track_numbers(self) -> None:
@@ -63,11 +44,6 @@ class Table:
     @property
     def shape(self) -> TableShape:
         return TableShape(len(self._values), self._values.width)
-
-    @property
-    def num_touched(self) -> int:
-        """Rows that some update has changed."""
-        return len(self._touched)
 
     def read(self, ids: Ids) -> Rows:
         """GET: a copy of these rows as they are now."""
@@ -101,12 +77,9 @@ class Table:
         whole = whole[np.diff(whole, prepend=-1) > 0]
         return RowAnswer(self.read(whole), Patch(known[:0], is_there[:0], rows[:0].reshape(-1), checksum))
 
-    def follow(self) -> None:
+    def follow(self, is_followed: bool = True) -> None:
         """Follow changes: from now on, `changes` says what has changed since."""
         self._said = self._version
-
-    def unfollow(self) -> None:
-        """Nobody asks for changes any more."""
 
     def changes(self) -> Rows:
         """The rows that have changed since the call before, or since `follow`."""
@@ -117,23 +90,6 @@ class Table:
         """The rows that have changed after `version`, sorted."""
         return self._touched.changed_since(version)
 
-    def add(self, rows: Rows, number: int = 0) -> None:
-        """Add a contribution, of the set of this number, to the next update, after those before it. Its memory is not
-        used afterwards."""
-        factor = 1.0 if self._optimizer is None else SUM_FACTOR
-        self._pending.append(_Pending(Rows(rows.ids, rows.values * np.float32(factor)), number))
-
-    def square_norm(self) -> float:
-        """The sum of the squares of the contributions, added as one; for `training.clip_norm`."""
-        if not self._pending:
-            return 0.0
-        total = add_in_order([pending.rows for pending in self._pending])
-        values = total.values
-        if self._optimizer is not None:
-            self._pending = [_Pending(total, 0)]
-        square = float(np.square(values, dtype=np.float64).sum())
-        return square if self._optimizer is None else square / SUM_FACTOR**2
-
     def apply(self, scale: float, version: int, authors: Mapping[int, int] = _NO_AUTHORS) -> None:
         """Make the rows of `version`: one step on `scale` times the sum of the contributions; without any, nothing.
 
@@ -143,11 +99,11 @@ class Table:
         Raises:
             DivergedError: a number is not finite.
         """
-        pending, self._pending = [item for item in self._pending if len(item.rows.ids)], []
-        if not pending:
+        if not self._pending:
             return
         self._version = version
         if self._optimizer is None:
+            pending, self._pending = self._pending, []
             for rows, number in pending:
                 slots = self._touched.note_change(rows.ids, version)
                 before = self._values.read(rows.ids)
@@ -155,58 +111,35 @@ class Table:
                 self._note(slots, before, after, authors.get(number, NOBODY))
                 self._write(rows.ids, after)
             return
-        ids, total = add_in_order([item.rows for item in pending])
+        ids, total = self._take_sum()
         slots = self._touched.note_change(ids, version)
         for array in self._state.values():
             array.extend(len(self._touched))
-        state = {name: array.read(slots) for name, array in self._state.items()}
-        self._num_steps += 1
-        rows_after = self._optimizer.step(
-            torch.from_numpy(self._values.read(ids)),
-            torch.from_numpy(total).mul_(scale / SUM_FACTOR),
-            {name: torch.from_numpy(rows) for name, rows in state.items()},
-            self._num_steps,
-        )
-        if self._numbers is not None:
-            self._note(slots, self._values.read(ids), rows_after.numpy(), NOBODY)
-        self._write(ids, rows_after.numpy())
-        for name, array in self._state.items():
-            check_finite(state[name], self.name, f"state {name!r}")
-            array.write(slots, state[name])
+        rows_before = None if self._numbers is None else self._values.read(ids)
+        self._step(ids, slots, total, scale)
+        if rows_before is not None:
+            self._note(slots, rows_before, self._values.read(ids), NOBODY)
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         """All of it by name, for a checkpoint: state of touched rows only, and which these are.
 
         The arrays stay as they are while updates go on, and are no copies (`RowArray.hold`).
         """
-        state = {f"state.{name}": array.hold() for name, array in self._state.items()}
         numbers = np.array([self._version, self._num_steps], np.int64)
-        tensors: dict[str, npt.NDArray[Any]] = {_VALUES: self._values.hold(), "touched": self._touched.ids}
-        tensors |= {"numbers": numbers, **state}
+        tensors = {**self._held(), "touched": self._touched.ids, "numbers": numbers}
         return {tensor_name(self.name, name): array for name, array in tensors.items()}
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Continue from what `tensors` has returned. Every touched row counts as changed in its version.
-
-        Raises:
-            CheckpointError: it does not fit.
-        """
+        """Continue from what `tensors` has returned. Every touched row counts as changed in its version. Raises
+        CheckpointError if it does not fit."""
         touched = stored_tensor(tensors, self.name, "touched", None)
         if len(touched) and not (
             touched.dtype == np.int64 and touched.min() >= 0 and touched.max() < self.shape.num_rows
         ):
             raise CheckpointError(f"table {self.name!r}: expected touched rows of 0 to {self.shape.num_rows - 1}")
         self._version, self._num_steps = map(int, stored_tensor(tensors, self.name, "numbers", (2,)))
-        state = {
-            name: stored_tensor(tensors, self.name, f"state.{name}", (len(touched), array.width))
-            for name, array in self._state.items()
-        }
-        self._values.replace(stored_rows(tensors, self.name, self.shape))
+        self._replace(tensors, stored_rows(tensors, self.name, self.shape), len(touched))
         self._touched.load(touched, self._version)
-        self._state = self._new_state()
-        for name, rows in state.items():
-            self._state[name].replace(rows)
-        self._pending = []
         if self._numbers is not None:
             self.track_numbers()
 
@@ -215,24 +148,11 @@ class Table:
         if self._numbers is not None:
             self._numbers.note(slots, before.view(np.uint32) != after.view(np.uint32), self._version, author)
 
-    def _new_state(self) -> dict[str, RowArray]:
-        if self._optimizer is None:
-            return {}
-        width = state_width(self._optimizer, self._values.width)
-        return {name: RowArray(np.zeros((0, width), np.float32)) for name in self._optimizer.state_names}
-
-    def _write(self, ids: Ids, rows: Floats) -> None:
-        check_finite(rows, self.name, "values")
-        self._values.write(ids, rows)
-
 
 def stored_rows(tensors: Mapping[str, npt.NDArray[Any]], name: str, shape: TableShape) -> Floats:
-    """All rows of table `name` in a checkpoint, float32, shape (num_rows, width).
-
-    Raises:
-        CheckpointError: they are missing, or of another shape.
-    """
-    return stored_tensor(tensors, name, _VALUES, shape)
+    """All rows of table `name` in a checkpoint, float32, shape (num_rows, width). Raises CheckpointError if they are
+    missing, or of another shape."""
+    return stored_tensor(tensors, name, "values", shape)
 
 
 class TableStore:
@@ -262,7 +182,6 @@ class TableStore:
         self.authors: Authors | None = None  # None: nobody asks who has changed a number
 
     def track_numbers(self) -> None:
-        """See `Table.track_numbers`."""
         self.authors = Authors()
         for table in self.tables.values():
             table.track_numbers()
@@ -271,23 +190,21 @@ class TableStore:
     def _all(self) -> list[Table | BoundedTable]:
         return [*self.tables.values(), *self.bounded.values()]
 
+    def _named(self, name: str) -> Table | BoundedTable:
+        return self.bounded[name] if name in self.bounded else self.tables[name]
+
     @property
     def shapes(self) -> dict[str, TableShape]:
-        """Shapes of the tables, by name."""
         return {table.name: table.shape for table in self._all}
 
     @property
     def totals(self) -> dict[str, Totals]:
-        """The totals of bounded tables, by name."""
         return {name: table.totals for name, table in self.bounded.items()}
 
     def add(self, contribution: Mapping[str, Rows], number: int = 0) -> None:
         """Add what one set, of this number, has pushed to the next update, after those before it."""
         for name, rows in contribution.items():
-            if name in self.bounded:
-                self.bounded[name].add(rows)
-            else:
-                self.tables[name].add(rows, number)
+            self._named(name).add(rows, number)
 
     def max_change(self, contribution: Mapping[str, Rows]) -> float:
         """How far it moves any one number at most; 0 if it is a gradient."""
@@ -300,35 +217,20 @@ class TableStore:
         return math.sqrt(sum(table.square_norm() for table in self._all))
 
     def apply(self, scale: float, version: int, authors: Mapping[int, int] = _NO_AUTHORS) -> None:
-        """Make `version`; see `Table.apply` and `BoundedTable.apply`.
-
-        Raises:
-            DivergedError: a number is not finite. The store must not be used any more.
-        """
-        for table in self.tables.values():
+        """Make `version`; see `Table.apply` and `BoundedTable.apply`. Raises DivergedError if a number is not finite.
+        The store must not be used any more."""
+        for table in self._all:
             table.apply(scale, version, authors)
-        for bounded in self.bounded.values():
-            bounded.apply(scale, version)
 
     def answer(self, requests: Mapping[str, RowRequest], worker: int = 0, session: int = 0) -> dict[str, RowAnswer]:
         """The answer to a request of this process of a worker, as rows are now; see `Table.answer`."""
         author = NOBODY if self.authors is None else self.authors.number(worker, session)
-        return {
-            name: self.bounded[name].answer(request)
-            if name in self.bounded
-            else self.tables[name].answer(request, author)
-            for name, request in requests.items()
-        }
+        return {name: self._named(name).answer(request, author) for name, request in requests.items()}
 
-    def follow(self) -> None:
-        """Follow changes: from now on, `changes` says what has changed since."""
+    def follow(self, is_followed: bool = True) -> None:
+        """Follow changes: from now on, `changes` says what has changed since; False: nobody asks any more."""
         for table in self._all:
-            table.follow()
-
-    def unfollow(self) -> None:
-        """Nobody asks for changes any more."""
-        for table in self._all:
-            table.unfollow()
+            table.follow(is_followed)
 
     def changes(self) -> dict[str, Rows]:
         """The rows of each table that have changed since the call before, or since `follow`, as they are now."""
@@ -339,10 +241,6 @@ class TableStore:
         return {name: array for table in self._all for name, array in table.tensors().items()}
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Continue from what `tensors` has returned.
-
-        Raises:
-            CheckpointError: it does not fit.
-        """
+        """Continue from what `tensors` has returned. Raises CheckpointError if it does not fit."""
         for table in self._all:
             table.load(tensors)

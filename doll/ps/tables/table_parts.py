@@ -1,4 +1,5 @@
-"""The common parts of tables of every kind at the server: answers, sums of gradients, their tensors in a checkpoint."""
+"""The common parts of tables of every kind at the server: rows and their optimizer state, and their parts in a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -7,13 +8,16 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from doll.errors import CheckpointError
 from doll.optim.optimizer import DivergedError
-from doll.tables.rows import Floats, Patch, Rows
+from doll.optim.row_optimizer import RowOptimizer, state_width
+from doll.ps.tables.row_array import RowArray
+from doll.tables.rows import Floats, Ids, Patch, Rows, add_in_order
 
 # As in `doll.optim.optimizer`: many finite numbers whose mean is finite never add up to an infinite one.
-SUM_FACTOR: Final = 2.0**-16
+_SUM_FACTOR: Final = 2.0**-16
 
 
 class RowAnswer(NamedTuple):
@@ -23,11 +27,101 @@ class RowAnswer(NamedTuple):
     patch: Patch | None = None  # what else has changed in rows that are known; None: `rows` is all
 
 
+class PendingRows(NamedTuple):
+    """A contribution that waits for its update."""
+
+    rows: Rows
+    number: int  # of the set that it is of
+
+
+class StoredTable:
+    """Rows of one table, the optimizer's state of some of them, and what is added for the next update. Not thread-safe;
+    the arrays of `tensors` are for any thread."""
+
+    def __init__(self, name: str, values: Floats, optimizer: RowOptimizer | None) -> None:
+        """
+        Args:
+            values: float32, shape (number of rows, width). The memory is the table's from now on.
+            optimizer: None: contributions are steps, which are added.
+        """
+        self.name = name
+        self._values = RowArray(values)
+        self._optimizer = optimizer
+        self._state: dict[str, RowArray] = {}
+        if optimizer is not None:
+            width = state_width(optimizer, self._values.width)
+            self._state = {part: RowArray(np.zeros((0, width), np.float32)) for part in optimizer.state_names}
+        self._num_steps = 0
+        self._version = 0  # of the last change
+        self._pending: list[PendingRows] = []
+        self._sum: Rows | None = None  # of `_pending`, once it was asked for
+        self._factor = 1.0 if optimizer is None else _SUM_FACTOR
+
+    def add(self, rows: Rows, number: int = 0) -> None:
+        """Add a contribution, of the set of this number, to the next update, after those before it. Its memory is not
+        used afterwards."""
+        if len(rows.ids):
+            self._pending.append(PendingRows(Rows(rows.ids, rows.values * np.float32(self._factor)), number))
+            self._sum = None
+
+    def square_norm(self) -> float:
+        """The sum of the squares of the contributions, added as one; for `training.clip_norm`."""
+        if not self._pending:
+            return 0.0
+        self._sum = add_in_order([pending.rows for pending in self._pending])
+        return float(np.square(self._sum.values, dtype=np.float64).sum()) / self._factor**2
+
+    def _take_sum(self) -> Rows:
+        """The sum of the contributions, of which there is one; they do not wait any more."""
+        total = self._sum or add_in_order([pending.rows for pending in self._pending])
+        self._pending, self._sum = [], None
+        return total
+
+    def _step(self, rows: Ids, slots: Ids, total: Floats, scale: float) -> None:
+        """One step of the optimizer on `scale` times the sum `total`.
+
+        Args:
+            rows, slots: the places of values and of state.
+
+        Raises:
+            DivergedError: a number is not finite.
+        """
+        assert self._optimizer is not None
+        self._num_steps += 1
+        state = {part: array.read(slots) for part, array in self._state.items()}
+        after = self._optimizer.step(
+            torch.from_numpy(self._values.read(rows)),
+            torch.from_numpy(total).mul_(scale / self._factor),
+            {part: torch.from_numpy(values) for part, values in state.items()},
+            self._num_steps,
+        )
+        self._write(rows, after.numpy())
+        for part, values in state.items():
+            check_finite(values, self.name, f"state {part!r}")
+            self._state[part].write(slots, values)
+
+    def _write(self, rows: Ids, values: Floats) -> None:
+        check_finite(values, self.name, "values")
+        self._values.write(rows, values)
+
+    def _held(self) -> dict[str, npt.NDArray[Any]]:
+        """Values and state by the names of their parts in a checkpoint."""
+        return {"values": self._values.hold(), **{f"state.{part}": array.hold() for part, array in self._state.items()}}
+
+    def _replace(self, tensors: Mapping[str, npt.NDArray[Any]], values: Floats, num_states: int) -> None:
+        """Have these values, and the state of so many rows in a checkpoint."""
+        state = {
+            part: stored_tensor(tensors, self.name, f"state.{part}", (num_states, array.width))
+            for part, array in self._state.items()
+        }
+        self._values.replace(values)
+        for part, rows in state.items():
+            self._state[part].replace(rows)
+        self._pending, self._sum = [], None
+
+
 def check_finite(rows: Floats, table: str, what: str) -> None:
-    """
-    Raises:
-        DivergedError: a number of these rows of `table` is not finite.
-    """
+    """Raises DivergedError if a number of these rows of `table` is not finite."""
     if not np.isfinite(rows).all():
         raise DivergedError(
             f"after the step the {what} of table {table!r} are not finite (NaN or infinity): expected a model "
@@ -37,18 +131,14 @@ def check_finite(rows: Floats, table: str, what: str) -> None:
 
 
 def tensor_name(table: str, part: str) -> str:
-    """The name of a tensor in a checkpoint."""
     return f"table.{table}.{part}"
 
 
 def stored_tensor(
     tensors: Mapping[str, npt.NDArray[Any]], table: str, part: str, shape: tuple[int, ...] | None
 ) -> npt.NDArray[Any]:
-    """The array of this part of `table` in a checkpoint; `shape`: None: any.
-
-    Raises:
-        CheckpointError: it is missing, or of another shape.
-    """
+    """The array of this part of `table` in a checkpoint; `shape`: None: any. Raises CheckpointError if it is missing,
+    or of another shape."""
     name = tensor_name(table, part)
     array = tensors.get(name)
     if array is None or (shape is not None and array.shape != tuple(shape)):

@@ -43,11 +43,8 @@ class TouchedRows:
         return ids
 
     def note_change(self, ids: Ids, version: int) -> npt.NDArray[np.int64]:
-        """Note that rows `ids` change in `version`; no id stands twice. Returns their slots.
-
-        Raises:
-            IllegalEventError: a version below that of an earlier change.
-        """
+        """Note that rows `ids` change in `version`; no id stands twice. Returns their slots. Raises IllegalEventError
+        if the version is below that of an earlier change."""
         if self._versions and version < self._versions[-1]:
             raise IllegalEventError(f"expected a change in version {self._versions[-1]} or later, got {version}")
         slots = self._slot[ids].astype(np.int64) - 1

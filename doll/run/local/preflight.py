@@ -125,7 +125,7 @@ def check_model(config: JobConfig, *, begins: bool = True) -> CheckedModel:
     """
     from doll.model.flat_model import build
     from doll.optim.recipe import check_recipe
-    from doll.ps.warm_start import matched
+    from doll.ps.start import matched
     from doll.task.base import load_task
 
     model = build(config, load_task(config), with_rows=False)

@@ -18,7 +18,7 @@ from doll.evaluation.stored_weights import Place, StoredWeights, place_of
 from doll.evaluation.weight_follower import ROWS, WeightFollower
 from doll.model.flat_model import build, fingerprint
 from doll.ps.engine.events import ApplyUpdate
-from doll.ps.model.local_host import LocalModelHost
+from doll.ps.model.model_host import ModelHost
 from doll.ps.model.updater import make_parts
 from doll.ps.tables.bounded_table import renumbered
 from doll.records.control import TermStarted, Update
@@ -132,9 +132,7 @@ class Job:
         model = build(self.config, self.task)
         self.model = build(self.config, self.task, with_rows=False)
         self.parts = make_parts(self.config.training, model)
-        self.host = LocalModelHost(
-            self.config, self.term, self.parts.updater, self.blobs, self.parts.tables, run_id="r1"
-        )
+        self.host = ModelHost(self.config, self.term, self.parts.updater, self.blobs, self.parts.tables, run_id="r1")
         # The clock of the writer is the test's, so that it looks for readers as time goes by.
         writer = self.host._row_writer
         assert writer is not None

@@ -22,7 +22,7 @@ from doll.optim.recipe import make_optimizer
 from doll.optim.torch_optimizer import check_torch_optimizer
 from doll.producers import sources
 from doll.ps.event_log import replay
-from doll.ps.warm_start import matched
+from doll.ps.start import matched
 from doll.run.export import export_model
 from doll.storage.blobs import HEADER_BYTES, encode_blob
 from doll.storage.checkpoints import Checkpoint

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from doll.model import file_memory
-from doll.model.file_memory import forget_pages, large_tensors_in_files, zeros_in_file
+from doll.model.file_memory import LargeTensorsInFiles, forget_pages, zeros_in_file
 from doll.model.flat_model import FlatModel
 
 pytestmark = pytest.mark.slow  # loads torch
@@ -36,7 +36,7 @@ def is_in_file(tensor: torch.Tensor) -> bool:
 def test_a_model_that_is_built_in_files_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = build()
     monkeypatch.setattr(file_memory, "FROM_BYTES", 4)
-    with large_tensors_in_files():
+    with LargeTensorsInFiles():
         actual = build()
     assert all(is_in_file(parameter) for parameter in actual.parameters())
     assert not any(is_in_file(parameter) for parameter in expected.parameters())
@@ -50,7 +50,7 @@ def test_a_model_that_is_built_in_files_has_the_same_bits(monkeypatch: pytest.Mo
 
 
 def test_small_tensors_stay_where_they_are() -> None:
-    with large_tensors_in_files():
+    with LargeTensorsInFiles():
         model = build()
     assert not any(is_in_file(parameter) for parameter in model.parameters())
 

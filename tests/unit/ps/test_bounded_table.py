@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import doll.ps.tables.id_counts
+import doll.ps.tables.bounded_ids
 import numpy as np
 import pytest
 from doll.errors import CheckpointError
 from doll.optim.row_optimizer import Decayed, LazyAdam, RowAdagrad, RowOptimizer, RowSgd, RowwiseAdagrad
+from doll.ps.tables.bounded_ids import IdCounts
 from doll.ps.tables.bounded_table import BoundedTable, stored_bounded_rows
-from doll.ps.tables.id_counts import IdCounts
 from doll.ps.tables.store import Table, TableStore
 from doll.storage.checkpoints import Checkpoint, decode_checkpoint, encode_checkpoint
 from doll.storage.sections import RowRequest
@@ -129,7 +129,7 @@ class Expected:
 def test_a_random_world_is_that_of_dicts(
     max_rows: int, ttl: int | None, min_count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doll.ps.tables.id_counts, "_CELLS_PER_ROW", 4096)  # so that no two ids have the same cells
+    monkeypatch.setattr(doll.ps.tables.bounded_ids, "_CELLS_PER_ROW", 4096)  # so that no two ids have the same cells
     rng = np.random.default_rng([max_rows, ttl or 0, min_count])
     table, expected = table_of(max_rows, min_count, ttl), Expected(max_rows, min_count, ttl)
     for version in range(1, 300):

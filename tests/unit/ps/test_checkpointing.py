@@ -35,7 +35,7 @@ class Rig:
         deadline_s = time.monotonic() + 60
         while True:
             version = self.writer.poll()
-            if version is not None or not self.writer.is_saving:
+            if version is not None or self.writer._saving is None:
                 return version
             assert time.monotonic() < deadline_s
 
@@ -51,7 +51,7 @@ def test_a_checkpoint_waits_for_the_records_of_its_updates(rig: Rig) -> None:
     rig.writer.order(checkpoint(), after_records=3)
     rig.acknowledged = 2
     assert rig.writer.poll() is None
-    assert not rig.writer.is_saving
+    assert rig.writer._saving is None
     rig.acknowledged = 3
     assert rig.poll_until_saved() == 4
     assert rig.store.saved == [(1, 4)]
@@ -63,7 +63,7 @@ def test_a_failed_save_is_tried_again_after_a_while(rig: Rig) -> None:
     rig.writer.order(checkpoint(), after_records=0)
     assert rig.poll_until_saved() is None
     assert rig.writer.poll() is None
-    assert not rig.writer.is_saving, "not yet"
+    assert rig.writer._saving is None, "not yet"
     rig.now += 1.0
     assert rig.poll_until_saved() == 4
 

@@ -22,6 +22,7 @@ from doll.ps.policies.isp import IspPolicyConfig
 from doll.ps.policies.ssp import SspPolicyConfig
 from doll.ps.policies.wsp import WspPolicyConfig
 from doll.records.control import Alive, AnyRecord, Durable, Grant, Hello, Join, Push, Welcome
+from engine_invariants import check_engine
 from msgspec import structs
 from pushes import push_of
 from record_builders import announce
@@ -76,7 +77,7 @@ class SlowWorkers:
         events = deque([event])
         while events:
             actions = self.engine.handle(events.popleft(), self.now)
-            self.engine.check_invariants()
+            check_engine(self.engine)
             for action in actions:
                 match action:
                     case Welcome() | Grant() | Durable():
@@ -238,7 +239,7 @@ class Bench:
     def handle(self, event: ev.Event) -> list[ev.EngineAction]:
         """Gradients are there at once, and checkpoints take for ever."""
         actions = self.engine.handle(event, self.now)
-        self.engine.check_invariants()
+        check_engine(self.engine)
         for action in list(actions):
             if isinstance(action, ev.FetchGradient):
                 actions += self.handle(ev.GradientFetched(grant_id=action.grant_id))

@@ -11,6 +11,8 @@ from doll.ps.policies import PolicySpec, make_policy, policy_spec
 from doll.ps.policies.asp import AspPolicyConfig
 from doll.ps.policies.bsp import BspPolicyConfig
 from doll.ps.policies.doll import DollPolicyConfig
+from doll.ps.policies.ssp import SspPolicyConfig
+from doll.ps.policies.wsp import WspPolicyConfig
 
 
 def test_predicted_rate_at_the_papers_setting() -> None:
@@ -22,6 +24,8 @@ def test_predicted_rate_at_the_papers_setting() -> None:
 def test_unequal_streams_add_up_but_in_lockstep() -> None:
     assert DollPolicyConfig(group_size=4).update_rate_per_s([10.0, 30.0], 5) == 2.0
     assert AspPolicyConfig().update_rate_per_s([10.0, 30.0], 5) == 8.0
+    assert SspPolicyConfig().update_rate_per_s([10.0, 30.0], 5) == 8.0
+    assert WspPolicyConfig(wave_batches=4).update_rate_per_s([10.0, 30.0], 5) == 2.0
     assert BspPolicyConfig().update_rate_per_s([10.0, 30.0], 5) == 2.0
 
 

@@ -137,7 +137,7 @@ def test_sigterm_saves_although_the_save_under_way_fails(rig: Rig, monkeypatch: 
     under_way: Future[None] = Future()
     monkeypatch.setattr(rig.server.checkpoints._executor, "submit", lambda *_: under_way)
     rig.update()
-    rig.turn_until(lambda: rig.server.checkpoints.is_saving)
+    rig.turn_until(lambda: rig.server.checkpoints._saving is not None)
     under_way.set_exception(CheckpointError("timeout"))
     rig.server.save_now()
     assert rig.store.saved == [(1, 1)]

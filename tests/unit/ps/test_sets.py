@@ -14,6 +14,7 @@ from doll.ps.policies.asp import Asp
 from doll.ps.policies.base import BatchId, Policy, PolicyView
 from doll.ps.policies.doll import Doll
 from doll.records.control import Alive, Grant, Join, Leave, Nack, Push, Welcome
+from engine_invariants import check_engine
 from msgspec.structs import replace
 from pushes import answer
 from record_builders import announce
@@ -37,7 +38,7 @@ class Bench:
 
     def handle(self, event: ev.Event) -> list[ev.EngineAction]:
         actions = self.engine.handle(event, self.now)
-        self.engine.check_invariants()
+        check_engine(self.engine)
         return actions
 
     def join(self, worker: int, process: str = "a") -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import channel_process
 import doll.consumers.protocol.worker_core
-import doll.consumers.tables.base_row_cache
+import doll.consumers.tables.row_cache
 import doll.ps.tables.store
 import doll.storage.sections
 import msgspec
@@ -28,7 +28,7 @@ from doll.config.policy import POLICIES as REGISTERED
 from doll.consumers.compute.step_model import StepModel
 from doll.consumers.protocol.grants import WorkerGrants
 from doll.consumers.protocol.worker_core import StoreRest, WorkerAction, WorkerCore
-from doll.consumers.tables.base_row_cache import BaseRowCache
+from doll.consumers.tables.row_cache import RowCache
 from doll.consumers.tables.table_rows import WorkerTables
 from doll.optim.significance_filter import Residual
 from doll.ps.engine.durability import Settling
@@ -165,7 +165,7 @@ def test_a_view_that_lacks_what_is_held_back_is_caught(monkeypatch: pytest.Monke
 
 
 def test_rows_that_lack_what_is_held_back_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BaseRowCache, "_add_open", lambda self, ids, rows: self.own.add_to(ids, rows, 0))
+    monkeypatch.setattr(RowCache, "_add_own", lambda self, ids, rows: self.own.add_to(ids, rows))
     assert found("isp", 400, is_difference("row"))
 
 
@@ -180,7 +180,7 @@ def always_patched(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_of_which_numbers_are_sent_are_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever overtakes whatever, also without a checksum that would show it."""
     differences, patches = [], 0
-    is_patched = doll.consumers.tables.base_row_cache._is_patched
+    is_patched = doll.consumers.tables.row_cache._is_patched
 
     def counted(*args: Any) -> bool:
         nonlocal patches
@@ -188,7 +188,7 @@ def test_rows_of_which_numbers_are_sent_are_the_servers(monkeypatch: pytest.Monk
         differences.append(not is_patched(*args))
         return True
 
-    monkeypatch.setattr(doll.consumers.tables.base_row_cache, "_is_patched", counted)
+    monkeypatch.setattr(doll.consumers.tables.row_cache, "_is_patched", counted)
     for seed in range(130 if INTERLEAVINGS < 1000 else INTERLEAVINGS):
         play("isp", seed)
     assert patches > 50
@@ -207,7 +207,7 @@ def test_a_server_that_leaves_out_what_others_have_changed_is_caught(monkeypatch
     monkeypatch.setattr(NumberChanges, "since", without_the_last)
     for seed in range(60):  # the checksum shows it, and rows are asked for whole
         play("isp", seed)
-    monkeypatch.setattr(doll.consumers.tables.base_row_cache, "checksum_of", lambda rows: 0)
+    monkeypatch.setattr(doll.consumers.tables.row_cache, "checksum_of", lambda rows: 0)
     monkeypatch.setattr(doll.ps.tables.store, "checksum_of", lambda rows: 0)
     assert found("isp", 400, is_difference("row"))
 

@@ -22,9 +22,8 @@ from doll.model.flat_model import FlatModel, build, fingerprint
 from doll.ps.checkpointing import decode_snapshot, encode_snapshot
 from doll.ps.engine.assignment import first_snapshot
 from doll.ps.model.updater import ModelParts, make_parts
-from doll.ps.start import Start, engine_settings
+from doll.ps.start import Start, begun_with, engine_settings, matched
 from doll.ps.tables.bounded_table import BoundedTable, stored_bounded_rows
-from doll.ps.warm_start import begun_with, matched
 from doll.run.export import export_model
 from doll.storage.checkpoints import Checkpoint, decode_checkpoint
 from doll.storage.file_checkpoints import FileCheckpointStore

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import record_builders
-from doll.consumers.compute.delta_reader import DeltaReader
+from doll.consumers.compute.weights_ahead import DeltaReader
 from doll.errors import BlobError
-from doll.ps.model.local_host import DeltaWriter
+from doll.ps.model.model_host import DeltaWriter
 from doll.records.control import Grant
 from doll.storage.blobs import delta_key
 from doll.storage.deltas import Layout, changes, decode_changes

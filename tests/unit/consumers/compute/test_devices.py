@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 from doll.config import AdamConfig, SgdConfig, TorchConfig, TrainingConfig
-from doll.consumers.compute.forward import ForwardPasses
-from doll.consumers.compute.gradient import Gradient, GradientComputer, GradientSum
+from doll.consumers.compute.gradient import ForwardPasses, Gradient, GradientComputer, GradientSum
 from doll.errors import ConfigError
 from doll.model.devices import resolve
 from doll.model.flat_model import FlatModel

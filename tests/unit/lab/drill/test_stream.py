@@ -45,7 +45,7 @@ def test_huge_features_are_decoded_and_one_class_at_most_is_right(per_record: in
     assert (len(poison.records), poison.harmless) == (2, 1)
     decoded = decode_records(
         load_task(config),
-        RawRecords.from_pairs(enumerate(poison.records)),
+        RawRecords(range(len(poison.records)), poison.records),
         samples_per_record=per_record,
         max_record_bytes=1_000_000,
     )

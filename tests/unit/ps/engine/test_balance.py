@@ -9,10 +9,11 @@ import pytest
 from doll.ps.engine.assignment import first_assignment, largest_load, reassigned, reassigned_by_load
 from doll.ps.engine.engine import Engine
 from doll.ps.engine.events import ApplyUpdate, EngineAction, FetchGradient, GradientFetched, SendHello, Tick
-from doll.ps.engine.partition_loads import PartitionLoads
+from doll.ps.engine.moves import PartitionLoads
 from doll.ps.engine.settings import EngineSettings
 from doll.ps.policies.asp import Asp
 from doll.records.control import Alive, Announce, BatchRange, Grant, Join, Scale, Welcome
+from engine_invariants import check_engine
 from hypothesis import given
 from hypothesis import strategies as st
 from pushes import push_of
@@ -83,7 +84,7 @@ class Rig:
 
     def handle(self, event: object) -> None:
         actions: list[EngineAction] = self.engine.handle(event, self.now)  # type: ignore[arg-type]
-        self.engine.check_invariants()
+        check_engine(self.engine)
         for action in actions:
             match action:
                 case Welcome(worker=worker, served=served):

@@ -22,6 +22,7 @@ from doll.records.control import (
     Skip,
     Welcome,
 )
+from engine_invariants import check_engine
 from pushes import answer
 
 SETTINGS = EngineSettings(
@@ -41,7 +42,7 @@ class Job:
 
     def handle(self, event: ev.Event) -> list[ev.EngineAction]:
         actions = self.engine.handle(event, 1.0)
-        self.engine.check_invariants()
+        check_engine(self.engine)
         return actions
 
     def join(self, worker: int, process: str) -> tuple[Served, ...]:

@@ -15,6 +15,7 @@ from doll.ps.policies.doll import Doll
 from doll.ps.policies.ssp import Ssp
 from doll.ps.policies.wsp import Wsp
 from doll.records.control import Announce, BatchRange, Flush, Grant, Join, Settle, SourceEnded, Welcome
+from engine_invariants import check_engine
 from pushes import answer
 
 SETTINGS = EngineSettings(
@@ -37,7 +38,7 @@ class Job:
 
     def handle(self, event: ev.Event) -> list[ev.EngineAction]:
         actions = self.engine.handle(event, self.now)
-        self.engine.check_invariants()
+        check_engine(self.engine)
         self.grants += [action for action in actions if isinstance(action, Grant)]
         return actions
 

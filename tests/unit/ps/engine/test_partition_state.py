@@ -16,6 +16,7 @@ from doll.ps.engine.settings import EngineSettings
 from doll.ps.policies.base import BatchId
 from doll.ps.policies.doll import Doll
 from doll.records.control import Announce, BatchRange, Durable, Grant, Join, Welcome
+from engine_invariants import check_engine, check_queue
 from hypothesis import given
 from hypothesis import strategies as st
 from pushes import answer
@@ -40,7 +41,7 @@ def hold(queue: BatchQueue, *grants: ActiveGrant) -> None:
     for grant in grants:
         grant.pushed = pushed
     queue.hold(pushed)
-    queue.check_invariants()
+    check_queue(queue)
 
 
 def test_a_batch_moves_along_the_counters_in_order() -> None:
@@ -55,7 +56,7 @@ def test_a_batch_moves_along_the_counters_in_order() -> None:
     assert queue.apply(BatchId(3, 5)) is grants[0]
     assert (partition.applied, partition.durable, partition.unsaved) == (6, 5, 1)
     assert partition.offsets(5, 4) == (120, 124)
-    queue.check_invariants()
+    check_queue(queue)
 
 
 def test_what_is_taken_back_keeps_its_place() -> None:
@@ -68,7 +69,7 @@ def test_what_is_taken_back_keeps_its_place() -> None:
     assert (partition.granted, partition.announced) == (1, 4)
     queue.forget_waiting()
     assert partition.announced == 1
-    queue.check_invariants()
+    check_queue(queue)
 
 
 def test_one_queue_has_the_batches_of_several_partitions_in_the_order_in_which_they_were_read() -> None:
@@ -82,7 +83,7 @@ def test_one_queue_has_the_batches_of_several_partitions_in_the_order_in_which_t
     assert [queue.apply(grant.batch_id) for grant in grants[:2]] == grants[:2]
     assert (one.applied, other.applied, queue.applied, queue.received, queue.settled) == (4, 3, 7, 7, 7)
     assert [grant.batch_id for grant in queue.take_back(7)] == [(4, 3), (1, 4)], "of both partitions, the latest first"
-    queue.check_invariants()
+    check_queue(queue)
     assert queue.announce(BatchRange(4, 6, 7), 100) is None, "batch 5 of this partition is missing"
     with pytest.raises(KeyError):
         queue.announce(BatchRange(0, 0, 1), 100)
@@ -110,7 +111,7 @@ class Exchanged:
 
     def handle(self, event: ev.Event) -> list[ev.EngineAction]:
         actions = self.engine.handle(event, 0.0)
-        self.engine.check_invariants()
+        check_engine(self.engine)
         return actions
 
 
@@ -200,7 +201,7 @@ def test_a_job_goes_on_with_another_number_of_workers(num_workers: int) -> None:
     )
     engine = Engine(settings(num_workers), Doll(1), term=2, now=0.0, snapshot=before)
     engine.handle(ev.Tick(), 0.0)
-    engine.check_invariants()
+    check_engine(engine)
     served: dict[int, int] = {}
     for worker in range(num_workers):
         (welcome,) = engine.handle(Join(worker=worker, process=f"w{worker}"), 0.0)

@@ -11,6 +11,7 @@ from doll.ps.policies.asp import Asp
 from doll.ps.policies.base import Policy
 from doll.ps.policies.doll import Doll
 from doll.records.control import Announce, BatchRange, Grant, Join, Leave, Scale, Welcome
+from engine_invariants import check_engine
 from pushes import answer
 
 
@@ -51,7 +52,7 @@ def test_a_partition_moves_once_its_new_worker_is_here_and_its_worker_goes_on_wi
     engine.handle(Announce(worker=0, session=session, runs=(BatchRange(2, 0, 2), BatchRange(0, 0, 3))), 0.0)
     assert engine.counters["refused_moved"] == 1
     assert (engine.worker(0).computing, engine.num_waiting) == (1, 2)
-    engine.check_invariants()
+    check_engine(engine)
 
 
 @pytest.mark.parametrize("is_pushed", [False, True])
@@ -66,7 +67,7 @@ def test_what_is_computed_of_a_partition_that_moves_is_taken_back_with_what_is_b
         engine.handle(answer(grant, 1, "sum"), 0.0)
     engine.handle(Scale(workers=2, run_id="run"), 0.0)
     actions = engine.handle(Join(worker=1, process="p1"), 0.0)
-    engine.check_invariants()
+    check_engine(engine)
     assert owned(engine)[:2] == [[0], [1]]
     left = [action.batches for action in actions if isinstance(action, Grant)]
     dropped = [action.key for action in actions if isinstance(action, DropGradient)]
@@ -101,7 +102,7 @@ def test_a_spare_is_waited_for_by_nobody_and_counts_once_it_serves() -> None:
     assert engine.num_live == 1
     engine.handle(Scale(workers=2, run_id="run"), 0.0)
     assert (engine.num_live, engine.moves.targets) == (1, {}), "one partition has one worker"
-    engine.check_invariants()
+    check_engine(engine)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +177,7 @@ def test_the_partitions_of_a_released_worker_go_to_the_others_and_come_back() ->
     assert (later.moves.released, later.moves.targets) == (frozenset({0}), {})
     engine.handle(Scale(workers=3, run_id="run", released=()), 0.0)
     assert sorted(map(len, owned(engine))) == [0, 1, 1, 2]
-    engine.check_invariants()
+    check_engine(engine)
 
 
 def test_who_is_released_may_be_gone_before_its_partitions_move() -> None:
@@ -186,7 +187,7 @@ def test_who_is_released_may_be_gone_before_its_partitions_move() -> None:
     engine.handle(Leave(worker=1, session=engine.worker(1).session, cause="sigterm"), 0.0)
     engine.handle(Scale(workers=2, run_id="run", released=(1,)), 0.0)
     assert owned(engine) == [[0, 1, 2, 3], [], [], []]
-    engine.check_invariants()
+    check_engine(engine)
 
 
 def test_another_number_leaves_the_released_ones_as_they_are_where_that_can_be() -> None:
@@ -225,4 +226,4 @@ def test_a_worker_goes_on_that_announces_more_than_there_is_room_for_behind_a_mo
     assert (partition.announced, [action for action in actions if isinstance(action, SendHello)]) == (7, [])
     engine.handle(Announce(worker=1, session=session, runs=(BatchRange(2, 1, 9),)), 0.0)
     assert partition.announced == 9
-    engine.check_invariants()
+    check_engine(engine)

@@ -15,6 +15,7 @@ from doll.ps.policies.base import Policy
 from doll.ps.policies.bsp import Bsp, BspPolicyConfig
 from doll.ps.policies.doll import Doll, DollPolicyConfig
 from doll.records.control import Alive, Grant, Join, Leave, Welcome
+from engine_invariants import check_engine
 from pushes import answer
 from record_builders import announce
 
@@ -47,7 +48,7 @@ class Bench:
 
     def handle(self, event: ev.Event, now: float = 1.0) -> list[ev.EngineAction]:
         actions = self.engine.handle(event, now)
-        self.engine.check_invariants()
+        check_engine(self.engine)
         return actions
 
 

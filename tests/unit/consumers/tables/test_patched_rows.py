@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from doll.consumers.tables import base_row_cache
-from doll.consumers.tables.base_row_cache import BaseRowCache
-from doll.consumers.tables.row_cache import FetchedRows
+from doll.consumers.tables import row_cache
+from doll.consumers.tables.row_cache import FetchedRows, RowCache
 from doll.errors import BlobError
 from doll.optim.significance_filter import RowResidual
 from doll.ps.tables import store
@@ -37,8 +36,8 @@ class Job:
         self.rng, self.dice = np.random.default_rng(seed), random.Random(seed)
         self.server = TableStore({NAME: self.rng.normal(size=SHAPE).astype(np.float32)}, None)
         self.server.track_numbers()
-        one = BaseRowCache(SHAPE, 0).num_bytes
-        self.caches = [BaseRowCache(SHAPE, capacity * one) for _ in range(WORKERS)]
+        one = RowCache(SHAPE, 0).num_bytes
+        self.caches = [RowCache(SHAPE, capacity * one) for _ in range(WORKERS)]
         self.residuals = [RowResidual(threshold, WIDTH) for _ in range(WORKERS)] if threshold else []
         self.version, self.number, self.num_sent, self.num_rows = 0, 0, 0, 0
         self.applied = [0] * WORKERS
@@ -109,8 +108,8 @@ class Job:
     def settle(self) -> None:
         self.version += 1
         for worker, (cache, residual) in enumerate(zip(self.caches, self.residuals, strict=False)):
-            self.apply(worker, residual.of(self.applied[worker]), is_rest=True)
-            cache.drop(residual.clear())
+            self.apply(worker, residual.below(self.applied[worker]), is_rest=True)
+            cache.must_ask(residual.clear())
             cache.held = residual.held
 
     def restart(self, worker: int) -> None:
@@ -185,7 +184,7 @@ def test_a_row_that_is_known_for_long_is_right_too() -> None:
         return fetch(request)
 
     job.caches[0].get(np.arange(20), job.version, seen)
-    assert len(np.unique(requests[0].since)) == base_row_cache._MAX_VERSIONS
+    assert len(np.unique(requests[0].since)) == row_cache._MAX_VERSIONS
     job.get(0, np.arange(20))
     assert job.num_differences == 0
 
@@ -211,7 +210,7 @@ def test_what_the_server_forgets_is_noticed_and_asked_for_again(monkeypatch: pyt
 
 def test_without_the_checksum_rows_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     forgets_others(monkeypatch)
-    monkeypatch.setattr(base_row_cache, "checksum_of", lambda rows: 0)
+    monkeypatch.setattr(row_cache, "checksum_of", lambda rows: 0)
     monkeypatch.setattr(store, "checksum_of", lambda rows: 0)
     with pytest.raises(AssertionError):
         Job(1).play()
@@ -236,7 +235,7 @@ def test_a_server_that_sends_whole_rows_is_understood() -> None:
 
 
 def test_an_answer_that_lacks_rows_or_is_too_old_is_refused() -> None:
-    cache = BaseRowCache(SHAPE, 100_000)
+    cache = RowCache(SHAPE, 100_000)
     with pytest.raises(BlobError, match="got none for 2 of them"):
         cache.get(np.array([1, 2]), 3, lambda request: FetchedRows(no_rows(WIDTH), 3))
     with pytest.raises(BlobError, match="expected rows of version 4 or later, got 3"):
