@@ -21,8 +21,7 @@ import numpy.typing as npt
 from doll.config.policy import PolicyConfig
 from doll.consumers.protocol.worker_core import GradientDone
 from doll.optim.significance_filter import Residual
-from doll.provisioner.planning.loss_history import LossHistory
-from doll.provisioner.planning.tuner import ScaleInTuner
+from doll.provisioner.planning.tuner import LossHistory, ScaleInTuner
 from doll.ps.engine.events import ApplyUpdate, EngineAction, Event, FetchGradient, GradientFetched, RollBack
 from doll.records.control import AnyRecord, Push
 from doll.storage.contributions import Compressor

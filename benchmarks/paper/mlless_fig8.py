@@ -17,8 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from doll.provisioner.planning.loss_history import LossHistory
-from doll.provisioner.planning.tuner import ScaleInTuner, TunerSettings
+from doll.provisioner.planning.tuner import LossHistory, ScaleInTuner, TunerSettings
 from doll.theory.scale_in import FIT_SPAN, Score, relative_excess
 
 from benchmarks.paper.formulas import printed_excess

@@ -99,8 +99,7 @@ def plan(
     from doll.monitor.state.pilot_run import with_pilot
     from doll.provisioner.planning.assessment import assess, report_text
     from doll.provisioner.planning.plan_request import changed_plan, plan_request
-    from doll.provisioner.planning.stack_cost import PARTS, StackKind
-    from doll.provisioner.prices.shipped import with_prices
+    from doll.provisioner.prices.shipped import PARTS, StackKind, stack_lines, with_prices
 
     config = job.config_if_named()
     if pipeline.pipeline is not None:
@@ -126,8 +125,11 @@ def plan(
     if plot is not None:
         _save_charts(assessment, plot)
         notes.append(f"plot: {plot}")
-    beside = None if kind is None else {"kind": kind, "usd_per_h": {part.name: part.usd_per_h for part in PARTS[kind]}}
-    emit(as_json, {**assessment.to_dict(), "notes": notes, "stack": beside}, report_text(assessment, notes, kind))
+    beside, lines = None, list[str]()
+    if kind is not None:
+        beside = {"kind": kind, "usd_per_h": {part.name: part.usd_per_h for part in PARTS[kind]}}
+        lines = stack_lines(kind, assessment.static.expected_finish_s, assessment.static.expected_cost_usd)
+    emit(as_json, {**assessment.to_dict(), "notes": notes, "stack": beside}, report_text(assessment, notes, lines))
     if assessment.problem is not None:
         raise typer.Exit(assessment.problem.exit_code)
 

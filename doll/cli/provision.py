@@ -115,8 +115,8 @@ def drain(job: JobOptions, run_folder: RunFolderOption = None, as_json: JsonOpti
     Example: doll provision drain my.yaml
     """
     from doll.process.signals import Interrupts
-    from doll.provisioner.drain import drain as drain_fleet
     from doll.provisioner.lease import Lease, claims_of
+    from doll.provisioner.main import drain as drain_fleet
     from doll.provisioner.main import publish_last
     from doll.provisioner.state_store import state_of
     from doll.run.provisioning import machines_of
@@ -145,7 +145,7 @@ def clear(job: JobOptions, run_folder: RunFolderOption = None) -> None:
 
     Example: doll provision clear my.yaml
     """
-    from doll.provisioner.stops import clear_stops
+    from doll.provisioner.state_store import clear_stops
 
     at = job.target(run_folder)
     stops = clear_stops(at.config, at.run.path)

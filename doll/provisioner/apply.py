@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Protocol
 
 from doll import telemetry
@@ -23,63 +23,50 @@ class Journal(Protocol):
     def __call__(self, kind: str, now_s: float, **fields: Any) -> None: ...
 
 
+@dataclass(eq=False, repr=False)
 class ActionExecutor:
     """Carries actions out on a fleet.
 
     Args:
-        save: persists the provisioner's state; "", or why it is not persisted. Pending orders must be durable before
-            they are made.
-        check_lease: raises FencedError where another provisioner has taken over, CheckpointError where that is not
-            known. It is asked before each order, however long ago the turn began: this process may have been frozen.
+        save: persists the state, pending orders above all; returns why that failed, or "".
+        check_lease: asked before each order, since this process may have been frozen. Raises FencedError if another
+            provisioner has taken over, CheckpointError if that is not known.
         known_to_successor: ids of the instances in the state that a successor has saved.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        launch_state: LaunchState,
-        tracker: InstanceTracker,
-        *,
-        journal: Journal,
-        save: Callable[[], str],
-        check_lease: Callable[[], None],
-        known_to_successor: Callable[[], Collection[str]],
-    ) -> None:
-        self._fleet = fleet
-        self._launch_state = launch_state
-        self._tracker = tracker
-        self._journal = journal
-        self._save = save
-        self._check_lease = check_lease
-        self._known_to_successor = known_to_successor
-        self._unconfirmed: list[Instance] = []  # launched since the lease was last known to be ours
+    fleet: Fleet
+    launch_state: LaunchState
+    tracker: InstanceTracker
+    _: KW_ONLY
+    journal: Journal
+    save: Callable[[], str]
+    check_lease: Callable[[], None]
+    known_to_successor: Callable[[], Collection[str]]
+    _unconfirmed: list[Instance] = field(default_factory=list, init=False)  # launched since the lease was known as ours
 
     def confirm(self) -> None:
-        """What was launched until now was launched under the lease."""
+        """Record that everything launched until now was launched under the lease."""
         self._unconfirmed.clear()
 
     def undo(self) -> None:
-        """Another provisioner has taken over: end what this one may have launched after that.
-
-        A process can be frozen between its look at the lease and its order. The successor ends such a machine, or keeps
-        it, where it lists it; but it may have ended the job by then, and nobody would.
-        """
+        """End what was launched after another provisioner took over: this process may have been frozen between its look
+        at the lease and its order. The successor may have ended the job by then, so nobody else would."""
         if not self._unconfirmed:
             return
         try:
-            known = self._known_to_successor()
+            known = self.known_to_successor()
             ids = [instance.id for instance in self._unconfirmed if instance.id not in known]
             if ids:
                 log.warning("launched_too_late", instances=ids, action="ended: another provisioner has taken over")
-                self._fleet.terminate(ids)
+                self.fleet.terminate(ids)
         except (CheckpointError, ConfigError, ServiceUnavailableError) as exc:
             log.warning("not_ended", instances=[item.id for item in self._unconfirmed], error=str(exc))
         self._unconfirmed.clear()
 
     def _lease_problem(self) -> str:
-        """ "", or why an order is not made now; raises FencedError where the lease is another's."""
+        """Return why an order is not made now, or "". Raises FencedError if the lease is another's."""
         try:
-            self._check_lease()
+            self.check_lease()
         except FencedError:
             self.undo()
             raise
@@ -99,9 +86,9 @@ class ActionExecutor:
             on_spot = {instance.slot for instance in instances if instance.is_alive and instance.market == "spot"}
             for launch in launches:
                 order = launch.order
-                self._launch_state.ordered(order, now_s, fallback=order.market == "on_demand" and order.slot in on_spot)
-                self._journal("order", now_s, **order_fields(launch))
-            if problem := self._save():
+                self.launch_state.ordered(order, now_s, fallback=order.market == "on_demand" and order.slot in on_spot)
+                self.journal("order", now_s, **order_fields(launch))
+            if problem := self.save():
                 # The orders stay pending, as some may be repetitions: the next turn makes them.
                 return [*results, *(ActionResult(launch, f"not tried: {problem}") for launch in launches)]
             results += [self._launch(launch, instances, now_s) for launch in launches]
@@ -113,7 +100,7 @@ class ActionExecutor:
             return
         jobs = ", ".join(sorted({instance.job for instance in others}))
         alarms.append(f"{len(others)} machines of another job ({jobs}) are in this job's fleet: they are ended")
-        timeout_s = self._launch_state.limits.notice_timeout_s
+        timeout_s = self.launch_state.limits.notice_timeout_s
         endable = [
             instance
             for instance in others
@@ -123,42 +110,40 @@ class ActionExecutor:
             return
         for instance in endable:
             why = f"it is of another job: {instance.job}"
-            self._journal("end", now_s, id=instance.id, slot=instance.slot, why=why)
-        try:
-            if problem := self._lease_problem():
-                raise ServiceUnavailableError(problem)
-            self._fleet.terminate([instance.id for instance in endable])
-        except (ConfigError, ServiceUnavailableError) as exc:
-            alarms.append(f"machines of another job could not be ended: {exc}")
+            self.journal("end", now_s, id=instance.id, slot=instance.slot, why=why)
+        if problem := self._end([instance.id for instance in endable]):
+            alarms.append(f"machines of another job could not be ended: {problem}")
 
     def clear_away(self, ended: Sequence[Instance], *, dry_run: bool) -> None:
-        """The job is over: what the fleet's owner keeps of these ended instances goes."""
+        """Have the fleet's owner drop what it keeps of these ended instances: the job is over."""
         if not ended or dry_run:
             return
+        if problem := self._end([instance.id for instance in ended]):
+            log.warning("ended_instances_not_cleared", error=problem, action="nothing runs; their owner keeps them")
+
+    def _end(self, ids: Sequence[str]) -> str:
+        """Ask the fleet to end these instances; returns why that failed, or ""."""
+        if problem := self._lease_problem():
+            return problem
         try:
-            if problem := self._lease_problem():
-                raise ServiceUnavailableError(problem)
-            self._fleet.terminate([instance.id for instance in ended])
+            self.fleet.terminate(ids)
         except (ConfigError, ServiceUnavailableError) as exc:
-            log.warning("ended_instances_not_cleared", error=str(exc), action="nothing runs; their owner keeps them")
+            return str(exc)
+        return ""
 
     def _terminate(self, ends: Sequence[Terminate], instances: list[Instance], now_s: float) -> list[ActionResult]:
         for end in ends:
-            self._journal("end", now_s, id=end.id, slot=end.slot, why=end.why)
+            self.journal("end", now_s, id=end.id, slot=end.slot, why=end.why)
         ids = [end.id for end in ends]
-        if problem := self._lease_problem():
+        if problem := self._end(ids):
             return [ActionResult(end, problem) for end in ends]
-        try:
-            self._fleet.terminate(ids)
-        except (ConfigError, ServiceUnavailableError) as exc:
-            return [ActionResult(end, str(exc)) for end in ends]
         instances[:] = [
             replace(instance, state=InstanceState.ENDING) if instance.id in ids else instance for instance in instances
         ]
         return [ActionResult(end) for end in ends]
 
     def _launch(self, launch: Launch, instances: list[Instance], now_s: float) -> ActionResult:
-        order, launch_state = launch.order, self._launch_state
+        order, launch_state = launch.order, self.launch_state
         if launch_state.stopped:
             launch_state.cancelled(order)
             return ActionResult(launch, f"not tried: {launch_state.stopped}")
@@ -169,17 +154,17 @@ class ActionExecutor:
         if problem := self._lease_problem():
             return ActionResult(launch, problem)  # it stays pending, as it may be a repetition
         try:
-            instance = self._fleet.launch(order)
+            instance = self.fleet.launch(order)
         except LaunchError as exc:
             launch_state.failed(order, exc, now_s)
             fields = order_fields(launch)
-            self._journal("launch_failed", now_s, **fields, failure=exc.failure.value, code=exc.code, error=str(exc))
+            self.journal("launch_failed", now_s, **fields, failure=exc.failure.value, code=exc.code, error=str(exc))
             return ActionResult(launch, f"{exc.failure.value}: {exc}")
         self._unconfirmed.append(instance)
-        self._tracker.launched(instance)
+        self.tracker.launched(instance)
         if instance.id not in {known.id for known in instances}:
             instances.append(instance)
         launch_state.launched(order)
         launch_state.seen(order.slot, order.incarnation)
-        self._journal("launched", now_s, **order_fields(launch), id=instance.id, pool=instance.pool)
+        self.journal("launched", now_s, **order_fields(launch), id=instance.id, pool=instance.pool)
         return ActionResult(launch, id=instance.id)

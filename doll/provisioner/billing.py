@@ -1,7 +1,6 @@
-"""What instances have cost: billing rules, the bill, a job's account, and the figures that it is set against. Pure.
+"""The cost of instances: billing rules, the bill, a job's account, and the figures that it is set against. Pure.
 
-A bill is computed from instance records and prices alone, so it comes out the same however often it is made, and after
-any crash.
+A bill is computed from instance records and prices alone, so it comes out the same however often it is made.
 """
 
 from __future__ import annotations
@@ -33,13 +32,9 @@ PriceOf = Callable[[str, Market, float, float], Series]
 
 @dataclass(frozen=True)
 class BillingRule:
-    """How the owner of the machines counts time.
-
-    Attributes:
-        step_s: a started step is a whole one; 0 counts time as it is.
-        free_if_interrupted_s: a spot instance that its owner takes back within this time costs nothing.
-        source, as_of: where the rule comes from, and when it was read.
-    """
+    """A rule by which the owner of the machines counts time: a started step is a whole one (0 counts time as it is). A
+    spot instance that its owner takes back within `free_if_interrupted_s` costs nothing. `source` and `as_of` are of
+    the rule."""
 
     name: str
     step_s: float
@@ -92,7 +87,7 @@ class BillLine:
 
     Attributes:
         billed_s: machine-seconds that count.
-        usd_without_boots: of that, the time in which its worker was the slot's: from ready until fenced or ended.
+        usd_without_boots: the part for the time in which its worker was the slot's, from ready until fenced or ended.
         free: it was interrupted so soon that it costs nothing.
     """
 
@@ -120,10 +115,9 @@ class Bill:
     """A sum of lines.
 
     Attributes:
-        usd_without_boots: as `BillLine`; the paper's cost (16), (22) counts no boots and no overlap.
-        hours_by_market: billed machine-hours by market.
-        instances: how many there were, the free ones included.
-        free: how many cost nothing.
+        usd_without_boots: see `BillLine`; the paper's cost (16), (22) counts no boots and no overlap.
+        hours_by_market: billed machine-hours.
+        instances, free: how many there were, and how many of them cost nothing.
     """
 
     usd: float = 0.0
@@ -140,34 +134,19 @@ class Bill:
             object.__setattr__(self, name, {market: float(given.get(market, 0.0)) for market in MARKETS})
 
     @classmethod
-    def of(cls, lines: Iterable[BillLine]) -> Bill:
-        """The sum of these lines."""
-        kept = tuple(lines)
-        usd, hours = dict.fromkeys(MARKETS, 0.0), dict.fromkeys(MARKETS, 0.0)
-        for line in kept:
+    def total(cls, lines: Iterable[BillLine], earlier: Bill | None = None) -> Bill:
+        """The sum of these lines, after what is on an earlier bill."""
+        before, new = cls() if earlier is None else earlier, tuple(lines)
+        usd, hours = dict(before.usd_by_market), dict(before.hours_by_market)
+        for line in new:
             usd[line.market] += line.usd
             hours[line.market] += line.billed_s / SECONDS_PER_HOUR
         return cls(
-            usd=math.fsum(line.usd for line in kept), usd_by_market=usd,
-            usd_without_boots=math.fsum(line.usd_without_boots for line in kept), hours_by_market=hours,
-            instances=len(kept), free=sum(line.free for line in kept), lines=kept,
+            usd=before.usd + math.fsum(line.usd for line in new), usd_by_market=usd,
+            usd_without_boots=before.usd_without_boots + math.fsum(line.usd_without_boots for line in new),
+            hours_by_market=hours, instances=before.instances + len(new),
+            free=before.free + sum(line.free for line in new), lines=before.lines + new,
         )  # fmt: skip
-
-    def plus(self, other: Bill) -> Bill:
-        """Both together."""
-
-        def both(mine: Mapping[Market, float], theirs: Mapping[Market, float]) -> dict[Market, float]:
-            return {market: mine[market] + theirs[market] for market in MARKETS}
-
-        return Bill(
-            usd=self.usd + other.usd,
-            usd_by_market=both(self.usd_by_market, other.usd_by_market),
-            usd_without_boots=self.usd_without_boots + other.usd_without_boots,
-            hours_by_market=both(self.hours_by_market, other.hours_by_market),
-            instances=self.instances + other.instances,
-            free=self.free + other.free,
-            lines=self.lines + other.lines,
-        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, without the lines."""
@@ -178,15 +157,12 @@ def bill_lines(
     instances: Collection[Instance], price_of: PriceOf, rule: BillingRule, now_s: float,
     *, ready_s: Mapping[str, float] = _NO_TIMES, fenced_s: Mapping[str, float] = _NO_TIMES,
 ) -> list[BillLine]:  # fmt: skip
-    """What each instance has cost until `now_s`, or until it ended.
+    """The cost of each instance until `now_s`, or until it ended.
 
     Args:
-        price_of: `PriceFeed.series`, of one machine.
+        price_of: `PriceFeed.series`, of one machine; its ServiceUnavailableError passes through.
         ready_s: when its worker became the slot's, by id; without it nothing is in `usd_without_boots`.
         fenced_s: when the next one took over, by id.
-
-    Raises:
-        ServiceUnavailableError: as the price feed does.
     """
     lines: dict[str, BillLine] = {}
     pools: dict[tuple[str, Market], list[Instance]] = {}
@@ -211,7 +187,7 @@ def _costs_from_s(instance: Instance) -> float:
 
 
 def _integral(series: Series, at_s: Floats) -> Floats:
-    """Of the step function from its first time on; its first and last values hold beyond its ends."""
+    """The integral of the step function from its first time on; its first and last values hold beyond its ends."""
     times, values = series.times_s, series.values
     sums = np.concatenate(([0.0], np.cumsum(values[:-1] * np.diff(times))))
     index = np.clip(np.searchsorted(times, at_s, side="right") - 1, 0, len(times) - 1)
@@ -222,12 +198,7 @@ def _integral(series: Series, at_s: Floats) -> Floats:
 def _line(
     instance: Instance, rule: BillingRule, end_s: float, usd_per_s: float, served_s: tuple[float, float]
 ) -> BillLine:
-    """What an instance costs.
-
-    Args:
-        usd_per_s: of one of its machines.
-        served_s: from when to when its worker was the slot's; infinite where that is not known.
-    """
+    """The bill of one instance; `usd_per_s` is of one machine, `served_s` infinite if it is not known."""
     count, free = instance.machines, rule.is_free(instance)
     was_never_placed = instance.costs_from_s is not None and end_s <= instance.costs_from_s
     billed_s = 0.0 if free or was_never_placed else rule.billed_s(end_s - _costs_from_s(instance))
@@ -244,17 +215,13 @@ def bill(
     instances: Collection[Instance], price_of: PriceOf, rule: BillingRule, now_s: float,
     *, ready_s: Mapping[str, float] = _NO_TIMES, fenced_s: Mapping[str, float] = _NO_TIMES,
 ) -> Bill:  # fmt: skip
-    """What these instances have cost until `now_s`, each counted once by its id; arguments as of `bill_lines`.
-
-    Raises:
-        ServiceUnavailableError: as the price feed does.
-    """
+    """The cost of these instances until `now_s`, each counted once by its id; see `bill_lines`."""
     distinct = {instance.id: instance for instance in instances}
-    return Bill.of(bill_lines(distinct.values(), price_of, rule, now_s, ready_s=ready_s, fenced_s=fenced_s))
+    return Bill.total(bill_lines(distinct.values(), price_of, rule, now_s, ready_s=ready_s, fenced_s=fenced_s))
 
 
 def all_on_demand_usd(samples: float, rates_per_s: Floats, on_demand_usd_per_h: float) -> float:
-    """What the same work costs with every worker on-demand: N π_o for the time that it takes at the rate of all.
+    """The cost of the same work with every worker on-demand: N π_o for the time that it takes at the rate of all.
 
     Args:
         samples: J K b that was done, or is to be done.
@@ -277,10 +244,7 @@ def usd_per_1000_updates(usd: float, updates: float) -> float:
 
 
 def usd_per_error_point(usd: float, first_error: float, error: float) -> float:
-    """USD per percentage point by which the error has fallen; NaN where it has not.
-
-    Args:
-        first_error, error: held-out errors as fractions, at the first evaluation and now.
+    """USD per percentage point by which the held-out error, a fraction, has fallen; NaN if it has not.
 
     >>> usd_per_error_point(3.0, 0.9, 0.6)
     0.1
@@ -294,11 +258,7 @@ LINES_KEPT_S = 24 * 3600.0
 
 
 class BillingAccount(KeptState):
-    """Bills instances and keeps the bills of ended instances.
-
-    Args:
-        price_of: `PriceFeed.series`.
-    """
+    """Bills instances and keeps the bills of ended instances. `price_of` is `PriceFeed.series`."""
 
     KEPT: ClassVar = {"earlier_usd": float, "last_usd": float, "last_usd_per_h": dict[str, float]}
     LATER: ClassVar = ("last_usd_per_h",)
@@ -328,20 +288,15 @@ class BillingAccount(KeptState):
     def bill_ended(
         self, instance: Instance, now_s: float, *, ready_s: Mapping[str, float], fenced_s: Mapping[str, float]
     ) -> BillLine:
-        """Put the final bill of an ended instance on the account.
-
-        Raises:
-            ServiceUnavailableError: prices do not answer.
-        """
+        """Put the final bill of an ended instance on the account. Raises ServiceUnavailableError if prices do not
+        answer."""
         (line,) = bill_lines([instance], self._price_of, self._rule, now_s, ready_s=ready_s, fenced_s=fenced_s)
         self._lines[instance.id] = line
         return line
 
     def reopen(self, instance: Instance) -> None:
-        """An instance with a final bill runs all the same: it was listed late, or was stopped and started.
-
-        One that was started again costs from then on; one that had never ended is billed from its launch.
-        """
+        """Take back a final bill: the instance runs all the same, since it was listed late, or stopped and started. One
+        that was started again costs from then on; one that had never ended is billed from its launch."""
         line = self._lines.pop(instance.id)
         if line.ended_s is not None and instance.launched_s >= line.ended_s:
             self._keep_sum(line)
@@ -358,14 +313,14 @@ class BillingAccount(KeptState):
         machines: int,
         alarms: list[str],
     ) -> Bill:
-        """The bill until now. Where prices do not answer, machines are billed at the last price that is known, and the
-        bill is at least as high as the last one.
+        """The bill until now. If prices do not answer, machines are billed at the last known price, and the bill never
+        falls.
 
         Args:
             running: instances; those with a final bill are not billed again.
-            otherwise: prices of a worker of so many machines, where none of the pool was ever known.
+            otherwise: prices of a worker of `machines` machines, for pools whose price was never known.
             announced: the newest published decision, see `expect_earlier_costs`.
-            alarms: one is added where prices do not answer.
+            alarms: gets a line if prices do not answer.
         """
         running = [instance for instance in running if instance.id not in self._lines]
         lines, missing = list[BillLine](), list[str]()
@@ -391,7 +346,7 @@ class BillingAccount(KeptState):
             if missing:
                 alarms.append(f"running instances are billed at the last known prices: {missing[0]}")
         self._archive(now_s)
-        bill = self._ended_bill().plus(Bill.of(lines))
+        bill = self._ended_bill(lines)
         if math.isnan(self._earlier_usd):
             spent_usd = announced.spent_usd if announced is not None and math.isfinite(announced.spent_usd) else 0.0
             self._earlier_usd = max(0.0, spent_usd - bill.usd)
@@ -403,8 +358,8 @@ class BillingAccount(KeptState):
         """The last sum, where nothing can be observed now."""
         return replace(self._ended_bill(), usd=self._last_usd)
 
-    def _ended_bill(self) -> Bill:
-        return self._archived_bill.plus(Bill.of(self._lines.values()))
+    def _ended_bill(self, others: Iterable[BillLine] = ()) -> Bill:
+        return Bill.total([*self._lines.values(), *others], self._archived_bill)
 
     def _archive(self, now_s: float) -> None:
         for id_, line in list(self._lines.items()):
@@ -413,7 +368,7 @@ class BillingAccount(KeptState):
                 del self._lines[id_]
 
     def _keep_sum(self, line: BillLine) -> None:
-        self._archived_bill = replace(self._archived_bill.plus(Bill.of([line])), lines=())
+        self._archived_bill = replace(Bill.total([line], self._archived_bill), lines=())
 
     def _price_of(self, pool: str, market: Market, start_s: float, end_s: float) -> Series:
         """The feed's answer; its newest price is remembered."""

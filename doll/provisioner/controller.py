@@ -5,17 +5,18 @@ then end the instance; 4. write orders to the journal and save; 5. make them, on
 any two of them the next turn continues: the fleet's tags show what exists, an order that may have been made is repeated
 word by word, which returns the same instance, and ending an instance twice is no error.
 
-The next turn may be another process's, on another machine, while this one is frozen. It has taken the state over by
-then, so this one's 4 and 6 fail, and it looks for the lease before each order of 3 and 5. What it launched between such
-a look and the next it ends itself, unless the successor knows it.
+The next turn may be another process's, while this one is frozen. It has taken the state over by then, so this one's 4
+and 6 fail, and it looks for the lease before each order of 3 and 5. What it launched between such a look and the next
+it ends itself, unless the successor knows it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import KW_ONLY, asdict, dataclass, replace
+from typing import Any, ClassVar
 
 from doll import telemetry
 from doll.errors import CheckpointError, ConfigError, FencedError, ServiceUnavailableError
@@ -33,11 +34,11 @@ from doll.provisioner.decision import ActionResult, Decision, Phase
 from doll.provisioner.fleets.port import Fleet, Instance, InstanceState, SpotProbe
 from doll.provisioner.health import JobHealth, alarms_of
 from doll.provisioner.instances import InstanceTracker
-from doll.provisioner.job_clock import JobClock, run_of
+from doll.provisioner.kept_state import KeptState
 from doll.provisioner.launch_state import LaunchState
 from doll.provisioner.market_plan import DesiredState, MarketPlan, reserve_usd
 from doll.provisioner.observation import Observed
-from doll.provisioner.planning.state import Market, PlannerSettings, PlannerState
+from doll.provisioner.planning.state import Market, PlannerState
 from doll.provisioner.prices.port import PriceFeed
 from doll.provisioner.reconcile import FleetStatus, Launch, Readiness, Terminate, Wait, reconcile
 from doll.provisioner.scale_in import release_request
@@ -54,9 +55,61 @@ _STATE_VERSION = 3
 _UNKNOWN_PRICES = Prices(0.0, 1.0)  # of a drain without prices, which plans nothing
 
 
+class JobClock(KeptState):
+    """The clock of one run of a job.
+
+    Attributes:
+        started_s: Unix seconds, as the job's settings may state it; None before the first turn.
+        generation: of the job's run on its topics.
+        begun_s: instances that ended before belong to an earlier run, and were billed there.
+    """
+
+    KEPT: ClassVar = {"started_s": float, "generation": int, "begun_s": float}
+
+    def __init__(self, started_s: float | None) -> None:
+        self.started_s = started_s
+        self.generation = 0
+        self.begun_s = -math.inf
+        self.ignores_earlier_runs = False  # the stored state is another run's: the next turn begins one of its own
+
+    def begin_run(self, observed: Observed, now_s: float, stated_s: float | None) -> bool:
+        """Follow the job's generation; returns whether one has begun after a run with state, so that its bill must go.
+        `stated_s` is the start that the settings state."""
+        if self.ignores_earlier_runs:
+            self.ignores_earlier_runs, self.begun_s = False, now_s
+            self.started_s = now_s if self.started_s is None else self.started_s
+        if observed.generation <= self.generation:
+            return False
+        self.generation, began_s = observed.generation, observed.generation_s
+        self.begun_s = began_s if 0 < began_s <= now_s else now_s
+        if self.started_s is None:
+            return False
+        self.started_s = self.begun_s if stated_s is None else stated_s
+        return True
+
+    def start(self, observed: Observed, listed: Sequence[Instance], now_s: float) -> None:
+        """Start the clock without state: now, at the first launch of this run, or when a published decision says."""
+        launched_s = [
+            instance.launched_s
+            for instance in listed
+            if instance.is_alive or (instance.ended_s or now_s) > self.begun_s
+        ]
+        self.started_s = max(min([now_s, *launched_s]), min(now_s, self.begun_s))
+        announced = observed.last_decision
+        # Records are no proof: a start in the future is ignored.
+        if announced is not None and 0 < announced.started_s <= now_s:
+            self.started_s = announced.started_s
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Restore; a start that the settings state wins over the kept one."""
+        stated_s = self.started_s
+        super().restore(kept)
+        self.started_s = self.started_s if stated_s is None else stated_s
+
+
 @dataclass
 class _Turn:
-    """What one turn has observed.
+    """The observations of one turn.
 
     Attributes:
         instances: of the job; actions bring them up to date.
@@ -77,49 +130,40 @@ class _Turn:
         return any(instance.is_alive for instance in self.instances)
 
 
+@dataclass(eq=False, repr=False)
 class Controller:
     """The provisioner of one job.
 
-    Call `turn` at least every `settings.planner.replan_s`, and `feed` it the job's records in between. A new object
-    continues from the state store where the previous one stopped.
+    Call `turn` at least every `settings.planner.replan_s`, and `observed.feed` it the job's records in between. A new
+    object continues from the state store.
 
     Args:
         billing: how the owner of the fleet's machines bills.
         probe: reports whether spot has a machine without buying one; None: inferred from launches and their outcomes.
-        check_lease: raises where another provisioner has taken over.
+        check_lease: raises if another provisioner has taken over.
         dry_run: decide and report, but change nothing and persist nothing.
-        job: its name: machines that another job has left in this fleet are ended.
-        topics_id: tells the job's topics from earlier ones of the same names, whose state is void; "": not known.
+        job, topics_id: "": not known. Machines that another job has left in this fleet are ended; the state of earlier
+            topics of the same names is void.
 
     Attributes:
-        observed: what the job's records say; feed it.
+        observed: the job's records so far.
         positions: where the caller stands in what it reads; persisted with the state.
     """
 
-    def __init__(
-        self,
-        settings: ControllerSettings,
-        fleet: Fleet,
-        prices: PriceFeed,
-        billing: BillingRule,
-        state_store: StateStore,
-        *,
-        probe: SpotProbe | None = None,
-        check_lease: Callable[[], None] | None = None,
-        dry_run: bool = False,
-        job: str = "",
-        topics_id: str = "",
-    ) -> None:
-        self.settings = settings
-        self._fleet = fleet
-        self._prices = prices
-        self._billing = billing
-        self._state_store = RetriedStateStore(state_store)
-        self._probe = probe
-        self._check_lease = check_lease
-        self._dry_run = dry_run
-        self._job = job
-        self._topics_id = topics_id
+    settings: ControllerSettings
+    fleet: Fleet
+    prices: PriceFeed
+    billing: BillingRule
+    state_store: StateStore
+    _: KW_ONLY
+    probe: SpotProbe | None = None
+    check_lease: Callable[[], None] = lambda: None
+    dry_run: bool = False
+    job: str = ""
+    topics_id: str = ""
+
+    def __post_init__(self) -> None:
+        self._retried_store = RetriedStateStore(self.state_store)
         self._reset()
         self._restore()
 
@@ -136,14 +180,14 @@ class Controller:
         )
         self.positions: dict[str, int] = {}
         self._launch_state = LaunchState(count, settings.limits, settings.machines_per_worker)
-        self._plan = MarketPlan(settings, self._billing, self._probe, dry_run=self._dry_run)
+        self._plan = MarketPlan(settings, self.billing, self.probe, dry_run=self.dry_run)
         self._tracker = InstanceTracker(count)
         self._account = BillingAccount(
-            self._billing, lambda pool, market, start_s, end_s: self._prices.series(pool, market, start_s, end_s)
+            self.billing, lambda pool, market, start_s, end_s: self.prices.series(pool, market, start_s, end_s)
         )
         self._executor = ActionExecutor(
-            self._fleet, self._launch_state, self._tracker, journal=self._append_journal, save=self._save,
-            check_lease=self._check_lease or (lambda: None), known_to_successor=self._known_to_successor,
+            self.fleet, self._launch_state, self._tracker, journal=self._append_journal, save=self._save,
+            check_lease=self.check_lease, known_to_successor=self._known_to_successor,
         )  # fmt: skip
         self._turn = 0
         self._clock = JobClock(settings.started_s)
@@ -154,46 +198,23 @@ class Controller:
         self._spent_budget_usd: float | None = None  # the budget that is spent
         self._last_decision: dict[str, Any] | None = None  # for those who cannot read this machine's journal
 
-    # --- input ------------------------------------------------------------------------------------------------------
-
-    def feed(self, record: records.AnyRecord, at_s: float) -> None:
-        """A record of `updates`, `events`, `commands` or `metrics`, written at about `at_s`."""
-        self.observed.feed(record, at_s)
-
-    def observe_ends(self, now_s: float, ends: Sequence[int]) -> None:
-        """The end of each sample partition at `now_s`."""
-        self.observed.observe_ends(now_s, ends)
-
     def retarget(self, settings: ControllerSettings) -> None:
-        """Another deadline, budget, work, K or behaviour while the job runs. Priors (rates, availability) are ignored.
-
-        Raises:
-            ValueError: another number of slots, another b, or other machines per worker: none changes within a job.
-        """
+        """Change deadline, budget, work, K or behaviour while the job runs; priors (rates, availability) are ignored.
+        Raises ValueError if slots, b or machines per worker differ: they never change within a job."""
         self.settings.check_change(settings)
         self.settings = settings
         self._plan.retarget(settings)
         self._launch_state.limits, self.observed.heartbeat_timeout_s = settings.limits, settings.heartbeat_timeout_s
         self.observed.keeps_losses = settings.scale_in is not None
 
-    @property
-    def planned(self) -> PlannerSettings:
-        """What the planner is asked with, see `MarketPlan.planned`."""
-        return self._plan.planned(self.observed)
-
     def release_request(self, decision: Decision) -> records.Scale | None:
-        """What the parameter server is to be told after this decision; None: nothing."""
-        if self._dry_run or decision.phase != "run":
+        """The request to the parameter server after this decision, or None."""
+        if self.dry_run or decision.phase != "run":
             return None
         return release_request(decision.released, self.observed.status)
 
-    # --- a turn -----------------------------------------------------------------------------------------------------
-
     def turn(self, now_s: float, *, draining: bool = False) -> Decision:
-        """Decide and act.
-
-        Args:
-            draining: end every instance and start none.
+        """Decide and act; `draining` ends every instance and starts none.
 
         Raises:
             FencedError: another provisioner has taken over. Nothing was done since then.
@@ -212,22 +233,22 @@ class Controller:
         desired, results = self._plan_and_apply(turn, draining)
         phase = desired.phase
         never_worked = not turn.has_machines and not turn.readiness.incarnation_held
-        if phase == "run" and not self._dry_run and never_worked:
+        if phase == "run" and not self.dry_run and never_worked:
             self._launch_state.stop_if_all_refuse(now_s)
         if self._launch_state.stopped and phase == "run":
             phase = "stopped"
         self._raise_alarms(turn, desired, results)
         decision = self._decision(turn, desired, phase, results)
         if decision.finished and phase != "failed":  # of a job that failed, what its owner keeps says why
-            self._executor.clear_away(turn.instances, dry_run=self._dry_run)
-        if not self._dry_run:
+            self._executor.clear_away(turn.instances, dry_run=self.dry_run)
+        if not self.dry_run:
             self._last_decision = decision.to_dict()
-            self._state_store.append({"kind": "decision", **self._last_decision})
+            self._retried_store.append({"kind": "decision", **self._last_decision})
             self._save()
         return decision
 
     def _plan_and_apply(self, turn: _Turn, draining: bool) -> tuple[DesiredState, list[ActionResult]]:
-        """Plan, reconcile and apply, again where a launch fails that the plan had counted on."""
+        """Plan, reconcile and apply, again if a launch fails that the plan had counted on."""
         results: list[ActionResult] = []
         for _ in range(_MAX_PLANS_PER_TURN):
             desired = self._desired_state(turn, self._phase(draining))
@@ -238,7 +259,7 @@ class Controller:
                 status = replace(status, wanted=desired.markets, reasons=desired.reasons)
             actions = reconcile(status, self._launch_state, turn.now_s)
             results = [result for result in results if not isinstance(result.action, Wait)]
-            if self._dry_run:
+            if self.dry_run:
                 return desired, results + [ActionResult(action) for action in actions]
             applied = self._executor.apply(actions, turn.instances, turn.now_s)
             results += applied
@@ -250,17 +271,12 @@ class Controller:
         budget_usd = self._plan.planner.budget_usd
         turn.alarms += alarms_of(desired, self._launch_state, self._health, budget_usd=budget_usd, now_s=turn.now_s)
         turn.alarms += [result.text() for result in results if result.failure and isinstance(result.action, Terminate)]
-        if self._state_store.problem:
-            turn.alarms.append(f"no machine is launched before this is corrected: {self._state_store.problem}")
-
-    # --- observe ----------------------------------------------------------------------------------------------------
+        if self._retried_store.problem:
+            turn.alarms.append(f"no machine is launched before this is corrected: {self._retried_store.problem}")
 
     def _observe(self, now_s: float, *, ends_all: bool) -> _Turn | Decision:
-        """Fleet, prices, bill and health; a decision to do nothing where fleet or prices do not answer.
-
-        Args:
-            ends_all: every instance is to be ended, which needs no price.
-        """
+        """Observe fleet, prices, bill and health; returns a decision to do nothing if fleet or prices do not answer.
+        With `ends_all` every instance is to be ended, which needs no price."""
         alarms: list[str] = []
         listed = self._list(alarms)
         prices = self._current_prices(now_s, alarms)
@@ -286,11 +302,10 @@ class Controller:
         return _Turn(now_s, instances, readiness, bill, _UNKNOWN_PRICES if prices is None else prices, alarms)
 
     def _list(self, alarms: list[str]) -> list[Instance] | None:
-        """The fleet's listing, under the lease; None where one of them does not answer."""
+        """The fleet's listing, under the lease; None if one of them does not answer."""
         try:
-            if self._check_lease is not None:
-                self._check_lease()
-            listed = list(self._fleet.instances())
+            self.check_lease()
+            listed = list(self.fleet.instances())
         except (CheckpointError, ConfigError, ServiceUnavailableError) as exc:
             # Credentials that are missing at first are a mistake; later they are being renewed.
             if isinstance(exc, ConfigError) and not (self._has_listed or self._launch_state.has_launched):
@@ -301,20 +316,20 @@ class Controller:
         return listed
 
     def _current_prices(self, now_s: float, alarms: list[str]) -> Prices | None:
-        """Of a worker with all of its machines."""
+        """The prices of a worker with all of its machines."""
         try:
-            self._last_prices = self._prices.current(now_s).times(self.settings.machines_per_worker)
+            self._last_prices = self.prices.current(now_s).times(self.settings.machines_per_worker)
         except ServiceUnavailableError as exc:
             alarms.append(f"no current prices, the last known are used: {exc}")
         return self._last_prices
 
     def _own(self, listed: Sequence[Instance], now_s: float, alarms: list[str]) -> list[Instance]:
         """The instances of this job; instances that another job has left in its fleet are ended."""
-        own = [instance for instance in listed if not instance.job or not self._job or instance.job == self._job]
+        own = [instance for instance in listed if not instance.job or not self.job or instance.job == self.job]
         ids = {instance.id for instance in own}
         others = [item for item in listed if item.id not in ids and item.state is not InstanceState.ENDED]
         self._has_others = bool(others)
-        self._executor.end_others(others, now_s, alarms, dry_run=self._dry_run)
+        self._executor.end_others(others, now_s, alarms, dry_run=self.dry_run)
         return own
 
     def _begin(self, now_s: float, listed: Sequence[Instance]) -> None:
@@ -325,7 +340,9 @@ class Controller:
             self._account.clear()
             self._tracker.interruptions = 0
             self._spent_budget_usd = None
-        self._launch_state.run = run_of(self._job, self._topics_id, self._clock.generation)
+        # A successor without state knows this much too, so that it repeats orders word by word.
+        run = f"{self.job} {self.topics_id} {self._clock.generation}"
+        self._launch_state.run = hashlib.sha256(run.encode()).hexdigest()[:10] if self.job else ""
         if self._clock.started_s is None:
             self._clock.start(self.observed, listed, now_s)
             if self.observed.last_decision is not None:
@@ -384,8 +401,6 @@ class Controller:
         if (samples := self._plan.planner.samples) != before:
             log.info("work_re_estimated", samples_before=before, samples=samples)
 
-    # --- plan -------------------------------------------------------------------------------------------------------
-
     def _phase(self, draining: bool) -> Phase:
         if draining:
             return "drain"
@@ -398,7 +413,7 @@ class Controller:
         return "idle" if self._health.idle else "run"
 
     def _state(self, turn: _Turn) -> PlannerState:
-        """Where the job stands, for the planner."""
+        """The planner's input: where the job stands."""
         assert self._clock.started_s is not None
         return self._plan.state(
             self.observed, turn.instances, turn.readiness.ready_s, self._launch_state, bill=turn.bill,
@@ -417,18 +432,15 @@ class Controller:
     def _desired_state(self, turn: _Turn, phase: Phase) -> DesiredState:
         """Which market each slot is to be in, and why."""
         state = self._state(turn)
-        match phase:
-            case "drain":
-                return DesiredState.of_no_machines(phase, "every instance is ended", state)
-            case "done":
-                return DesiredState.of_no_machines(phase, f"the job has ended: {self.observed.finished}", state)
-            case "budget":
-                why = f"the budget of {self._plan.planner.budget_usd} USD is spent"
-                return DesiredState.of_no_machines(phase, why, state)
-            case "failed":
-                return DesiredState.of_no_machines(phase, f"the job is stopped: {self._health.failed}", state)
-            case "idle":
-                return DesiredState.of_no_machines(phase, f"no sample has come since {self._health.idle}", state)
+        whys: dict[Phase, str] = {
+            "drain": "every instance is ended",
+            "done": f"the job has ended: {self.observed.finished}",
+            "budget": f"the budget of {self._plan.planner.budget_usd} USD is spent",
+            "failed": f"the job is stopped: {self._health.failed}",
+            "idle": f"no sample has come since {self._health.idle}",
+        }
+        if phase in whys:
+            return DesiredState.of_no_machines(phase, whys[phase], state)
         return self._plan.choose(
             state, self.observed, fleet_is_empty=not turn.has_machines, now_s=turn.now_s, hold=self._health.hold_moves
         )
@@ -438,7 +450,7 @@ class Controller:
         commit: dict[Market, float] = {}
         if budget_usd is not None:
             running = sum(instance.state is not InstanceState.ENDED for instance in turn.instances)
-            reserve = reserve_usd(turn.prices, self._plan.planner.replan_s, self._billing)
+            reserve = reserve_usd(turn.prices, self._plan.planner.replan_s, self.billing)
             spare_usd = budget_usd - turn.bill.usd - running * reserve
             commit = dict.fromkeys(MARKETS, reserve)
         return FleetStatus(
@@ -456,10 +468,8 @@ class Controller:
         return order.market == "on_demand" or bool(self._plan.spot_available[order.slot])
 
     def _append_journal(self, kind: str, now_s: float, **fields: Any) -> None:
-        if not self._dry_run:
-            self._state_store.append({"kind": kind, "turn": self._turn, "time_s": now_s, **fields})
-
-    # --- output -----------------------------------------------------------------------------------------------------
+        if not self.dry_run:
+            self._retried_store.append({"kind": kind, "turn": self._turn, "time_s": now_s, **fields})
 
     def _decision(self, turn: _Turn, desired: DesiredState, phase: Phase, results: Sequence[ActionResult]) -> Decision:
         left = any(instance.state is not InstanceState.ENDED for instance in turn.instances) or self._has_others
@@ -482,9 +492,8 @@ class Controller:
         rates = self.observed.rates_per_s()
         return Decision(
             **self._where_the_job_stands(self._account.last_bill(), rates, prices, alarms, now_s), phase="unavailable",
-            markets=self._plan.markets, reasons=(why,) * self.settings.num_slots, binding="unavailable", feasible=True,
-            results=(), instances=(), ready=frozenset(), expected_cost_usd=math.nan, expected_finish_s=math.nan,
-            slack_s=math.nan, alpha=self.observed.spot.alpha(), finished=False,
+            markets=self._plan.markets, reasons=(why,) * self.settings.num_slots, binding="unavailable",
+            alpha=self.observed.spot.alpha(),
         )  # fmt: skip
 
     def _where_the_job_stands(
@@ -516,76 +525,71 @@ class Controller:
             "moves": plan.moves,
             "interruptions": self._tracker.interruptions,
             "alarms": tuple(dict.fromkeys(alarms)),
-            "dry_run": self._dry_run,
+            "dry_run": self.dry_run,
         }
 
-    # --- persistence ------------------------------------------------------------------------------------------------
+    @property
+    def _parts(self) -> dict[str, KeptState]:
+        """The parts whose state is kept, by their names in the file."""
+        return {
+            "launch_state": self._launch_state, "observed": self.observed, "plan": self._plan,
+            "instances": self._tracker, "billing": self._account, "clock": self._clock, "health": self._health,
+        }  # fmt: skip
 
     def _save(self) -> str:
         """Persist everything; "", or why it is not persisted."""
-        if self._dry_run:
+        if self.dry_run:
             return ""
         self._tracker.forget_all_but(self._account.billed)
         kept = {
             "state": _STATE_VERSION,
-            "job": self._job,
-            "topics_id": self._topics_id,
+            "job": self.job,
+            "topics_id": self.topics_id,
             "turn": self._turn,
-            "clock": self._clock.to_dict(),
             "prices": None if self._last_prices is None else asdict(self._last_prices),
             "spent_budget_usd": self._spent_budget_usd,
-            "plan": self._plan.to_dict(),
-            "instances": self._tracker.to_dict(),
-            "billing": self._account.to_dict(),
-            "launch_state": self._launch_state.to_dict(),
-            "observed": self.observed.to_dict(),
-            "health": self._health.to_dict(),
+            **{name: part.to_dict() for name, part in self._parts.items()},
             "positions": self.positions,
             "decision": self._last_decision,
         }
         try:
-            self._state_store.save(kept)
+            self._retried_store.save(kept)
         except FencedError:
             self._executor.undo()
             raise
-        if not self._state_store.problem:
+        if not self._retried_store.problem:
             self._executor.confirm()
-        return self._state_store.problem
+        return self._retried_store.problem
 
     def _known_to_successor(self) -> set[str]:
-        kept = self._state_store.load() or {}
+        kept = self._retried_store.load() or {}
         return {instance["id"] for instance in kept["instances"]["known"]} if kept else set()
 
     def _restore(self) -> None:
-        kept = self._state_store.load()
+        kept = self._retried_store.load()
         if kept is None:
             return
         try:
             if kept["state"] != _STATE_VERSION:
                 raise ValueError(f"expected state version {_STATE_VERSION}, got {kept['state']!r}")
             names = (str(kept["job"]), str(kept["topics_id"]))
-            if any(was and now and was != now for was, now in zip(names, (self._job, self._topics_id), strict=True)):
+            if any(was and now and was != now for was, now in zip(names, (self.job, self.topics_id), strict=True)):
                 log.warning("provision_state_of_another_run", job=names[0], topics_id=names[1], action="starting over")
-                self._clock.ignore_earlier_runs()
+                self._clock.ignores_earlier_runs = True
                 return
             # A drain does not know the topics: what the state says of them stays.
-            self._job, self._topics_id = self._job or names[0], self._topics_id or names[1]
+            self.job, self.topics_id = self.job or names[0], self.topics_id or names[1]
             self._read(kept)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as exc:
             log.warning("provision_state_invalid", error=f"{type(exc).__name__}: {exc}", action="from tags and topics")
             self._reset()
 
     def _read(self, kept: Mapping[str, Any]) -> None:
-        self._launch_state.restore(kept["launch_state"])
-        self.observed.restore(kept["observed"])
-        self._plan.restore(kept["plan"])
-        self._tracker.restore(kept["instances"])
-        self._account.restore(kept["billing"])
+        for name, part in self._parts.items():
+            if name in kept or name != "health":  # earlier releases had none
+                part.restore(kept[name])
         self._turn = int(kept["turn"])
-        self._clock.restore(kept["clock"])
         self._last_prices = None if kept["prices"] is None else Prices(**kept["prices"])
         self._spent_budget_usd = kept["spent_budget_usd"]
         self._last_decision = kept.get("decision")  # earlier releases had none
-        if "health" in kept:  # earlier releases had none
-            self._health.restore(kept["health"])
         self.positions = {str(name): int(at) for name, at in kept["positions"].items()}

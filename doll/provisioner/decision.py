@@ -21,11 +21,7 @@ Phase = Literal["run", "done", "drain", "budget", "failed", "idle", "stopped", "
 
 @dataclass(frozen=True)
 class ActionResult:
-    """An action and its outcome.
-
-    Attributes:
-        id: of the instance that was launched.
-    """
+    """An action and its outcome; `id` is of the instance that was launched."""
 
     action: FleetAction
     failure: str = ""
@@ -43,7 +39,7 @@ class ActionResult:
                 return f"slot {slot}: wait: {why}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Decision:
     """One turn.
 
@@ -53,14 +49,13 @@ class Decision:
             person must act), "idle" (until the source sends again): everything is ended; "stopped" (nothing is launched
             until a person has acted); "unavailable" (the fleet or the prices do not answer: nothing is done).
         markets, reasons: per slot; None: no machine. In phase "run" the slot is released by scale-in.
-        binding: what decides, as `Plan.binding`, or "budget".
+        binding: what decides, see `Plan.binding`, or "budget".
         results: actions with their outcomes, waits included.
         instances: as of now, ended ones included while the fleet lists them.
         ready: ids of instances whose worker has its slot.
         incarnations: the highest used, per slot.
-        samples_done, target_samples: work that is in the model, and work that is wanted.
-        updates_done, target_updates: the same in updates; `target_updates` is None where the policy does not fix the
-            batches of an update.
+        samples_done, target_samples, updates_done: work that is in the model, and that is wanted.
+        target_updates: None if the policy does not fix the batches of an update.
         rates_per_s: λ_n as estimated, shape (N,).
         prices: of a worker with all of its machines.
         finished: nothing runs and nothing is left to do.
@@ -74,10 +69,10 @@ class Decision:
     markets: tuple[Market | None, ...]
     reasons: tuple[str, ...]
     binding: str
-    feasible: bool
-    results: tuple[ActionResult, ...]
-    instances: tuple[Instance, ...]
-    ready: frozenset[str]
+    feasible: bool = True
+    results: tuple[ActionResult, ...] = ()
+    instances: tuple[Instance, ...] = ()
+    ready: frozenset[str] = frozenset()
     incarnations: tuple[int, ...]
     bill: Bill
     samples_done: float
@@ -85,9 +80,9 @@ class Decision:
     updates_done: int
     target_updates: float | None
     all_on_demand_usd: float
-    expected_cost_usd: float
-    expected_finish_s: float
-    slack_s: float
+    expected_cost_usd: float = math.nan
+    expected_finish_s: float = math.nan
+    slack_s: float = math.nan
     alpha: Alpha
     cycle_s: float
     prices: Prices | None
@@ -97,7 +92,7 @@ class Decision:
     interruptions: int
     alarms: tuple[str, ...]
     dry_run: bool
-    finished: bool
+    finished: bool = False
     machines_per_worker: int = 1
     cost_sd_usd: float = math.nan
     finish_sd_s: float = math.nan
@@ -116,7 +111,7 @@ class Decision:
 
     @property
     def perf_per_usd(self) -> float:
-        """1 / (T cost) of the whole job as expected, MLLess's Eq. (4); NaN where one of them is not known."""
+        """1 / (T cost) of the whole job as expected, MLLess's Eq. (4); NaN if one of them is not known."""
         product = self.expected_finish_s * self.expected_cost_usd
         return 1 / product if math.isfinite(product) and product > 0 else math.nan
 
@@ -127,7 +122,7 @@ class Decision:
 
     @property
     def running(self) -> list[str]:
-        """The market of each slot's worker, "" where none is ready."""
+        """The market of each slot's worker, "" if none is ready."""
         markets: dict[int, str] = {
             instance.slot: instance.market for instance in self.alive if instance.id in self.ready
         }
@@ -139,7 +134,7 @@ class Decision:
         return tuple(result for result in self.results if not isinstance(result.action, Wait))
 
     def record(self) -> records.ProvisionDecision:
-        """As published on the job's topic `metrics`."""
+        """The record for the job's topic `metrics`."""
         distinct = tuple(dict.fromkeys(self.reasons))
         return records.ProvisionDecision(
             turn=self.turn, time_s=self.now_s, started_s=self.started_s, phase=self.phase, binding=self.binding,

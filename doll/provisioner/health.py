@@ -2,7 +2,7 @@
 
 A job that cannot advance must not be paid for. Nothing is launched without a parameter server; a slot whose machines
 fail again and again is given up (`LaunchState`); after `max_stall_s` of paid time without an update, or when every slot
-is given up, all machines are ended until a person clears that (`doll.provisioner.stops`), over all restarts. While the
+is given up, all machines are ended until a person clears that (`state_store.clear_stops`), over all restarts. While the
 source sends nothing, machines are ended too, and launched again when it sends. See
 docs/decisions/0049-a-job-that-cannot-advance-is-stopped.md. Pure.
 """
@@ -10,9 +10,10 @@ docs/decisions/0049-a-job-that-cannot-advance-is-stopped.md. Pure.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final, get_args
 
 import numpy as np
 
@@ -28,36 +29,105 @@ from doll.provisioner.settings import ALARM_S, ControllerSettings
 
 _STEADY_TERM_S: Final = 600.0
 _MAX_STEP_S: Final = 300.0  # a provisioner that was away, or a suspended computer, has seen no more than this
+_RESTART = "start the provisioner again: doll provision run JOB.yaml"
+_CLEAR = "say so, or a restart changes nothing: doll provision clear JOB.yaml; then " + _RESTART
+_ALARM_FAILURES = 2  # machines in a row; one alone is replaced, and no news
 
 
-class ProgressWatch(KeptState):
-    """Adds up the time for which machines are paid and the model does not advance.
+@dataclass(frozen=True)
+class _JobView:
+    """The job in one turn; `active` are the slots that are to have workers."""
+
+    observed: Observed
+    launch_state: LaunchState
+    plan: MarketPlan
+    readiness: Readiness
+    now_s: float
+    active: list[int]
+    alive: list[Instance]
+
+    @property
+    def server_runs(self) -> bool:
+        return self.observed.ps_since_s(self.now_s) is not None
+
+    def failure(self, slots: Sequence[int]) -> str:
+        """The last failure of the first of these slots."""
+        return self.launch_state.slots[slots[0]].failure
+
+
+class JobHealth(KeptState):
+    """The job's health over the turns. Call `review` once per turn, then read the attributes.
 
     Attributes:
-        stalled_s: since the last progress, without times that did not count.
-        progressed_s: when progress was last seen; None before the first look.
+        failed: why everything is ended until a person has acted; "": it is not. It stays over restarts until a person
+            clears it: a supervisor starts again what has ended.
+        idle: since when the source has sent nothing, for people, if everything is ended until it sends; else "".
+        hold_launches: why nothing is launched now; "": launches go on.
+        hold_moves: why no slot moves from spot to on-demand now; "": they may.
+        alarms: of this turn.
     """
 
     KEPT: ClassVar = {
-        "stalled_s": float, "progressed_s": float, "generation": int, "batches": int, "term": tuple[int, int],
-        "term_since_s": float,
+        "failed": str, "stalled_s": float, "progressed_s": float, "generation": int, "batches": int,
+        "term": tuple[int, int], "term_since_s": float,
     }  # fmt: skip
+    LATER: ClassVar = ("failed",)
 
     def __init__(self) -> None:
-        self.stalled_s = 0.0
-        self.progressed_s: float | None = None
+        self.failed = self.idle = self.hold_launches = self.hold_moves = ""
+        self.alarms: list[str] = []
+        self._stalled_s = 0.0  # time with machines since the last progress, without times that did not count
+        self._progressed_s: float | None = None  # when progress was last seen
         self._generation = 0
         self._batches = 0  # most that the model had
         self._term = (0, 0)  # the newest, and the batches in the model when it was last looked at
         self._term_since_s = math.inf
         self._seen_s = math.inf  # not kept: the time until the next look does not count
 
-    def observe(self, observed: Observed, now_s: float, *, counts: bool) -> None:
-        """Look at the job's progress, once per turn.
+    def review(
+        self, settings: ControllerSettings, observed: Observed, instances: Sequence[Instance], readiness: Readiness,
+        launch_state: LaunchState, plan: MarketPlan, now_s: float,
+    ) -> None:  # fmt: skip
+        """Look at the job as it is now."""
+        active = np.flatnonzero(plan.scale_in.active).tolist()
+        alive = [instance for instance in instances if instance.is_alive]
+        view = _JobView(observed, launch_state, plan, readiness, now_s, active, alive)
+        silent_since_s = observed.source_silent_since_s()
+        is_silent = silent_since_s is not None and settings.releases_idle
+        waits_for_others = view.server_runs and (is_silent or _waits_for_spot(view))
+        progressed_s = self._observe_progress(observed, now_s, counts=bool(alive) and not waits_for_others)
+        cause, since = _stall_cause(view), time_text(progressed_s)
+        if not self.failed and not alive and all(launch_state.gave_up(slot) for slot in active):
+            self.failed = f"the machines of every slot fail: {view.failure(active)}"
+        if not self.failed and self._stalled_s >= settings.max_stall_s:
+            self.failed = f"no update since {since}, with machines for {self._stalled_s:.0f} s of that time: {cause}"
+        quiet_s = now_s - max(silent_since_s or 0.0, progressed_s)
+        is_idle = is_silent and quiet_s >= settings.max_stall_s
+        if self.idle and not is_idle:
+            plan.resume(now_s)
+        self.idle = time_text(silent_since_s or 0.0) if is_idle else ""
+        is_stalled = self._stalled_s >= settings.stall_alarm_s
+        self.hold_launches = "" if view.server_runs else server_text(observed)
+        self.hold_moves = self.hold_launches or (cause if is_stalled else "")
+        self.alarms = []
+        if self.failed or self.idle:
+            return
+        ends = f"everything is ended after {settings.max_stall_s:.0f} s of paid time without an update"
+        if not view.server_runs:
+            self.alarms.append(f"{server_text(observed)}: no machine is launched without it, and {ends}")
+        elif is_stalled:
+            self.alarms.append(f"no update since {since}: {cause}; {ends}")
+        self.alarms += _slot_alarms(view)
+        if silent_since_s is not None and view.server_runs and not is_stalled:
+            until = f"after {settings.max_stall_s:.0f} s machines are ended until it sends again" if is_silent else ends
+            silent_since = time_text(silent_since_s)
+            self.alarms.append(
+                f"the source has sent nothing since {silent_since}: slots stay in their markets; {until}"
+            )
 
-        Args:
-            counts: machines are paid, and it is not the market or the source that the job waits for.
-        """
+    def _observe_progress(self, observed: Observed, now_s: float, *, counts: bool) -> float:
+        """Look at the job's progress; returns when it was last seen. The time `counts` if machines are paid, and the
+        job does not wait for the market or the source."""
         term, batches = observed.term, observed.batches_done
         if term != self._term[0]:
             self._term_since_s = now_s
@@ -65,29 +135,36 @@ class ProgressWatch(KeptState):
         # runs steadily after it was reset to an old checkpoint makes some.
         steady = now_s - self._term_since_s >= _STEADY_TERM_S and batches > self._term[1]
         new_run = observed.generation != self._generation
-        if self.progressed_s is None or new_run or batches > self._batches or steady:
-            self.stalled_s, self.progressed_s = 0.0, now_s
+        if self._progressed_s is None or new_run or batches > self._batches or steady:
+            self._stalled_s, self._progressed_s = 0.0, now_s
             self._batches = batches if new_run else max(batches, self._batches)
         elif counts:
-            self.stalled_s += min(max(0.0, now_s - self._seen_s), _MAX_STEP_S)
+            self._stalled_s += min(max(0.0, now_s - self._seen_s), _MAX_STEP_S)
         self._generation, self._term, self._seen_s = observed.generation, (term, batches), now_s
+        return self._progressed_s
+
+    def tells_of_spot(self, launch_state: LaunchState, num_slots: int, *, is_run: bool) -> Bools:
+        """Slots whose state says something about spot, shape (N,): none unless machines are wanted and workers can
+        join, and not those whose machines fail by themselves.
+        """
+        counts = is_run and not self.hold_launches
+        return np.array([counts and not launch_state.slots[slot].failures for slot in range(num_slots)], dtype=np.bool_)
 
 
-def stall_cause(
-    observed: Observed, instances: Sequence[Instance], ready: Collection[str], launch_state: LaunchState, now_s: float
-) -> str:
+def _stall_cause(view: _JobView) -> str:
     """Why the model does not advance, as far as the provisioner can see: one line for people, the same in each turn."""
-    if observed.ps_since_s(now_s) is None:
+    observed = view.observed
+    if not view.server_runs:
         return server_text(observed)
     slots = range(observed.num_slots)
-    if failing := [slot for slot in slots if launch_state.slots[slot].failures]:
-        return f"machines of slots {slot_ranges(failing)} fail: {launch_state.slots[failing[0]].failure}"
-    alive = [instance for instance in instances if instance.is_alive]
-    if not any(instance.id in ready for instance in alive):
+    if failing := [slot for slot in slots if view.launch_state.slots[slot].failures]:
+        return f"machines of slots {slot_ranges(failing)} fail: {view.failure(failing)}"
+    with_worker = {instance.slot for instance in view.alive if instance.id in view.readiness.ready_s}
+    if not with_worker:
         return "no worker has joined: the machines run, but their workers do not reach the parameter server"
     if (since_s := observed.source_silent_since_s()) is not None:
         return f"the source has sent nothing since {time_text(since_s)}"
-    missing = [slot for slot in slots if not any(instance.slot == slot and instance.id in ready for instance in alive)]
+    missing = [slot for slot in slots if slot not in with_worker]
     without = f", but slots {slot_ranges(missing)} have no worker" if missing else ""
     return f"workers are ready{without}, and the parameter server applies no update: see doll status and its log"
 
@@ -111,138 +188,39 @@ def time_text(at_s: float) -> str:
         return f"{at_s:g} s"  # records are no proof: such a time cannot be
 
 
-_RESTART = "start the provisioner again: doll provision run JOB.yaml"
-_CLEAR = "say so, or a restart changes nothing: doll provision clear JOB.yaml; then " + _RESTART
-_ALARM_FAILURES = 2  # machines in a row; one alone is replaced, and no news
-
-
-class JobHealth:
-    """What is remembered of it from turn to turn. Call `review` once per turn, then read the attributes.
-
-    Attributes:
-        failed: why everything is ended until a person has acted; "": it is not.
-        idle: since when the source has sent nothing, for people, where everything is ended until it sends; else "".
-        hold_launches: why nothing is launched now; "": launches go on.
-        hold_moves: why no slot moves from spot to on-demand now; "": they may.
-        alarms: of this turn.
-    """
-
-    def __init__(self) -> None:
-        self.failed = ""
-        self.idle = ""
-        self.hold_launches = ""
-        self.hold_moves = ""
-        self.alarms: list[str] = []
-        self._watch = ProgressWatch()
-
-    def review(
-        self, settings: ControllerSettings, observed: Observed, instances: Sequence[Instance], readiness: Readiness,
-        launch_state: LaunchState, plan: MarketPlan, now_s: float,
-    ) -> None:  # fmt: skip
-        """Look at the job as it is now."""
-        active = np.flatnonzero(plan.scale_in.active).tolist()
-        alive = [instance for instance in instances if instance.is_alive]
-        server_runs = observed.ps_since_s(now_s) is not None
-        silent_since_s = observed.source_silent_since_s()
-        silent = silent_since_s is not None and settings.releases_idle
-        watch = self._watch
-        waits_for_others = silent or _waits_for_spot(active, alive, launch_state, plan)
-        watch.observe(observed, now_s, counts=bool(alive) and not (server_runs and waits_for_others))
-        assert watch.progressed_s is not None
-        cause = stall_cause(observed, instances, readiness.ready_s, launch_state, now_s)
-        if not self.failed and not alive and all(launch_state.gave_up(slot) for slot in active):
-            self.failed = f"the machines of every slot fail: {launch_state.slots[active[0]].failure}"
-        if not self.failed and watch.stalled_s >= settings.max_stall_s:
-            since = time_text(watch.progressed_s)
-            self.failed = f"no update since {since}, with machines for {watch.stalled_s:.0f} s of that time: {cause}"
-        idle = silent and silent_since_s is not None
-        idle = idle and now_s - max(silent_since_s or 0.0, watch.progressed_s) >= settings.max_stall_s
-        if self.idle and not idle:
-            plan.resume(now_s)
-        self.idle = time_text(silent_since_s or 0.0) if idle else ""
-        stalled = watch.stalled_s >= settings.stall_alarm_s
-        self.hold_launches = "" if server_runs else server_text(observed)
-        self.hold_moves = self.hold_launches or (cause if stalled else "")
-        self.alarms = (
-            [] if self.failed or self.idle else _slot_alarms(active, alive, readiness, launch_state, plan, now_s)
-        )
-        if self.failed or self.idle:
-            return
-        ends = f"everything is ended after {settings.max_stall_s:.0f} s of paid time without an update"
-        if not server_runs:
-            self.alarms.insert(0, f"{server_text(observed)}: no machine is launched without it, and {ends}")
-        elif stalled:
-            self.alarms.insert(0, f"no update since {time_text(watch.progressed_s)}: {cause}; {ends}")
-        elif silent_since_s is not None:
-            self.alarms.append(
-                f"the source has sent nothing since {time_text(silent_since_s)}: slots stay in their markets; "
-                + (f"after {settings.max_stall_s:.0f} s machines are ended until it sends again" if silent else ends)
-            )
-
-    def tells_of_spot(self, launch_state: LaunchState, num_slots: int, *, is_run: bool) -> Bools:
-        """Slots whose state says something about spot, shape (N,): none while workers cannot join, and not those whose
-        machines fail by themselves.
-
-        Args:
-            is_run: machines are wanted.
-        """
-        counts = is_run and not self.hold_launches
-        return np.array([counts and not launch_state.slots[slot].failures for slot in range(num_slots)], dtype=np.bool_)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON. A supervisor starts again what has ended: `failed` stays until a person clears it."""
-        return {**self._watch.to_dict(), "failed": self.failed}
-
-    def restore(self, kept: Mapping[str, Any]) -> None:
-        """Continue from what `to_dict` returned.
-
-        Raises:
-            KeyError, TypeError, ValueError: `kept` is something else.
-        """
-        self._watch.restore(kept)
-        self.failed = str(kept.get("failed", ""))  # earlier releases did not keep it
-
-
-def _waits_for_spot(
-    active: Sequence[int], alive: Sequence[Instance], launch_state: LaunchState, plan: MarketPlan
-) -> bool:
+def _waits_for_spot(view: _JobView) -> bool:
     """A slot is to be on spot and has no machine, because spot has no capacity: the others may have to wait for it."""
-    with_machine = {instance.slot for instance in alive}
+    with_machine = {instance.slot for instance in view.alive}
     return any(
-        slot not in with_machine and plan.markets[slot] == "spot" and launch_state.slots[slot].no_capacity
-        for slot in active
+        slot not in with_machine and view.plan.markets[slot] == "spot" and view.launch_state.slots[slot].no_capacity
+        for slot in view.active
     )
 
 
-def _slot_alarms(
-    active: Sequence[int], alive: Sequence[Instance], readiness: Readiness, launch_state: LaunchState,
-    plan: MarketPlan, now_s: float,
-) -> list[str]:  # fmt: skip
-    alarms = []
-    given_up = [slot for slot in active if launch_state.gave_up(slot)]
-    failing = [slot for slot in active if launch_state.slots[slot].failures >= _ALARM_FAILURES and slot not in given_up]
+def _slot_alarms(view: _JobView) -> list[str]:
+    alarms, launch_state = [], view.launch_state
+    given_up = [slot for slot in view.active if launch_state.gave_up(slot)]
+    failing = [slot for slot in view.active if launch_state.slots[slot].failures >= _ALARM_FAILURES]
+    failing = [slot for slot in failing if slot not in given_up]
     if failing:
         alarms.append(
-            f"machines of slots {slot_ranges(failing)} fail again and again: {launch_state.slots[failing[0]].failure}; "
+            f"machines of slots {slot_ranges(failing)} fail again and again: {view.failure(failing)}; "
             f"the pause between two launches doubles, and after {launch_state.limits.max_failures} in a row the slot "
             "is given up"
         )
     if given_up:
         alarms.append(
-            f"slots {slot_ranges(given_up)} are given up, nothing is launched for them: "
-            f"{launch_state.slots[given_up[0]].failure}. Correct it, then {_CLEAR}"
+            f"slots {slot_ranges(given_up)} are given up, nothing is launched for them: {view.failure(given_up)}. "
+            f"Correct it, then {_CLEAR}"
         )
-    late_s = max(ALARM_S, 2 * plan.planner.boot_s)
-    late = sorted({item.slot for item in alive if readiness.not_ready_s.get(item.id, 0.0) > late_s})
+    late_s = max(ALARM_S, 2 * view.plan.planner.boot_s)
+    late = sorted({item.slot for item in view.alive if view.readiness.not_ready_s.get(item.id, 0.0) > late_s})
     if late:
         alarms.append(
             f"the workers of slots {slot_ranges(late)} have not joined {late_s:.0f} s after their machines were "
             f"launched; a machine is replaced after {launch_state.limits.boot_timeout_s:.0f} s"
         )
     return alarms
-
-
-_MARKET_NAMES: dict[Market, str] = {"spot": "spot", "on_demand": "on-demand"}
 
 
 def alarms_of(
@@ -258,7 +236,9 @@ def alarms_of(
         )
     if launch_state.stopped:
         alarms.append(f"no machine is launched any more: {launch_state.stopped}. Correct it, then {_RESTART}")
-    for market, name in _MARKET_NAMES.items():
+    markets: tuple[Market, ...] = get_args(Market)
+    for market in markets:
+        name = market.replace("_", "-")
         if now_s < launch_state.quota_s(market):
             alarms.append(f"the quota of {name} machines is used up: request an increase")
         elif message := launch_state.refusal(market):

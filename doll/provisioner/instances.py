@@ -16,7 +16,7 @@ from doll.provisioner.reconcile import Readiness
 
 
 class InstanceTracker(KeptState):
-    """What must be remembered of instances from one turn to the next.
+    """Memory of the instances from one turn to the next.
 
     Attributes:
         known: instances that had not ended when last observed, or have no final bill yet, by id.
@@ -43,16 +43,9 @@ class InstanceTracker(KeptState):
         self._failures_recorded: set[str] = set()  # instances that were counted as failed, alive or not
         self._noticed_s: dict[str, float] = {}  # when the interruption notice was first seen, by id
 
-    @property
-    def num_slots(self) -> int:
-        return len(self.pools)
-
     def merge(self, listed: Sequence[Instance], now_s: float, listing_lag_s: float) -> list[Instance]:
-        """The listed instances, and known ones that are not listed.
-
-        Args:
-            listing_lag_s: for so long after its launch an instance may be missing from the listing; later it is gone.
-        """
+        """The listed instances, and known ones that are not listed: within `listing_lag_s` of its launch an instance
+        may be missing from the listing, later it is gone."""
         merged = {instance.id: instance for instance in listed}
         self.unlisted = self.known.keys() - merged.keys()
         for id_, known in self.known.items():
@@ -68,12 +61,8 @@ class InstanceTracker(KeptState):
         return list(merged.values())
 
     def record(self, instance: Instance, launch_state: LaunchState, now_s: float, *, server_runs: bool) -> bool:
-        """Report an instance of one of the job's slots to `launch_state`; True where an interruption is new.
-
-        Args:
-            server_runs: without a parameter server workers cannot join and machines shut down, which is no failure of
-                theirs.
-        """
+        """Report an instance of one of the job's slots to `launch_state`; returns whether an interruption is new. While
+        no parameter server runs, workers cannot join and machines shut down, which is no failure of theirs."""
         launch_state.seen(instance.slot, instance.incarnation)
         pending = launch_state.pending.get(instance.slot)
         identity = (instance.incarnation, instance.market)
@@ -110,7 +99,7 @@ class InstanceTracker(KeptState):
         """Report to `launch_state` which slots' machines fail though they run, and which have worked for long."""
         limits = launch_state.limits
         for instance in instances:
-            if not instance.is_alive or not 0 <= instance.slot < self.num_slots:
+            if not instance.is_alive or not 0 <= instance.slot < len(self.pools):
                 continue
             if why := readiness.failure(instance.id, limits):
                 self._failed(instance, why, launch_state, now_s)
@@ -133,12 +122,12 @@ class InstanceTracker(KeptState):
         """Which instances work, by the job's records. Boot times are reported to `observed`."""
         readiness = Readiness()
         ps_since_s = observed.ps_since_s(now_s)
-        for slot in range(self.num_slots):
+        for slot in range(len(self.pools)):
             holder = observed.holder(slot)
             if holder is not None and holder.incarnation > 0:
                 readiness.incarnation_held[slot] = holder.incarnation
         for instance in instances:
-            if not (0 <= instance.slot < self.num_slots) or instance.state is InstanceState.ENDED:
+            if not (0 <= instance.slot < len(self.pools)) or instance.state is InstanceState.ENDED:
                 continue
             holder = observed.holder(instance.slot)
             held = readiness.incarnation_held.get(instance.slot, 0)
@@ -183,6 +172,6 @@ def _vanished(instance: Instance, now_s: float) -> Instance:
     if instance.ended_s is not None:
         return replace(instance, state=InstanceState.ENDED)
     if instance.notice_s is not None and instance.notice_s <= now_s:
-        return replace(instance, state=InstanceState.ENDED, ended_s=instance.notice_s, end_reason=EndReason.INTERRUPTED)
+        return instance.ended(instance.notice_s, EndReason.INTERRUPTED)
     reason = EndReason.TERMINATED if instance.state is InstanceState.ENDING else EndReason.FAILED
-    return replace(instance, state=InstanceState.ENDED, ended_s=now_s, end_reason=reason)
+    return instance.ended(now_s, reason)

@@ -30,11 +30,8 @@ class KeptState:
         return {name: plain(getattr(self, self._attribute(name))) for name in self.KEPT}
 
     def restore(self, kept: Mapping[str, Any]) -> None:
-        """Continue from what `to_dict` returned. Where a value is None, the new object's own value stays.
-
-        Raises:
-            KeyError, TypeError, ValueError: `kept` is something else, or of another number of slots.
-        """
+        """Continue from what `to_dict` returned; for a value of None the new object's own value stays. Raises KeyError,
+        TypeError or ValueError if `kept` is something else, or of another number of slots."""
         restored: dict[str, Any] = {}
         for name, kind in self.KEPT.items():
             value = kept.get(name) if name in self.LATER else kept[name]

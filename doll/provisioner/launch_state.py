@@ -1,4 +1,4 @@
-"""What is remembered of launches from one turn to the next: incarnations, attempts, pending orders, pauses. Pure.
+"""The memory of launches from one turn to the next: incarnations, attempts, pending orders, pauses. Pure.
 
 Pauses follow from outcomes: a slot without a machine waits before its next try, a pool without capacity is avoided, a
 market whose quota is used up or that refuses is left alone for a while.
@@ -26,22 +26,22 @@ class LaunchLimits:
 
     Attributes:
         launches_per_min: launches of the whole fleet per minute. Failed attempts count too, for spot launches only.
-        fallbacks_per_min: of those, moves from spot to on-demand while the deadline is not in danger: more would use
-            up the remaining pools.
+        fallbacks_per_min: of those, moves from spot to on-demand while the deadline is not in danger: more would use up
+            the remaining pools.
         retry_s: from an attempt without a machine to the next one.
         pool_backoff_s: how long a pool is avoided after it had no capacity or interrupted a machine; 0: never.
         quota_s: how long a market is left alone after its quota was used up.
-        early_s: an interruption within this time after the launch counts as early.
-        max_early_ends: early interruptions in a row before a slot's spot launches pause.
+        early_s, max_early_ends: an interruption so soon after the launch is early; so many in a row are allowed before
+            a slot's spot launches pause.
         backoff_s, max_backoff_s: first and longest pause; each one doubles.
-        boot_timeout_s: an instance whose worker is not ready by then is replaced.
-        silence_timeout_s: an instance whose worker sent nothing for this long is replaced.
+        boot_timeout_s, silence_timeout_s: an instance whose worker is not ready by then, or silent for so long, is
+            replaced.
         min_refusals: turns in which a market refused machines, not for lack of capacity, before it counts as closed.
         listing_lag_s: how long a launch that the fleet acknowledged, or may have made, may take to be listed.
-        max_failures: machines of a slot that fail one after the other (not interruptions) before nothing more is
-            launched for it. The pause after each is twice the one before it, from `retry_s` to `max_backoff_s`.
+        max_failures: machines of a slot in a row that fail (not interruptions) before nothing more is launched for it.
+            The pause after each doubles, from `retry_s` to `max_backoff_s`.
         healthy_s: a worker that has had its slot for this long ends such a row.
-        notice_timeout_s: a machine that is still there so long after its interruption notice was seen is ended.
+        notice_timeout_s: an instance still there so long after its notice was seen is ended.
     """
 
     launches_per_min: float = 120.0
@@ -73,11 +73,11 @@ class SlotAttempts(msgspec.Struct):
     no_spot_s: float = -math.inf  # when spot last had no machine for this slot
     no_capacity: bool = False  # its last spot launch got no machine
     failures: int = 0  # machines in a row that failed
-    failure: str = ""  # what the last of them did; "" where none did since one worked
+    failure: str = ""  # what the last of them did; "" if none did since one worked
 
 
 @dataclass
-class _Refusal:
+class _MarketRefusals:
     """Refusals of one market for other reasons than capacity."""
 
     message: str
@@ -86,7 +86,7 @@ class _Refusal:
 
 
 class LaunchState(KeptState):
-    """Launches and their outcomes. The caller reports every outcome; `to_dict` and `restore` persist the object.
+    """Launches and their outcomes. The caller reports every outcome.
 
     Attributes:
         no_capacity_s: when a spot launch of any slot last got no machine, unless one has succeeded since; else -inf.
@@ -113,7 +113,7 @@ class LaunchState(KeptState):
         self._avoided_pools: dict[Market, dict[str, float]] = {"spot": {}, "on_demand": {}}  # until
         self._quota: dict[Market, float] = {}  # until
         self._paused: dict[Market, float] = {}  # until; as `_refused`, a successor begins with none
-        self._refused: dict[Market, _Refusal] = {}  # since the last launch; a successor begins with none
+        self._refused: dict[Market, _MarketRefusals] = {}  # since the last launch; a successor begins with none
         self._launched_s: list[float] = []  # within the last minute
         self._failed_launches_s: list[float] = []  # attempts without a machine, within the last minute
         self._fallbacks_s: list[float] = []
@@ -121,8 +121,6 @@ class LaunchState(KeptState):
         self.launches_from_s = -math.inf
         self.run = ""
         self.stopped = ""
-
-    # --- outcomes
 
     def seen(self, slot: int, incarnation: int) -> None:
         """An instance or a worker of this incarnation exists, or did."""
@@ -197,7 +195,7 @@ class LaunchState(KeptState):
 
     def _refusal(self, market: Market, message: str, now_s: float) -> int:
         """Note a refusal; in how many turns this market has refused since it launched something."""
-        refusal = self._refused.setdefault(market, _Refusal(message, now_s))
+        refusal = self._refused.setdefault(market, _MarketRefusals(message, now_s))
         if now_s > refusal.last_s:
             refusal.turns += 1
         refusal.message, refusal.last_s = message, now_s
@@ -235,14 +233,12 @@ class LaunchState(KeptState):
     def _not_before(slot: SlotAttempts, market: Market, at_s: float) -> None:
         slot.retry_at_s[market] = max(slot.retry_at_s.get(market, -math.inf), at_s)
 
-    # --- questions
-
     def avoided_pools(self, market: Market, now_s: float) -> frozenset[str]:
         """Pools to avoid in this market; a pool without spot capacity may have on-demand capacity."""
         return frozenset(pool for pool, until_s in self._avoided_pools[market].items() if now_s < until_s)
 
     def blocked_s(self, slot: int, market: Market) -> float:
-        """Until when nothing of this market is launched for the slot; a time in the past where launches are allowed."""
+        """Until when nothing of this market is launched for the slot; a past time if launches are allowed."""
         return max(
             self.slots[slot].retry_at_s.get(market, -math.inf), self._quota.get(market, -math.inf),
             self._paused.get(market, -math.inf),
@@ -261,7 +257,7 @@ class LaunchState(KeptState):
         )
 
     def refusal(self, market: Market) -> str:
-        """The market's last refusal for another reason than capacity; "" where there was none since the last launch."""
+        """The market's last refusal for another reason than capacity; "" if there was none since the last launch."""
         return self._refused[market].message if market in self._refused else ""
 
     def is_closed(self, market: Market, now_s: float) -> bool:
@@ -274,7 +270,7 @@ class LaunchState(KeptState):
         return self.slots[slot].failures >= self.limits.max_failures
 
     def stop_if_all_refuse(self, now_s: float) -> None:
-        """Stop launching where both markets refuse for reasons that a person must remove. No machine has worked yet."""
+        """Stop launching if both markets refuse for reasons that a person must remove. No machine has worked yet."""
         markets: tuple[Market, ...] = get_args(Market)
         if all(self.is_closed(market, now_s) for market in markets):
             messages = dict.fromkeys(self.refusal(market) for market in markets)
@@ -307,18 +303,14 @@ class LaunchState(KeptState):
         return Order(slot, incarnation, market, attempt, avoid, self.run, self._machines)
 
     def launches_left(self, now_s: float) -> tuple[int, int, int]:
-        """Launches that this minute still allows, and of them spot launches and fallbacks.
-
-        Failed attempts count against spot only.
-        """
+        """Launches that this minute still allows, and of them spot launches and fallbacks. Failed attempts count
+        against spot only."""
         self._launched_s = [at_s for at_s in self._launched_s if now_s - at_s < 60]
         self._failed_launches_s = [at_s for at_s in self._failed_launches_s if now_s - at_s < 60]
         self._fallbacks_s = [at_s for at_s in self._fallbacks_s if now_s - at_s < 60]
         left = max(0, int(self.limits.launches_per_min) - len(self._launched_s))
         fallbacks = max(0, int(self.limits.fallbacks_per_min) - len(self._fallbacks_s))
         return left, max(0, left - len(self._failed_launches_s)), fallbacks
-
-    # --- kept over restarts
 
     def to_dict(self) -> dict[str, Any]:
         pending = [

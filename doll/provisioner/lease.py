@@ -1,31 +1,27 @@
 """One provisioner at a time: two would double the fleet. The newest claim wins; a provisioner with an older one stops.
 
-Claims lie beside the job's checkpoints, and are made as a parameter server makes its own: a file created exclusively,
-or an S3 object put on condition that it is not there. Beside them the provisioner that has the newest one says again
-and again that it goes on: a document with a number that rises, replaced on condition that it is its own. A standby that
-sees no new number for the length of a lease claims the job. It measures that time by its own clock, and only while the
-store answers: nobody can renew a lease in a store that does not.
+Claims lie beside the job's checkpoints, and are made like a parameter server's: a file or S3 object created
+exclusively. Beside them the newest provisioner renews its lease: a document with a number that rises, replaced on
+condition that it is its own. A standby that sees no new number for the length of a lease claims the job. It measures
+that time by its own clock, and only while the store answers: nobody can renew a lease in a store that does not.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Literal
+from pathlib import Path
+from typing import Final, Literal
 
 import msgspec
 
 from doll import telemetry
+from doll.config import JobConfig
 from doll.errors import CheckpointError, FencedError
 from doll.process.health import heartbeat_of
 from doll.records.bounded import short
+from doll.storage.checkpoints import CheckpointStore
 from doll.storage.stores import open_store
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from doll.config import JobConfig
-    from doll.storage.checkpoints import CheckpointStore
 
 log = telemetry.get_logger(__name__)
 
@@ -39,13 +35,8 @@ HolderState = Literal["held", "left", "ended"]
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """What the document says.
-
-    Attributes:
-        provisioner: the number of its claim.
-        renewal: rises with each one.
-        state: left: it was asked to stop, and the job goes on; ended: there is nothing left to do.
-    """
+    """The content of the lease's document: the number of the claim, one that rises with each renewal, and the state.
+    `left`: it was asked to stop, and the job goes on; `ended`: there is nothing left to do."""
 
     provisioner: int = 0
     renewal: int = 0
@@ -53,14 +44,10 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class Lease:
-    """The right to act on the job's fleet, from its making on.
+    """Exclusive right to change the job's fleet, held from construction. Raises CheckpointError if claims cannot be
+    written.
 
-    Args:
-        lease_s: a standby takes over from one that has not renewed its lease for this long.
-        clock: monotonic seconds.
-
-    Raises:
-        CheckpointError: where claims are kept cannot be written.
+    A standby takes over from one that has not renewed its lease for `lease_s`. `clock` is monotonic seconds.
     """
 
     def __init__(
@@ -75,29 +62,21 @@ class Lease:
         self.number = claims.claim_term()
 
     def check(self) -> None:
-        """Return while it is still ours; renews it where that is due.
-
-        Raises:
-            FencedError: another provisioner has claimed the job since.
-            CheckpointError: where claims are kept cannot be read.
-        """
+        """Return while the lease is ours, renewed if that is due. Raises FencedError if another provisioner has claimed
+        the job since, CheckpointError if the claims cannot be read."""
         newest = self._claims.newest_term()
         if newest > self.number:
             raise self._over(newest)
         self.renew_if_due()
 
     def renew_if_due(self) -> None:
-        """Renew the lease some times in its length; call it often. Raises as `renew`."""
+        """Renew the lease some times in its length; call it often. Raises what `renew` raises."""
         if self._clock() - self._renewed_s >= self._every_s:
             self.renew()
 
     def renew(self, state: HolderState = "held") -> None:
-        """Say that this provisioner goes on, or why it does not.
-
-        Raises:
-            FencedError: another provisioner has taken over.
-            CheckpointError: the store does not answer.
-        """
+        """Say that this provisioner goes on, or why it does not. Raises FencedError if another one has taken over,
+        CheckpointError if the store does not answer."""
         self._renewed_s = self._clock()  # of a store that does not answer, it is not asked at once again
         self._renewals += 1
         data = msgspec.json.encode(Holder(self.number, self._renewals, state))
@@ -113,7 +92,7 @@ class Lease:
         raise CheckpointError(f"{self._claims.location}/{DOCUMENT} was changed {_ATTEMPTS} times while it was renewed")
 
     def end(self, state: HolderState) -> None:
-        """Say why this provisioner does not go on, so that a standby need not wait. Raises FencedError as `renew`."""
+        """Say why this provisioner does not go on, so that a standby need not wait. Raises FencedError, see `renew`."""
         try:
             self.renew(state)
         except CheckpointError as exc:
@@ -135,10 +114,8 @@ class LeaseWatch:
         self._seen: Holder | None = None
 
     def look(self, holder: Holder, now: float) -> Literal["held", "over", "ended"]:
-        """Judge by what the document says now.
-
-        An end counts only where it is seen to happen: a job that has ended before may be going on again.
-        """
+        """Judge by the document's content now. An end counts only if it is seen to happen: the job may be going on
+        again."""
         begins, changed = self._seen is None, holder != self._seen
         self._seen = holder
         if changed:
@@ -155,14 +132,8 @@ class LeaseWatch:
 
 
 def wait_for_lease(config: JobConfig, run_folder: Path, wait: Callable[[float], bool]) -> bool:
-    """Wait until no other provisioner has the lease (True); False where one has ended the job, or on a request to stop.
-
-    Args:
-        wait: waits for so many seconds; False: a stop was requested.
-
-    Raises:
-        CheckpointError: the store cannot be set up, or does not answer at the start.
-    """
+    """Wait until no other provisioner has the lease (True); False if one has ended the job, or on a request to stop, by
+    which `wait` for so many seconds returns False. Raises CheckpointError if the store does not answer at the start."""
     claims, lease_s = claims_of(config, run_folder), config.provision.lease_s
     with heartbeat_of("provisioner-standby", config) as heartbeat:
         heartbeat.set_waiting_for("the end of the other provisioner's lease (standby)")
@@ -190,11 +161,8 @@ def wait_for_lease(config: JobConfig, run_folder: Path, wait: Callable[[float], 
 
 
 def holder_of(claims: CheckpointStore) -> Holder:
-    """What the newest provisioner says of its lease; an empty holder where none has said anything.
-
-    Raises:
-        CheckpointError: the store does not answer.
-    """
+    """The newest provisioner's words on its lease; an empty holder without any. Raises CheckpointError if the store
+    does not answer."""
     return _decoded(claims.read_document(DOCUMENT)[0])
 
 
@@ -210,9 +178,6 @@ def _decoded(content: bytes | None) -> Holder:
 
 
 def claims_of(config: JobConfig, run_folder: Path) -> CheckpointStore:
-    """Where the job's provisioners make their claims and keep their state: `provision-JOB/` beside its checkpoints.
-
-    Raises:
-        CheckpointError: it is in S3 and boto3 cannot be set up.
-    """
+    """The store of the provisioners' claims and state: `provision-JOB/` beside the checkpoints. Raises CheckpointError
+    if it is in S3 and boto3 cannot be set up."""
     return open_store(config, run_folder, f"provision-{config.job}")  # several jobs may have one folder

@@ -14,13 +14,15 @@ from doll.config import JobConfig
 from doll.errors import ConfigError
 from doll.provisioner.billing import EC2_LINUX, LOCAL, BillingRule
 from doll.provisioner.fleets import compose
+from doll.provisioner.fleets.ec2 import account as ec2_account
 from doll.provisioner.fleets.ec2 import fleet as ec2_fleet
-from doll.provisioner.fleets.ec2 import placement as ec2_placement
 from doll.provisioner.fleets.kubernetes import fleet as kubernetes_fleet
 from doll.provisioner.fleets.port import Fleet, SpotProbe
 from doll.provisioner.fleets.ray import fleet as ray_fleet
 from doll.provisioner.prices import ec2 as ec2_prices
 from doll.provisioner.prices.port import PriceFeed, StatedPrices
+
+Opener = Callable[[JobConfig, Path], AbstractContextManager["Machines"]]
 
 
 @dataclass(frozen=True)
@@ -30,22 +32,18 @@ class Machines:
     Attributes:
         probe: can tell whether spot is available; None on a real market.
         billing: how the owner of the machines bills; the controller's bills and budget follow it.
-        placement: EC2's scores of where spot is likely; None elsewhere, or where the job does not ask for them.
+        placement: EC2's scores of where spot is likely; None elsewhere, or if the job does not ask for them.
     """
 
     fleet: Fleet
     prices: PriceFeed
     billing: BillingRule
     probe: SpotProbe | None = None
-    placement: ec2_placement.Ec2Placement | None = None
+    placement: ec2_account.Ec2Placement | None = None
 
 
 def check_machines(config: JobConfig) -> None:
-    """Whether there is an opener for the job's fleet, and it can launch the job's workers.
-
-    Raises:
-        ConfigError: there is none, or it launches machines one by one where a worker has several.
-    """
+    """Raise ConfigError if the job's fleet has no opener, or launches machines one by one and a worker has several."""
     if config.fleet.kind not in OPENERS:
         raise ConfigError(f"fleet.kind: expected {' or '.join(OPENERS)}, got {config.fleet.kind}")
     if (machines := config.machines_per_worker) > 1:
@@ -57,15 +55,8 @@ def check_machines(config: JobConfig) -> None:
 
 
 def open_machines(config: JobConfig, run_folder: Path) -> AbstractContextManager[Machines]:
-    """The machines of a job whose fleet has an opener.
-
-    Args:
-        run_folder: where a fleet may keep files, e.g. a cache of prices.
-
-    Raises:
-        ConfigError: the fleet cannot be used as the job file describes it, has no opener, or launches machines one by
-            one where a worker has several.
-    """
+    """The machines of a job whose fleet has an opener; a fleet may keep files, e.g. a cache of prices, in the run
+    folder. Raises ConfigError if the fleet cannot be used as the job file describes it, see `check_machines`."""
     check_machines(config)
     return OPENERS[config.fleet.kind](config, run_folder)
 
@@ -74,43 +65,32 @@ def open_machines(config: JobConfig, run_folder: Path) -> AbstractContextManager
 def _open_ec2(config: JobConfig, run_folder: Path) -> Iterator[Machines]:
     with closing(ec2_fleet.connect(config)) as fleet:
         prices = ec2_prices.connect(config, fleet, run_folder=run_folder)
-        yield Machines(fleet, prices, EC2_LINUX, placement=ec2_placement.connect(config, fleet))
+        yield Machines(fleet, prices, EC2_LINUX, placement=ec2_account.connect(config, fleet))
 
 
-@contextmanager
-def _open_compose(config: JobConfig, run_folder: Path) -> Iterator[Machines]:
-    with closing(compose.connect(config)) as fleet:
-        yield Machines(fleet, stated_prices(config), LOCAL)
+def _at_stated_prices(connect: Callable[[JobConfig], Fleet]) -> Opener:
+    """The opener of a fleet whose prices the job file states."""
 
+    @contextmanager
+    def open_fleet(config: JobConfig, run_folder: Path) -> Iterator[Machines]:
+        with closing(connect(config)) as fleet:
+            yield Machines(fleet, stated_prices(config), LOCAL)
 
-@contextmanager
-def _open_kubernetes(config: JobConfig, run_folder: Path) -> Iterator[Machines]:
-    with closing(kubernetes_fleet.connect(config)) as fleet:
-        yield Machines(fleet, stated_prices(config), LOCAL)
-
-
-@contextmanager
-def _open_ray(config: JobConfig, run_folder: Path) -> Iterator[Machines]:
-    with closing(ray_fleet.connect(config)) as fleet:
-        yield Machines(fleet, stated_prices(config), LOCAL)
+    return open_fleet
 
 
 def stated_prices(config: JobConfig) -> PriceFeed:
-    """The prices of the job file's plan section, which never change.
-
-    Raises:
-        ConfigError: it states none.
-    """
+    """The prices of the job file's plan section, which never change. Raises ConfigError if it states none."""
     plan = config.plan
     if plan.spot_usd_per_h is None or plan.on_demand_usd_per_h is None:
         raise ConfigError("expected plan.spot_usd_per_h and plan.on_demand_usd_per_h: this fleet has no price list")
     return StatedPrices(plan.spot_usd_per_h, plan.on_demand_usd_per_h)
 
 
-OPENERS: dict[str, Callable[[JobConfig, Path], AbstractContextManager[Machines]]] = {
+OPENERS: dict[str, Opener] = {
     "ec2": _open_ec2,
-    "compose": _open_compose,
-    "kubernetes": _open_kubernetes,
-    "ray": _open_ray,
+    "compose": _at_stated_prices(compose.connect),
+    "kubernetes": _at_stated_prices(kubernetes_fleet.connect),
+    "ray": _at_stated_prices(ray_fleet.connect),
 }
-"""What opens the machines of each `fleet.kind`, but worker processes. A new fleet adds its opener here."""
+"""The openers of each `fleet.kind`, except worker processes. A new fleet adds its opener here."""

@@ -1,13 +1,15 @@
-"""The provisioner as a process: a controller with its fleet, records, lease and publisher, turn after turn."""
+"""The provisioner as a process: a controller with its fleet, records, lease and publisher; and `drain`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
+
+import numpy as np
 
 from doll import telemetry
 from doll.config import JobConfig
@@ -20,63 +22,59 @@ from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.metric_names import HEARTBEAT_EVERY_S, LEFT, PROVISIONER
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
+from doll.provisioner.fleets.port import InstanceState
 from doll.provisioner.lease import HolderState, Lease, claims_of
 from doll.provisioner.machines import Machines
+from doll.provisioner.planning.state import PlannerSettings
 from doll.provisioner.settings import ControllerSettings
-from doll.provisioner.state_store import state_of
+from doll.provisioner.state_store import StateStore, state_of
 from doll.records.control import AnyRecord, Finished, Leave, Metric, Scale, Welcome
 from doll.service_checks import require_services
 from doll.services import Services
 
 
+@dataclass(eq=False, repr=False)
 class DecisionPublisher:
-    """Sends without waiting; decisions that Kafka does not take are in the journal.
+    """Sends to the job's `metrics` and to its `events`, which the parameter server reads, without waiting; decisions
+    that Kafka does not take are in the journal."""
 
-    Args:
-        topic: the job's `metrics`.
-        events: the job's `events`, which the parameter server reads.
-        clock: monotonic seconds.
-    """
+    publisher: Publisher
+    topic: str
+    events: str
+    clock: Callable[[], float] = time.monotonic
 
-    def __init__(
-        self, publisher: Publisher, topic: str, events: str, clock: Callable[[], float] = time.monotonic
-    ) -> None:  # fmt: skip
-        self._publisher = publisher
-        self._topic, self._events = topic, events
-        self._clock = clock
-        self._sent_s = clock()
+    def __post_init__(self) -> None:
+        self._sent_s = self.clock()
 
     def publish(self, decision: Decision, *, last: bool) -> None:
-        """Send a decision.
-
-        Args:
-            last: this process exits normally, so its silence is no failure. A provisioner that gets SIGTERM leaves
-                machines behind: its silence must be noticed.
-        """
+        """Send a decision. `last`: this process exits normally, so its silence is no failure. A provisioner that gets
+        SIGTERM leaves machines running: its silence must be noticed."""
         values = {**decision.measurements(), **({LEFT: 1.0} if last else {})}
         self._send(decision.record(), Metric(source=PROVISIONER, values=values, time_s=decision.now_s))
 
     def ask(self, request: Scale) -> None:
-        """Ask the parameter server; again after the next decision, where it does not do so."""
-        self._publisher.try_send(self._events, request)
+        """Ask the parameter server; again after the next decision if it has not done so."""
+        self.publisher.try_send(self.events, request)
 
     def heartbeat(self) -> None:
         """Send a heartbeat if nothing was sent for `HEARTBEAT_EVERY_S`; call it often."""
-        if self._clock() - self._sent_s >= HEARTBEAT_EVERY_S:
+        if self.clock() - self._sent_s >= HEARTBEAT_EVERY_S:
             self._send(Metric(source=PROVISIONER, values={}, time_s=time.time()))
 
     def _send(self, *records: AnyRecord) -> None:
-        self._sent_s = self._clock()
+        self._sent_s = self.clock()
         for record in records:
-            self._publisher.try_send(self._topic, record)
+            self.publisher.try_send(self.topic, record)
 
     def close(self) -> None:
         """Wait up to 5 s until Kafka has everything."""
-        self._publisher.close()
+        self.publisher.close()
 
 
 POLL_S: Final = 0.2
 _KAFKA_TIMEOUT_S: Final = 3.0
+DRAIN_TIMEOUT_S: Final = 900.0
+_DRAIN_TURN_S: Final = 2.0
 _URGENT_AFTER_S: Final = 1.0  # a worker that joins or leaves is handled this soon, several of them in one turn
 
 log = telemetry.get_logger(__name__)
@@ -87,13 +85,11 @@ ReadSettings = Callable[[JobConfig], tuple[ControllerSettings, list[str]]]
 
 @dataclass(frozen=True)
 class ProvisionerSetup:
-    """What a provisioner needs to start.
+    """A provisioner's parts and settings. Its journal is in `run_folder`; its state is beside the checkpoints.
 
     Attributes:
-        run_folder: where its journal is kept; its state is beside the checkpoints.
         read_settings: settings from a job file, with notes on their origin.
-        load: the job file as it is now; it may be edited while the job runs.
-        path: that file.
+        load, path: reads the job file, which may be edited while the job runs.
         accept: called with a job file that was edited and is followed from now on.
     """
 
@@ -109,12 +105,9 @@ class ProvisionerSetup:
 
 
 class ProvisionerProcess:
-    """A running provisioner. Use as a context manager, then call `read_history` once, then one of the loops.
-
-    Raises:
-        ConfigError: the job file lacks the work or the rates, or its fleet cannot be used.
-        ServiceUnavailableError: Kafka or Redis does not answer.
-    """
+    """A running provisioner. Use as a context manager, then call `read_history` once, then one of the loops. Raises
+    ConfigError if the job file lacks the work or the rates, or its fleet cannot be used, and ServiceUnavailableError if
+    Kafka or Redis does not answer."""
 
     def __init__(self, setup: ProvisionerSetup) -> None:
         self._setup = setup
@@ -140,8 +133,8 @@ class ProvisionerProcess:
             self._placement = machines.placement
             self._controller = Controller(
                 self._settings, machines.fleet, machines.prices, machines.billing, self._state_store,
-                probe=machines.probe, check_lease=None if lease is None else lease.check, dry_run=setup.dry_run,
-                job=config.job, topics_id=topics.topic_id(config, services, "updates"),
+                probe=machines.probe, check_lease=(lambda: None) if lease is None else lease.check,
+                dry_run=setup.dry_run, job=config.job, topics_id=topics.topic_id(config, services, "updates"),
             )  # fmt: skip
             self._job_records = stack.enter_context(JobRecords(config, services, self._controller.positions))
             self._publisher = None if setup.dry_run else _publisher(config, services)
@@ -162,13 +155,14 @@ class ProvisionerProcess:
     def read_history(self) -> None:
         """Read what was written before this process started, or since an earlier one saved its state."""
         for timed_record in self._job_records.read_history():
-            self._controller.feed(timed_record.record, timed_record.at_s)
+            self._controller.observed.feed(timed_record.record, timed_record.at_s)
             self._renew_lease()
         self._expect_turns()
         self._heartbeat.set_waiting_for("")
 
     def run(self, stop_requested: StopRequested) -> Decision | None:
-        """Turns until nothing is left to do or a person must act; the last decision. None: a stop was requested."""
+        """Turns until nothing is left to do or a person must act; returns the last decision, or None if a stop was
+        requested."""
         job_file = JobFile(self._setup.path, self._setup.load)
         while True:
             if (changed := job_file.changed()) is not None:
@@ -198,7 +192,7 @@ class ProvisionerProcess:
             self._follow(_URGENT_AFTER_S, lambda: False)
 
     def _renew_lease(self) -> None:
-        """Renew the lease where that is due; FencedError where another provisioner has taken over."""
+        """Renew the lease if that is due; raises FencedError if another provisioner has taken over."""
         try:
             if self._lease is not None:
                 self._lease.renew_if_due()
@@ -213,7 +207,7 @@ class ProvisionerProcess:
         self._heartbeat.expect("turn", within_s=max(60.0, 10 * self._settings.planner.replan_s))
 
     def _retarget(self, config: JobConfig) -> None:
-        """The job file has changed."""
+        """Follow a job file that has changed."""
         try:
             settings, _ = self._setup.read_settings(config)
             self._controller.retarget(settings)
@@ -235,7 +229,7 @@ class ProvisionerProcess:
         now_s = time.time()
         ends = self._job_records.sample_ends()
         if ends is not None:
-            self._controller.observe_ends(now_s, ends)
+            self._controller.observed.observe_ends(now_s, ends)
         self._controller.positions = self._job_records.named_positions()
         decision = self._controller.turn(now_s, draining=draining)
         if self._publisher is not None:
@@ -267,14 +261,14 @@ class ProvisionerProcess:
         )  # fmt: skip
 
     def _follow(self, seconds: float, stop_requested: StopRequested) -> None:
-        """Read records until the next turn is due; less long where a worker comes or goes, or the job ends."""
+        """Read records until the next turn is due; less long if a worker comes or goes, or the job ends."""
         start_s, urgent = time.monotonic(), False
         while not stop_requested() and time.monotonic() - start_s < seconds:
             self._renew_lease()
             if self._publisher is not None:
                 self._publisher.heartbeat()
             for timed_record in self._job_records.poll(min(POLL_S, seconds)):
-                self._controller.feed(timed_record.record, timed_record.at_s)
+                self._controller.observed.feed(timed_record.record, timed_record.at_s)
                 urgent = urgent or isinstance(timed_record.record, Finished | Leave | Welcome)
             if urgent and time.monotonic() - start_s >= min(_URGENT_AFTER_S, seconds):
                 return
@@ -300,11 +294,7 @@ def publish_last(config: JobConfig, services: Callable[[], Services], decision: 
 
 
 class JobFile:
-    """The job file, which may be edited while the job runs.
-
-    Args:
-        load: reads it, with the overrides of the command line.
-    """
+    """The job file, which may be edited while the job runs. `load` reads it, with the overrides of the command line."""
 
     def __init__(self, path: Path, load: Callable[[], JobConfig]) -> None:
         self._path = path
@@ -329,3 +319,76 @@ class JobFile:
         except ConfigError as error:
             log.warning("job_file_invalid", error=str(error), action="continuing with the previous settings")
             return None
+
+
+def drain(
+    config: JobConfig, machines: Machines, lease: Lease, state_store: StateStore, wait: Callable[[float], bool],
+    *, clock: Callable[[], float] = time.time,
+) -> Decision | None:  # fmt: skip
+    """End all instances of the job and wait until they are gone; `lease` is claimed already. It needs the fleet and the
+    lease only: neither Kafka nor Redis, prices nor a plan. Bills and launches continue in the provisioner's state, if
+    there is one.
+
+    Returns the last decision, or None if a stop was requested, by which `wait` for so many seconds returns False.
+
+    Raises:
+        FencedError: another provisioner has taken over.
+        ServiceUnavailableError: some are still there, or the fleet has not answered, after `DRAIN_TIMEOUT_S`.
+    """
+    telemetry.configure(process="provisioner")
+    controller = Controller(
+        _no_plan(config), machines.fleet, machines.prices, machines.billing, _KnownState(state_store),
+        check_lease=lease.check, job=config.job,
+    )  # fmt: skip
+    end_s = clock() + DRAIN_TIMEOUT_S
+    while True:
+        decision = controller.turn(clock(), draining=True)
+        for result in decision.actions:
+            log.info("action", what=result.text())
+        if decision.finished:
+            lease.end("ended")  # so that a standby ends too
+            return decision
+        if clock() > end_s:
+            left = ", ".join(
+                instance.id for instance in decision.instances if instance.state is not InstanceState.ENDED
+            )
+            raise ServiceUnavailableError(
+                f"instances not terminated after {DRAIN_TIMEOUT_S:g} s: {left or '; '.join(decision.alarms)}; "
+                "check them by hand"
+            )
+        if not wait(_DRAIN_TURN_S):
+            return None
+
+
+def _no_plan(config: JobConfig) -> ControllerSettings:
+    """Settings of a controller that plans nothing."""
+    return ControllerSettings(
+        planner=PlannerSettings(samples=1.0, batch_size=config.data.batch_size, deadline_s=1.0),
+        rates_per_s=np.ones(config.data.workers),
+        machines_per_worker=config.machines_per_worker,
+    )
+
+
+class _KnownState:
+    """The state store of a provisioner that ran before. Without its state nothing is saved, since a drain has not read
+    the topics: when the job's clock began, and what was spent, is in them. A full disk keeps no machine alive."""
+
+    def __init__(self, store: StateStore) -> None:
+        self._store = store
+        self._is_known = store.load() is not None
+
+    def load(self) -> dict[str, Any] | None:
+        return self._store.load()
+
+    def save(self, kept: Mapping[str, Any]) -> None:
+        if self._is_known:
+            self._try(self._store.save, kept)
+
+    def append(self, entry: Mapping[str, Any]) -> None:
+        self._try(self._store.append, entry)
+
+    def _try(self, write: Callable[[Mapping[str, Any]], None], value: Mapping[str, Any]) -> None:
+        try:
+            write(value)
+        except (ConfigError, CheckpointError) as error:
+            log.warning("drain_not_noted", reason=str(error))

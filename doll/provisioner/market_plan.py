@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,12 +28,8 @@ _RESERVE_TURNS = 3  # a running machine goes on for some turns whatever is decid
 
 @dataclass(frozen=True)
 class BudgetFit:
-    """A choice of markets that the budget enforces.
-
-    Attributes:
-        on_spot: bool, shape (N,): True for spot.
-        short: not even the cheapest choice is within the budget.
-    """
+    """A choice of markets, bool of shape (N,), True for spot, that the budget enforces. `short`: not even the cheapest
+    choice is within it."""
 
     on_spot: Bools
     expected_cost_usd: float
@@ -43,13 +40,8 @@ class BudgetFit:
 def fit_to_budget(
     on_spot: Bools, state: PlannerState, planner: PlannerSettings, *, reserve_usd: float
 ) -> BudgetFit | None:
-    """The plan `on_spot` with as many more slots on spot as the budget needs; None where it needs none.
-
-    Where no choice is within the budget, the cheapest one: the work goes on until the budget is spent.
-
-    Args:
-        reserve_usd: held back per machine, see `reserve_usd`.
-    """
+    """The plan `on_spot` with as many more slots on spot as the budget needs; None if it needs none. If no choice is
+    within the budget, the cheapest one: the work goes on until it is spent. `reserve_usd` is held back per machine."""
     work = planner.samples - state.samples_done
     if planner.budget_usd is None or work <= 0:
         return None
@@ -83,12 +75,7 @@ _RE_ESTIMATE_EVERY = 3  # evaluations
 
 @dataclass(frozen=True)
 class DesiredState:
-    """What the fleet should be. Attributes as of `Decision`.
-
-    Attributes:
-        urgent: the deadline is in danger.
-        cost_sd_usd, finish_sd_s: standard deviations of what is expected; NaN where they are not known.
-    """
+    """The wanted fleet. See `Decision` for the attributes; `urgent`: the deadline is in danger."""
 
     phase: Phase
     markets: tuple[Market | None, ...]
@@ -117,10 +104,6 @@ class DesiredState:
 class MarketPlan(KeptState):
     """The markets that were last chosen, and what the next choice needs of the past.
 
-    Args:
-        billing: of the fleet, for the reserve of the budget.
-        probe: reports whether spot has a machine without buying one; None: inferred from launches and their outcomes.
-
     Attributes:
         planner: work, deadline and behaviour; the work as re-estimated.
         moves: slots that changed their market so far.
@@ -146,7 +129,7 @@ class MarketPlan(KeptState):
 
     @property
     def markets(self) -> tuple[Market | None, ...]:
-        """As last chosen; None per slot before the first choice."""
+        """The last choice; None per slot before the first."""
         if self._on_spot is None:
             return (None,) * self._settings.num_slots
         return _markets(self._on_spot, self.scale_in.active)
@@ -169,7 +152,7 @@ class MarketPlan(KeptState):
         self.moves = 0
 
     def planned(self, observed: Observed) -> PlannerSettings:
-        """The planner's settings: boots as planned, or as nine of ten took where that is longer."""
+        """The planner's settings: boots as planned, or as nine of ten took if that is longer."""
         return replace(self.planner, boot_s=max(self.planner.boot_s, observed.boots.slow_s))
 
     def samples_done(self, observed: Observed) -> float:
@@ -177,7 +160,7 @@ class MarketPlan(KeptState):
         return float(observed.batches_done * self.planner.batch_size)
 
     def re_estimate(self, observed: Observed) -> None:
-        """The work from the job's own held-out errors, where the job asks for it."""
+        """Estimate the work from the job's own held-out errors, if the job asks for it."""
         settings = self._settings
         if settings.target_error is None:
             return
@@ -204,11 +187,8 @@ class MarketPlan(KeptState):
         *,
         counts: Bools,
     ) -> None:
-        """Report to the estimator which slots on spot work; boots count as down.
-
-        Args:
-            counts: slots whose state says something about spot, shape (N,).
-        """
+        """Report to the estimator which slots on spot work; boots count as down. `counts`: slots whose state says
+        something about spot, shape (N,)."""
         if self._on_spot is None or self._dry_run:
             return
         up = np.zeros(self._settings.num_slots, dtype=np.bool_)
@@ -221,7 +201,7 @@ class MarketPlan(KeptState):
         self, observed: Observed, instances: Sequence[Instance], ready: Collection[str], launch_state: LaunchState,
         *, bill: Bill, prices: Prices, now_s: float, started_s: float,
     ) -> PlannerState:  # fmt: skip
-        """Where the job stands, for the planner."""
+        """The planner's input: where the job stands."""
         count = self._settings.num_slots
         on_spot, up = np.ones(count, dtype=np.bool_), np.zeros(count, dtype=np.bool_)
         newest = np.zeros(count, dtype=np.int64)
@@ -236,7 +216,7 @@ class MarketPlan(KeptState):
                 newest[slot], on_spot[slot] = instance.incarnation, instance.market == "spot"
         if self._on_spot is not None:
             on_spot = self._on_spot.copy()
-        history = self._history.copy() if self._dry_run else self._history
+        history = copy.deepcopy(self._history) if self._dry_run else self._history
         history.observe(self._spot_available(on_spot, running, launch_state, now_s), now_s)
         return PlannerState(
             elapsed_s=max(0.0, now_s - started_s), samples_done=self.samples_done(observed),
@@ -268,7 +248,7 @@ class MarketPlan(KeptState):
     def review_workers(
         self, state: PlannerState, observed: Observed, instances: Sequence[Instance], now_s: float
     ) -> list[SlotChange]:
-        """Release or recall slots where the job asks for scale-in; in a dry run never."""
+        """Release or recall slots if the job asks for scale-in; in a dry run never."""
         if self._dry_run:
             return []
         noticed = {instance.slot for instance in instances if instance.is_alive and instance.notice_s is not None}
@@ -286,11 +266,8 @@ class MarketPlan(KeptState):
     def choose(
         self, state: PlannerState, observed: Observed, *, fleet_is_empty: bool, now_s: float, hold: str = ""
     ) -> DesiredState:
-        """The markets of all slots, by the planner and within the budget; remembered unless this is a dry run.
-
-        Args:
-            hold: why no slot moves from spot to on-demand now; "": they may, except slots whose source has paused.
-        """
+        """The markets of all slots, by the planner and within the budget; remembered unless this is a dry run. While
+        `hold` is not "", no slot moves from spot to on-demand, nor does one whose source has paused."""
         settings, active = self.planned(observed), self.scale_in.active
         first = self._on_spot is None and fleet_is_empty
         working = sharing(
@@ -336,7 +313,7 @@ class MarketPlan(KeptState):
         return {"on_spot": plain(self._on_spot), "work": work, **self._history.to_dict(), **super().to_dict()}
 
     def restore(self, kept: Mapping[str, Any]) -> None:
-        """As `KeptState`. Re-estimated work is kept only where the job asks for the same."""
+        """Restore; re-estimated work is kept only if the job asks for the same."""
         super().restore(kept)
         self._history.restore(kept)
         if kept["on_spot"] is not None:

@@ -1,4 +1,4 @@
-"""What the provisioner knows of a job, folded from its records: progress, rates, who holds which slot. Pure.
+"""The provisioner's knowledge of a job, folded from its records: progress, rates, who holds which slot. Pure.
 
 Records come from the topics `updates`, `events`, `commands` and `metrics`, in any order between the topics. Times are
 Unix seconds.
@@ -18,29 +18,120 @@ import numpy.typing as npt
 from doll.ledger.lineage import Lineage, LineageChange, UpdatesRecord
 from doll.provisioner.kept_state import KeptState, plain
 from doll.provisioner.planning.estimators import AvailabilityEstimator, BootTimeEstimator, RateEstimator
-from doll.provisioner.planning.loss_history import LossHistory
 from doll.provisioner.planning.state import Bools
-from doll.provisioner.streams import Owners, StreamRates
-from doll.records.control import (
-    Alive,
-    Announce,
-    AnyRecord,
-    Evaluated,
-    Finished,
-    Join,
-    Leave,
-    Member,
-    ProvisionDecision,
-    Push,
-    ServerStatus,
-    TermStarted,
-    Update,
-    Welcome,
-)
+from doll.provisioner.planning.tuner import LossHistory
+from doll.records import control as records
+from doll.theory import checks
 from doll.theory.checks import Floats
 
 _MAX_INCARNATION: Final = 10**9
 _NEWEST: Final = 0.1  # weight of the newest batch in a worker's mean service time and loss
+
+
+PAUSE_S: Final = 480.0
+"""A stream without a sample for so long has paused, unless it is so slow that this is nothing unusual."""
+_GAPS_OF_A_PAUSE: Final = 20.0  # mean gaps between two samples; chance makes one of e^-20
+_LEAST_OF_PRIOR: Final = 1e-6  # the planner needs a rate above 0, also of a slot without a partition
+
+Owners = npt.NDArray[np.int64]
+
+
+class StreamRates(KeptState):
+    """Feed it the ends of the partitions. Which slot serves a partition is the caller's to say: it changes.
+
+    Attributes:
+        owners: the slot that serves each partition, shape (P,); P is 0 before the first ends.
+        last_arrival_s: of any partition; None before the first ends.
+    """
+
+    def __init__(self, prior_per_s: npt.ArrayLike, samples_per_record: float) -> None:
+        self._prior = checks.rates(prior_per_s)
+        self._samples_per_record = samples_per_record
+        self._rates: RateEstimator | None = None
+        self._quiet_s = np.zeros(0)  # time without a sample, up to the newest ends
+        self._ends: tuple[float, Sequence[int]] | None = None
+        self.owners = self.first_owners(0)
+        self.last_arrival_s: float | None = None
+
+    def first_owners(self, partitions: int) -> Owners:
+        """The slots that serve the partitions of a new job."""
+        return np.arange(partitions) % len(self._prior)
+
+    def observe(self, now_s: float, ends: Sequence[int]) -> None:
+        """The end of each partition, offsets, as seen at `now_s`. Partitions may be added, not taken away."""
+        if self._rates is None or len(ends) != len(self._quiet_s):
+            self._resize(len(ends))
+        assert self._rates is not None
+        if self.last_arrival_s is None:
+            self.last_arrival_s = now_s
+        if self._ends is not None and now_s > self._ends[0]:
+            before_s, before = self._ends
+            known = np.asarray([*before, *ends[len(before) :]])[: len(ends)]
+            grown = np.maximum(0, np.asarray(ends) - known) * self._samples_per_record
+            came, span_s = grown > 0, now_s - before_s
+            # A gap between two samples is part of the rate; a pause of the source is not.
+            gap_s = np.where(self._is_quiet(), 0.0, self._quiet_s)
+            self._rates.observe(grown, np.where(came, span_s + gap_s, 0.0))
+            self._quiet_s = np.where(came, 0.0, self._quiet_s + span_s)
+            if came.any():
+                self.last_arrival_s = now_s
+        self._ends = (now_s, list(ends))
+
+    def _resize(self, partitions: int) -> None:
+        """Change the number of partitions. What is known of them stays if they become more."""
+        earlier, owners = self._rates, self.first_owners(partitions)
+        self._rates = RateEstimator(self._prior[owners] / np.bincount(owners, minlength=len(self._prior))[owners])
+        keep = 0 if partitions < len(self._quiet_s) else len(self._quiet_s)
+        if earlier is not None and keep:
+            self._rates.adopt(earlier)
+        self._quiet_s = np.concatenate([self._quiet_s[:keep], np.zeros(partitions - keep)])
+        self.owners = np.concatenate([self.owners[:keep], owners[keep:]])
+
+    def per_s(self) -> Floats:
+        """λ̂ > 0, samples per second of the partitions of each slot while they come, shape (N,)."""
+        if self._rates is None:
+            return self._prior
+        count = len(self._prior)
+        served = np.bincount(self.owners, weights=self._rates.per_s(), minlength=count)
+        rates: Floats = np.maximum(served, _LEAST_OF_PRIOR * self._prior.max())
+        return rates
+
+    def pause_s(self) -> Floats:
+        """How long the streams of each slot may be without a sample before they count as paused, shape (N,)."""
+        pauses_s: Floats = np.maximum(PAUSE_S, _GAPS_OF_A_PAUSE * self._samples_per_record / self.per_s())
+        return pauses_s
+
+    def paused(self) -> Bools:
+        """Slots of which no partition sends anything, shape (N,); also those that have none."""
+        if self._rates is None:
+            return np.zeros(len(self._prior), dtype=np.bool_)
+        quiet: Bools = np.bincount(self.owners[~self._is_quiet()], minlength=len(self._prior)) == 0
+        return quiet
+
+    def is_silent(self) -> bool:
+        """No partition sends anything."""
+        return self._rates is not None and bool(self._is_quiet().all())
+
+    def without_partition(self) -> Bools:
+        """Slots that serve no partition, though there is one for each slot, shape (N,)."""
+        count = len(self._prior)
+        none: Bools = np.bincount(self.owners, minlength=count) == 0
+        return none & (len(self.owners) >= count)
+
+    def _is_quiet(self) -> Bools:
+        assert self._rates is not None
+        gaps_s = _GAPS_OF_A_PAUSE * self._samples_per_record / np.maximum(self._rates.per_s(), 1e-300)
+        quiet: Bools = self._quiet_s > np.maximum(PAUSE_S, gaps_s)
+        return quiet
+
+    def to_dict(self) -> dict[str, Any]:
+        return {} if self._rates is None else {"partitions": len(self._quiet_s), **self._rates.to_dict()}
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        if kept:
+            self._resize(int(kept["partitions"]))
+            assert self._rates is not None
+            self._rates.restore(kept)
 
 
 class _Slot(msgspec.Struct):
@@ -70,12 +161,8 @@ class _Slot(msgspec.Struct):
 
 @dataclass(frozen=True)
 class SlotHolder:
-    """Who holds a slot.
-
-    Attributes:
-        incarnation: of the fleet's instance (`Order.incarnation`); 0: a worker that no fleet has started.
-        works: it has not left, and has been heard while others were.
-    """
+    """The holder of a slot. Incarnation 0: a worker that no fleet has started. It `works` if it has not left, and has
+    been heard while others were."""
 
     incarnation: int
     since_s: float
@@ -88,7 +175,7 @@ class Observed(KeptState):
 
     Args:
         prior_rates_per_s: λ_n of the job file, samples per second, shape (N,).
-        samples_per_record: as of `ControllerSettings`.
+        samples_per_record: see `ControllerSettings`.
         prior_alpha, prior_cycle_s: what is believed of spot before anything is seen.
         heartbeat_timeout_s: a worker that is not heard for this long, while others are, does not work.
         keeps_losses: record the loss of each update in `losses`.
@@ -119,30 +206,22 @@ class Observed(KeptState):
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self.spot = AvailabilityEstimator(prior_alpha=min(max(prior_alpha, 0.01), 0.99), prior_cycle_s=prior_cycle_s)
         self.boots = BootTimeEstimator()
-        self.last_seen_s = -math.inf
-        """Time of the newest heartbeat of any worker."""
-        self._ps_last_seen_s = self._ps_since_s = -math.inf
-        self.version = 0
-        """Updates that are applied and have not been rolled back."""
-        self.batches_done = 0
-        """Batches in them."""
+        self.last_seen_s = -math.inf  # the newest heartbeat of any worker
+        self.ps_last_seen_s = self._ps_since_s = -math.inf  # when a parameter server was last heard; since when
+        self.version = 0  # updates that are applied and have not been rolled back
+        self.batches_done = 0  # batches in them
         self._lineage = Lineage()
-        self.generation_s = -math.inf
-        """When it began."""
-        self.finished: str | None = None
-        """Why the job has ended; None while it has not."""
+        self.generation_s = -math.inf  # when the generation began
+        self.finished: str | None = None  # why the job has ended
         self.loss = math.nan
-        self.evaluations: list[tuple[int, float, float | None]] = []
-        """(version, loss, accuracy) of each held-out evaluation that counts."""
+        self.evaluations: list[tuple[int, float, float | None]] = []  # version, loss, accuracy of those that count
         self.keeps_losses = keeps_losses
         self.losses = LossHistory()
+        # Slots without a worker by scale-in: others serve their streams, shape (N,).
         self.released: Bools = np.zeros(self.num_slots, dtype=np.bool_)
-        """Slots without a worker by scale-in: others serve their streams, shape (N,)."""
-        self.status: ServerStatus | None = None
-        """The parameter server's newest, of this run."""
+        self.status: records.ServerStatus | None = None  # the parameter server's newest, of this run
         self._service = (0, 0.0)
-        self.last_decision: ProvisionDecision | None = None
-        """The newest decision that a provisioner has published, this one included."""
+        self.last_decision: records.ProvisionDecision | None = None  # the newest that any provisioner published
 
     @property
     def num_slots(self) -> int:
@@ -150,46 +229,44 @@ class Observed(KeptState):
 
     @property
     def term(self) -> int:
-        """Of the newest server."""
+        """The newest server's term."""
         return self._lineage.newest_term
 
     @property
     def generation(self) -> int:
-        """Of the job's run on these topics: a later one begins again, with an origin of its own."""
+        """The generation of the job's run on these topics: a later one begins again, with an origin of its own."""
         return self._lineage.generation
 
-    # --- records ----------------------------------------------------------------------------------------------------
-
-    def feed(self, record: AnyRecord, at_s: float) -> None:
+    def feed(self, record: records.AnyRecord, at_s: float) -> None:
         """One record, written at about `at_s`. Unknown records, and records of slots that do not exist, are ignored."""
         self.last_seen_s = max(self.last_seen_s, at_s)
-        if isinstance(record, Welcome | TermStarted | Update | ServerStatus):
-            if at_s - self._ps_last_seen_s > self.heartbeat_timeout_s:
+        if isinstance(record, records.Welcome | records.TermStarted | records.Update | records.ServerStatus):
+            if at_s - self.ps_last_seen_s > self.heartbeat_timeout_s:
                 self._ps_since_s = at_s
-            self._ps_last_seen_s = max(self._ps_last_seen_s, at_s)
+            self.ps_last_seen_s = max(self.ps_last_seen_s, at_s)
         match record:
-            case Join() if self._is_slot(record.worker):
+            case records.Join() if self._is_slot(record.worker):
                 slot = self._slots[record.worker]
                 slot.note_incarnation(record.incarnation)
-            case Welcome() if self._is_slot(record.worker):
+            case records.Welcome() if self._is_slot(record.worker):
                 self._welcomed(self._slots[record.worker], record, at_s)
-            case Alive() | Announce() | Push() if self._is_slot(record.worker):
+            case records.Alive() | records.Announce() | records.Push() if self._is_slot(record.worker):
                 slot = self._slots[record.worker]
                 if record.session == slot.session:
-                    if isinstance(record, Alive):
+                    if isinstance(record, records.Alive):
                         self._read_on(record, slot, at_s)
                     slot.last_seen_s = max(slot.last_seen_s, at_s)
-            case Leave() if self._is_slot(record.worker):
+            case records.Leave() if self._is_slot(record.worker):
                 slot = self._slots[record.worker]
                 slot.left = slot.left or record.session == slot.session
-            case Evaluated():
+            case records.Evaluated():
                 if record.term >= self.generation and (record.term >= self.term or record.version <= self.version):
                     self.evaluations.append((record.version, record.loss, record.accuracy))
-            case TermStarted() | Update() | Finished():
+            case records.TermStarted() | records.Update() | records.Finished():
                 self._lineage_changed(record, self._lineage.feed(record), at_s)
-            case ProvisionDecision():
+            case records.ProvisionDecision():
                 self._decision_recorded(record)
-            case ServerStatus() if record.term >= self.generation:
+            case records.ServerStatus() if record.term >= self.generation:
                 self.status = record
             case _:
                 pass
@@ -198,9 +275,9 @@ class Observed(KeptState):
         if change is LineageChange.FENCED:
             return
         match record:
-            case TermStarted():
+            case records.TermStarted():
                 self._term_started(record, is_new_run=change is LineageChange.GENERATION)
-            case Update():
+            case records.Update():
                 self.version, self.batches_done = max(0, record.version), max(0, record.batches_total)
                 if record.total_weight:
                     self.loss = record.loss
@@ -214,10 +291,10 @@ class Observed(KeptState):
                 for member in record.members:
                     if self._is_slot(member.worker):
                         self._computed(self._slots[member.worker], member)
-            case Finished():
+            case records.Finished():
                 self.finished = record.reason
 
-    def _computed(self, slot: _Slot, member: Member) -> None:
+    def _computed(self, slot: _Slot, member: records.Member) -> None:
         took_s = member.compute_s + member.fetch_s + member.store_s
         if slot.is_cold:  # the first batch of a process loads its libraries, which says nothing of later ones
             slot.is_cold = False
@@ -230,7 +307,7 @@ class Observed(KeptState):
     def _is_slot(self, worker: int) -> bool:
         return 0 <= worker < len(self._slots)
 
-    def _welcomed(self, slot: _Slot, record: Welcome, at_s: float) -> None:
+    def _welcomed(self, slot: _Slot, record: records.Welcome, at_s: float) -> None:
         if record.session < slot.session:
             return
         slot.read_to = -1  # it may read other partitions from now on
@@ -245,7 +322,7 @@ class Observed(KeptState):
         slot.note_incarnation(record.incarnation)
         slot.last_seen_s = max(slot.last_seen_s, at_s)
 
-    def _read_on(self, record: Alive, slot: _Slot, at_s: float) -> None:
+    def _read_on(self, record: records.Alive, slot: _Slot, at_s: float) -> None:
         """The reading speed of a worker that is behind its stream limits its rate. One that reads nothing waits, for
         its source or for the parameter server, which says nothing of its speed once it is more than a gap."""
         if slot.read_to >= 0 and record.next_offset == slot.read_to:
@@ -258,14 +335,14 @@ class Observed(KeptState):
             self._read.observe(tally[0], tally[1])
         slot.read_to, slot.read_at_s = record.next_offset, at_s
 
-    def _decision_recorded(self, record: ProvisionDecision) -> None:
+    def _decision_recorded(self, record: records.ProvisionDecision) -> None:
         for slot, incarnation in zip(self._slots, record.incarnations, strict=False):
             slot.note_incarnation(incarnation)  # in whichever generation
         newest = -math.inf if self.last_decision is None else self.last_decision.time_s
         if record.time_s >= max(newest, self.generation_s):
             self.last_decision = record
 
-    def _term_started(self, record: TermStarted, *, is_new_run: bool) -> None:
+    def _term_started(self, record: records.TermStarted, *, is_new_run: bool) -> None:
         if is_new_run:
             for slot in self._slots:
                 slot.served, slot.served_s = (), -math.inf
@@ -312,14 +389,12 @@ class Observed(KeptState):
         return self._streams.without_partition()
 
     def source_silent_since_s(self) -> float | None:
-        """Since when no stream has sent anything; None where one has not long ago, or the ends are not known."""
+        """Since when no stream has sent anything; None if one has not long ago, or the ends are not known."""
         return self._streams.last_arrival_s if self._streams.is_silent() else None
-
-    # --- what the planner asks --------------------------------------------------------------------------------------
 
     def rates_per_s(self) -> Floats:
         """λ̂_n: samples that come per second in the partitions that each slot serves now, or that its worker can read
-        where those are fewer; shape (N,)."""
+        if those are fewer; shape (N,)."""
         rates: Floats = np.minimum(self._streams.per_s(), self._read.per_s())
         return rates
 
@@ -340,7 +415,7 @@ class Observed(KeptState):
 
     def replica_losses(self) -> Floats | None:
         """Recent mean loss of each slot's batches on its worker's own weights, NaN before the first, shape (N,); None
-        where no worker holds a part of its steps back, so that all have the same weights."""
+        if no worker holds a part of its steps back, so that all have the same weights."""
         if not any(slot.holds_back for slot in self._slots):
             return None
         return np.array([math.nan if slot.loss is None else slot.loss for slot in self._slots])
@@ -351,11 +426,8 @@ class Observed(KeptState):
         return self.batches_done / self.version if self.version > 0 else math.nan
 
     def errors(self, measure: str) -> tuple[list[int], list[float]]:
-        """Version and held-out error of each evaluation, ascending, errors above 0.
-
-        Args:
-            measure: "error_rate" (1 - accuracy) or "loss".
-        """
+        """Version and held-out error of each evaluation, ascending, errors above 0. `measure` is "error_rate" (1 -
+        accuracy) or "loss"."""
         errors_by_version: dict[int, float] = {}
         for version, loss, accuracy in self.evaluations:
             error = loss if measure == "loss" else math.nan if accuracy is None else 1 - accuracy
@@ -371,25 +443,18 @@ class Observed(KeptState):
         works = not holder.left and self.last_seen_s - holder.last_seen_s <= self.heartbeat_timeout_s
         return SlotHolder(holder.incarnation, holder.since_s, holder.last_seen_s, works)
 
-    @property
-    def ps_last_seen_s(self) -> float:
-        """When a parameter server was last heard; -inf where none was."""
-        return self._ps_last_seen_s
-
     def ps_since_s(self, now_s: float) -> float | None:
-        """Since when a parameter server has run without a pause; None where none runs: no worker can join then."""
-        return self._ps_since_s if now_s - self._ps_last_seen_s <= self.heartbeat_timeout_s else None
+        """Since when a parameter server has run without a pause; None if none runs: no worker can join then."""
+        return self._ps_since_s if now_s - self.ps_last_seen_s <= self.heartbeat_timeout_s else None
 
     def highest_incarnation(self, slot: int) -> int:
         """The highest incarnation that has ever asked for the slot, as far as is known."""
         return self._slots[slot].highest_incarnation
 
-    # --- kept over restarts -----------------------------------------------------------------------------------------
-
     def to_dict(self) -> dict[str, Any]:
         kept = super().to_dict()
         kept["losses"] = kept["losses"] if self.keeps_losses else None
-        seen_s = [plain(self._ps_since_s), plain(self._ps_last_seen_s)]
+        seen_s = [plain(self._ps_since_s), plain(self.ps_last_seen_s)]
         return {"ps_seen_s": seen_s, "term": self.term, "generation": self.generation, **kept}
 
     def restore(self, kept: Mapping[str, Any]) -> None:
@@ -399,4 +464,4 @@ class Observed(KeptState):
         self._streams.owners = self._assignment()
         self._lineage = Lineage(int(kept["term"]), int(kept.get("generation", 0)))
         seen_s = [-math.inf if at_s is None else float(at_s) for at_s in kept.get("ps_seen_s", (None, None))]
-        self._ps_since_s, self._ps_last_seen_s = seen_s
+        self._ps_since_s, self.ps_last_seen_s = seen_s

@@ -2,13 +2,13 @@
 
 Rules, slot by slot:
 
-- An instance is *ready* when its worker has the slot; that fences every older one. Instances older than a ready one are
-  ended; nothing is ended before.
+- An instance is *ready* when its worker has the slot; that fences every older one. Older ones are ended then, not
+before.
 - A slot never has more than two instances, the second only to replace the first.
-- An instance with an interruption notice is not ended: the cloud does that, and may not charge for it. It is replaced.
-  One that is still there long after its notice is ended.
+- An instance with an interruption notice is replaced, not ended: the cloud does that, and may not charge for it. One
+that is still there long after its notice is ended.
 - An instance whose worker has not joined in time is ended at once: nothing depends on it. One whose worker has gone
-  silent is ended when its successor is ready, or when its slot is given up.
+silent is ended when its successor is ready, or when its slot is given up.
 - Instances of unknown slots, of a job that has finished, and stopped ones are ended.
 """
 
@@ -43,7 +43,7 @@ class Terminate:
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing can be done for this slot now."""
+    """Do nothing for this slot now."""
 
     slot: int
     why: str
@@ -69,7 +69,7 @@ class Readiness:
     incarnation_held: dict[int, int] = field(default_factory=dict)
 
     def failure(self, id_: str, limits: LaunchLimits) -> str:
-        """Why the instance is to be replaced; "" where it is not."""
+        """Why the instance is to be replaced; "" if it is not."""
         not_ready_s, silent_s = self.not_ready_s.get(id_, 0.0), self.silent_s.get(id_, 0.0)
         if not_ready_s > limits.boot_timeout_s:
             return f"is not ready after {not_ready_s:.0f} s"
@@ -104,10 +104,8 @@ class FleetStatus:
 
 
 def reconcile(status: FleetStatus, launch_state: LaunchState, now_s: float) -> list[FleetAction]:
-    """What to do now, in order: ends first, then launches, slots without a machine first.
-
-    Nothing is done or remembered here; the caller reports outcomes to `launch_state`.
-    """
+    """The actions of this turn, in order: ends first, then launches, slots without a machine first. Nothing is done or
+    remembered here; the caller reports outcomes to `launch_state`."""
     by_slot: dict[int, list[Instance]] = {}
     actions: list[FleetAction] = []
     for instance in status.instances:
@@ -118,7 +116,7 @@ def reconcile(status: FleetStatus, launch_state: LaunchState, now_s: float) -> l
         elif instance.is_endable:
             actions.append(_end(instance, "it is stopped, and its volume costs until it is ended"))
     requests: list[tuple[int, int, Market, str, bool]] = []
-    # One slot tries on-demand where spot refuses: a configuration error in both markets shows at the start of a job.
+    # One slot tries on-demand if spot refuses: a configuration error in both markets shows at the start of a job.
     probing = launch_state.is_closed("spot", now_s)
     for slot in sorted(by_slot.keys() - range(len(status.wanted))):
         actions += [_end(instance, "no such slot") for instance in by_slot[slot] if instance.notice_s is None]
@@ -148,7 +146,7 @@ def reconcile(status: FleetStatus, launch_state: LaunchState, now_s: float) -> l
 
 
 def _available_market(slot: int, market: Market, launch_state: LaunchState, now_s: float) -> Market:
-    """Spot instead of on-demand where that is closed or its quota is used up; else the market that is wanted."""
+    """Spot instead of on-demand if that is closed or its quota is used up; else the market that is wanted."""
     closed = now_s < launch_state.quota_s("on_demand") or launch_state.is_closed("on_demand", now_s)
     if market == "on_demand" and closed and now_s >= launch_state.blocked_s(slot, "spot"):
         return "on_demand" if launch_state.is_closed("spot", now_s) else "spot"
@@ -191,7 +189,7 @@ class _SlotInstances:
 
     @property
     def rank(self) -> int:
-        """Order of launches where limits do not allow all: slots without any machine first."""
+        """Order of launches if limits do not allow all: slots without any machine first."""
         return 2 if self._serving is not None and self._serving.notice_s is None else 1 if self.alive else 0
 
     @property
@@ -208,7 +206,7 @@ class _SlotInstances:
         return target == "on_demand" and any(instance.market == "spot" for instance in self.alive)
 
     def decide(self, target: Market) -> tuple[list[Terminate], Wait | str | None]:
-        """Which machines to end, and why to launch one or what to wait for; None where nothing is needed."""
+        """The machines to end, and why to launch one or what to wait for; None if nothing is needed."""
         fenced = [instance for instance in self.alive if instance.incarnation < self._fenced_below]
         rest = [instance for instance in self.alive if instance.incarnation >= self._fenced_below]
         endable = [instance for instance in rest if instance.notice_s is None]
@@ -241,7 +239,7 @@ class _SlotInstances:
         return ends, Wait(self._slot, f"{target} is wanted, but the slot has two machines")
 
     def _launch_reason(self) -> str:
-        """Why a machine is to be launched, where the slot has at most one, and that one is not fit."""
+        """Why a machine is to be launched, if the slot has at most one, and that one is not fit."""
         if not self.alive:
             return "no machine"
         instance = self.alive[0]
@@ -260,31 +258,22 @@ def _admit(
     launches, spot_launches, fallbacks = launch_state.launches_left(now_s)
     spare_usd = status.spare_usd
     for _, slot, market, why, falls_back in requests:
-        until_s = launch_state.blocked_s(slot, market)
-        commit_usd = status.commit_usd.get(market, 0.0)
-        if launch_state.stopped:
-            actions.append(Wait(slot, f"stopped: {launch_state.stopped}"))
-        elif status.hold:
-            actions.append(Wait(slot, f"{status.hold}; {why}"))
-        elif now_s < launch_state.launches_from_s:
-            actions.append(
-                Wait(
-                    slot,
-                    f"{launch_state.launches_from_s - now_s:.0f} s until all earlier launches are listed; {why}",
-                )
-            )
-        elif now_s < until_s:
-            actions.append(Wait(slot, f"no {market} launch for {until_s - now_s:.0f} s; {why}"))
-        elif (
-            launches <= 0
-            or (market == "spot" and spot_launches <= 0)
-            or (falls_back and fallbacks <= 0 and not status.urgent)
-        ):
-            actions.append(Wait(slot, f"the limit of launches per minute is reached; {why}"))
-        elif commit_usd > spare_usd:
-            actions.append(Wait(slot, f"the budget has {usd(max(0.0, spare_usd))} USD left; {why}"))
-        else:
-            actions.append(Launch(launch_state.next_order(slot, market, now_s), why))
-            launches, fallbacks, spare_usd = launches - 1, fallbacks - falls_back, spare_usd - commit_usd
-            spot_launches -= market == "spot"
+        until_s, commit_usd = launch_state.blocked_s(slot, market), status.commit_usd.get(market, 0.0)
+        unlisted_s = launch_state.launches_from_s - now_s
+        none_left = launches <= 0 or (market == "spot" and spot_launches <= 0)
+        holds = (  # the first that is true counts
+            (bool(launch_state.stopped), f"stopped: {launch_state.stopped}"),
+            (bool(status.hold), f"{status.hold}; {why}"),
+            (unlisted_s > 0, f"{unlisted_s:.0f} s until all earlier launches are listed; {why}"),
+            (now_s < until_s, f"no {market} launch for {until_s - now_s:.0f} s; {why}"),
+            (none_left or (falls_back and fallbacks <= 0 and not status.urgent),
+             f"the limit of launches per minute is reached; {why}"),
+            (commit_usd > spare_usd, f"the budget has {usd(max(0.0, spare_usd))} USD left; {why}"),
+        )  # fmt: skip
+        if (hold := next((text for holds_back, text in holds if holds_back), None)) is not None:
+            actions.append(Wait(slot, hold))
+            continue
+        actions.append(Launch(launch_state.next_order(slot, market, now_s), why))
+        launches, fallbacks, spare_usd = launches - 1, fallbacks - falls_back, spare_usd - commit_usd
+        spot_launches -= market == "spot"
     return actions

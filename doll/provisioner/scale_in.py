@@ -3,7 +3,7 @@
 A slot without a worker by this rule is *released*. Its machine is ended in order: the worker finishes or returns its
 batches, sends what it still holds back, and leaves. The server gives its partitions to the other workers
 (`release_request`), so that they take over its data, as in the paper. A released slot is *recalled*, and gets
-partitions again, where the deadline comes into danger or the rule is switched off. See
+partitions again, if the deadline comes into danger or the rule is switched off. See
 docs/decisions/0032-scale-in-releases-slots.md and 0079-the-others-take-over-from-a-released-worker.md.
 """
 
@@ -37,21 +37,14 @@ _REPLICAS = 50
 
 
 def spare_needed_s(settings: PlannerSettings, reserve: float) -> float:
-    """Seconds that must be left to spare with all remaining slots on-demand, for the release of a slot.
-
-    The reserve, and what the deadline guard keeps: all of spot interrupted now, detected late, and booted again.
-    """
+    """Seconds to spare with all remaining slots on-demand that the release of a slot needs: the reserve, and what the
+    deadline guard keeps (all of spot interrupted now, detected late, and booted again)."""
     return reserve * settings.deadline_s + settings.detection_delay + settings.boot_s
 
 
 def deadline_at_risk(state: PlannerState, settings: PlannerSettings, reserve: float) -> str:
-    """Whether the work cannot be done in time by the slots of `state`, with this reserve.
-
-    Args:
-        state: of the slots that would work.
-        settings: with the work that the error target needs.
-        reserve: fraction of the deadline that must be left to spare.
-    """
+    """Why the slots of `state` cannot do the work in time with this fraction of the deadline to spare, or "". The
+    settings have the work that the error target needs."""
     plan = planner.plan(state, settings)
     needed_s = spare_needed_s(settings, reserve)
     if not plan.feasible or plan.slack_s < needed_s:
@@ -63,10 +56,8 @@ def deadline_at_risk(state: PlannerState, settings: PlannerSettings, reserve: fl
 
 
 def release_refusal(before: PlannerState, after: PlannerState, settings: PlannerSettings, reserve: float) -> str:
-    """Whether going from the slots of `before` to the slots of `after` endangers deadline or budget, or costs more.
-
-    The predictions are the planner's for both: Eq. (15)-(16) and (21)-(22) of the DOLL paper on the remaining work.
-    """
+    """Why going from the slots of `before` to those of `after` endangers deadline or budget, or costs more, or "". The
+    predictions are the planner's for both: Eq. (15)-(16) and (21)-(22) of the DOLL paper on the remaining work."""
     if refusal := deadline_at_risk(after, settings, reserve):
         return refusal
     forecast, cost_usd = (
@@ -110,7 +101,7 @@ def sharing(
 
 
 def release_request(released: Sequence[int], status: ServerStatus | None) -> Scale | None:
-    """What the parameter server is to be told; None: it knows which workers are released, or none runs."""
+    """The request to the parameter server; None if it knows which workers are released, or none runs."""
     if status is None or not status.num_workers or tuple(released) == status.released:
         return None
     return Scale(workers=status.num_workers, run_id=status.run_id, released=tuple(released))
@@ -127,18 +118,12 @@ class ErrorTarget:
 def error_refusal(
     updates: Sequence[float], errors: Sequence[float], target: float, floor_growth: float
 ) -> tuple[str, float]:
-    """Whether the error target would be out of reach, and how many updates it takes by the job's own error curve.
+    """Why the error target ε would be out of reach, or "", and the upper end of J(ε) by the job's own error curve; 0 if
+    the curve is too short to say.
 
-    γ of (10) is proportional to 1/(K b), so an update of fewer batches raises the floor of the curve.
-
-    Args:
-        updates: J of each held-out evaluation, ascending, shape (m,).
-        errors: above 0, shape (m,).
-        target: ε.
-        floor_growth: batches of an update now over those after the release, at least 1.
-
-    Returns:
-        The refusal or "", and the upper end of J(ε); 0 where the curve is too short to say.
+    γ of (10) is proportional to 1/(K b), so an update of fewer batches raises the floor of the curve: by
+    `floor_growth`, the batches of an update now over those after the release. `updates` is J of each held-out
+    evaluation, ascending, and `errors` are above 0; shape (m,) each.
     """
     at, measured = np.asarray(updates, dtype=np.float64), np.asarray(errors, dtype=np.float64)
     if len(at) < MIN_EVALUATIONS or measured[-1] > MIN_FALL * measured[0]:
@@ -156,11 +141,11 @@ def error_refusal(
 
 @dataclass(frozen=True)
 class ScaleInSettings:
-    """What a job asks of the rule.
+    """A job's settings of the rule.
 
     Attributes:
         deadline_reserve: fraction of the deadline that must be left to spare after a release.
-        require_gain: release only where Perf/$ rises by the step times that were measured.
+        require_gain: release only if Perf/$ rises by the step times that were measured.
         target: the held-out error that the job is to reach; None: its work says enough.
         evict: whose worker is released: "worst_replica", as in the paper, or the "slowest", as in MLLess's code.
         batches_of_update: batches of an update with 0, 1, ..., N live workers; empty: always the same.
@@ -182,7 +167,7 @@ class ScaleInSettings:
 
 @dataclass(frozen=True)
 class SlotChange:
-    """What the rule did, for the journal: a line of this kind."""
+    """An action of the rule, for the journal: a line of this kind."""
 
     kind: Literal["release", "recall", "release_refused"]
     slot: int
@@ -190,14 +175,8 @@ class SlotChange:
 
 
 class ScaleIn(KeptState):
-    """Which slots of a job are released.
-
-    Args:
-        settings: None: the rule is off, and released slots are recalled.
-
-    Attributes:
-        released: bool, shape (N,).
-    """
+    """The released slots of a job, bool of shape (N,). Without settings the rule is off, and released slots are
+    recalled."""
 
     KEPT: ClassVar = {"whys": dict[int, str], "stopped": str, "tuner": KeptState}
 
@@ -245,17 +224,10 @@ class ScaleIn(KeptState):
         if self.released.any():
             self._stopped = _UNKNOWN
 
-    # --- a turn
-
     def review(
         self, state: PlannerState, asked: PlannerSettings, observed: Observed, noticed: Collection[int], now_s: float
     ) -> list[SlotChange]:
-        """Recall slots, or release one, or neither.
-
-        Args:
-            state: of all slots.
-            noticed: slots whose machine has an interruption notice.
-        """
+        """Recall slots, release one, or neither. `noticed` are the slots whose machine has an interruption notice."""
         if self._settings is None:
             return [self._recall(slot, "scale-in is switched off") for slot in np.flatnonzero(self.released).tolist()]
         if self.released.any() and (changes := self._recall_in_danger(state, asked, observed)):
@@ -278,7 +250,7 @@ class ScaleIn(KeptState):
     def _recall_in_danger(
         self, state: PlannerState, asked: PlannerSettings, observed: Observed
     ) -> list[SlotChange]:  # fmt: skip
-        """As many of the released slots, the fastest stream first, as the deadline needs."""
+        """Recall as many of the released slots, the fastest stream first, as the deadline needs."""
         assert self._settings is not None
         reserve = _RECALL * self._settings.deadline_reserve
         of_others = observed.capacity_per_s(asked.batch_size), observed.without_partition()
@@ -296,11 +268,11 @@ class ScaleIn(KeptState):
         return SlotChange("recall", slot, why)
 
     def _candidate(self, state: PlannerState, observed: Observed, noticed: Collection[int]) -> int | None:
-        """The slot to release; None where no worker is ready.
+        """The slot to release; None if no worker is ready.
 
         One that is about to lose its machine; else that of the worst replica, whose batches have the highest loss on
-        its own weights; else, and where all workers have the same weights, that of the slowest stream, then of the
-        slowest worker.
+        its own weights; else, and if all workers have the same weights, that of the slowest stream, then of the slowest
+        worker.
         """
         assert self._settings is not None
         rates = state.rates_per_s / state.rates_per_s.max()
@@ -341,8 +313,6 @@ class ScaleIn(KeptState):
         of_others = observed.capacity_per_s(asked.batch_size), observed.without_partition()
         before, after = (sharing(state, slots, *of_others) for slots in (self.active, remaining))
         return release_refusal(before, after, asked, settings.deadline_reserve)
-
-    # --- kept over restarts
 
     def to_dict(self) -> dict[str, Any]:
         return {"released": np.flatnonzero(self.released).tolist(), **super().to_dict()}

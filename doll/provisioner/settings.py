@@ -1,4 +1,4 @@
-"""What a job asks of its provisioner."""
+"""The settings that a job gives its provisioner."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class ControllerSettings:
         target_error, measure: the work is re-estimated from the job's own held-out errors; None: it stays as planned.
         started_s: when the job's clock began, Unix seconds; None: at the first turn.
         machines_per_worker: k: an instance of a slot is so many machines, all of them or none. Prices of the feed are
-            the values of one machine.
+            of one machine.
         max_stall_s: time for which machines are paid and no update is applied before everything is ended.
-        releases_idle: while the source sends nothing for so long, machines are ended, and launched again when it
-            sends; False where the source waits for the workers.
+        releases_idle: while the source sends nothing for so long, machines are ended, and launched again when it sends;
+            False if the source waits for the workers.
     """
 
     planner: PlannerSettings
@@ -70,11 +70,7 @@ class ControllerSettings:
         return min(self.max_stall_s / 2, max(ALARM_S, 3 * samples / float(self.rates_per_s.sum())))
 
     def check_change(self, new: ControllerSettings) -> None:
-        """Whether a running job can go on with these settings.
-
-        Raises:
-            ValueError: another number of slots, another b, or other machines per worker: none changes within a job.
-        """
+        """Raise ValueError if slots, b or machines per worker differ: they never change within a job."""
         if new.num_slots != self.num_slots:
             raise ValueError(f"expected {self.num_slots} slots as before, got {new.num_slots}")
         before, after = self.planner.batch_size, new.planner.batch_size
@@ -86,10 +82,8 @@ class ControllerSettings:
 
 
 def controller_settings(config: JobConfig) -> tuple[ControllerSettings, list[str]]:
-    """What the job file asks of its provisioner, and notes on where its numbers come from.
-
-    Args:
-        config: a pilot run in its plan is resolved already (`doll.monitor.state.pilot_run.with_pilot`).
+    """The settings of a job file's provisioner, and notes on where the numbers come from. A pilot run in its plan is
+    resolved already (`doll.monitor.state.pilot_run.with_pilot`).
 
     Raises:
         ConfigError: the work or the rates are not known, a number is out of its range, or the extra is not installed.

@@ -1,27 +1,27 @@
-"""What the provisioner persists: its state in one small file, replaced whole, and a journal of its decisions.
+"""The provisioner's state in one small file, replaced whole, and a journal of its decisions.
 
-The state of `doll provision` lies beside the job's checkpoints, in a folder or in S3, so that a provisioner on another
-machine can go on from it. It names its owner, and is replaced only on condition that it is as its owner left it: from
-the moment a successor has put its own number there, its predecessor can save nothing, and makes no order, since orders
-are saved before they are made. The journal is for people, and stays on the machine of the provisioner that wrote it.
+The state lies beside the job's checkpoints, in a folder or in S3, so that a provisioner on another machine can go on
+from it. It names its owner, and is replaced only on condition that it is as its owner left it: from the moment a
+successor has put its own number there, its predecessor can save nothing, and makes no order, since orders are saved
+before they are made. The journal is for people, and stays on the machine of the provisioner that wrote it.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 from doll import telemetry
+from doll.config import JobConfig
 from doll.errors import CheckpointError, ConfigError, FencedError
 from doll.process.files import write_atomically
-from doll.provisioner.lease import claims_of
+from doll.provisioner.lease import Lease, claims_of
+from doll.provisioner.planning.planner import slot_ranges
 from doll.records.bounded import json_value, read_text
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
-    from doll.storage.checkpoints import CheckpointStore
+from doll.storage.checkpoints import CheckpointStore
 
 log = telemetry.get_logger(__name__)
 
@@ -34,29 +34,20 @@ class StateStore(Protocol):
     """State and journal of one provisioner. Values are plain, as JSON has them."""
 
     def load(self) -> dict[str, Any] | None:
-        """What was saved last; None where nothing was, or it cannot be read. May be repeated."""
+        """The state that was saved last; None if nothing was, or it cannot be read. May be repeated."""
 
     def save(self, kept: Mapping[str, Any]) -> None:
-        """Replace what was saved, whole or not at all; durable on return. May be repeated.
-
-        Raises:
-            ConfigError, CheckpointError: it cannot be written.
-            FencedError: it is another provisioner's by now.
-        """
+        """Replace the state, whole or not at all; durable on return. May be repeated. Raises ConfigError or
+        CheckpointError if it cannot be written, FencedError if it is another provisioner's by now."""
 
     def append(self, entry: Mapping[str, Any]) -> None:
-        """Add a line to the journal. Actions are written before they are done.
-
-        Raises:
-            ConfigError: it cannot be written.
-        """
+        """Add a line to the journal; actions are written before they are done. Raises ConfigError if it cannot be
+        written."""
 
 
 class FileStateStore:
     """`StateStore` as `provision-<job>.json` and `provision-<job>.jsonl` in a folder, made when it is first written to.
-
-    A folder may outlive a job, as that of a host does, so each job has its own files.
-    """
+    A folder may outlive a job, as that of a host does, so each job has its own files."""
 
     def __init__(self, folder: Path, job: str) -> None:
         self.state = folder / f"provision-{job}.json"
@@ -89,14 +80,10 @@ class FileStateStore:
 
 
 class SharedStateStore:
-    """`StateStore` beside the checkpoints, with its journal in a folder of this machine.
+    """`StateStore` beside the checkpoints, with its journal in a folder of this machine. A state that an earlier
+    release, or a run on one machine, has left in that folder is taken over once.
 
-    What an earlier release, or a run on one machine, has left in that folder is taken over once.
-
-    Args:
-        store: where the claims are.
-        local: the journal, and an earlier state.
-        number: of the claim of the provisioner that writes; 0: it only reads.
+    `number` is of the writing provisioner's claim; 0: it only reads.
     """
 
     def __init__(self, store: CheckpointStore, local: FileStateStore, number: int = 0) -> None:
@@ -107,12 +94,8 @@ class SharedStateStore:
         self.journal = local.journal
 
     def take(self) -> None:
-        """Become the owner of the state; what a predecessor saves after that is refused.
-
-        Raises:
-            FencedError: a later provisioner has it already.
-            CheckpointError: the store does not answer.
-        """
+        """Become the owner of the state; what a predecessor saves after that is refused. Raises FencedError if a later
+        provisioner has it already, CheckpointError if the store does not answer."""
         kept = self._read_own()
         earlier = self._local.load() if kept is None else None
         self._replace(kept if earlier is None else earlier, reread=True)
@@ -125,11 +108,7 @@ class SharedStateStore:
                 log.warning("provision_state_not_moved", file=str(moved), error=str(exc))
 
     def load(self) -> dict[str, Any] | None:
-        """As the port.
-
-        Raises:
-            CheckpointError: the store does not answer.
-        """
+        """The state. Raises CheckpointError if the store does not answer."""
         _, kept, _ = self._read()
         return self._local.load() if kept is None else kept
 
@@ -165,11 +144,8 @@ class SharedStateStore:
         return kept
 
     def _replace(self, kept: Mapping[str, Any] | None, *, reread: bool) -> None:
-        """Replace the state, also where an answer to an earlier attempt was lost.
-
-        Args:
-            reread: where a predecessor has saved meanwhile, what it saved is kept instead of `kept`.
-        """
+        """Replace the state, even if an answer to an earlier attempt was lost. With `reread`, what a predecessor has
+        saved meanwhile is kept instead of `kept`."""
         for _ in range(_ATTEMPTS):
             data = json.dumps({"provisioner": self._number, "kept": kept}).encode()
             known = self._store.replace_document(_DOCUMENT, data, self._known)
@@ -183,25 +159,17 @@ class SharedStateStore:
 
 
 def state_of(config: JobConfig, run_folder: Path, number: int = 0) -> SharedStateStore:
-    """The state of the job's provisioners, with the journal of the one that uses this folder.
-
-    Args:
-        number: see `SharedStateStore`.
-
-    Raises:
-        CheckpointError: it is in S3 and boto3 cannot be set up.
-    """
+    """The state of the job's provisioners, with the journal of the one that uses this folder; see `SharedStateStore`.
+    Raises CheckpointError if it is in S3 and boto3 cannot be set up."""
     return SharedStateStore(claims_of(config, run_folder), FileStateStore(run_folder, config.job), number)
 
 
 class RetriedStateStore:
-    """A state store whose errors, once it has taken something, are errors of a moment, as a full disk is.
+    """A state store whose errors, once it has taken something, are errors of a moment, as a full disk is; before, it
+    raises.
 
     What a turn does for the job's safety must not depend on the disk: machines are ended and the budget is kept, though
-    the journal has a gap. Only launches need `save` to have succeeded.
-
-    Attributes:
-        problem: why the last write failed; "" where it did not.
+    the journal has a gap. Only launches need `save` to have succeeded. `problem` is why the last write failed, or "".
     """
 
     def __init__(self, store: StateStore) -> None:
@@ -210,15 +178,12 @@ class RetriedStateStore:
         self.problem = ""
 
     def load(self) -> dict[str, Any] | None:
-        """As the store."""
         return self._store.load()
 
     def save(self, kept: Mapping[str, Any]) -> None:
-        """As the store, but only a store that has never taken anything raises."""
         self._write(self._store.save, kept)
 
     def append(self, entry: Mapping[str, Any]) -> None:
-        """As the store, but only a store that has never taken anything raises."""
         self._write(self._store.append, entry)
 
     def _write(self, write: Callable[[Mapping[str, Any]], None], value: Mapping[str, Any]) -> None:
@@ -230,3 +195,45 @@ class RetriedStateStore:
             self.problem = str(exc)
         else:
             self._has_written, self.problem = True, ""
+
+
+def stops_of(kept: Mapping[str, Any], max_failures: int) -> list[str]:
+    """The stops in the state that a provisioner has kept, for people; `max_failures` is that of `LaunchLimits`."""
+    stops = [f"the job: {failed}"] if (failed := kept.get("health", {}).get("failed")) else []
+    slots = kept["launch_state"]["slots"]
+    if given_up := [slot for slot, attempts in enumerate(slots) if attempts["failures"] >= max_failures]:
+        stops.append(f"slots {slot_ranges(given_up)}: {slots[given_up[0]]['failure']}")
+    return stops
+
+
+def cleared(kept: Mapping[str, Any], max_failures: int) -> dict[str, Any]:
+    """The state without stops: the time without an update begins again, and a slot that was given up gets one more
+    machine, at once. After a failure of that one it is given up again."""
+    state = copy.deepcopy(dict(kept))
+    state.get("health", {}).update(failed="", stalled_s=0.0)
+    for attempts in state["launch_state"]["slots"]:
+        if attempts["failures"] >= max_failures:
+            attempts.update(failures=max_failures - 1, retry_at_s={})
+    return state
+
+
+def clear_stops(config: JobConfig, run_folder: Path) -> list[str]:
+    """Clear the stops; returns them. If there are any, a provisioner that runs is replaced, and ends.
+
+    Stops outlast the process: a supervisor may start a provisioner again whatever its exit code was, and what it had
+    stopped would be paid for again (docs/decisions/0107-a-stop-lasts-until-it-is-cleared.md). Raises CheckpointError if
+    the store does not answer, FencedError if a provisioner has started at the same moment.
+    """
+    limit = config.provision.max_failures
+    kept = state_of(config, run_folder).load()
+    stops = [] if kept is None else stops_of(kept, limit)
+    if stops:
+        lease = Lease(claims_of(config, run_folder), config.provision.lease_s)
+        store = state_of(config, run_folder, lease.number)
+        store.take()  # from here on nobody else can save
+        newest = store.load()
+        if newest is not None:
+            store.save(cleared(newest, limit))
+            store.append({"kind": "cleared", "stops": stops})
+        lease.end("left")
+    return stops

@@ -1,17 +1,17 @@
-"""What the provisioner last decided, from its journal and its state, and as text."""
+"""The provisioner's last decision, from its journal and its state, and as text."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from doll import telemetry
 from doll.amounts import usd
 from doll.errors import CheckpointError, ConfigError
 from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.port import InstanceState
+from doll.provisioner.state_store import FileStateStore, SharedStateStore
 from doll.records.bounded import json_object
 
 log = telemetry.get_logger(__name__)
@@ -20,28 +20,9 @@ _STATES: Final = {InstanceState.PENDING: "booting", InstanceState.ENDING: "termi
 _TAIL_BYTES: Final = 4_000_000  # lines are long; the newest decision is near the end
 
 
-class Records(Protocol):
-    """What a provisioner has written.
-
-    Attributes:
-        journal: a file on this machine, which need not be there.
-    """
-
-    journal: Path
-
-    def load(self) -> dict[str, Any] | None:
-        """The state; None without one. Raises CheckpointError where it cannot be reached."""
-
-
-def last_decision(store: Records, start_command: str) -> dict[str, Any]:
-    """The last decision in the journal, or in the state where that is newer, with the instances of the state.
-
-    Args:
-        start_command: what to run where nothing was decided yet.
-
-    Raises:
-        ConfigError: nothing was decided yet.
-    """
+def last_decision(store: FileStateStore | SharedStateStore, start_command: str) -> dict[str, Any]:
+    """The last decision in the journal, or in the state if that is newer, with the instances of the state. Raises
+    ConfigError, which names `start_command`, if nothing was decided yet."""
     try:
         state = store.load() or {}
     except CheckpointError as error:
@@ -81,14 +62,8 @@ def decision_text(decision: Decision) -> str:
 
 
 def status_text(decision: Mapping[str, Any], now_s: float) -> str:
-    """What `last_decision` returned, for people.
-
-    Args:
-        now_s: Unix seconds.
-
-    Raises:
-        ConfigError: the journal holds something else.
-    """
+    """The value of `last_decision`, for people, at this Unix time. Raises ConfigError if the journal holds something
+    else."""
     try:
         return f"last decision {age_text(now_s - decision['time_s'])} ago: {_text(decision)}"
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -107,7 +82,7 @@ def _text(decision: Mapping[str, Any]) -> str:
         value = decision.get(name)
         return "?" if value is None else f"{value:{form}}{unit}"
 
-    # In updates too where the policy fixes the batches of an update.
+    # In updates too if the policy fixes the batches of an update.
     target_updates = decision.get("target_updates")
     updates = "" if target_updates is None else f" (updates {number('updates_done', 'g')} of {target_updates:g})"
     count = int(decision.get("machines_per_worker") or 1)

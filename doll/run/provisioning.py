@@ -14,8 +14,7 @@ from doll.provisioner.billing import LOCAL
 from doll.provisioner.fleets.port import Instance
 from doll.provisioner.fleets.processes import ProcessFleet
 from doll.provisioner.machines import Machines, open_machines
-from doll.provisioner.prices.trace import TracePrices
-from doll.provisioner.traces.market import MarketClock, make_market
+from doll.provisioner.traces.market import MarketClock, TracePrices, make_market
 from doll.run.folder import RunFolder
 from doll.services import Services
 

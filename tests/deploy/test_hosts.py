@@ -264,10 +264,10 @@ def test_what_the_provisioner_measures_is_told_to_the_dashboard(make_host: Calla
         ControllerSettings(planner=plan, rates_per_s=np.full(4, 10.0)), FakeFleet(clock), StatedPrices(0.158, 0.286),
         LOCAL, FileStateStore(host.root / "var/lib/doll/run", "t"),
     )  # fmt: skip
-    controller.feed(server_status(), clock())
+    controller.observed.feed(server_status(), clock())
     controller.turn(clock())
     clock.advance(100.0)
-    controller.feed(server_status(), clock())
+    controller.observed.feed(server_status(), clock())
     decision = controller.turn(clock())
 
     assert host.run("heartbeat", FAKE_PYTHON=sys.executable)[0] == 0

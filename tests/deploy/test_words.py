@@ -131,14 +131,14 @@ def test_a_worker_finds_the_tags_that_the_provisioner_gives_it() -> None:
     from doll.consumers.lifecycle import spot_notices
     from doll.provisioner.fleets.ec2 import tags
 
-    given = {tags.WORKER_TAG, tags.INCARNATION_TAG, tags.MARKET_TAG}
+    given = {tags.TAGS.worker, tags.TAGS.incarnation, tags.TAGS.market}
     assert set(spot_notices._FROM_TAGS.values()) == given
     # With other characters, a launch fails where instances show their tags.
-    assert all(re.fullmatch(r"[A-Za-z0-9+=.,_:@-]+", tag) for tag in (*given, tags.CLUSTER_TAG))
+    assert all(re.fullmatch(r"[A-Za-z0-9+=.,_:@-]+", tag) for tag in (*given, tags.TAGS.cluster))
     template = (TERRAFORM / "modules" / "workers" / "main.tf").read_text()
     assert re.search(r'instance_metadata_tags += "enabled"', template)
-    assert f"tag:{tags.CLUSTER_TAG}," in SCRIPTS["heartbeat"]
-    assert captured(r'cluster_tag = "([^"]+)"', (TERRAFORM / "iam.tf").read_text()) == tags.CLUSTER_TAG
+    assert f"tag:{tags.TAGS.cluster}," in SCRIPTS["heartbeat"]
+    assert captured(r'cluster_tag = "([^"]+)"', (TERRAFORM / "iam.tf").read_text()) == tags.TAGS.cluster
 
 
 def test_exit_codes_that_another_try_does_not_change() -> None:

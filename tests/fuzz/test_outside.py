@@ -145,12 +145,12 @@ def test_price_lists_and_their_file(tmp_path: Path) -> None:
     with structlog.testing.capture_logs():
         for data in inputs("price list", 3_000, [product], JSON_WORDS):
             price = call_or_none(
-                (), data, OnDemandPrices(PriceList(data.decode("utf-8", "replace")), "nowhere").of, "c5.xlarge"
+                (), data, OnDemandPrices(PriceList(data.decode("utf-8", "replace")), "nowhere").lookup, "c5.xlarge"
             )
             assert price is None or 0 < price.usd_per_h < math.inf
         for data in inputs("price file", 2_000, [kept], JSON_WORDS):
             cache.write_bytes(data)
-            price = call_or_none((), data, OnDemandPrices(None, "nowhere", cache=cache).of, "c5.xlarge")
+            price = call_or_none((), data, OnDemandPrices(None, "nowhere", cache=cache).lookup, "c5.xlarge")
             assert price is None or 0 < price.usd_per_h < math.inf
 
 
@@ -206,8 +206,8 @@ def test_state_files_of_the_provisioner(tmp_path: Path) -> None:
             loaded = call_or_none((), data, state_store.load)
             assert loaded is None or isinstance(loaded, dict)
             fleet = object.__new__(ProcessFleet)
-            fleet._path, fleet._forks, fleet._machines = state_store.state, NoForks(), {}  # type: ignore[assignment]
-            fleet._roles, fleet._clock = {}, lambda: 0.0
+            fleet._path, fleet.forks, fleet._machines = state_store.state, NoForks(), {}  # type: ignore[assignment]
+            fleet._roles, fleet.clock = {}, lambda: 0.0
             call_or_none(ConfigError, data, fleet._load)
 
 

@@ -200,7 +200,7 @@ class JobWorld:
     def tell(self, controller: Controller) -> None:
         """Everything that this controller, or the one whose state it has, has not read yet."""
         for record, at_s in self.log[controller.positions.get("log", 0) :]:
-            controller.feed(record, at_s)  # type: ignore[arg-type]
+            controller.observed.feed(record, at_s)  # type: ignore[arg-type]
         controller.positions = {"log": len(self.log)}
 
 

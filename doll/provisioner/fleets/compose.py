@@ -1,12 +1,10 @@
 """`Fleet` of containers: each instance is one `docker compose run` of the project's worker service.
 
-Compose gives it the service's image, network, volumes and environment, and drops its restart policy: who dies is
-replaced by the provisioner, not started again by the engine. Who it is stands in its labels and its name, so there is
-no state outside the engine: containers that have ended stay in it for an hour, then they are removed.
+Compose gives it the service's image, network, volumes and environment, and drops its restart policy: the provisioner
+replaces a worker that dies. Its identity is in its labels and its name, so there is no state outside the engine.
 
 Written for docker 27 with compose v2, and tested against a likeness of their command line only
-(tests/support/fake_docker.py): no engine was at hand. Run it where `docker compose` finds the variables that the
-compose file asks for.
+(tests/support/fake_docker.py). Run it in an environment with the variables that the compose file asks for.
 """
 
 from __future__ import annotations
@@ -14,32 +12,22 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast, get_args
+from typing import Any, Final
 
 from doll import telemetry
-from doll.config import ComposeFleetConfig
+from doll.config import ComposeFleetConfig, JobConfig
 from doll.errors import ConfigError, ServiceUnavailableError
-from doll.provisioner.fleets.orders import identity
+from doll.provisioner.fleets.orders import WorkerLabels, identity
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchError, LaunchFailure, Order
-from doll.provisioner.planning.state import Market
 from doll.records.bounded import MalformedError, json_object, json_value, short
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
 
 log = telemetry.get_logger(__name__)
 
 POOL: Final = "container/engine"
-CLUSTER_LABEL, JOB_LABEL, WORKER_LABEL, INCARNATION_LABEL, MARKET_LABEL = (
-    "doll.cluster",
-    "doll.job",
-    "doll.worker",
-    "doll.incarnation",
-    "doll.market",
-)
+LABELS: Final = WorkerLabels("doll.")
 ENDED_KEPT_S: Final = 3600.0
 GRACE_S: Final = 30.0
 """From SIGTERM to SIGKILL, for a worker that does not end by itself."""
@@ -77,48 +65,34 @@ class DockerError(Exception):
 
     @property
     def failure(self) -> LaunchFailure:
-        """What does not fit the table will not work the next time either: a person must look."""
+        """The failure by the table; a message that does not fit it needs a person."""
         return next((failure for words, failure in _FAILURES if words in self.message), LaunchFailure.CONFIG)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class ComposeFleet:
-    """The containers of one compose project that carry our cluster label.
+    """The containers of one compose project that carry our cluster label. Those of another job are left alone; those of
+    an earlier release, which gave no label of a job, are the job's.
 
     Args:
-        cluster: value of the label `doll.cluster`.
-        job: value of the label `doll.job`. Containers of another job are left alone; those of an earlier release, which
-            gave none, are the job's.
-        project, file, service: which service of which compose file under which project name.
+        cluster, job: values of the labels `doll.cluster` and `doll.job`.
         timeout_s: a docker command that takes longer has failed.
         clock: Unix seconds, as the engine's.
         environment: of the docker commands; default: ours.
     """
 
-    def __init__(
-        self,
-        *,
-        cluster: str,
-        job: str = "",
-        project: str,
-        file: Path,
-        service: str = "worker",
-        docker: str = "docker",
-        timeout_s: float = 60.0,
-        clock: Callable[[], float] = time.time,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
-        self._cluster = cluster
-        self._job = job
-        self._compose = [docker, "compose", "--project-name", project, "--file", str(file)]
-        self._service = service
-        self._docker = docker
-        self._timeout_s = timeout_s
-        self._clock = clock
-        self._environment = dict(environment) if environment is not None else None
-        self._sigterm_s: dict[str, float] = {}  # when an instance got SIGTERM
+    cluster: str
+    job: str = ""
+    project: str
+    file: Path
+    service: str = "worker"
+    docker: str = "docker"
+    timeout_s: float = 60.0
+    clock: Callable[[], float] = time.time
+    environment: Mapping[str, str] | None = None
+    _sigterm_s: dict[str, float] = field(default_factory=dict, init=False)  # when an instance got SIGTERM
 
     def launch(self, order: Order) -> Instance:
-        """As the port. Everything that keeps it from an instance is a `LaunchError`, the engine being away too."""
         name = self._name(order)
         if POOL in order.avoid:
             raise LaunchError(f"{name}: the only pool is to be avoided", failure=LaunchFailure.CAPACITY, pools=[POOL])
@@ -126,7 +100,7 @@ class ComposeFleet:
             if (instances := self._inspect([name])) and instances[0].state is not InstanceState.PENDING:
                 return instances[0]
             if instances:
-                self._run([self._docker, "start", name])  # its creator crashed before it started it
+                self._run([self.docker, "start", name])  # its creator crashed before it started it
             else:
                 self._start(order, name)
             (made,) = self._inspect([name])
@@ -141,19 +115,14 @@ class ComposeFleet:
         return made
 
     def instances(self) -> Sequence[Instance]:
-        """As the port. What should have ended by now is killed; what ended an hour ago is removed.
-
-        Raises:
-            ConfigError: docker cannot be used.
-            ServiceUnavailableError: the engine does not answer.
-        """
+        """Also kills what should have ended by now, and removes what ended an hour ago."""
         try:
             instances = self._listed()
-            now_s = self._clock()
+            now_s = self.clock()
             late = [
                 instance.id
                 for instance in instances
-                if instance.state is InstanceState.ENDING and self._is_late(instance.id, now_s)
+                if instance.state is InstanceState.ENDING and now_s - self._sigterm_s.get(instance.id, now_s) > GRACE_S
             ]
             old = [
                 instance.id
@@ -161,9 +130,9 @@ class ComposeFleet:
                 if instance.ended_s is not None and now_s - instance.ended_s > ENDED_KEPT_S
             ]
             if late:
-                self._run_over([self._docker, "kill"], late)
+                self._run_over([self.docker, "kill"], late)
             if old:
-                self._run_over([self._docker, "rm", "--force"], old)
+                self._run_over([self.docker, "rm", "--force"], old)
         except DockerError as error:
             raise _unusable(error) from error
         for id_ in set(self._sigterm_s) - {instance.id for instance in instances} | set(old):
@@ -171,50 +140,38 @@ class ComposeFleet:
         return [instance for instance in instances if instance.id not in old]
 
     def terminate(self, ids: Collection[str]) -> None:
-        """As the port: SIGTERM now, SIGKILL at a later `instances()` where that did not help.
-
-        Raises:
-            ConfigError: docker cannot be used.
-            ServiceUnavailableError: the engine does not answer.
-        """
+        """Sends SIGTERM; a later `instances()` sends SIGKILL if that did not help."""
         if not ids:
             return
         try:
             own = {instance.id: instance for instance in self._listed() if instance.id in ids}
             running = [id_ for id_, instance in own.items() if instance.state is InstanceState.RUNNING]
             if running:
-                self._run_over([self._docker, "kill", "--signal", "SIGTERM"], running)
+                self._run_over([self.docker, "kill", "--signal", "SIGTERM"], running)
                 for id_ in running:
-                    self._sigterm_s[id_] = self._clock()
+                    self._sigterm_s[id_] = self.clock()
             never_started = [id_ for id_, instance in own.items() if instance.state is InstanceState.PENDING]
             if never_started:
-                self._run_over([self._docker, "rm", "--force"], never_started)
+                self._run_over([self.docker, "rm", "--force"], never_started)
         except DockerError as error:
             raise _unusable(error) from error
 
     def close(self) -> None:
         pass
 
-    # --- docker -----------------------------------------------------------------------------------------------------
-
     def _name(self, order: Order) -> str:
-        name = f"{self._cluster}-w{order.slot}-i{order.incarnation}-{order.market}-a{order.attempt}"
+        name = f"{self.cluster}-w{order.slot}-i{order.incarnation}-{order.market}-a{order.attempt}"
         return f"{name}-r{order.run}" if order.run else name
 
     def _start(self, order: Order, name: str) -> None:
-        labels = {
-            CLUSTER_LABEL: self._cluster,
-            WORKER_LABEL: str(order.slot),
-            INCARNATION_LABEL: str(order.incarnation),
-            MARKET_LABEL: order.market,
-            JOB_LABEL: self._job,
-        }
+        labels = LABELS.write(order, self.cluster, self.job)
         try:
             self._run([
-                *self._compose, "run", "--detach", "--no-deps", "--name", name,
+                self.docker, "compose", "--project-name", self.project, "--file", str(self.file),
+                "run", "--detach", "--no-deps", "--name", name,
                 *(word for key, value in labels.items() for word in ("--label", f"{key}={value}")),
                 *(word for key, value in identity(order, name).items() for word in ("--env", f"{key}={value}")),
-                self._service,
+                self.service,
             ])  # fmt: skip
         except DockerError as error:
             if "is already in use" not in error.message:  # the name: another call of the same order was faster
@@ -223,15 +180,15 @@ class ComposeFleet:
 
     def _listed(self) -> list[Instance]:
         """All containers of the cluster, in all states."""
-        label = f"label={CLUSTER_LABEL}={self._cluster}"
-        completed = self._run([self._docker, "ps", "--all", "--no-trunc", "--filter", label, "--format", "json"])
+        label = f"label={LABELS.cluster}={self.cluster}"
+        completed = self._run([self.docker, "ps", "--all", "--no-trunc", "--filter", label, "--format", "json"])
         return self._inspect([_id_of(line) for line in completed.splitlines() if line.strip()])
 
     def _inspect(self, names: Sequence[str]) -> list[Instance]:
-        """Those of these containers that are there, and are workers of the cluster."""
+        """The containers of these names that exist and are workers of the cluster."""
         if not names:
             return []
-        command = [self._docker, "inspect", "--type", "container", *names]
+        command = [self.docker, "inspect", "--type", "container", *names]
         completed = self._call(command)
         if completed.returncode != 0 and not any(words in completed.stderr.lower() for words in _GONE):
             raise DockerError(command, completed.stderr.strip())
@@ -247,41 +204,28 @@ class ComposeFleet:
             ) from error
 
     def _readable(self, raw: Sequence[Mapping[str, Any]]) -> Iterator[Instance]:
-        now_s = self._clock()
+        now_s = self.clock()
         for description in raw:
-            name, labels, state = (
-                description["Name"].lstrip("/"),
-                description["Config"].get("Labels") or {},
-                description["State"],
-            )
-            market, worker, incarnation = (
-                labels.get(key, "") for key in (MARKET_LABEL, WORKER_LABEL, INCARNATION_LABEL)
-            )
-            if labels.get(JOB_LABEL, self._job) != self._job:
+            name, state = description["Name"].lstrip("/"), description["State"]
+            labels = description["Config"].get("Labels") or {}
+            if labels.get(LABELS.job, self.job) != self.job:
                 continue
-            ours = labels.get(CLUSTER_LABEL) == self._cluster
-            if not ours or market not in get_args(Market) or not worker.isdecimal() or not incarnation.isdecimal():
-                log.warning("invalid_worker_tags", id=name, cluster=self._cluster)
+            worker = LABELS.read(labels)
+            if worker is None or labels.get(LABELS.cluster) != self.cluster:
+                log.warning("invalid_worker_tags", id=name, cluster=self.cluster)
                 continue
             instance = Instance(
-                id=name, slot=int(worker), incarnation=int(incarnation), market=cast("Market", market), pool=POOL,
-                state=_STATES.get(state["Status"], InstanceState.ENDING), launched_s=_unix_s(description["Created"]),
-                job=labels.get(JOB_LABEL, ""),
+                id=name, pool=POOL, state=_STATES.get(state["Status"], InstanceState.ENDING),
+                launched_s=_unix_s(description["Created"]), **worker,
             )  # fmt: skip
             if instance.state is InstanceState.ENDED:
                 ended_s = _unix_s(state["FinishedAt"])
                 by_us = name in self._sigterm_s or (state["ExitCode"] in _BY_SIGNAL and not state.get("OOMKilled"))
-                instance = replace(
-                    instance,
-                    ended_s=ended_s if ended_s > 0 else now_s,
-                    end_reason=EndReason.TERMINATED if by_us else EndReason.FAILED,
-                )
+                reason = EndReason.TERMINATED if by_us else EndReason.FAILED
+                instance = instance.ended(ended_s if ended_s > 0 else now_s, reason)
             elif name in self._sigterm_s:
                 instance = replace(instance, state=InstanceState.ENDING)
             yield instance
-
-    def _is_late(self, id_: str, now_s: float) -> bool:
-        return id_ in self._sigterm_s and now_s - self._sigterm_s[id_] > GRACE_S
 
     def _run_over(self, command: Sequence[str], ids: Sequence[str]) -> None:
         """One command on several containers; some of them may have ended meanwhile."""
@@ -299,21 +243,18 @@ class ComposeFleet:
     def _call(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         try:
             return subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=self._timeout_s, check=False,
-                env=self._environment,
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=self.timeout_s, check=False,
+                env=self.environment,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
-            raise DockerError(command, f"context deadline exceeded: no end within {self._timeout_s:g} s") from error
+            raise DockerError(command, f"context deadline exceeded: no end within {self.timeout_s:g} s") from error
         except OSError as error:
             raise DockerError(command, f"cannot run {command[0]}: {error}") from error
 
 
 def connect(config: JobConfig) -> ComposeFleet:
-    """The fleet that a job file describes.
-
-    Raises:
-        ConfigError: another kind of fleet, or the compose file is not there.
-    """
+    """The fleet that a job file describes. Raises ConfigError for another kind of fleet, or if the compose file is not
+    there."""
     settings = config.fleet
     if not isinstance(settings, ComposeFleetConfig):
         raise ConfigError(f"fleet.kind: expected compose, got {settings.kind}")

@@ -1,16 +1,15 @@
-"""What fleets whose owner places instances have in common: an order's name and identity, markets without nodes, and
-instances that cannot start."""
+"""Orders' names and identities, markets without nodes, and instances that cannot start: for fleets whose owner places
+instances."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Final, TypedDict, cast, get_args
 
-from doll.provisioner.fleets.port import LaunchError, LaunchFailure, Order
+from doll.provisioner.fleets.port import Instance, LaunchError, LaunchFailure, Order
 from doll.provisioner.planning.state import Market
 
-DRY_S: Final = 300.0
-"""A market whose instances no node took is not tried for so long."""
+REFUSE_S: Final = 300.0
 
 
 def order_name(order: Order, cluster: str) -> str:
@@ -23,8 +22,8 @@ def order_name(order: Order, cluster: str) -> str:
     return "-".join(parts)
 
 
-def identity(order: Order, instance: str) -> dict[str, str]:
-    """What a worker's environment says of who it is."""
+def identity(order: Order | Instance, instance: str) -> dict[str, str]:
+    """The variables that tell a worker who it is."""
     return {
         "DOLL_WORKER": str(order.slot),
         "DOLL_INCARNATION": str(order.incarnation),
@@ -33,72 +32,78 @@ def identity(order: Order, instance: str) -> dict[str, str]:
     }
 
 
-class FailedStarts:
-    """Whether the job's instances can start, as they have shown lately.
+class WorkerIdentity(TypedDict):
+    """The fields of `Instance` that its labels state."""
 
-    Orders are refused for a while after one could not: in both markets, since all have the same image. One that runs
-    shows that the image is right, and that another's failure is its node's. What another process has launched says
-    nothing: a person may have corrected it.
+    slot: int
+    incarnation: int
+    market: Market
+    job: str
+
+
+class WorkerLabels:
+    """The names of the labels, or tags, that say whose worker an instance is; each begins with `prefix`."""
+
+    def __init__(self, prefix: str) -> None:
+        self.cluster, self.job, self.market = f"{prefix}cluster", f"{prefix}job", f"{prefix}market"
+        self.worker, self.incarnation = f"{prefix}worker", f"{prefix}incarnation"
+
+    def write(self, order: Order, cluster: str, job: str) -> dict[str, str]:
+        """The labels of an order's instance; there is no label of the job ""."""
+        labels = {self.cluster: cluster, self.worker: str(order.slot), self.incarnation: str(order.incarnation)}
+        return {**labels, self.market: order.market, **({self.job: job} if job else {})}
+
+    def read(self, labels: Mapping[str, str]) -> WorkerIdentity | None:
+        """The identity in these labels; None if they are not a worker's."""
+        market, slot, incarnation = (labels.get(key, "") for key in (self.market, self.worker, self.incarnation))
+        if market not in get_args(Market) or not slot.isdecimal() or not incarnation.isdecimal():
+            return None
+        job, market = labels.get(self.job, ""), cast("Market", market)
+        return {"slot": int(slot), "incarnation": int(incarnation), "market": market, "job": job}
+
+
+class LaunchGate:
+    """Refuses orders that would fail like earlier ones have, for `REFUSE_S`.
+
+    After an instance could not start, orders of both markets are refused, since all have the same image. One that runs
+    shows that the image is right, and another's failure is its node's. After no node took an instance, orders of its
+    market are. What another process has launched says nothing: a person may have corrected it.
 
     Args:
-        remedy: what a person should correct.
+        pool: the one pool of the fleet, whose owner chooses the node.
+        remedy: what a person should correct if instances do not start.
         clock: Unix seconds.
     """
 
-    def __init__(self, remedy: str, clock: Callable[[], float]) -> None:
-        self._remedy = remedy
-        self._clock = clock
-        self._until_s = 0.0
-        self._why = ""
+    def __init__(self, pool: str, remedy: str, clock: Callable[[], float]) -> None:
+        self._pool, self._remedy, self._clock = pool, remedy, clock
+        self._no_start = (0.0, "")  # until when, and why
+        self._no_node: dict[Market, tuple[float, str]] = {}
 
-    def put(self, why: str) -> None:
+    def start_failed(self, why: str) -> None:
         """An instance could not start."""
-        self._until_s, self._why = self._clock() + DRY_S, why
+        self._no_start = (self._clock() + REFUSE_S, why)
 
-    def clear(self) -> None:
+    def started(self) -> None:
         """An instance runs."""
-        self._until_s = 0.0
+        self._no_start = (0.0, "")
 
-    def check(self, name: str) -> None:
-        """Refuse an order whose instance would not start either.
-
-        Raises:
-            LaunchError: a person must act.
-        """
-        if self._clock() < self._until_s:
-            raise LaunchError(
-                f"{name}: instances of this job do not start: {self._why}; {self._remedy}",
-                failure=LaunchFailure.REFUSED, code="DoesNotStart",
-            )  # fmt: skip
-
-
-class DryMarkets:
-    """Markets for whose instances there was no node lately.
-
-    Args:
-        pool: the one pool of the fleet: its owner chooses the node.
-        clock: Unix seconds.
-    """
-
-    def __init__(self, pool: str, clock: Callable[[], float]) -> None:
-        self._pool = pool
-        self._clock = clock
-        self._until_s: dict[Market, float] = {}
-        self._why: dict[Market, str] = {}
-
-    def put(self, market: Market, why: str) -> None:
+    def found_no_node(self, market: Market, why: str) -> None:
         """No node has taken an instance of this market."""
-        self._until_s[market] = self._clock() + DRY_S
-        self._why[market] = why
+        self._no_node[market] = (self._clock() + REFUSE_S, why)
 
     def check(self, order: Order, name: str) -> None:
-        """Refuse an order on a market that was found dry.
-
-        Raises:
-            LaunchError: for lack of capacity.
-        """
-        if self._clock() < self._until_s.get(order.market, 0.0):
+        """Raise LaunchError for an order whose instance would not start, or would find no node."""
+        now_s = self._clock()
+        until_s, why = self._no_start
+        if now_s < until_s:
             raise LaunchError(
-                f"{name}: no node takes {order.market} instances: {self._why[order.market]}",
+                f"{name}: instances of this job do not start: {why}; {self._remedy}",
+                failure=LaunchFailure.REFUSED, code="DoesNotStart",
+            )  # fmt: skip
+        until_s, why = self._no_node.get(order.market, (0.0, ""))
+        if now_s < until_s:
+            raise LaunchError(
+                f"{name}: no node takes {order.market} instances: {why}",
                 failure=LaunchFailure.CAPACITY, code="Unschedulable", pools=[self._pool],
             )  # fmt: skip

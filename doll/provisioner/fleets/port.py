@@ -1,17 +1,14 @@
 """The fleet port: what the provisioner asks of the owner of the machines.
 
-One instance per slot, with the identity (slot, incarnation). To add a fleet, implement `Fleet` and add its opener to
-`doll.provisioner.machines.OPENERS`.
-
-Five adapters: local processes, docker compose, EC2, Kubernetes, Ray. A fleet knows machines, not workers: whether the
-worker on an instance is ready, the parameter server's records say. All times are Unix seconds.
+One instance per slot, with the identity (slot, incarnation). A fleet knows machines, not workers: whether the worker
+on an instance is ready, the parameter server's records say. All times are Unix seconds.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from doll.errors import DollError
@@ -19,7 +16,7 @@ from doll.provisioner.planning.state import Market
 
 
 class InstanceState(enum.StrEnum):
-    """Where a machine is in its life."""
+    """The stages of a machine's life."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -45,8 +42,8 @@ class Order:
         incarnation: number of the machine of the slot, 1 or more; a higher one fences the lower ones.
         attempt: 0, 1, ...; the same order launches at most once, so a new try after a failure is a new attempt.
         avoid: names of pools without capacity.
-        run: distinguishes the orders of one run of a job from orders of others, also of an earlier run: an owner
-            may remember orders for longer than anybody remembers incarnations.
+        run: distinguishes the orders of one run of a job from others: an owner may remember orders for longer than
+            anybody remembers incarnations.
         machines: of the worker: the instance stands for so many.
     """
 
@@ -61,18 +58,18 @@ class Order:
 
 @dataclass(frozen=True)
 class Instance:
-    """What embodies a slot, as the fleet sees it: a machine, or one process that stands for all of a worker's.
+    """The embodiment of a slot, as the fleet sees it: a machine, or one process that stands for all of a worker's.
 
     Attributes:
         pool: instance type and zone, "c5.xlarge/us-east-1a"; prices and capacity are the pool's.
         launched_s: when it was asked for.
         ended_s: when it ended, or was stopped; None while it has not.
         notice_s: when it will be taken, by the notice that it has; None without a notice.
-        job: whose worker it was launched for; "" where the fleet does not say.
+        job: whose worker it was launched for; "" if the fleet does not say.
         machines: how many machines it is. Each is billed from its launch to its end.
-        costs_from_s: since when it is billed, where that is not its launch: an owner may have to find it a node first.
-            The time at which it was listed while it has none.
-        trouble: what its owner says keeps it from running; "" where nothing does.
+        costs_from_s: since when it is billed, if not since its launch: an owner may have to find it a node first. While
+            it has none, the time at which it was listed.
+        trouble: what keeps it from running, by its owner; "" if nothing does.
     """
 
     id: str
@@ -95,6 +92,10 @@ class Instance:
         """It runs, or will."""
         return self.state in (InstanceState.PENDING, InstanceState.RUNNING)
 
+    def ended(self, at_s: float, reason: EndReason) -> Instance:
+        """The instance after its end."""
+        return replace(self, state=InstanceState.ENDED, ended_s=at_s, end_reason=reason)
+
     @property
     def is_endable(self) -> bool:
         """Nobody has asked for its end yet: it is alive, or stopped."""
@@ -102,11 +103,11 @@ class Instance:
 
 
 class LaunchFailure(enum.StrEnum):
-    """Why a launch failed, by what to do about it (reference: EC2's error codes, docs/aws.md)."""
+    """Why a launch failed, by what to do about it; the most informative come first (EC2's error codes, docs/aws.md)."""
 
-    CAPACITY = "capacity"  # the pools are empty: other pools, then the other market
     SPOT_QUOTA = "spot_quota"  # no spot for a while; a person must raise the quota
     ON_DEMAND_QUOTA = "on_demand_quota"  # keep spot; a person must raise the quota
+    CAPACITY = "capacity"  # the pools are empty: other pools, then the other market
     REFUSED = "refused"  # not a lack of capacity: an operator must act; the provisioner stops if nothing else works
     THROTTLED = "throttled"  # the same order again, later
     TAKEN = "taken"  # the order was already made in other words: look at what is there
@@ -114,12 +115,8 @@ class LaunchFailure(enum.StrEnum):
 
 
 class LaunchError(DollError):
-    """An order that got no instance.
-
-    Attributes:
-        code: the fleet's own word for it.
-        pools: the pools that refused; empty where the failure was not about pools.
-    """
+    """An order that got no instance. `code` is the fleet's own word for it; `pools` are those that refused, empty if
+    the failure was not about pools."""
 
     def __init__(self, message: str, *, failure: LaunchFailure, code: str = "", pools: Collection[str] = ()) -> None:
         super().__init__(message)
@@ -132,34 +129,26 @@ class Fleet(Protocol):
     """Owner of the machines of one cluster (one job). Every call may be repeated; none waits for a machine."""
 
     def launch(self, order: Order) -> Instance:
-        """Start an instance; the same order again gives the same instance.
-
-        Raises:
-            LaunchError: no instance was launched.
-        """
-        ...
+        """Start an instance; the same order again gives the same instance. Raises LaunchError if none was launched,
+        also if the owner does not answer."""
 
     def instances(self) -> Sequence[Instance]:
         """All instances of the cluster that are alive, and instances that ended lately (an hour at least).
 
-        It includes what `launch` has returned, also where the owner's own listing lags behind. A notice shows as
+        It includes what `launch` has returned, even if the owner's own listing lags behind. A notice shows as
         `notice_s`, an interruption as `EndReason.INTERRUPTED`; there is no other source of them.
 
         Raises:
+            ConfigError: the owner does not permit it.
             ServiceUnavailableError: the owner does not answer now.
         """
-        ...
 
     def terminate(self, ids: Collection[str]) -> None:
-        """End these instances; unknown and ended ones are no error.
-
-        What an owner keeps of an ended one may go with it: `instances` still has it.
-        """
-        ...
+        """End these instances; unknown and ended ones are no error. What an owner keeps of an ended one may go with it:
+        `instances` still has it. Raises as `instances`; instances that were not reached live on."""
 
     def close(self) -> None:
         """Release what this object holds; instances live on."""
-        ...
 
 
 SpotProbe = Callable[[int], bool]

@@ -2,14 +2,11 @@
 
 With a `SpotMarket` it is a spot market on one machine: a launch on spot is refused while the slot's market has no
 machine; at the end of an up interval the process gets SIGTERM (it drains), and SIGKILL at the end of the notice;
-without notice only SIGKILL. Processes are not restarted: the provisioner launches new ones. They belong to the fork
-server, and die with it also where its parent is killed.
+without notice only SIGKILL. Processes belong to the fork server, and die with it.
 
-A worker of several machines is one process, which starts its stages' processes and ends with any of them. It stands for
-all of these machines: it is billed as so many, and the market takes it when it takes one of them.
-
-What was launched is kept in a small file, so that a controller that crashes and makes a new fleet of the same fork
-server finds its instances again. Time passes for the machines when `poll` or any call of the port is made.
+A worker of several machines is one process, which starts its stages' processes and ends with any of them: it is billed
+as so many, and the market takes it when it takes one of them. Launches are kept in a small file, so that a controller
+that crashes and makes a new fleet of the same fork server finds its instances again.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,14 +26,11 @@ from doll.errors import ConfigError
 from doll.local.forks import ForkServer, Role
 from doll.local.supervisor import RoleSpec
 from doll.process.files import write_atomically
+from doll.provisioner.fleets.orders import identity
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchError, LaunchFailure, Order
 from doll.provisioner.traces.market import MarketClock, SpotMarket
 from doll.records.bounded import json_value, read_text, short
 
-SLOT_ENV: Final = "DOLL_WORKER"
-INCARNATION_ENV: Final = "DOLL_INCARNATION"
-INSTANCE_ENV: Final = "DOLL_INSTANCE"
-MARKET_ENV: Final = "DOLL_MARKET"
 BOOT_ENV: Final = "DOLL_BOOT_DELAY_S"
 _KEPT_S: Final = 3600.0
 _MOST_BYTES: Final = 64_000_000
@@ -50,7 +44,7 @@ class Machine:
     Attributes:
         preempted: its owner has taken it, or given notice.
         killed: SIGKILL found it alive.
-        exit_code: negative for a signal; None while it runs, or where its end was not observed.
+        exit_code: negative for a signal; None while it runs, or if its end was not observed.
         bought_s: when it was launched in wall seconds since the market's opening.
         kill_at_s: Unix seconds; None while its end is not wanted.
     """
@@ -65,59 +59,45 @@ class Machine:
     kill_at_s: float | None = None
 
 
+@dataclass(eq=False, repr=False)
 class ProcessFleet:
-    """`Fleet` of forked workers.
+    """`Fleet` of forked workers. Raises ConfigError if its file of instances cannot be read.
 
     Args:
         forks: starts the processes; only the thread that calls this fleet may use it.
         spec: what to start for an instance; the identity is added to its environment, and it is named for its id.
         market: when spot is there; None: always.
-        boot_s: from a launch to a worker that works, wall seconds. The process starts at once, gets ready within this
-            time and joins the job when it is over, so that a boot takes as long as it should on a busy machine too.
-            Nothing boots before the market has opened.
-        drain_s: from SIGTERM to SIGKILL where the provisioner ends an instance.
+        boot_s: from a launch to a worker that works, wall seconds. The process starts at once and joins the job after
+            this time, so that a boot takes as long as it should on a busy machine too. Nothing boots before the market
+            has opened.
+        drain_s: from SIGTERM to SIGKILL if the provisioner ends an instance.
         name: ids begin with it; fleets that share a fork server have different ones.
         clock: Unix seconds.
-        job: whose workers they are, where several jobs use the folder one after the other.
-
-    Raises:
-        ConfigError: there is a file of instances that cannot be read.
+        job: whose workers they are, if several jobs use the folder one after the other.
     """
 
-    def __init__(
-        self,
-        forks: ForkServer,
-        spec: Callable[[Instance], RoleSpec],
-        folder: Path,
-        *,
-        market: SpotMarket | None = None,
-        market_clock: MarketClock | None = None,
-        boot_s: float = 0.0,
-        name: str = "p",
-        drain_s: float = 8.0,
-        clock: Callable[[], float] = time.time,
-        job: str = "",
-    ) -> None:
-        self._forks = forks
-        self._spec = spec
-        self._path = folder / "instances.json"
-        self._market = market
-        self._market_clock = market_clock or MarketClock()
-        self._boot_s = boot_s
-        self._name = name
-        self._drain_s = drain_s
-        self._clock = clock
-        self._job = job
+    forks: ForkServer
+    spec: Callable[[Instance], RoleSpec]
+    folder: Path
+    _: KW_ONLY
+    market: SpotMarket | None = None
+    market_clock: MarketClock = field(default_factory=MarketClock)
+    boot_s: float = 0.0
+    name: str = "p"
+    drain_s: float = 8.0
+    clock: Callable[[], float] = time.time
+    job: str = ""
+
+    def __post_init__(self) -> None:
+        self._path = self.folder / "instances.json"
         self._machines: dict[str, Machine] = {}
         self._roles: dict[str, Role] = {}
         self._changed = False
         self._load()
 
-    # --- the port
-
     def launch(self, order: Order) -> Instance:
         self.poll()
-        id_ = f"{self._name}-{order.slot}-{order.incarnation}-{order.market.replace('_', '-')}-{order.attempt}"
+        id_ = f"{self.name}-{order.slot}-{order.incarnation}-{order.market.replace('_', '-')}-{order.attempt}"
         id_ += f"-{order.run}" if order.run else ""
         if id_ not in self._machines:
             self._machines[id_] = self._buy(id_, order)
@@ -128,18 +108,18 @@ class ProcessFleet:
 
     def instances(self) -> Sequence[Instance]:
         self.poll()
-        now_s = self._clock()
+        now_s = self.clock()
         instances = [machine.instance for machine in self._machines.values()]
         return [instance for instance in instances if instance.ended_s is None or now_s - instance.ended_s <= _KEPT_S]
 
     def terminate(self, ids: Collection[str]) -> None:
-        now_s = self._clock()
+        now_s = self.clock()
         for id_ in ids:
             machine = self._machines.get(id_)
             if machine is None or not machine.instance.is_alive:
                 continue
             self._put(machine, state=InstanceState.ENDING)
-            kill_at_s = now_s + self._drain_s + _GRACE_S
+            kill_at_s = now_s + self.drain_s + _GRACE_S
             machine.kill_at_s = min(kill_at_s, machine.kill_at_s or math.inf)
             if id_ in self._roles:
                 self._roles[id_].terminate()
@@ -148,15 +128,10 @@ class ProcessFleet:
     def close(self) -> None:
         self._save()
 
-    # --- what the one who runs the fleet does
-
     def poll(self) -> None:
-        """Let everything happen that is due: boots, notices, kills, ends. Call it several times a second.
-
-        Raises:
-            ServiceUnavailableError: the fork server is gone.
-        """
-        now_s = self._clock()
+        """Let everything happen that is due: boots, notices, kills, ends. Call it several times a second. Raises
+        ServiceUnavailableError if the fork server is gone."""
+        now_s = self.clock()
         for id_, machine in self._machines.items():
             if machine.instance.state is not InstanceState.ENDED:
                 self._advance(id_, machine, now_s)
@@ -164,7 +139,7 @@ class ProcessFleet:
 
     @property
     def machines(self) -> tuple[Machine, ...]:
-        """All that there ever were, in the order of their launches; theirs to read, not to change."""
+        """All machines that there ever were, in the order of their launches; to read, not to change."""
         return tuple(self._machines.values())
 
     def wait_until_ended(self, timeout_s: float) -> bool:
@@ -177,41 +152,32 @@ class ProcessFleet:
                 return not running
             running[0].wait(0.05)
 
-    # --- the life of a machine
-
     def _buy(self, id_: str, order: Order) -> Machine:
-        now_s = self._clock()
+        now_s = self.clock()
         # Each slot has its own intervals, so each slot is a pool: one without capacity implies nothing for the others.
-        pool = f"{'local' if self._market is None else self._market.name}/{order.slot}"
-        bought_s = self._market_clock.since(now_s)
+        pool = f"{'local' if self.market is None else self.market.name}/{order.slot}"
+        bought_s = self.market_clock.since(now_s)
         no_capacity = order.market == "spot" and pool in order.avoid
-        if order.market == "spot" and self._market is not None:
-            if not 0 <= order.slot < self._market.num_slots:
+        if order.market == "spot" and self.market is not None:
+            if not 0 <= order.slot < self.market.num_slots:
                 raise LaunchError(
-                    f"expected a slot of 0 to {self._market.num_slots - 1}, got {order.slot}",
+                    f"expected a slot of 0 to {self.market.num_slots - 1}, got {order.slot}",
                     failure=LaunchFailure.CONFIG, code="NoSuchSlot",
                 )  # fmt: skip
-            no_capacity = no_capacity or not self._market.is_up(order.slot, bought_s)
+            no_capacity = no_capacity or not self.market.is_up(order.slot, bought_s)
         if no_capacity:
             raise LaunchError(
                 f"worker {order.slot}, incarnation {order.incarnation}: pool {pool} has no machine on {order.market}",
                 failure=LaunchFailure.CAPACITY, code="InsufficientInstanceCapacity", pools=[pool],
             )  # fmt: skip
         instance = Instance(
-            id=id_,
-            slot=order.slot,
-            incarnation=order.incarnation,
-            market=order.market,
-            pool=pool,
-            state=InstanceState.PENDING,
-            launched_s=now_s,
-            job=self._job,
-            machines=order.machines,
-        )
+            id=id_, slot=order.slot, incarnation=order.incarnation, market=order.market, pool=pool,
+            state=InstanceState.PENDING, launched_s=now_s, job=self.job, machines=order.machines,
+        )  # fmt: skip
         return Machine(instance, bought_s=bought_s)
 
     def _advance(self, id_: str, machine: Machine, now_s: float) -> None:
-        opened_s = self._market_clock.opened_s
+        opened_s = self.market_clock.opened_s
         if opened_s is not None and machine.instance.market == "spot" and not machine.preempted:
             self._look_at_the_market(id_, machine, opened_s, now_s)
         instance = machine.instance
@@ -222,15 +188,15 @@ class ProcessFleet:
         else:
             self._end(machine, now_s)  # its end was not observed
             return
-        booted = opened_s is None or now_s >= instance.launched_s + self._boot_s
+        booted = opened_s is None or now_s >= instance.launched_s + self.boot_s
         if booted and machine.instance.state is InstanceState.PENDING:
             self._put(machine, state=InstanceState.RUNNING)
 
     def _look_at_the_market(self, id_: str, machine: Machine, opened_s: float, now_s: float) -> None:
         """Whether its owner takes it back now."""
-        if self._market is None:
+        if self.market is None:
             return
-        interval = self._market.interval(machine.instance.slot, machine.bought_s)
+        interval = self.market.interval(machine.instance.slot, machine.bought_s)
         if now_s < opened_s + interval.end_s:
             return
         machine.preempted, machine.without_notice, self._changed = True, interval.without_notice, True
@@ -242,12 +208,10 @@ class ProcessFleet:
 
     def _start(self, id_: str, machine: Machine) -> None:
         instance = machine.instance
-        spec = self._spec(instance)
-        identity = {
-            SLOT_ENV: str(instance.slot), INCARNATION_ENV: str(instance.incarnation), INSTANCE_ENV: id_,
-            MARKET_ENV: instance.market, BOOT_ENV: f"{0.0 if self._market_clock.opened_s is None else self._boot_s:g}",
-        }  # fmt: skip
-        role = self._forks.launch(dataclasses.replace(spec, name=id_, env={**spec.env, **identity}))
+        spec = self.spec(instance)
+        boot_s = 0.0 if self.market_clock.opened_s is None else self.boot_s
+        env = {**spec.env, **identity(instance, id_), BOOT_ENV: f"{boot_s:g}"}
+        role = self.forks.launch(dataclasses.replace(spec, name=id_, env=env))
         self._roles[id_] = role
         machine.pid = role.pid
         self._changed = True
@@ -272,12 +236,10 @@ class ProcessFleet:
         machine.instance = dataclasses.replace(machine.instance, **changes)
         self._changed = True
 
-    # --- the file
-
     def _load(self) -> None:
         if not self._path.exists():
             return
-        roles = {role.name: role for role in self._forks.running()}
+        roles = {role.name: role for role in self.forks.running()}
         try:
             kept = msgspec.convert(json_value(read_text(self._path, max_bytes=_MOST_BYTES)), list[Machine])
             self._machines = {machine.instance.id: machine for machine in kept}
@@ -286,7 +248,7 @@ class ProcessFleet:
                 f"{self._path}: expected the instances of this run, cannot read them ({short(repr(exc))}); remove the "
                 "file if nothing of the run is left"
             ) from exc
-        now_s = self._clock()
+        now_s = self.clock()
         for id_, machine in self._machines.items():
             if id_ in roles:
                 self._roles[id_] = roles[id_]

@@ -14,10 +14,8 @@ import numpy as np
 
 from doll.amounts import duration, duration_range, usd, usd_range
 from doll.errors import InfeasiblePlanError
-from doll.provisioner.planning.forecast import Forecast, forecast
 from doll.provisioner.planning.market_rules import Slack
-from doll.provisioner.planning.planner import slot_ranges, start
-from doll.provisioner.planning.stack_cost import StackKind, stack_lines
+from doll.provisioner.planning.planner import Forecast, forecast, slot_ranges, start
 from doll.provisioner.planning.state import Alpha, Bools, PlannerSettings, PlannerState
 from doll.theory import checks
 from doll.theory.checks import Floats
@@ -28,7 +26,7 @@ from doll.theory.queueing import Stability, smallest_stable_batch, stability, up
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is asked.
+    """A question to the planner. Raises ValueError for a number out of its range.
 
     Attributes:
         planner: work, deadline, budget and risk, checked: the same for a running job (`ControllerSettings.planner`).
@@ -37,9 +35,6 @@ class PlanRequest:
         prices, alpha: of a worker with all of its machines, see `plan_request.of_workers`.
         has_deadline: one is asked for; else `planner.deadline_s` is a time in which even all on spot are done.
         service_s: μ_C; None: not known.
-
-    Raises:
-        ValueError: a number out of its range.
     """
 
     planner: PlannerSettings
@@ -102,7 +97,7 @@ class Assessment:
         binding: "none", "deadline", "risk", "price" (what keeps more workers off spot), "budget" or "error".
         mix: the fixed mix of least expected cost within the deadline (and the risk); all on-demand when late.
         static: forecast for the mix, kept unchanged to the end.
-        adaptive: forecast for the adaptive planner with its guard; None where the deadline cannot be met.
+        adaptive: forecast for the adaptive planner with its guard; None if the deadline cannot be met.
         all_on_demand_usd, on_demand_s: cost and time of all on-demand.
         all_spot_usd, all_spot_s: of all on spot, in expectation.
         bounds: Corollary 2, lowest and highest cost ratio of the best mix; None for unequal rates or no deadline.
@@ -223,10 +218,8 @@ def assess(request: PlanRequest) -> Assessment:
 
 
 def risk_curve(request: PlanRequest) -> tuple[Floats, Floats]:
-    """Expected cost in USD and P(miss) of every mix "the n slowest on spot", n = 0 .. N; shape (N + 1,) each.
-
-    P(miss) is computed for 65 mixes and interpolated between them.
-    """
+    """Expected cost in USD and P(miss) of every mix "the n slowest on spot", n = 0 .. N; shape (N + 1,) each. P(miss)
+    is computed for 65 mixes and interpolated between them."""
     ascending = np.sort(request.rates_per_s)
     costs = unequal_cost_usd(request.planner.samples, ascending, request.alpha, request.prices)
     limit = request.planner.deadline_s
@@ -239,7 +232,7 @@ def risk_curve(request: PlanRequest) -> tuple[Floats, Floats]:
 
 
 def _with_longer_deadline(request: PlanRequest, error: InfeasiblePlanError) -> InfeasiblePlanError:
-    """For a budget that binds: the deadline at which it would do, if there is one."""
+    """The error of a budget that binds, with the deadline at which it would do, if there is one."""
     if error.constraint != "budget" or request.planner.budget_usd is None:
         return error
     costs = unequal_cost_usd(request.planner.samples, request.rates_per_s, request.alpha, request.prices)
@@ -278,7 +271,7 @@ def _settings(request: PlanRequest, *, adaptive: bool) -> PlannerSettings:
 
 def _static(request: PlanRequest, mix: Bools) -> Forecast:
     state, settings = _state(request, mix), _settings(request, adaptive=False)
-    return forecast(mix, state, settings, Slack.of(state, settings))
+    return forecast(mix, state, settings, Slack.compute(state, settings))
 
 
 def _adaptive(request: PlanRequest) -> Forecast:
@@ -286,7 +279,7 @@ def _adaptive(request: PlanRequest) -> Forecast:
 
 
 def _advice(request: PlanRequest) -> list[str]:
-    """What to do about K and b."""
+    """Advice on K and b."""
     size, batch, workers, total = request.group_size, request.batch_size, request.num_workers, request.total_per_s
     advice = []
     margin, service_s = request.stability, request.service_s
@@ -322,12 +315,8 @@ _BINDING = {
 }
 
 
-def report_text(assessment: Assessment, notes: Sequence[str], stack: StackKind | None = None) -> str:
-    """The assessment with its advice; `notes` are appended.
-
-    Args:
-        stack: what runs beside the workers and is shown with its cost; None: nothing.
-    """
+def report_text(assessment: Assessment, notes: Sequence[str], beside: Sequence[str] = ()) -> str:
+    """The assessment with its advice and `notes`; `beside` are lines on what runs beside the workers."""
     request, static = assessment.request, assessment.static
     count = request.num_workers
     lines = []
@@ -363,14 +352,11 @@ def report_text(assessment: Assessment, notes: Sequence[str], stack: StackKind |
             f"Stability: {stable.verdict}; margin {stable.sufficient:.3g} (sufficient form), "
             f"{stable.necessary:.3g} (necessary form)"
         )
-    if stack is not None and math.isfinite(static.expected_finish_s):
-        lines += stack_lines(stack, static.expected_finish_s, static.expected_cost_usd)
-    lines += [f"- {line}" for line in (*assessment.advice, *notes)]
-    return "\n".join(lines)
+    return "\n".join([*lines, *beside, *(f"- {line}" for line in (*assessment.advice, *notes))])
 
 
 def _machines(assessment: Assessment) -> list[str]:
-    """What a worker consists of and what it costs, where that is more than one machine."""
+    """The machines and prices of a worker that has more than one machine."""
     request, prices = assessment.request, assessment.request.prices
     workers, count = request.num_workers, request.machines_per_worker
     if count == 1:

@@ -1,4 +1,4 @@
-"""What observations say about the future: spot's availability with an interval, rates, boots, the work. Pure.
+"""Estimates from observations: spot's availability with an interval, rates, boots, the work. Pure.
 
 Model: an up period of a spot slot ends at rate q, a down period at rate r; α = r / (q + r). With Gamma posteriors for q
 and r the quantiles of α are quantiles of a Beta, transformed: exact, no sampling.
@@ -31,16 +31,11 @@ _LEAST_OF_PRIOR = 1e-6
 def alpha_quantile(
     probability: float, ends_of_up: float, ends_of_down: float, up_s: float, down_s: float, prior: float = 0.5
 ) -> float:
-    """Quantile of α given how many up and down periods ended, and in how many seconds.
+    """Quantile of α given how many up and down periods ended, and in how many seconds, above 0. The counts may be
+    fractions after decay and division by a design effect.
 
     q ~ Gamma(prior + ends_of_up, up_s), r ~ Gamma(prior + ends_of_down, down_s), so p = r·down / (r·down + q·up) is
     Beta(prior + ends_of_down, prior + ends_of_up) and α = p·up / (p·up + (1-p)·down), which rises with p.
-
-    Args:
-        probability: in (0, 1).
-        ends_of_up: interruptions; may be a fraction after decay and division by a design effect.
-        ends_of_down: how often spot came back.
-        up_s, down_s: seconds observed up and down, above 0.
 
     >>> round(alpha_quantile(0.5, 50, 50, 9000.0, 1000.0), 3)
     0.9
@@ -60,12 +55,8 @@ class AvailabilityEstimator(KeptState):
     """Estimates α and the cycle from slots that are watched while they are assigned to spot.
 
     A slot on-demand says nothing about spot (censored). Interruptions of one pool within `cluster_s` count as one
-    cluster; the tallies are worth Σk²/Σk times less when they come together.
-
-    Args:
-        prior_alpha, prior_cycle_s: what is believed before anything is seen, worth half an observed period each.
-        half_life_s: old observations count half after this time.
-        cluster_s: interruptions of one pool this close together are one event.
+    cluster; the tallies are worth Σk²/Σk times less when they come together. The prior is worth half an observed period
+    each of up and down; old observations count half after `half_life_s`.
     """
 
     def __init__(
@@ -91,17 +82,19 @@ class AvailabilityEstimator(KeptState):
         self._clusters: deque[tuple[float, int]] = deque(maxlen=1000)
 
     def observe(self, now_s: float, up: Bools, assigned: Bools, pools: Sequence[Hashable] | None = None) -> None:
-        """All slots as seen at `now_s` (not earlier than before).
+        """All slots as seen at `now_s` (not earlier than before), shape (N,) each.
 
         Args:
-            up: the slot's spot worker is ready, shape (N,).
-            assigned: the slot is on spot, so that `up` speaks about spot, shape (N,).
+            up: the slot's spot worker is ready.
+            assigned: the slot is on spot, so that `up` speaks about spot.
             pools: pool (type and zone) of each slot; default: all in one.
         """
         up, assigned = np.asarray(up, dtype=np.bool_), np.asarray(assigned, dtype=np.bool_)
         if self._up.shape == up.shape and now_s >= self._now_s:
             span = now_s - self._now_s
-            self._decay(span)
+            keep = 0.5 ** (span / self._half_life_s)
+            self._ends_of_up, self._ends_of_down = self._ends_of_up * keep, self._ends_of_down * keep
+            self._up_s, self._down_s = self._up_s * keep, self._down_s * keep
             # Only slots that were on spot all the while: a slot that has just been put there has no past on spot.
             seen = self._assigned & assigned
             self._up_s += span * int(np.count_nonzero(seen & self._up))
@@ -140,7 +133,7 @@ class AvailabilityEstimator(KeptState):
         return up + down
 
     def to_dict(self) -> dict[str, Any]:
-        """As `KeptState`. Spells under way are not kept."""
+        """The state to keep, without up and down times under way."""
         # A cluster that may still grow is kept as one that cannot: its successor begins after a restart.
         clusters = [*self._clusters, *self._open.values()]
         return {
@@ -152,13 +145,6 @@ class AvailabilityEstimator(KeptState):
         self._ends_of_up, self._ends_of_down, self._up_s, self._down_s = (float(tally) for tally in kept["tallies"])
         self._clusters.extend((float(begin_s), int(size)) for begin_s, size in kept["clusters"])
 
-    def _decay(self, span_s: float) -> None:
-        keep = 0.5 ** (span_s / self._half_life_s)
-        self._ends_of_up *= keep
-        self._ends_of_down *= keep
-        self._up_s *= keep
-        self._down_s *= keep
-
     def _interrupted(self, now_s: float, pool: Hashable) -> None:
         begin, size = self._open.get(pool, (now_s, 0))
         if now_s - begin > self._cluster_s:
@@ -168,12 +154,10 @@ class AvailabilityEstimator(KeptState):
 
 
 class RateEstimator(KeptState):
-    """Arrival rates of the streams: samples over up-time, after a prior worth `prior_s` seconds.
+    """Arrival rates of the streams: samples over up-time, after a prior of shape (N,) worth `prior_s` seconds.
 
-    Args:
-        prior_per_s: rates that the job file states, shape (N,).
-        half_life_s: what was seen, and the prior, count half after so many seconds of up-time: a stream that changes in
-            the course of a day is followed, and noise of minutes is not.
+    Observations and the prior count half after `half_life_s` of up-time: a stream that changes in the course of a day
+    is followed, and noise of minutes is not.
     """
 
     KEPT: ClassVar = {"samples": Floats, "up_s": Floats, "prior_s": Floats}
@@ -197,12 +181,12 @@ class RateEstimator(KeptState):
         self._prior_s = self._prior_s * keep
 
     def adopt(self, earlier: RateEstimator) -> None:
-        """What `earlier` knows of the first streams, which it has."""
+        """Take over what `earlier` knows of its streams, the first ones."""
         for name in ("_samples", "_up_s", "_prior_s"):
             getattr(self, name)[: len(earlier._prior)] = getattr(earlier, name)
 
     def forget(self, stream: int, per_s: float) -> None:
-        """What was seen of this stream says nothing any more; as of a prior, this rate is believed instead."""
+        """Forget what was seen of this stream, and believe this rate instead, like a prior."""
         self._samples[stream], self._up_s[stream], self._prior_s[stream] = per_s * self._first_s, self._first_s, 0.0
 
     def per_s(self) -> Floats:
@@ -213,11 +197,8 @@ class RateEstimator(KeptState):
 
 
 class BootTimeEstimator(KeptState):
-    """How long machines take from the order to a worker that has its slot; the newest `keep` count.
-
-    Args:
-        keep: of how many boots; older ones say little about the image and the market of today.
-    """
+    """How long machines take from the order to a worker that has its slot. The newest `keep` count; older ones say
+    little about the image and the market of today."""
 
     KEPT: ClassVar = {"seconds": list[Annotated[float, Meta(ge=0)]]}
 
@@ -249,16 +230,15 @@ def re_estimated(
     *,
     most: float = 2.0,
 ) -> PlannerSettings:
-    """The settings with the work from the run's own error curve, or unchanged where the curve is too short yet.
+    """The settings with the work from the run's own error curve, or unchanged while the curve is too short.
 
-    The upper end of the estimate's interval is taken, since too small an estimate spends slack that is needed later;
-    where that end is unbounded the point estimate is. One step changes the work by at most the factor `most`. The curve
-    is fitted against updates; where updates differ, against batches.
+    The upper end of the estimate's interval is taken, since too small an estimate spends slack that is needed later; if
+    that end is unbounded, the point estimate. One step changes the work by at most the factor `most`. The curve is
+    fitted against updates, or against batches if updates differ.
 
     Args:
         samples: samples in the model at each held-out evaluation, ascending, shape (m,).
-        errors: held-out error of each, above 0, shape (m,).
-        target_error: ε in the same measure.
+        errors: held-out error of each, above 0, shape (m,); `target_error` is ε in the same measure.
         rng: for the bootstrap.
 
     Raises:

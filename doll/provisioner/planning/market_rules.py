@@ -18,14 +18,8 @@ from doll.theory.planning import best_assignment
 
 @dataclass(frozen=True)
 class Slack:
-    """Work, time and slack that are left.
-
-    Attributes:
-        work: samples that remain, W.
-        time_s: seconds to the deadline less its margin, T; may be negative.
-        total_per_s: S, samples per second of all streams.
-        boot_lost: samples that slots which are booting will still lose.
-    """
+    """The work, time and slack that are left: W samples of work, T seconds to the deadline less its margin (may be
+    negative), at S samples per second of all streams. Slots that are booting will still lose `boot_lost` samples."""
 
     work: float
     time_s: float
@@ -33,7 +27,7 @@ class Slack:
     boot_lost: float
 
     @classmethod
-    def of(cls, state: PlannerState, settings: PlannerSettings) -> Slack:
+    def compute(cls, state: PlannerState, settings: PlannerSettings) -> Slack:
         lost = float(np.dot(state.rates_per_s, boot_left_s(state, settings)))
         return cls(
             work=max(0.0, settings.samples - state.samples_done),
@@ -96,7 +90,7 @@ def covered_at_once(on_spot: Bools, state: PlannerState, settings: PlannerSettin
     """Workers on spot whose outages are covered however late the deadline is: waiting for them costs more.
 
     While a job waits for a stream that is much faster than the mean, all other workers are paid for longer. A stream is
-    covered where that costs less per sample than the job does with the faster streams covered.
+    covered if that costs less per sample than the job does with the faster streams covered.
     """
     rates, alpha, prices = state.rates_per_s, state.alpha.point, state.prices
     slots = np.flatnonzero(on_spot)
@@ -184,11 +178,8 @@ def deadline_rule(
     slots leave spot until it does: returns first, then slots that are down or boot there, then the fastest; but none
     that would lose no less by leaving.
 
-    Args:
-        move_s: what a move now costs: the boot time, or 0 where nothing runs yet.
-
-    Returns:
-        The markets (True: spot), and which of them the guard changed.
+    A move now costs `move_s`: the boot time, or 0 if nothing runs yet. Returns the markets (True: spot), and which of
+    them the guard changed.
     """
     rates = state.rates_per_s
     chosen = wanted.copy()
@@ -223,10 +214,8 @@ def returnable(state: PlannerState, settings: PlannerSettings) -> Bools:
 
 
 def affordable(returns: Bools, state: PlannerState, settings: PlannerSettings, slack: Slack) -> Bools:
-    """Of the slots that may return, the slowest for which the slack is half again what the guard will ask for.
-
-    At the edge of the guard a return would be taken back at the next outage: two moves for little.
-    """
+    """The slowest of the slots that may return for which the slack is half again what the guard will ask for. At the
+    edge of the guard a return would be taken back at the next outage: two moves for little."""
     slots = np.flatnonzero(returns)
     if not slots.size:
         return returns

@@ -33,10 +33,9 @@ def plan_request(
     group_size: int | None = None,
     batch_size: int | None = None,
 ) -> tuple[PlanRequest, list[str]]:
-    """The request that job file and options make, and notes on where its numbers come from.
+    """The request that job file (or None) and options make, and notes on where its numbers come from.
 
     Args:
-        config: None without a job file: then the options must be complete.
         section: the plan; a pilot run is resolved already (`doll.monitor.state.pilot_run.with_pilot`).
         rates_per_s: λ_n of each stream, shape (N,), as the job file counts: a record is one sample, a packed one m.
         group_size, batch_size: None: as the job file says, and counted as it does.
@@ -85,13 +84,8 @@ def plan_request(
 def planner_settings(
     section: PlanConfig, rates_per_s: Sequence[float], updates: float, group_size: int, batch_size: float
 ) -> PlannerSettings:
-    """What a plan section asks of the planner, checked: for `doll plan` and for a running job.
-
-    Without a deadline it is a time in which even all on spot are done.
-
-    Raises:
-        ConfigError: a number is out of its range.
-    """
+    """The planner's settings of a plan section, for `doll plan` and for a running job. The default deadline is a time
+    in which even all on spot are done. Raises ConfigError if a number is out of its range."""
     samples = work_samples(updates, group_size, batch_size)
     deadline_s = section.deadline_s
     try:
@@ -107,13 +101,9 @@ def planner_settings(
 
 
 def changed_plan(section: PlanConfig, **changes: Any) -> PlanConfig:
-    """The plan section with other values, validated like the job file; None leaves a value as it is.
-
-    J and an error target exclude each other: the one that is given replaces the other.
-
-    Raises:
-        ConfigError: a value is out of its range.
-    """
+    """The plan section with other values, validated like the job file; None leaves a value as it is. J and an error
+    target exclude each other: the one that is given replaces the other. Raises ConfigError if a value is out of its
+    range."""
     given = {name: value for name, value in changes.items() if value is not None}
     values = section.model_dump()
     if "updates" in given:
@@ -129,11 +119,8 @@ def changed_plan(section: PlanConfig, **changes: Any) -> PlanConfig:
 
 
 def apply_speed_up(config: JobConfig | None, section: PlanConfig, notes: list[str]) -> PlanConfig:
-    """The section in real time, where the job's market is replayed faster: prices and cycle change.
-
-    Args:
-        notes: gets a line where something has changed.
-    """
+    """The section in real time, if the job's market is replayed faster: prices and cycle change, and `notes` gets a
+    line."""
     if config is None or not isinstance(config.fleet, ProcessesFleetConfig) or config.fleet.speed_up == 1:
         return section
     speed = config.fleet.speed_up
@@ -151,14 +138,12 @@ def _prices(section: PlanConfig, factor: float) -> dict[str, float | None]:
 
 
 def of_workers(config: JobConfig | None, section: PlanConfig, notes: list[str]) -> tuple[PlanConfig, int]:
-    """The section with prices and availability of a worker in place of a machine's, and machines per worker.
+    """The section with prices and availability of a worker in place of a machine's, and machines per worker. Call it
+    once.
 
-    A worker with k machines is paid, and is up, only with all of them: its prices are k times a machine's, and
-    its availability is that of k independent machines (`doll.theory.preemption.gang_availability`), unless the section
-    states that of a worker. Call it once.
-
-    Args:
-        notes: gets a line where something has changed.
+    A worker with k machines is paid, and is up, only with all of them: its prices are k times a machine's, and its
+    availability is that of k independent machines (`doll.theory.preemption.gang_availability`), unless the section
+    states that of a worker. `notes` gets a line if something has changed.
     """
     machines = section.machines_per_worker
     if machines is None:
@@ -182,14 +167,8 @@ def of_workers(config: JobConfig | None, section: PlanConfig, notes: list[str]) 
 
 
 def updates_to_target(config: JobConfig | None, section: PlanConfig, notes: list[str]) -> float:
-    """J, from the plan or the stop rule.
-
-    Args:
-        notes: gets a line on where J comes from, unless the plan says it.
-
-    Raises:
-        ConfigError: J is not known.
-    """
+    """J, from the plan or the stop rule; `notes` gets a line on where J comes from, unless the plan says it. Raises
+    ConfigError if J is not known."""
     if section.updates is not None:
         return float(section.updates)
     if config is not None and section.target_error is None and config.stop.updates is not None:

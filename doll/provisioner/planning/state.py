@@ -5,7 +5,6 @@ All times are in seconds of the job's clock.
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
@@ -39,22 +38,21 @@ class Alpha:
 
 @dataclass(frozen=True)
 class PlannerSettings:
-    """What the job asks for, and how the planner behaves.
+    """The job's aims, and how the planner behaves. Raises ValueError for a number out of its range.
 
     Args:
         samples: samples to be learned: J K b for J updates of K batches of b samples that meet the error target.
         batch_size: b, in samples that the task makes of the records of a batch.
-        group_size: K, batches per update; None where the policy does not fix it.
-        deadline_s: θ on the job's clock, seconds.
-        budget_usd: most that the workers may cost; None for no bound.
+        group_size: K, batches per update; None if the policy does not fix it.
+        deadline_s, budget_usd: θ on the job's clock, and the maximum cost of the workers; None for no bound.
         replan_s: the planner is asked again at least this often; the guard relies on it.
         detection_delay_s: how long a working spot machine may have been gone before the planner is asked; None:
             `replan_s`.
         boot_s: from a change of market to a worker that is ready.
         cycle_s: mean up + down time of a spot worker, for the spread of forecasts and for `risk`.
-        rule: "pace" waits for spot while the slack allows and covers workers that are down when it does not;
-            "theorem" keeps Theorem 4/5's mix on the remaining work, as in the paper's adaptive provisioning; "mix" is
-            Theorem 4/5 once, at the start, as in the paper's a-priori plan: no slot moves later, and there is no guard.
+        rule: "pace" waits for spot while the slack allows and covers workers that are down when it does not; "theorem"
+            keeps Theorem 4/5's mix on the remaining work, as in the paper's adaptive provisioning; "mix" is Theorem 4/5
+            once, at the start, as in the paper's a-priori plan: no slot moves later, and there is no guard.
         guard: keep so much on-demand that the deadline holds even if all of spot went down now.
         margin: fraction of the deadline held back, for noise in arrivals.
         slack_reserve: rule "pace": fraction of the slack of a uniform pace that is kept before spot's outages are
@@ -62,12 +60,9 @@ class PlannerSettings:
         return_reserve: rule "pace": fraction of that slack above which workers return to spot; the distance to
             `slack_reserve` is what an outage may use up before there is another move.
         risk: rule "theorem": accepted probability of missing the deadline; None plans on the expectation.
-        spot_stable_s: how long spot must have been available before a worker returns to it; None: 2 boots, at least 5
-            replanning periods.
+        spot_stable_s: how long spot must have been available before a worker returns; None: 2 boots, at least 5
+            `replan_s`.
         dead_band: rule "theorem": changes of at most this many workers are not worth their moves.
-
-    Raises:
-        ValueError: a number out of its range.
     """
 
     samples: float
@@ -104,12 +99,12 @@ class PlannerSettings:
 
     @property
     def samples_per_update(self) -> float | None:
-        """K b; None where updates differ."""
+        """K b; None if updates differ."""
         return None if self.group_size is None else self.group_size * self.batch_size
 
     @property
     def updates(self) -> float | None:
-        """J; None where updates differ."""
+        """J; None if updates differ."""
         return None if self.samples_per_update is None else self.samples / self.samples_per_update
 
     @property
@@ -125,19 +120,16 @@ class PlannerSettings:
 
 @dataclass(frozen=True)
 class PlannerState:
-    """Where the job stands.
+    """The state of a job. Raises ValueError if shapes differ, or a number is out of its range.
 
     Args:
         rates_per_s: λ_n as estimated, one per slot, shape (N,).
         on_spot: current market of each slot, shape (N,): True on spot, False on-demand.
         up: the slot's worker is ready and works, shape (N,).
         spot_available: whether spot has a machine for this slot now, shape (N,): for a slot on spot, whether it runs or
-            boots; for one on-demand, what a probe reported. Default: as `up` for slots on spot, True for the others.
+            boots; for one on-demand, what a probe reported. Default: `up` for slots on spot, True for the others.
         spot_changed_s: since when `spot_available` is what it is, shape (N,). Default: since ever.
         moved_s: when the slot last changed its market, shape (N,). Default: never.
-
-    Raises:
-        ValueError: shapes differ, or a number is out of its range.
     """
 
     elapsed_s: float
@@ -179,11 +171,7 @@ class PlannerState:
         return len(self.rates_per_s)
 
     def of_slots(self, slots: Bools) -> PlannerState:
-        """The state of some slots alone, in their order.
-
-        Raises:
-            ValueError: no slot with a rate above 0 is left.
-        """
+        """The state of some slots alone, in their order. Raises ValueError if no slot with a rate above 0 is left."""
         if slots.all():
             return self
         names = ("rates_per_s", "on_spot", "up", "spot_available", "spot_changed_s", "moved_s")
@@ -191,16 +179,9 @@ class PlannerState:
 
 
 class SlotHistory(KeptState):
-    """Spot's availability per slot and its changes, and the slots' moves, in seconds of any one clock.
-
-    Args:
-        shape: (N,) for one job of N slots, (M, N) for M jobs.
-
-    Attributes:
-        spot_available: whether spot has a machine for the slot, at the last observation; True before the first.
-        spot_changed_s: when that last changed; -inf before the first change.
-        moved_s: when the slot last changed its market; -inf before the first move.
-    """
+    """Spot's availability per slot (True before the first observation), when it last changed, and when the slot last
+    changed its market, in seconds of any one clock; -inf before. The shape is (N,) for one job of N slots, (M, N) for M
+    jobs."""
 
     KEPT: ClassVar = {"moved_s": Floats, "spot_available": Bools, "spot_changed_s": Floats}
 
@@ -208,10 +189,6 @@ class SlotHistory(KeptState):
         self.spot_available: Bools = np.ones(shape, dtype=np.bool_)
         self.spot_changed_s: Floats = np.full(shape, -math.inf)
         self.moved_s: Floats = np.full(shape, -math.inf)
-
-    def copy(self) -> SlotHistory:
-        """A history that changes without this one."""
-        return copy.deepcopy(self)
 
     def begin(self, spot_available: npt.ArrayLike) -> None:
         """Availability as it is found at the start: no change."""
@@ -228,11 +205,7 @@ class SlotHistory(KeptState):
         self.moved_s[moved] = now_s
 
     def since(self, started_s: float = 0.0, *, job: int | None = None) -> dict[str, Any]:
-        """What `PlannerState` takes of the past.
-
-        Args:
-            job: which of M jobs; None for a history of one.
-        """
+        """The arguments of `PlannerState` about the past; of one of M jobs, or of a history of one."""
         at = slice(None) if job is None else job
         return {
             "spot_available": self.spot_available[at],

@@ -2,7 +2,7 @@
 
 Before the knee of the loss curve nothing is done. At the knee the reference curve is fitted once, and one worker is
 removed. From then on, once in every `every_s`: the losses since the last removal are fitted, both curves are advanced
-by the horizon, and another worker is removed where the current one is not behind the reference by the threshold.
+by the horizon, and another worker is removed if the current one is not behind the reference by the threshold.
 
 Source: MLLess (Middleware 2021; journal version 2023), "Scale-in auto-tuner"; formulas in `doll.theory.scale_in`.
 """
@@ -11,19 +11,102 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Final
 
+import numpy as np
 from msgspec import Meta
 
 from doll.provisioner.kept_state import KeptState
-from doll.provisioner.planning.loss_history import LossHistory
 from doll.theory import checks, scale_in
+from doll.theory.checks import Floats
 from doll.theory.scale_in import Pace, ReferenceCurve, Score
+
+MOST_POINTS: Final = 2048
+_Point = tuple[float, float, float]  # newest step, its time, mean loss
+
+
+class LossHistory(KeptState):
+    """The loss of each update before learning from it, and when it was made.
+
+    At `most` points (2 or more), two neighbours become one with their mean loss, and from then on as many updates make
+    a point. So a point stands for `stride` updates, and the memory is bounded for any length of the job.
+    """
+
+    KEPT: ClassVar = {"stride": Annotated[int, Meta(ge=1)], "points": list[_Point], "open": list[_Point]}
+
+    def __init__(self, most: int = MOST_POINTS) -> None:
+        if most < 2:
+            raise ValueError(f"most: expected at least 2 points, got {most}")
+        self._most = most - most % 2  # neighbours are joined in pairs
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all of it: the job begins again."""
+        self._stride = 1
+        self._points: list[_Point] = []
+        self._open: list[_Point] = []  # of the point that is not complete
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    @property
+    def last_step(self) -> float:
+        """The newest step; 0 before the first."""
+        newest = self._open or self._points
+        return newest[-1][0] if newest else 0.0
+
+    def observe(self, step: float, loss: float, at_s: float) -> None:
+        """One update: the version that it made, its loss, and its Unix time; a time before the newest one counts as
+        that. A step that is not later than the newest one, or a loss that is not finite, is passed over."""
+        if not (step > self.last_step and math.isfinite(loss) and math.isfinite(at_s)):
+            return
+        newest = self._open or self._points
+        self._open.append((float(step), max(float(at_s), newest[-1][1] if newest else -math.inf), float(loss)))
+        if len(self._open) < self._stride:
+            return
+        mean = math.fsum(point[2] for point in self._open) / len(self._open)
+        self._points.append((*self._open[-1][:2], mean))
+        self._open = []
+        if len(self._points) == self._most:
+            self._halve()
+
+    def _halve(self) -> None:
+        pairs = zip(self._points[::2], self._points[1::2], strict=True)
+        self._points = [(late[0], late[1], (early[2] + late[2]) / 2) for early, late in pairs]
+        self._stride *= 2
+
+    def cut(self, step: float) -> None:
+        """Forget the updates after `step`: they were rolled back."""
+        self._open = [point for point in self._open if point[0] <= step]
+        while self._points and self._points[-1][0] > step:
+            self._points.pop()
+            self._open = []
+
+    def curve(self, after: float = 0.0) -> tuple[Floats, Floats]:
+        """Steps and losses of the points after a step, shape (n,) each."""
+        points = [point for point in self._points if point[0] > after]
+        return np.array([point[0] for point in points]), np.array([point[2] for point in points])
+
+    def step_seconds(self, after: float = 0.0, skip: int = 0) -> Floats:
+        """Seconds of a step between the points after a step, shape (n - 1,), without the `skip` steps after it."""
+        points = np.array([point[:2] for point in self._points if point[0] > after + skip]).reshape(-1, 2)
+        seconds: Floats = np.diff(points[:, 1]) / np.diff(points[:, 0])
+        return seconds
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds from the first point to the newest."""
+        return self._points[-1][1] - self._points[0][1] if self._points else 0.0
+
+    @property
+    def first_step(self) -> float:
+        """Step of the first point; 0 before it."""
+        return self._points[0][0] if self._points else 0.0
 
 
 @dataclass(frozen=True)
 class TunerSettings:
-    """How the tuner behaves.
+    """How the tuner behaves. Raises ValueError for a number out of its range.
 
     Args:
         every_s: T, seconds between two decisions.
@@ -31,15 +114,12 @@ class TunerSettings:
         threshold: S in [0, 1], see `relative_excess`.
         knee_slope: τ < 0, relative change of the loss per step at the knee.
         min_workers: p_min, at least 1.
-        elapsed_reference: compare with the loss that all workers would have reached by now, and not, as the paper
-            does, with theirs at the same step.
-        span: of the averages that find the knee, in points.
-        fit_span: of the average that losses pass before a curve is fitted to them, in points; 0: they pass none.
+        elapsed_reference: compare with the loss that all workers would have reached by now, and not, as the paper does,
+            with theirs at the same step.
+        span, fit_span: points of the averages that find the knee, and that losses pass before a curve is fitted (0:
+            none).
         confirmations: looks at new losses in a row in which the knee did not move on, before it counts.
         ignored_steps: steps after a removal whose duration does not count.
-
-    Raises:
-        ValueError: a number out of its range.
     """
 
     every_s: float = 20.0
@@ -63,12 +143,7 @@ class TunerSettings:
 
 @dataclass(frozen=True)
 class TunerVerdict:
-    """What the tuner says now.
-
-    Attributes:
-        remove: one worker should go.
-        score: s; NaN where none was computed.
-    """
+    """The tuner's answer: one worker should go, or not, and why. `score` is s; NaN if none was computed."""
 
     remove: bool
     why: str
@@ -80,15 +155,8 @@ _Reference = tuple[float, float, float, float, Annotated[float, Meta(gt=0)]]
 
 
 class ScaleInTuner(KeptState):
-    """Asked with a job's losses; the caller reports removals.
-
-    Args:
-        workers: P, at the start.
-        score: what is compared with the threshold.
-
-    Attributes:
-        workers: p, how many there are now.
-    """
+    """Asked with a job's losses; the caller reports removals. `workers` is p, P at the start; `score` is what is
+    compared with the threshold."""
 
     KEPT: ClassVar = {
         "workers": Annotated[int, Meta(ge=1)], "knee": float, "confirmations": int, "looked_at_step": float,
@@ -187,8 +255,8 @@ class ScaleInTuner(KeptState):
     def gain_of_removal(self, history: LossHistory) -> float | None:
         """Perf/$ with one worker fewer over that of now, for the same steps at the same price of each worker.
 
-        By the step times that were measured, d(w) = a + b w: T and cost are in proportion to d and to w d. None where
-        they were measured with one number of workers only.
+        By the step times that were measured, d(w) = a + b w: T and cost are in proportion to d and to w d. Returns None
+        if they were measured with one number of workers only.
         """
         measured = [*self._step_times, *self._step_time_now(history)]
         if len({workers for workers, _, _ in measured}) < 2:

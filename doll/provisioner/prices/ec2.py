@@ -1,10 +1,8 @@
 """`PriceFeed` of EC2: spot prices from DescribeSpotPriceHistory, on-demand prices from the price list.
 
-Spot prices are asked again after five minutes; each answer begins with the last change before its start, so the pieces
-join without a hole. On-demand prices come from the price list (`pricing:GetProducts`), else from a file that keeps what
-it said, else from the table that ships with DOLL, else from what the job file states; which, is logged.
-
-Sources: EC2 API reference, "DescribeSpotPriceHistory"; Price List API reference, "GetProducts".
+Each answer of spot prices begins with the last change before its start, so the pieces join without a hole. On-demand
+prices come from the price list (`pricing:GetProducts`), else from a file that keeps its answers, else from the table
+that ships with DOLL, else from the job file; which, is logged. Sources: EC2 API reference; Price List API reference.
 """
 
 from __future__ import annotations
@@ -12,13 +10,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
 from doll import telemetry
+from doll.config import JobConfig
 from doll.errors import ServiceUnavailableError
 from doll.process.files import write_json
 from doll.provisioner.fleets.ec2.capacity import Ec2Pool
@@ -29,9 +29,6 @@ from doll.provisioner.prices.shipped import OnDemandPrice, shipped_prices
 from doll.provisioner.traces.model import MAX_USD_PER_HOUR, Series, constant
 from doll.records.bounded import json_object, json_value, read_text, short
 from doll.theory.cost import Prices
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
 
 log = telemetry.get_logger(__name__)
 
@@ -45,12 +42,7 @@ _MOST_CACHE_BYTES: Final = 16_000_000
 
 
 class SpotHistory:
-    """Spot prices of some pools, as far as they have been asked for.
-
-    Args:
-        client: boto3's EC2 client.
-        page_size: of the listing, up to 1000.
-    """
+    """Spot prices of some pools, as far as they have been asked for, in listings of up to 1000 per page."""
 
     def __init__(self, client: Any, *, page_size: int = 1000) -> None:
         self._client = client
@@ -60,11 +52,8 @@ class SpotHistory:
         self._failed_s = -math.inf
 
     def refresh(self, pools: Collection[Ec2Pool], start_s: float, now_s: float) -> None:
-        """Know these pools from `start_s` until about `now_s`.
-
-        Raises:
-            ServiceUnavailableError: EC2 does not answer, and some pool has never been asked for.
-        """
+        """Know these pools from `start_s` until about `now_s`. Raises ServiceUnavailableError if EC2 does not answer,
+        and some pool has never been asked for."""
         start_s = max(start_s, now_s - HISTORY_S)
         wanted: dict[tuple[float, float], list[Ec2Pool]] = {}
         for pool in pools:
@@ -86,14 +75,14 @@ class SpotHistory:
                 log.warning("spot_prices_stale", age_s=round(until_s - since_s), reason=str(error))
 
     def at(self, pool: Ec2Pool, time_s: float) -> float | None:
-        """USD per hour at that time; before what is known, the first price that is; None where nothing is."""
+        """USD per hour at that time; before what is known, the first price that is; None if nothing is."""
         changes = self._usd_per_h.get(pool)
         if not changes:
             return None
         return changes[max((at_s for at_s in changes if at_s <= time_s), default=min(changes))]
 
     def series(self, pool: Ec2Pool, start_s: float, end_s: float) -> Series | None:
-        """The price from `start_s` to `end_s` as steps; None where nothing is known."""
+        """The price from `start_s` to `end_s` as steps; None if nothing is known."""
         first = self.at(pool, start_s)
         if first is None:
             return None
@@ -126,57 +115,47 @@ class SpotHistory:
             self._known[pool] = (min(first, since_s), max(last, until_s))
 
 
+@dataclass(eq=False, repr=False)
 class OnDemandPrices:
-    """Prices of a region's instance types.
+    """Prices of a region's instance types: from a client of the price list (None: only what is on disk), cached in a
+    file (None: no cache)."""
 
-    Args:
-        client: boto3's client of the price list; None: only what is on disk.
-        cache: file that caches the price list; None: no cache.
-    """
+    client: Any
+    region: str
+    _: KW_ONLY
+    cache: Path | None = None
+    today: Callable[[], date] = lambda: datetime.now(UTC).date()
+    _known_usd: dict[str, OnDemandPrice] = field(default_factory=dict, init=False)
 
-    def __init__(
-        self,
-        client: Any,
-        region: str,
-        *,
-        cache: Path | None = None,
-        today: Callable[[], date] = lambda: datetime.now(UTC).date(),
-    ) -> None:
-        self._client = client
-        self._region = region
-        self._cache = cache
-        self._today = today
-        self._found: dict[str, OnDemandPrice] = {}
-
-    def of(self, instance_type: str) -> OnDemandPrice | None:
+    def lookup(self, instance_type: str) -> OnDemandPrice | None:
         """The best price that is known; None: none is."""
-        if instance_type not in self._found:
+        if instance_type not in self._known_usd:
             kept = self._kept(instance_type)
             price = kept if kept is not None and self._is_fresh(kept) else self._asked(instance_type) or kept
-            price = price or shipped_prices(self._region).get(instance_type)
+            price = price or shipped_prices(self.region).get(instance_type)
             if price is None:
                 return None
-            self._found[instance_type] = price
+            self._known_usd[instance_type] = price
             log.info("on_demand_price", instance_type=instance_type, usd_per_h=price.usd_per_h, source=price.source,
                      as_of=price.as_of)  # fmt: skip
-        return self._found[instance_type]
+        return self._known_usd[instance_type]
 
     def _is_fresh(self, price: OnDemandPrice) -> bool:
-        return (self._today() - date.fromisoformat(price.as_of)).days < KEEP_ON_DEMAND_DAYS
+        return (self.today() - date.fromisoformat(price.as_of)).days < KEEP_ON_DEMAND_DAYS
 
     def _asked(self, instance_type: str) -> OnDemandPrice | None:
-        if self._client is None:
+        if self.client is None:
             return None
         terms = {
             "instanceType": instance_type,
-            "regionCode": self._region,
+            "regionCode": self.region,
             "operatingSystem": "Linux",
             "tenancy": "Shared",
             "preInstalledSw": "NA",
             "capacitystatus": "Used",
         }
         try:
-            answer = self._client.get_products(
+            answer = self.client.get_products(
                 ServiceCode="AmazonEC2",
                 Filters=[{"Type": "TERM_MATCH", "Field": key, "Value": value} for key, value in terms.items()],
             )
@@ -185,15 +164,15 @@ class OnDemandPrices:
             log.warning("price_list_not_read", instance_type=instance_type, reason=f"{type(error).__name__}: {error}")
             return None
         if not prices:
-            log.warning("price_not_listed", instance_type=instance_type, region=self._region)
+            log.warning("price_not_listed", instance_type=instance_type, region=self.region)
             return None
-        price = OnDemandPrice(prices[0], "price list", self._today().isoformat())
+        price = OnDemandPrice(prices[0], "price list", self.today().isoformat())
         self._keep(instance_type, price)
         return price
 
     def _kept(self, instance_type: str) -> OnDemandPrice | None:
         try:
-            row = self._read_cache()[self._region][instance_type]
+            row = self._read_cache()[self.region][instance_type]
             price = OnDemandPrice(float(row["usd_per_h"]), "price list, kept", str(row["as_of"]))
             date.fromisoformat(price.as_of)
         except (KeyError, TypeError, ValueError, OverflowError):
@@ -201,92 +180,81 @@ class OnDemandPrices:
         return price if 0 < price.usd_per_h < math.inf else None
 
     def _read_cache(self) -> Any:
-        if self._cache is None or not self._cache.is_file():
+        if self.cache is None or not self.cache.is_file():
             return {}
         try:
-            return json_value(read_text(self._cache, max_bytes=_MOST_CACHE_BYTES))
+            return json_value(read_text(self.cache, max_bytes=_MOST_CACHE_BYTES))
         except (OSError, ValueError) as error:
-            log.warning("price_file_not_read", file=str(self._cache), reason=str(error))
+            log.warning("price_file_not_read", file=str(self.cache), reason=str(error))
             return {}
 
     def _keep(self, instance_type: str, price: OnDemandPrice) -> None:
-        if self._cache is None:
+        if self.cache is None:
             return
         whole = self._read_cache()
         whole = whole if isinstance(whole, dict) else {}
-        region = whole.setdefault(self._region, {})
+        region = whole.setdefault(self.region, {})
         if not isinstance(region, dict):
-            region = whole[self._region] = {}
+            region = whole[self.region] = {}
         region[instance_type] = {"usd_per_h": price.usd_per_h, "as_of": price.as_of}
         try:
-            write_json(self._cache, whole)
+            write_json(self.cache, whole)
         except OSError as error:
-            log.warning("price_file_not_written", file=str(self._cache), reason=str(error))
+            log.warning("price_file_not_written", file=str(self.cache), reason=str(error))
 
 
+@dataclass(eq=False, repr=False)
 class Ec2Prices:
-    """Prices of the pools that a fleet may use.
+    """Prices of the pools that a fleet may use: all pairs of `instance_types` and `zones`.
 
     Args:
-        client: boto3's EC2 client.
-        instance_types, zones: the pools are all pairs of them.
         stated_usd_per_h: on-demand price that the job file states, for types that no other source has.
         lacks_capacity: whether a pool is known to have no machines; its price is of no use then.
         clock: Unix seconds; no price later than that can be asked for.
     """
 
-    def __init__(
-        self,
-        client: Any,
-        on_demand: OnDemandPrices,
-        *,
-        instance_types: Sequence[str],
-        zones: Sequence[str],
-        stated_usd_per_h: float | None = None,
-        lacks_capacity: Callable[[Ec2Pool, Market, float], bool] = lambda pool, market, now_s: False,
-        clock: Callable[[], float] = time.time,
-        page_size: int = 1000,
-    ) -> None:
-        self._client = client
-        self._spot = SpotHistory(client, page_size=page_size)
-        self._on_demand = on_demand
-        self._pools = [Ec2Pool(type_, zone) for zone in zones for type_ in instance_types]
-        self._types = list(dict.fromkeys(instance_types))
-        self._stated = stated_usd_per_h
-        self._is_dry = lacks_capacity
-        self._clock = clock
+    client: Any
+    on_demand: OnDemandPrices
+    _: KW_ONLY
+    instance_types: Sequence[str]
+    zones: Sequence[str]
+    stated_usd_per_h: float | None = None
+    lacks_capacity: Callable[[Ec2Pool, Market, float], bool] = lambda pool, market, now_s: False
+    clock: Callable[[], float] = time.time
+    page_size: int = 1000
+
+    def __post_init__(self) -> None:
+        self._spot = SpotHistory(self.client, page_size=self.page_size)
+        self._pools = [Ec2Pool(type_, zone) for zone in self.zones for type_ in self.instance_types]
 
     def current(self, now_s: float) -> Prices:
-        """As the port. Where no pool has capacity, the cheapest of all counts."""
+        """The cheapest prices; if no spot pool has capacity, the cheapest of all counts."""
         self._spot.refresh(self._pools, now_s, now_s)
         known = {pool: usd for pool in self._pools if (usd := self._spot.at(pool, now_s)) is not None}
         if not known:
             raise ServiceUnavailableError(
-                f"EC2 knows no spot price of {', '.join(self._types)} in {', '.join(self._zones())}: are they offered?"
+                f"EC2 knows no spot price of {', '.join(self.instance_types)} in {', '.join(self.zones)}: are they "
+                "offered?"
             )
-        usable = [usd for pool, usd in known.items() if not self._is_dry(pool, "spot", now_s)]
-        return Prices(min(usable or known.values()), min(self._on_demand_usd(type_) for type_ in self._types))
+        usable = [usd for pool, usd in known.items() if not self.lacks_capacity(pool, "spot", now_s)]
+        return Prices(min(usable or known.values()), min(self._on_demand_usd(type_) for type_ in self.instance_types))
 
     def series(self, pool: str, market: Market, start_s: float, end_s: float) -> Series:
-        """As the port."""
-        at = Ec2Pool.of(pool)
+        at = Ec2Pool.parse(pool)
         if market == "on_demand":
             return constant(self._on_demand_usd(at.instance_type), start_s, end_s)
-        self._spot.refresh([at], start_s, max(start_s, min(end_s, self._clock())))
+        self._spot.refresh([at], start_s, max(start_s, min(end_s, self.clock())))
         series = self._spot.series(at, start_s, end_s)
         if series is None:
             raise ServiceUnavailableError(f"EC2 knows no spot price of {pool}")
         return series
 
-    def _zones(self) -> list[str]:
-        return list(dict.fromkeys(pool.zone for pool in self._pools))
-
     def _on_demand_usd(self, instance_type: str) -> float:
-        price = self._on_demand.of(instance_type)
+        price = self.on_demand.lookup(instance_type)
         if price is not None:
             return price.usd_per_h
-        if self._stated is not None:
-            return self._stated
+        if self.stated_usd_per_h is not None:
+            return self.stated_usd_per_h
         raise ServiceUnavailableError(
             f"no on-demand price of {instance_type} is known: allow pricing:GetProducts (docs/aws.md), or state "
             "plan.on_demand_usd_per_h"
@@ -294,12 +262,7 @@ class Ec2Prices:
 
 
 def connect(config: JobConfig, fleet: Ec2Fleet, *, run_folder: Path) -> Ec2Prices:
-    """The prices of the fleet that a job file describes.
-
-    Raises:
-        ConfigError: another kind of fleet, or boto3 lacks what it needs to make a client.
-        LaunchError: the fleet's subnets are not there, or EC2 does not answer.
-    """
+    """The prices of the fleet that a job file describes. Raises ConfigError and LaunchError as the fleet does."""
     settings = ec2_settings(config)
     client = aws_client("ec2", settings.region)
     cache = config.path(settings.price_cache) if settings.price_cache is not None else run_folder / "prices.json"

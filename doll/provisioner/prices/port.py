@@ -13,31 +13,19 @@ from doll.theory.cost import Prices
 
 
 class PriceFeed(Protocol):
-    """Prices of one machine, also where a worker has several. All times are Unix seconds."""
+    """Prices of one machine, also if a worker has several. All times are Unix seconds."""
 
     def current(self, now_s: float) -> Prices:
-        """Cheapest usable spot pool and cheapest on-demand one, USD per hour.
-
-        Raises:
-            ServiceUnavailableError: no price is known and none is available.
-        """
-        ...
+        """Cheapest usable spot pool and cheapest on-demand one, USD per hour. Raises ServiceUnavailableError if no
+        price is known and none is available."""
 
     def series(self, pool: str, market: Market, start_s: float, end_s: float) -> Series:
         """The pool's price over this time, as far as it is known; the bill of an instance is its mean times the hours.
-
-        Raises:
-            ServiceUnavailableError: no price is known and none is available.
-        """
-        ...
+        Raises like `current`."""
 
 
 class StatedPrices:
-    """`PriceFeed` of one spot and one on-demand price, USD per hour.
-
-    Raises:
-        ValueError: a price out of its range.
-    """
+    """`PriceFeed` of one spot and one on-demand price, USD per hour. Raises ValueError for a price out of its range."""
 
     def __init__(self, spot_usd_per_h: float, on_demand_usd_per_h: float) -> None:
         self._prices = Prices(spot_usd_per_h, on_demand_usd_per_h)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import csv
 import functools
 import importlib.resources
+import math
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal, NamedTuple
 
+from doll.amounts import duration, usd
 from doll.config import Ec2FleetConfig, JobConfig, PlanConfig
 from doll.errors import ConfigError
-from doll.provisioner.planning.stack_cost import stack_usd_per_h
 from doll.theory.cost import SECONDS_PER_HOUR
 
 DEFAULT_INSTANCE: Final = "c7g.large"  # 2 vCPUs, of the cheapest in USD per vCPU
@@ -43,7 +44,7 @@ class ShippedPrice:
 
     @property
     def text(self) -> str:
-        """What it is a price of, and of when."""
+        """The machine, and the date of its price."""
         return f"{self.instance} in {self.region}, prices of {self.as_of}"
 
 
@@ -60,11 +61,7 @@ def shipped_prices(region: str) -> dict[str, OnDemandPrice]:
 
 
 def shipped_price(instance: str, region: str) -> ShippedPrice:
-    """Both prices of an instance type.
-
-    Raises:
-        ConfigError: the table lacks it; the message names what it has.
-    """
+    """Both prices of an instance type. Raises ConfigError if the table lacks it; the message names what it has."""
     facts, rows = _table(_TABLES[1])
     for row in rows:
         if (row["instance_type"], row["region"]) == (instance, region):
@@ -88,10 +85,8 @@ def _table(name: str) -> tuple[dict[str, str], list[dict[str, str]]]:
 
 
 def machine_of(config: JobConfig | None, instance: str | None, region: str | None) -> tuple[str, str]:
-    """The instance type and the region that are asked for, else by the job's EC2 fleet, else the defaults.
-
-    Of a fleet's instance types, which are of similar size, the first that the table has.
-    """
+    """The instance type and the region that are asked for, else by the job's EC2 fleet (the first of its types that the
+    table has: they are of similar size), else the defaults."""
     fleet = None if config is None else config.fleet
     if isinstance(fleet, Ec2FleetConfig):
         region = region or fleet.region or DEFAULT_REGION
@@ -105,14 +100,8 @@ def machine_of(config: JobConfig | None, instance: str | None, region: str | Non
 def with_prices(
     config: JobConfig | None, section: PlanConfig, instance: str | None, region: str | None, notes: list[str]
 ) -> PlanConfig:
-    """The plan section with prices of the table, where an instance or region is asked for, or no prices are stated.
-
-    Args:
-        notes: gets a line on where the prices come from.
-
-    Raises:
-        ConfigError: the table lacks the machine.
-    """
+    """The plan section with prices of the table, if an instance or region is asked for, or no prices are stated;
+    `notes` gets a line on it. Raises ConfigError if the table lacks the machine."""
     stated = section.spot_usd_per_h is not None and section.on_demand_usd_per_h is not None
     if stated and instance is None and region is None:
         return section
@@ -130,7 +119,7 @@ def with_prices(
 
 
 def estimate(config: JobConfig, seconds: float) -> dict[str, Any] | None:
-    """What the workers of a run of so many seconds would have cost on EC2; None where the table lacks the machine."""
+    """The cost on EC2 of the workers of a run of so many seconds; None if the table lacks the machine."""
     try:
         price = shipped_price(*machine_of(config, None, None))
     except ConfigError:
@@ -148,3 +137,52 @@ def estimate(config: JobConfig, seconds: float) -> dict[str, Any] | None:
         "on_demand_usd": hours * price.on_demand_usd_per_h,
         "spot_usd": hours * price.spot_usd_per_h,
     }
+
+
+StackKind = Literal["self_managed", "msk"]
+
+
+class StackPart(NamedTuple):
+    """A part of what runs beside the workers on AWS and costs from the first hour on, with its price.
+
+    The rows are those of the table in deploy/terraform/README.md, us-east-1; a test holds the two together.
+    """
+
+    name: str
+    usd_per_h: float
+
+
+_BESIDE: Final = (
+    StackPart("network: one NAT gateway", 0.05),
+    StackPart("keys, secrets, alarms", 0.01),
+    StackPart("checkpoints: requests", 0.02),
+)
+PARTS: Final[dict[StackKind, tuple[StackPart, ...]]] = {
+    "self_managed": (
+        StackPart("control host, with the cache", 0.20), StackPart("Kafka on three machines", 0.17), *_BESIDE,
+    ),
+    "msk": (StackPart("control host, with the cache", 0.20), StackPart("Kafka by MSK", 0.65), *_BESIDE),
+}  # fmt: skip
+
+
+def stack_usd_per_h(kind: StackKind) -> float:
+    """USD per hour of all parts."""
+    return sum(part.usd_per_h for part in PARTS[kind])
+
+
+def stack_lines(kind: StackKind, seconds: float, workers_usd: float) -> list[str]:
+    """A line for each part, and the cost of the job with its workers; none for a job without an end."""
+    if math.isinf(seconds):
+        return []
+    hours = seconds / SECONDS_PER_HOUR
+    width = max(len(part.name) for part in PARTS[kind])
+    total = stack_usd_per_h(kind)
+    return [
+        f"Beside the workers for {duration(seconds)}, on AWS in us-east-1 (kafka_mode {kind}; not in the budget):",
+        *(
+            f"  {part.name:<{width}}  {part.usd_per_h:.2f} USD/h  {usd(part.usd_per_h * hours):>8} USD"
+            for part in PARTS[kind]
+        ),
+        f"  {'together':<{width}}  {total:.2f} USD/h  {usd(total * hours):>8} USD; with the workers "
+        f"{usd(total * hours + workers_usd)} USD",
+    ]

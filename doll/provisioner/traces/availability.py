@@ -1,7 +1,7 @@
 """When preemptible machines are up: two-state Markov chains as in the paper, or a recorded number of machines. Pure.
 
-A worker with k machines is up while all of them are. Where machines come and go one by one, that is the intersection of
-their up times (`all_up`). A recording counts machines that are alike: n of them are ⌊n/k⌋ workers (`pool_of_workers`).
+A worker with k machines is up while all of them are: the intersection of their up times if machines come and go one by
+one (`all_up`). A recording counts machines that are alike: n of them are ⌊n/k⌋ workers (`pool_of_workers`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ class Preemption(Protocol):
 
     def spans(self, slot: int) -> Iterator[tuple[bool, float]]:
         """(up, seconds) spans of this slot from time 0 on, without end; two spans of the same kind may follow."""
-        ...
 
 
 class Markov:
@@ -33,9 +32,7 @@ class Markov:
     """
 
     def __init__(self, alpha: float, cycle_s: float, rng: np.random.Generator) -> None:
-        """Raises:
-        ConfigError: alpha is not in (0, 1] or the cycle is not above 0.
-        """
+        """Raises ConfigError if alpha is not in (0, 1] or the cycle is not above 0."""
         if not 0 < alpha <= 1 or cycle_s <= 0:
             raise ConfigError(
                 f"expected an availability alpha in (0, 1] and a cycle above 0 s, got {alpha} and {cycle_s}"
@@ -62,12 +59,8 @@ class RecordedAvailability:
     """
 
     def __init__(self, times_s: Sequence[float], num_up: Sequence[float], pool_size: int, num_slots: int) -> None:
-        """
-        Args:
-            times_s: ascending; the count holds from its time to the next. The last time ends the recording.
-            num_up: machines up from each time on, same length.
-            pool_size: machines that were wanted.
-        """
+        """The count `num_up` holds from its time to the next, ascending; the last time ends the recording. `pool_size`
+        is the number of machines that were wanted."""
         if len(times_s) != len(num_up) or len(times_s) < 2 or pool_size < 1:
             raise ConfigError(f"expected two or more times with counts and a pool, got {len(times_s)} and {pool_size}")
         self._spans_s = np.diff(np.asarray(times_s, float)).tolist()
@@ -75,7 +68,7 @@ class RecordedAvailability:
         self._share = pool_size / max(num_slots, 1)
 
     @classmethod
-    def of(cls, pool: Pool, num_slots: int) -> Self:
+    def from_pool(cls, pool: Pool, num_slots: int) -> Self:
         """The recorded availability of a pool, from where its recordings begin."""
         inside = (pool.num_up.times_s >= pool.start_s) & (pool.num_up.times_s <= pool.end_s)
         times_s = pool.num_up.times_s[inside] - pool.start_s
@@ -90,7 +83,7 @@ class RecordedAvailability:
 
 
 def all_up(machines: Sequence[Iterator[tuple[bool, float]]]) -> Iterator[tuple[bool, float]]:
-    """(up, seconds) spans in which all of these machines are up, or not all of them; as of `Preemption.spans`.
+    """(up, seconds) spans in which all of these machines are up, or not all of them; see `Preemption.spans`.
 
     >>> from itertools import chain, repeat, islice
     >>> one, two = chain([(True, 5.0)], repeat((False, 9.0))), chain([(False, 2.0)], repeat((True, 9.0)))
@@ -110,12 +103,8 @@ def all_up(machines: Sequence[Iterator[tuple[bool, float]]]) -> Iterator[tuple[b
 
 
 class WholeWorkers:
-    """`Preemption` of slots with several machines each, which come and go independently.
-
-    Args:
-        machine: of single machines; the machines of slot n have the numbers k n to k n + k - 1.
-        machines_per_worker: k.
-    """
+    """`Preemption` of slots with k machines each, which come and go independently: those of slot n have the numbers k n
+    to k n + k - 1."""
 
     def __init__(self, machine: Preemption, machines_per_worker: int) -> None:
         self._machine = machine

@@ -1,16 +1,14 @@
 """A simulated spot market: when spot is available for each slot, when it preempts, what machines cost. Pure.
 
 It replays a recorded pool (docs/traces.md) or the paper's two-state chain, `speed_up` times as fast as the wall clock.
-Everything is asked and answered in wall seconds since the market opened; prices are in USD per hour of the *wall*, the
-market's price times the speed-up. So a bill over wall time is the bill of the market time that went by: at speed-up
-20, a machine of 0.158 USD/h that runs for 3 minutes has run for one hour of the market and costs 0.158 USD.
-
-At the end of an up interval the owner gives notice and takes the machine `notice_s` later; a share of the intervals
-ends without notice, as EC2's warning is a best effort too.
+Times are wall seconds since the market opened; prices are in USD per hour of the *wall*, the market's price times the
+speed-up, so a bill over wall time is the bill of the market time that went by. At the end of an up interval the owner
+gives notice and takes the machine `notice_s` later; a share of the intervals ends without notice.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -21,7 +19,7 @@ import numpy as np
 
 from doll.config import JobConfig, PlanConfig, ProcessesFleetConfig
 from doll.errors import ConfigError
-from doll.provisioner.planning.state import Bools
+from doll.provisioner.planning.state import Bools, Market
 from doll.provisioner.traces.availability import Markov, all_up, pool_of_workers, slots_up
 from doll.provisioner.traces.model import Floats, Pool, Series, constant
 from doll.provisioner.traces.recordings import pool_of
@@ -33,13 +31,9 @@ _MARKOV = "chain"
 
 @dataclass(frozen=True)
 class AvailabilityInterval:
-    """A time in which a slot's spot machine is there, or is not.
-
-    Attributes:
-        number: 0, 1, ... of this slot; of both kinds.
-        start_s, end_s: wall seconds since the opening; `end_s` is infinite where it never ends.
-        taken_s: for an up interval when the machine goes: `end_s` and the notice; `end_s` without a notice.
-    """
+    """The n-th interval of a slot, of both kinds: its spot machine is there, or is not. Times are wall seconds since
+    the opening; `end_s` may be infinite. `taken_s` is when the machine of an up interval goes: `end_s` and the notice,
+    if there is one."""
 
     number: int
     up: bool
@@ -54,7 +48,8 @@ class AvailabilityInterval:
 
 
 class SpotMarket:
-    """N slots, each with its own intervals, in one market with one price of a machine.
+    """N slots, each with its own intervals, in one market with one price of a machine. Raises ConfigError for a number
+    out of its range.
 
     Attributes:
         name: of the pool, or of the chain.
@@ -79,18 +74,14 @@ class SpotMarket:
         offset_s: float = 0.0,
         machines_per_slot: int = 1,
     ) -> None:
-        """
-        Args:
-            spans: of each slot, (up, market seconds) from the opening on, without end; see `simulation.preemption`.
-            prices: spot, USD per market hour over market seconds; repeated when it ends.
-            on_demand_usd_per_h: per market hour.
-            notice_s: wall seconds between notice and end; a worker cannot leave the faster for a faster market.
-            no_notice_share: share of the up intervals that end without notice.
-            offset_s: where in `prices` the market opens, market seconds after its first time.
-            machines_per_slot: k; `spans` are those in which all k machines of a slot are there.
-
-        Raises:
-            ConfigError: a number out of its range.
+        """Args:
+        spans: of each slot, (up, market seconds) from the opening on, without end; see `simulation.preemption`.
+        prices: spot, USD per market hour over market seconds; repeated when it ends.
+        on_demand_usd_per_h: per market hour.
+        notice_s: wall seconds between notice and end; a worker cannot leave the faster for a faster market.
+        no_notice_share: share of the up intervals that end without notice.
+        offset_s: where in `prices` the market opens, market seconds after its first time.
+        machines_per_slot: k; `spans` are those in which all k machines of a slot are there.
         """
         if not 0 < speed_up < math.inf or not 0 <= notice_s < math.inf or not 0 <= no_notice_share <= 1:
             raise ConfigError(
@@ -112,14 +103,8 @@ class SpotMarket:
         notice_s: float = 2.0, no_notice_share: float = 0.0, seed: int = 0, machines_per_slot: int = 1,
         one_by_one: bool = True,
     ) -> Self:  # fmt: skip
-        """The paper's model: each machine up a share `alpha` of the time, up and down once in `cycle_s` market seconds.
-
-        Args:
-            one_by_one: each machine comes and goes on its own; False: the machines of a slot together.
-
-        Raises:
-            ConfigError: a number out of its range.
-        """
+        """The paper's model: each machine up a share `alpha` of the time, up and down once in `cycle_s` market seconds;
+        each on its own (`one_by_one`), or the machines of a slot together."""
         # A generator for each machine: what one meets does not depend on when the others are asked for.
         count = machines_per_slot if one_by_one else 1
         machines = [
@@ -138,17 +123,10 @@ class SpotMarket:
         cls, pool: Pool, num_slots: int, *, length_s: float, speed_up: float = 1.0, notice_s: float = 2.0,
         no_notice_share: float = 0.0, seed: int = 0, machines_per_slot: int = 1,
     ) -> Self:  # fmt: skip
-        """A recorded pool from a random time on, its end followed by its beginning.
-
-        The share of its machines that are up is the share of slots that are, drawn as in a backtest.
-
-        Args:
-            pool: counted in slots where a slot has several machines (`pool_of_workers`).
-            length_s: wall seconds that should fit between the opening and the recording's end, where it is long enough.
-
-        Raises:
-            ConfigError: a number out of its range.
-        """
+        """A recorded pool from a random time on, its end followed by its beginning. The share of its machines that are
+        up is the share of slots that are, drawn as in a backtest. The pool is counted in slots if a slot has several
+        machines (`pool_of_workers`). `length_s` wall seconds fit between the opening and the recording's end, if it is
+        long enough."""
         rng = np.random.default_rng((seed, 2))
         latest = max(pool.start_s, pool.end_s - length_s * speed_up)
         start_s = float(rng.uniform(pool.start_s, latest)) if latest > pool.start_s else pool.start_s
@@ -169,8 +147,6 @@ class SpotMarket:
     @property
     def num_slots(self) -> int:
         return len(self._spans)
-
-    # --- machines
 
     def interval(self, slot: int, at_s: float) -> AvailabilityInterval:
         """The interval that holds at this time, 0 or later; a interval holds from its start to just before its end."""
@@ -215,8 +191,6 @@ class SpotMarket:
         if up and np.random.default_rng((self._seed, 3, slot, number)).random() >= self._no_notice_share:
             taken_s += self.notice_s
         return AvailabilityInterval(number, up, start_s, end_s, taken_s)
-
-    # --- prices, USD per wall hour and machine
 
     @property
     def on_demand_usd_per_h(self) -> float:
@@ -267,6 +241,33 @@ class MarketClock:
         return 0.0 if self.opened_s is None else max(0.0, now_s - self.opened_s)
 
 
+class TracePrices:
+    """`PriceFeed` of a replayed market, in USD per hour of the wall; before the market opens nothing is billed."""
+
+    def __init__(self, market: SpotMarket, clock: MarketClock) -> None:
+        self._market = market
+        self._clock = clock
+
+    def current(self, now_s: float) -> Prices:
+        return self._market.prices(self._clock.since(now_s))
+
+    def series(self, pool: str, market: Market, start_s: float, end_s: float) -> Series:
+        """The same for every pool: a replayed market has one price."""
+        opened_s = self._clock.opened_s
+        if opened_s is None or end_s <= opened_s:
+            return Series(np.array([start_s, end_s]), np.zeros(2))
+        begin_s = max(start_s, opened_s)
+        changes = [] if market == "on_demand" else self._market.spot_changes_s(begin_s - opened_s, end_s - opened_s)
+        times = [begin_s, *(opened_s + change_s for change_s in changes), end_s]
+        # In the middle of each piece: at its very edge, rounding could show the price before.
+        prices = [self._market.prices((one + two) / 2 - opened_s) for one, two in itertools.pairwise(times)]
+        values = [each.spot_usd_per_h if market == "spot" else each.on_demand_usd_per_h for each in prices]
+        values.append(values[-1])
+        if start_s < opened_s:
+            times, values = [start_s, *times], [0.0, *values]
+        return Series(np.array(times), np.array(values))
+
+
 def _repeat(up: Bools, seconds: Floats) -> Iterator[tuple[bool, float]]:
     if up.all() or not up.any():
         yield bool(up[0]), math.inf
@@ -279,10 +280,7 @@ def _repeat(up: Bools, seconds: Floats) -> Iterator[tuple[bool, float]]:
 
 def make_market(config: JobConfig, fleet: ProcessesFleetConfig, seed: int) -> tuple[SpotMarket, PlanConfig]:
     """The job file's market, and its plan with the market's own availability (of a worker) and prices (of a machine).
-
-    Raises:
-        ConfigError: the trace or the pool does not exist, or prices are missing.
-    """
+    Raises ConfigError if the trace or the pool does not exist, or prices are missing."""
     plan, slots, machines = config.plan, config.data.workers, config.machines_per_worker
     if fleet.trace is None:
         if plan.spot_usd_per_h is None or plan.on_demand_usd_per_h is None:

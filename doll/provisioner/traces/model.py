@@ -1,19 +1,14 @@
 """Recorded prices and availability in one normal form: a folder of CSV files that anybody can write (docs/traces.md).
 
-    pools.csv         trace_set,pool,num_machines,on_demand_usd_per_hour[,spot_usd_per_hour]
-    prices.csv        pool,seconds,usd_per_hour      (a row holds until the pool's next row)
-    availability.csv  pool,seconds,num_up            (likewise; 0 .. num_machines)
-
-`read_folder` reads such a folder; `doll.provisioner.traces.recordings` finds it,
-and public data sets in their own formats.
+pools.csv         trace_set,pool,num_machines,on_demand_usd_per_hour[,spot_usd_per_hour]
+prices.csv        pool,seconds,usd_per_hour      (a row holds until the pool's next row)
+availability.csv  pool,seconds,num_up            (likewise; 0 .. num_machines)
 """
 
 from __future__ import annotations
 
-import csv
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +22,7 @@ Floats = npt.NDArray[np.float64]
 POOLS, PRICES, AVAILABILITY = "pools.csv", "prices.csv", "availability.csv"
 # Above all that a market has: what is beyond is damage, and would drown the sums.
 MAX_MACHINES, MAX_USD_PER_HOUR = 10_000_000, 1e6
-_POOL_COLUMNS = ("trace_set", "pool", "num_machines", "on_demand_usd_per_hour")
+POOL_COLUMNS = ("trace_set", "pool", "num_machines", "on_demand_usd_per_hour")
 
 
 @dataclass(frozen=True)
@@ -116,7 +111,7 @@ class Pool:
 
     @property
     def cycle_s(self) -> float:
-        """Mean up and down time of a machine together; the recording's length for each where none was taken away."""
+        """Mean up and down time of a machine together; the recording's length for each if none was taken away."""
         inside = (self.num_up.times_s >= self.start_s) & (self.num_up.times_s <= self.end_s)
         taken = -np.minimum(np.diff(self.num_up.values[inside]), 0.0).sum()
         return self.length_s * self.num_machines / max(float(taken), 1.0)
@@ -141,9 +136,8 @@ def up_at_bid(price: Series, num_machines: int, bid_usd_per_hour: float) -> Seri
 
 
 def read_folder(folder: Path) -> tuple[list[TraceSet], list[tuple[str, str]]]:
-    """The trace sets of a folder in normal form, and what was left out of it: (set, why).
-
-    A set with a pool that cannot be used is left out whole: without the pool it would be another market.
+    """The trace sets of a folder in normal form, and what was left out of it: (set, why). A set with a pool that cannot
+    be used is left out whole: without the pool it would be another market.
 
     Raises:
         ConfigError: a file or column is missing or damaged, or no set can be used.
@@ -156,7 +150,7 @@ def read_folder(folder: Path) -> tuple[list[TraceSet], list[tuple[str, str]]]:
     sets: dict[str, list[Pool]] = {}
     wrong: dict[str, str] = {}
     names: set[str] = set()
-    for line, row in rows(pools_path, _POOL_COLUMNS):
+    for line, row in rows(pools_path, POOL_COLUMNS):
         name, group = row["pool"], row["trace_set"] or folder.name
         sets.setdefault(group, [])
         try:
@@ -212,40 +206,6 @@ def _usable(series: Recorded | None) -> Series | None:
     if isinstance(series, ConfigError):
         raise series
     return series
-
-
-def write_folder(sets: Iterable[TraceSet], folder: Path) -> None:
-    """Write trace sets in normal form; `read_folder` gives the same back. Pools of one name get their set's name too.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    pools = [(trace_set.name, pool) for trace_set in sets for pool in trace_set.pools]
-    count = Counter(pool.name for _, pool in pools)  # a name may be there once in the file
-    pools = [
-        (name, pool if count[pool.name] == 1 else replace(pool, name=f"{pool.name} ({name})")) for name, pool in pools
-    ]
-    _write(
-        folder / POOLS,
-        _POOL_COLUMNS,
-        ((name, pool.name, pool.num_machines, repr(pool.on_demand_usd_per_hour)) for name, pool in pools),
-    )
-    _write(folder / PRICES, ("pool", "seconds", "usd_per_hour"), _steps((pool.name, pool.price) for _, pool in pools))
-    _write(folder / AVAILABILITY, ("pool", "seconds", "num_up"), _steps((pool.name, pool.num_up) for _, pool in pools))
-
-
-def _steps(named: Iterable[tuple[str, Series]]) -> Iterator[tuple[object, ...]]:
-    for name, series in named:
-        for time_s, value in zip(series.times_s.tolist(), series.values.tolist(), strict=True):
-            yield name, f"{time_s:.12g}", f"{value:.12g}"
-
-
-def _write(path: Path, header: Sequence[str], lines: Iterable[Sequence[object]]) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(header)
-        writer.writerows(lines)
 
 
 def _named(folder: Path, name: str) -> Path | None:

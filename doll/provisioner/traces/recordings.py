@@ -21,17 +21,12 @@ _NO_RECORDINGS: Final = ("readme", "license", "licence", "notice", "citation", "
 Parts = list[tuple[str, str]]
 """Parts of a file that were skipped, and why."""
 Loader = Callable[[Path], tuple[list[TraceSet], Parts]]
-"""Reads one file. Raises `ConfigError` where nothing in it can be used; the message names the file."""
+"""Reads one file. Raises `ConfigError` if nothing in it can be used; the message names the file."""
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A file, or a part of one, that was not used.
-
-    Attributes:
-        what: the file, and which part of it where only a part was skipped.
-        why: what was expected, what came, and what to do where that helps.
-    """
+    """A file or part of one that was not used, and why: what was expected, what came, and perhaps what to do."""
 
     what: str
     why: str
@@ -42,35 +37,26 @@ class LeftOut:
 
 @dataclass
 class Survey:
-    """What a folder holds."""
+    """The content of a folder."""
 
     sets: list[TraceSet] = field(default_factory=list)
     skipped: list[LeftOut] = field(default_factory=list)
 
     def check(self, folder: Path) -> None:
-        """
-        Raises:
-            ConfigError: no recording is usable; the message lists what was skipped and why.
-        """
+        """Raise ConfigError if no recording is usable; the message lists what was skipped and why."""
         if not self.sets:
             raise no_recordings_error(folder, self.skipped)
 
 
 def survey(folder: Path) -> Survey:
-    """All trace sets in `folder` and its sub-folders: normal form, or a format of doll-lab
-    (`doll_lab.traces`), where that is installed.
-
-    A format is recognised by the first line of a file, else by its name. Sets of one name
-    get the name of their folder or file too.
-
-    Raises:
-        ConfigError: this is no folder.
-    """
+    """All trace sets in `folder` and its sub-folders: normal form, or a format of doll-lab (`doll_lab.traces`), if that
+    is installed. A format is recognised by the first line of a file, else by its name. Sets of one name get the name of
+    their folder or file too. Raises ConfigError if this is no folder."""
     if not folder.is_dir():
         raise ConfigError(f"expected a folder of traces, got {folder}, which is not one; see docs/traces.md")
     result = Survey()
     named: list[tuple[TraceSet, Path]] = []
-    for inner in (folder, *_folders(folder, result)):
+    for inner in (folder, *(path for path in _listed(folder, result) if path.is_dir())):
         for path, read in _readers(inner, result):
             try:
                 sets, parts = read()
@@ -83,48 +69,17 @@ def survey(folder: Path) -> Survey:
     return result
 
 
-def select(folder: Path, surveyed: Survey, parts: Sequence[str] | None) -> Survey:
-    """The trace sets whose name contains one of `parts`; all without parts. What was skipped stays in it.
-
-    Args:
-        folder: what was surveyed, for messages.
-
-    Raises:
-        ConfigError: nothing in the folder can be used, or no set has such a name.
-    """
-    surveyed.check(folder)
-    if not parts:
-        return surveyed
-    sets = [recorded for recorded in surveyed.sets if any(part in recorded.name for part in parts)]
-    if not sets:
-        names = ", ".join(recorded.name for recorded in surveyed.sets)
-        raise ConfigError(
-            f"--trace-set: no trace set of {folder} has {' or '.join(parts)} in its name; there are {names}"
-            + "".join(f"\n{line}" for line in left_out_text(surveyed.skipped).splitlines())
-        )
-    return Survey(sets, surveyed.skipped)
-
-
 def load(folder: Path) -> list[TraceSet]:
-    """The trace sets that `survey` finds, at least one.
-
-    Raises:
-        ConfigError: no recording is usable; the message lists what was skipped and why.
-    """
+    """The trace sets that `survey` finds, at least one. Raises ConfigError if no recording is usable, see
+    `Survey.check`."""
     result = survey(folder)
     result.check(folder)
     return result.sets
 
 
 def pool_of(folder: Path, name: str | None, asked_by: str) -> Pool:
-    """One pool of the recordings in a folder: by its name, else the first.
-
-    Args:
-        asked_by: the option or key that names it, for the message.
-
-    Raises:
-        ConfigError: no recording is usable, or not this one; the message lists what was skipped.
-    """
+    """One pool of the recordings in a folder: by its name, else the first. `asked_by` is the option or key that names
+    it, for the message. Raises ConfigError if no recording is usable, or not this one."""
     pools: dict[str, Pool] = {}
     result = survey(folder)
     result.check(folder)
@@ -156,9 +111,10 @@ def left_out_text(skipped: Sequence[LeftOut], at_most: int = 20) -> str:
     return "\n".join([*lines, f"skipped: {more} more; --json lists them all"] if more > 0 else lines)
 
 
-def _folders(folder: Path, result: Survey) -> list[Path]:
+def _listed(folder: Path, result: Survey) -> list[Path]:
+    """The entries of a folder in order; none, with an entry in `result`, if it cannot be listed."""
     try:
-        return sorted(path for path in folder.iterdir() if path.is_dir())
+        return sorted(folder.iterdir())
     except OSError as error:
         result.skipped.append(LeftOut(str(folder), f"cannot be listed: {error.strerror or error}"))
         return []
@@ -169,11 +125,7 @@ Read = Callable[[], tuple[list[TraceSet], Parts]]
 
 def _readers(folder: Path, result: Survey) -> Iterable[tuple[Path, Read]]:
     """The files to be read in one folder, without its sub-folders."""
-    try:
-        files = sorted(path for path in folder.iterdir() if path.is_file())
-    except OSError as error:
-        result.skipped.append(LeftOut(str(folder), f"cannot be listed: {error.strerror or error}"))
-        return
+    files = [path for path in _listed(folder, result) if path.is_file()]
     names = {path.name for path in files}
     of_the_form = {POOLS, PRICES, AVAILABILITY} if names & {POOLS, f"{POOLS}.gz"} else set()
     if of_the_form:
@@ -194,7 +146,7 @@ def _readers(folder: Path, result: Survey) -> Iterable[tuple[Path, Read]]:
 
 
 def _loader_of(path: Path, plain: str, result: Survey) -> Loader | None:
-    """What reads the file; None, with an entry in `result`, where nothing does."""
+    """The loader of the file; None, with an entry in `result`, if nothing reads it."""
     try:
         first = next((line for line in text_lines(path) if line.strip()), "")
     except ConfigError as error:

@@ -25,11 +25,8 @@ MAX_NUMBER: Final = 1e15
 
 
 def text_lines(path: Path) -> Iterator[str]:
-    """The lines of a text file with their ends, unpacked where its name ends in .gz.
-
-    Raises:
-        ConfigError: it is damaged, not UTF-8, or larger than a recording; lines before the damage are given first.
-    """
+    """The lines of a text file with their ends, unpacked if its name ends in .gz. Raises ConfigError if it is damaged,
+    not UTF-8, or larger than a recording; lines before the damage are given first."""
     total = 0
     try:
         with _open(path) as file:
@@ -58,11 +55,8 @@ def _open(path: Path) -> io.TextIOWrapper:
 
 
 def rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
-    """Line number and cells of each line of a CSV file with a header that has at least `columns`.
-
-    Raises:
-        ConfigError: it cannot be read, or a column is missing.
-    """
+    """Line number and cells of each line of a CSV file with a header that has at least `columns`. Raises ConfigError if
+    it cannot be read, or a column is missing."""
     reader = csv.DictReader(text_lines(path), restval="")
     try:
         header = reader.fieldnames
@@ -78,11 +72,7 @@ def rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, st
 
 
 def number(row: Mapping[str, str], column: str, where: str) -> float:
-    """The finite number in `column`.
-
-    Raises:
-        ConfigError: it is no number, or beyond `MAX_NUMBER`.
-    """
+    """The finite number in `column`. Raises ConfigError if it is no number, or beyond `MAX_NUMBER`."""
     try:
         value = float(row[column])
     except (TypeError, ValueError):
@@ -93,11 +83,7 @@ def number(row: Mapping[str, str], column: str, where: str) -> float:
 
 
 def moment(text: str, where: str) -> datetime:
-    """A time as ISO 8601 has it, in UTC, which is also what a time without zone is.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """An ISO 8601 time in UTC, which is also what a time without zone is. Raises ConfigError for any other text."""
     try:
         at = datetime.fromisoformat(text)
         return at.replace(tzinfo=UTC) if at.tzinfo is None else at.astimezone(UTC)

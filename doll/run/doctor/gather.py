@@ -20,7 +20,7 @@ from doll.kafka.diagnosis import ask_kafka
 from doll.kafka.logins import client_certificate, principal_text
 from doll.kafka.permissions import ROLES, Role
 from doll.local import ray_head
-from doll.provisioner.fleets.ec2.quotas import ask_quotas
+from doll.provisioner.fleets.ec2.account import ask_quotas
 from doll.provisioner.fleets.kubernetes.diagnosis import ask_kubernetes
 from doll.provisioner.fleets.ray.diagnosis import ask_ray
 from doll.records.check import Check

@@ -14,9 +14,8 @@ from doll.local.ray_head import RayHead
 from doll.local.stack import Stack
 from doll.local.supervisor import Supervisor
 from doll.monitor.state.progress import ProgressModel
-from doll.provisioner.state_store import state_of
+from doll.provisioner.state_store import clear_stops, state_of
 from doll.provisioner.status import last_decision
-from doll.provisioner.stops import clear_stops
 from doll.records.control import AnyRecord, Finished
 from doll.run.folder import display_path
 from doll.run.local.context import PROVISIONER, LocalRun, RunHook

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from doll.errors import ConfigError
 from doll.local.processes import die_with_parent
 from doll.process.platform import CAN_FORK
 from doll.provisioner.traces.model import Floats, TraceSet
-from doll.provisioner.traces.recordings import LeftOut, Survey, no_recordings_error
+from doll.provisioner.traces.recordings import LeftOut, Survey, left_out_text, no_recordings_error
 
 from doll_lab.backtests.baselines import OFF, ON_DEMAND, SPOT, BacktestJob, MarketPolicy, Observation
 from doll_lab.backtests.windows import Windows, clairvoyant_usd, sample
@@ -184,6 +185,22 @@ def _replay(task: tuple[int, float]) -> list[Row]:
     assert _work is not None
     sets, settings, policies = _work
     return backtest_one(sets[task[0]], task[1], settings, policies())
+
+
+def select(folder: Path, surveyed: Survey, parts: Sequence[str] | None) -> Survey:
+    """The trace sets whose name contains one of `parts`; all without parts. What was skipped stays in it. Raises
+    ConfigError if nothing in `folder` can be used, or no set has such a name."""
+    surveyed.check(folder)
+    if not parts:
+        return surveyed
+    sets = [recorded for recorded in surveyed.sets if any(part in recorded.name for part in parts)]
+    if not sets:
+        names = ", ".join(recorded.name for recorded in surveyed.sets)
+        raise ConfigError(
+            f"--trace-set: no trace set of {folder} has {' or '.join(parts)} in its name; there are {names}"
+            + "".join(f"\n{line}" for line in left_out_text(surveyed.skipped).splitlines())
+        )
+    return Survey(sets, surveyed.skipped)
 
 
 def usable(folder: Path, selected: Survey, settings: BacktestSettings) -> tuple[list[TraceSet], list[LeftOut]]:

@@ -55,13 +55,13 @@ def backtest(
 
     Example: doll backtest my-traces --out backtest
     """
-    from doll.provisioner.traces.model import write_folder
-    from doll.provisioner.traces.recordings import left_out_text, select, survey
+    from doll.provisioner.traces.recordings import left_out_text, survey
 
     from doll_lab.backtests import backtest_report
     from doll_lab.backtests.adaptive import backtest_policies
-    from doll_lab.backtests.backtest import BacktestSettings, usable
+    from doll_lab.backtests.backtest import BacktestSettings, select, usable
     from doll_lab.backtests.backtest import backtest as replay_all
+    from doll_lab.traces.export import write_folder
 
     selected = select(folder, survey(folder), trace_set)
     if export is not None:

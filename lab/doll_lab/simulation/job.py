@@ -148,7 +148,7 @@ def preemptions(
             return chain, alpha
         return WholeWorkers(chain, machines), gang_availability(machines, alpha, cycle_s).alpha
     recorded = pool_of_workers(pool_of(trace, pool, "--pool"), machines, settings.num_workers)
-    return RecordedAvailability.of(recorded, settings.num_workers), recorded.alpha
+    return RecordedAvailability.from_pool(recorded, settings.num_workers), recorded.alpha
 
 
 def fixed_mix(

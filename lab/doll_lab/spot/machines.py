@@ -17,10 +17,9 @@ from doll.provisioner.billing import LOCAL, bill
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.processes import Machine, ProcessFleet
-from doll.provisioner.prices.trace import TracePrices
 from doll.provisioner.state_store import FileStateStore
 from doll.provisioner.status import instance_text
-from doll.provisioner.traces.market import MarketClock
+from doll.provisioner.traces.market import MarketClock, TracePrices
 from doll.records.control import AnyRecord, Leave, Welcome
 from doll.run.local.context import LocalRun
 
@@ -121,7 +120,7 @@ class SpotMachines:
         """Let preemptions and ends of processes happen, and read the job's records. Call it several times a second."""
         self._fleet.poll()
         for timed_record in self._job_records.poll(0.0):
-            self._controller.feed(timed_record.record, self.clock.at(timed_record.at_s))
+            self._controller.observed.feed(timed_record.record, self.clock.at(timed_record.at_s))
             self._leave_reporter.feed(timed_record.record)
         self._leave_reporter.report(self._fleet.machines)
 

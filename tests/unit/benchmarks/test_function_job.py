@@ -12,8 +12,7 @@ from benchmarks.paper.function_job import DenseRing, Factors, FunctionJob, Step,
 from benchmarks.paper.mlless_fig7 import compare, factors, isp, play
 from doll.config.policy import PolicyConfig
 from doll.optim.significance_filter import Residual
-from doll.provisioner.planning.loss_history import LossHistory
-from doll.provisioner.planning.tuner import ScaleInTuner, TunerSettings, TunerVerdict
+from doll.provisioner.planning.tuner import LossHistory, ScaleInTuner, TunerSettings, TunerVerdict
 from doll.ps.policies.bsp import BspPolicyConfig
 from doll.ps.policies.isp import IspPolicyConfig
 from doll.ps.policies.ssp import SspPolicyConfig

@@ -98,7 +98,7 @@ def test_each_instance_counts_once_and_the_sum_is_by_market() -> None:
     assert total.hours_by_market == pytest.approx({"spot": 100 / 3600, "on_demand": 200 / 3600})
     assert (total.instances, [line.id for line in total.lines]) == (2, ["a", "b"])
     assert Bill(**total.to_dict()).usd == total.usd, "it comes back from a file"
-    again = total.plus(Bill.of(total.lines))
+    again = Bill.total(total.lines, total)
     assert (again.usd, again.instances) == (pytest.approx(1.0), 4)
 
 

@@ -302,7 +302,7 @@ def test_the_work_is_estimated_anew_from_the_jobs_own_errors() -> None:
     for version in range(1, 25):
         error = 0.9 * 0.95**version + 0.01
         record = Evaluated(term=1, version=version, loss=1.0, accuracy=1 - error)
-        scene.controller.feed(record, scene.clock())
+        scene.controller.observed.feed(record, scene.clock())
     decision = scene.steps(1)
     assert decision.target_updates is not None
     assert 58 <= decision.target_updates <= 65, "0.9 * 0.95^J + 0.01 = 0.05 at J = 60.7"
@@ -317,7 +317,7 @@ def test_the_work_is_estimated_anew_also_where_updates_differ() -> None:
     assert scene.controller.observed.batches_per_update == pytest.approx(2.0, rel=0.1)
     for version in range(1, 49):
         record = Evaluated(term=1, version=version, loss=1.0, accuracy=0.99 - 0.9 * 0.95 ** (version / 2))
-        scene.controller.feed(record, scene.clock())
+        scene.controller.observed.feed(record, scene.clock())
     decision = scene.turn()
     assert 58 * 4 * 25 <= decision.target_samples <= 65 * 4 * 25
     assert decision.target_updates is None

@@ -179,12 +179,12 @@ def test_no_record_stops_it(strange: list[tuple[Any, float]]) -> None:
     scene = Scene()
     scene.steps(3)
     for record, at_s in strange:
-        scene.controller.feed(record, at_s)
+        scene.controller.observed.feed(record, at_s)
     scene.steps(2)
     scene.state_store = MemoryStateStore()
     scene.controller = scene.successor()
     for record, at_s in strange:
-        scene.controller.feed(record, at_s)
+        scene.controller.observed.feed(record, at_s)
     scene.steps(2)
     scene.controller = scene.successor()
     scene.steps(2)

@@ -18,7 +18,7 @@ from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.port import EndReason
 from doll.provisioner.settings import ControllerSettings
-from doll.provisioner.stops import cleared
+from doll.provisioner.state_store import cleared
 from doll.records.control import Finished
 from failing_world import FailingWorld
 from fake_fleet import VirtualClock
@@ -87,7 +87,7 @@ class Day:
 
     def _turn(self, controller: Controller) -> None:
         self.world.tell(controller)
-        controller.observe_ends(self.clock(), [int(end) for end in self.world.ends])
+        controller.observed.observe_ends(self.clock(), [int(end) for end in self.world.ends])
         decision = controller.turn(self.clock())
         self.decisions.append(decision)
         if decision.finished or (decision.phase == "stopped" and not decision.alive):

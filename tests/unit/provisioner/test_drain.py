@@ -14,10 +14,10 @@ from doll.cli.app import app
 from doll.errors import FencedError, ServiceUnavailableError
 from doll.provisioner.billing import EC2_LINUX, LOCAL
 from doll.provisioner.controller import Controller
-from doll.provisioner.drain import TIMEOUT_S, drain
 from doll.provisioner.fleets.port import InstanceState, Order
 from doll.provisioner.lease import Lease
 from doll.provisioner.machines import Machines
+from doll.provisioner.main import DRAIN_TIMEOUT_S, drain
 from doll.provisioner.prices.port import StatedPrices
 from doll.provisioner.reconcile import Launch
 from doll.provisioner.state_store import FileStateStore
@@ -79,7 +79,7 @@ def test_the_command_needs_no_service(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("DOLL_REDIS", "redis://127.0.0.1:1/0")
     fleet = FakeFleet(time.time)
     runs = Controller(settings(2), fleet, FlatPrices(), LOCAL, FileStateStore(tmp_path, "t"), job="t")
-    runs.feed(server_status(), time.time())
+    runs.observed.feed(server_status(), time.time())
     assert len(runs.turn(time.time()).alive) == 2
     monkeypatch.setattr(
         provisioning, "machines_of", lambda *_: nullcontext(Machines(fleet, StatedPrices(0.1, 0.3), LOCAL))
@@ -99,8 +99,8 @@ def test_the_provisioner_that_runs_is_fenced_and_its_state_goes_on(tmp_path: Pat
 
     def controller(lease: Lease | None = None) -> Controller:
         return Controller(
-            asked, place.fleet, FlatPrices(), LOCAL, place.store, check_lease=None if lease is None else lease.check,
-            job=place.config.job, topics_id="these",
+            asked, place.fleet, FlatPrices(), LOCAL, place.store, job=place.config.job, topics_id="these",
+            check_lease=(lambda: None) if lease is None else lease.check,
         )  # fmt: skip
 
     runs = controller(first)
@@ -132,7 +132,7 @@ def test_a_fleet_that_does_not_answer_is_asked_for_minutes(tmp_path: Path) -> No
     place.fleet.become_unavailable(10)
     assert place.drain().finished
     place.fleet.become_unavailable(1000)
-    with pytest.raises(ServiceUnavailableError, match=rf"not terminated after {TIMEOUT_S:g} s.*does not answer"):
+    with pytest.raises(ServiceUnavailableError, match=rf"not terminated after {DRAIN_TIMEOUT_S:g} s.*does not answer"):
         place.drain()
 
 

@@ -19,9 +19,9 @@ from doll.provisioner.billing import EC2_LINUX, bill
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.port import Instance, InstanceState
+from doll.provisioner.observation import PAUSE_S
 from doll.provisioner.settings import ControllerSettings, controller_settings
-from doll.provisioner.stops import cleared, stops_of
-from doll.provisioner.streams import PAUSE_S
+from doll.provisioner.state_store import cleared, stops_of
 from failing_world import RATE, FailingWorld
 from fake_fleet import FakeFleet, VirtualClock
 from job_files import job
@@ -135,7 +135,7 @@ class Day:
 
     def turn(self) -> Decision:
         self.world.tell(self.controller)
-        self.controller.observe_ends(self.clock(), [int(end) for end in self.world.ends])
+        self.controller.observed.observe_ends(self.clock(), [int(end) for end in self.world.ends])
         decision = self.controller.turn(self.clock())
         self.decisions.append(decision)
         if self.failed:

@@ -53,7 +53,7 @@ def test_ec2_is_bought_with_the_jobs_tags_at_its_own_prices_and_billed_as_it_bil
         "subnets": rig.subnets[:1], "instance_types": ["c5.xlarge"], "queue_url": rig.queue_url,
     }  # fmt: skip
     cached = {"c5.xlarge": {"usd_per_h": 0.17, "source": "test", "as_of": "2026-11-01"}}
-    monkeypatch.setattr("doll.provisioner.prices.ec2.OnDemandPrices.of", _price_of(cached))
+    monkeypatch.setattr("doll.provisioner.prices.ec2.OnDemandPrices.lookup", _price_of(cached))
     with open_machines(job(json.dumps(settings)), tmp_path) as machines:
         assert isinstance(machines.fleet, Ec2Fleet)
         assert (machines.billing, machines.probe) == (EC2_LINUX, None)

@@ -78,7 +78,7 @@ def test_the_bill_follows_the_billing_of_the_fleet_that_was_opened(
         lambda config: (settings(), []), lambda: load(path), path,
     )  # fmt: skip
     with ProvisionerProcess(setup) as provisioner:
-        provisioner._controller.feed(server_status(), clock())
+        provisioner._controller.observed.feed(server_status(), clock())
         provisioner.run_once()
         clock.advance(60.0)
         bill = provisioner.run_once().bill

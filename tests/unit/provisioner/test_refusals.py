@@ -35,7 +35,7 @@ class Stack:
                 self.rig.market.error_codes[(type_, REGION + zone), kind] = code
 
     def turn(self) -> Decision:
-        self.controller.feed(server_status(), self.rig.clock())
+        self.controller.observed.feed(server_status(), self.rig.clock())
         self.decisions.append(self.controller.turn(self.rig.clock()))
         self.rig.advance(STEP_S)
         return self.decisions[-1]

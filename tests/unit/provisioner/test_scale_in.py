@@ -163,7 +163,7 @@ def test_the_slowest_stream_goes_first_and_then_the_slowest_worker() -> None:
         for slot, took_s in enumerate((0.1, 0.5, 0.2, 0.2))
     )
     even.step()
-    even.controller.feed(Update(term=1, version=0, members=members, n_samples=1, loss=2.4), even.clock())
+    even.controller.observed.feed(Update(term=1, version=0, members=members, n_samples=1, loss=2.4), even.clock())
     assert even.controller.observed.slot_service_s(1) == 0.5
     assert even.until_released().released == (1,)
     assert (rule.active.tolist(), observed.slot_service_s(0)) == ([True] * 4, 0.0)
@@ -176,12 +176,12 @@ def test_partitions_that_have_moved_decide_which_stream_is_the_slowest() -> None
     scene.until(lambda: len(scene.world.working()) == 4)
     scene.step()
     for second in range(0, 601, 60):
-        scene.controller.observe_ends(scene.clock() + second, [5 * second] * 8)
+        scene.controller.observed.observe_ends(scene.clock() + second, [5 * second] * 8)
     for slot, partitions in enumerate(((0, 4, 5), (1,), (2, 6), (3, 7))):
         process, incarnation, session = scene.world._holders[slot]
         served = tuple(Served(partition=number, origin=0, next_batch=0) for number in partitions)
         message = welcome(slot, process=process, incarnation=incarnation, session=session)
-        scene.controller.feed(replace_fields(message, served=served), scene.clock())
+        scene.controller.observed.feed(replace_fields(message, served=served), scene.clock())
     decision = scene.step()
     assert decision.rates_per_s == pytest.approx([15, 5, 10, 10], rel=0.1), "what an interruption of each slot costs"
     assert scene.until_released().released == (1,)
@@ -218,9 +218,9 @@ def test_the_worst_replica_goes_first_where_workers_hold_back(
 ) -> None:
     scene = Scene(job(rule=rule))
     scene.step()
-    scene.controller.feed(computed(losses, held_back=held_back), scene.clock())
+    scene.controller.observed.feed(computed(losses, held_back=held_back), scene.clock())
     scene.restart()
-    scene.controller.feed(computed(losses, held_back=held_back), scene.clock())
+    scene.controller.observed.feed(computed(losses, held_back=held_back), scene.clock())
     assert scene.until_released().released == (goes,)
 
 
@@ -255,7 +255,7 @@ def test_nothing_is_counted_on_of_released_slots_where_nobody_knows_how_fast_the
     ends = np.zeros(4)
     for _ in range(200):
         ends += 100.0 * (np.arange(4) != slot)  # a producer that pauses with the worker
-        scene.controller.observe_ends(scene.clock(), ends.astype(int).tolist())
+        scene.controller.observed.observe_ends(scene.clock(), ends.astype(int).tolist())
         scene.controller.turn(scene.clock())
         scene.clock.advance(10.0)
     assert scene.controller.observed.rates_per_s()[slot] == pytest.approx(rate)
@@ -269,7 +269,7 @@ def with_service(scene: Scene, seconds: float) -> None:
         Member(worker=slot, partition=slot, batch=0, lo=0, hi=1, n_samples=1, base_version=0, compute_s=seconds)
         for slot in range(4)
     )
-    scene.controller.feed(Update(term=1, version=0, members=members, n_samples=1, loss=2.4), scene.clock())
+    scene.controller.observed.feed(Update(term=1, version=0, members=members, n_samples=1, loss=2.4), scene.clock())
 
 
 def test_the_others_take_over_as_much_of_the_stream_as_they_can_compute() -> None:
@@ -370,7 +370,7 @@ def test_an_error_target_that_fewer_batches_cannot_reach_keeps_them(batches: tup
     scene.until(lambda: scene.world.progress()[0] >= 41)
     errors = [0.5 * 0.9**version + 0.08 for version in range(1, 41)]
     for version, error in enumerate(errors, 1):
-        scene.controller.feed(
+        scene.controller.observed.feed(
             Evaluated(term=1, version=version, loss=1.0, accuracy=1 - max(error, 0.1001)), scene.clock()
         )
     scene.until(lambda: scene.world.progress()[0] >= 350)
@@ -426,7 +426,7 @@ def test_a_new_generation_begins_with_all_workers() -> None:
     scene = Scene()
     scene.until_released()
     again = TermStarted(term=9, generation=9, resumed_version=0, origins=(), records_per_batch=1, time_s=scene.clock())
-    scene.controller.feed(again, scene.clock())
+    scene.controller.observed.feed(again, scene.clock())
     assert scene.controller.turn(scene.clock()).released == ()
     assert len(scene.controller.observed.losses) == 0
 
@@ -470,7 +470,7 @@ def test_losses_of_updates_that_are_rolled_back_are_forgotten() -> None:
     scene.until(lambda: scene.world.progress()[0] >= 40)
     scene.world.tell(scene.controller)
     assert scene.controller.observed.losses.last_step >= 40
-    scene.controller.feed(
+    scene.controller.observed.feed(
         TermStarted(term=2, resumed_version=20, origins=(), records_per_batch=1, time_s=scene.clock()), scene.clock()
     )
     assert 0 < scene.controller.observed.losses.last_step <= 20

@@ -30,10 +30,10 @@ def controller(folder: Path, clock: VirtualClock) -> Controller:
 def test_the_journal_and_the_decision_give_the_same_text(tmp_path: Path) -> None:
     clock = VirtualClock()
     control = controller(tmp_path, clock)
-    control.feed(server_status(), clock())
+    control.observed.feed(server_status(), clock())
     control.turn(clock())
     clock.advance(100.0)
-    control.feed(server_status(), clock())
+    control.observed.feed(server_status(), clock())
     decision = control.turn(clock())
     text = decision_text(decision)
     assert "phase run; binding constraint: " in text

@@ -13,8 +13,7 @@ from doll.provisioner.billing import LOCAL
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
 from doll.provisioner.lease import Lease, claims_of, holder_of
-from doll.provisioner.state_store import state_of
-from doll.provisioner.stops import clear_stops
+from doll.provisioner.state_store import clear_stops, state_of
 from fake_fleet import FakeFleet, VirtualClock
 from job_world import FlatPrices, JobWorld, settings
 from typer.testing import CliRunner

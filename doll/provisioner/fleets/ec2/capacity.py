@@ -7,6 +7,7 @@ alone too: asking pool by pool ended in thousands of futile requests elsewhere (
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from doll.provisioner.fleets.ec2.errors import CAPACITY_BACKOFF_S
 from doll.provisioner.planning.state import Market
@@ -21,49 +22,39 @@ class Ec2Pool:
 
     @property
     def name(self) -> str:
-        """As in `Instance.pool`: "c5.xlarge/us-east-1a"."""
+        """The pool in `Instance.pool`: "c5.xlarge/us-east-1a"."""
         return f"{self.instance_type}/{self.zone}"
 
     @classmethod
-    def of(cls, name: str) -> Ec2Pool:
-        """The pool of this name.
-
-        Raises:
-            ValueError: `name` is no pool.
-        """
+    def parse(cls, name: str) -> Ec2Pool:
+        """The pool of this name. Raises ValueError if it is no pool's."""
         instance_type, slash, zone = name.partition("/")
         if not (instance_type and slash and zone):
             raise ValueError(f"expected type/zone as in c5.xlarge/us-east-1a, got {name!r}")
         return cls(instance_type, zone)
 
 
+_ZONE_POOLS: Final = 3
+_ZONE_WINDOW_S: Final = 60.0
+
+
 class CapacityCache:
-    """Pools without capacity, by market.
+    """Pools without capacity, by market. `_ZONE_POOLS` pools that fail within `_ZONE_WINDOW_S` stand for their zone."""
 
-    Args:
-        zone_pools: so many pools of a zone that fail within `zone_window_s` stand for all of it.
-    """
-
-    def __init__(
-        self, *, backoff_s: float = CAPACITY_BACKOFF_S, zone_pools: int = 3, zone_window_s: float = 60.0
-    ) -> None:
-        self._backoff_s = backoff_s
-        self._zone_pools = zone_pools
-        self._zone_window_s = zone_window_s
+    def __init__(self) -> None:
         self._pools: dict[tuple[Ec2Pool, Market], float] = {}  # -> until when
         self._zones: dict[tuple[str, Market], float] = {}
         self._markets: dict[Market, float] = {}
         self._failed_s: dict[tuple[Ec2Pool, Market], float] = {}
 
-    def mark_unavailable(self, pool: Ec2Pool, market: Market, now_s: float, backoff_s: float | None = None) -> None:
+    def mark_unavailable(self, pool: Ec2Pool, market: Market, now_s: float, for_s: float = CAPACITY_BACKOFF_S) -> None:
         """The pool had no machine at `now_s`."""
-        backoff_s = self._backoff_s if backoff_s is None else backoff_s
-        self._pools[pool, market] = max(now_s + backoff_s, self._pools.get((pool, market), now_s))
-        self._failed_s = {key: at_s for key, at_s in self._failed_s.items() if now_s - at_s <= self._zone_window_s}
+        self._pools[pool, market] = max(now_s + for_s, self._pools.get((pool, market), now_s))
+        self._failed_s = {key: at_s for key, at_s in self._failed_s.items() if now_s - at_s <= _ZONE_WINDOW_S}
         self._failed_s[pool, market] = now_s
         together = sum(key[0].zone == pool.zone and key[1] == market for key in self._failed_s)
-        if together >= self._zone_pools:
-            self._zones[pool.zone, market] = now_s + self._backoff_s
+        if together >= _ZONE_POOLS:
+            self._zones[pool.zone, market] = now_s + CAPACITY_BACKOFF_S
 
     def exclude(self, pool: Ec2Pool, market: Market, until_s: float) -> None:
         """The pool is not asked, for a reason that does not concern its zone."""
@@ -74,7 +65,7 @@ class CapacityCache:
         self._markets[market] = now_s + backoff_s
 
     def market_until_s(self, market: Market, now_s: float) -> float | None:
-        """Until when the whole market is left alone; None where it is not."""
+        """Until when the whole market is left alone; None if it is not."""
         until_s = self._markets.get(market, now_s)
         return until_s if until_s > now_s else None
 

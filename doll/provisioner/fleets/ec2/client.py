@@ -4,74 +4,55 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 from doll.errors import ConfigError, DollError, ServiceUnavailableError
 from doll.provisioner.fleets.ec2.errors import ErrorRule, advice, rule_of_call
 from doll.provisioner.fleets.port import LaunchError, LaunchFailure
 
-if TYPE_CHECKING:
-    from botocore.client import BaseClient
-
 
 def aws_client(service: str, region: str | None) -> Any:
-    """A boto3 client with timeouts and AWS's standard retries. Credentials come from where boto3 looks for them.
-
-    Raises:
-        ConfigError: no region, an unknown profile, and the like.
-    """
+    """A boto3 client with timeouts and AWS's standard retries, with credentials from where boto3 looks for them. Raises
+    ConfigError without a region, for an unknown profile, and the like."""
     import boto3
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
 
+    retries = {"mode": "standard", "max_attempts": 4}
+    config = Config(connect_timeout=5, read_timeout=30, retries=retries, user_agent_extra="doll")
     try:
-        client: BaseClient = boto3.client(
-            service,
-            region_name=region,
-            config=Config(
-                connect_timeout=5,
-                read_timeout=30,
-                retries={"mode": "standard", "max_attempts": 4},
-                user_agent_extra="doll",
-            ),
-        )
+        return boto3.client(service, region_name=region, config=config)
     except (BotoCoreError, ValueError) as error:
         raise ConfigError(f"AWS {service}: {error}: set fleet.region, or AWS_REGION and credentials") from error
-    return client
 
 
+@dataclass
 class CallPacer:
     """Spaces calls: EC2 throttles bursts for the whole account."""
 
-    def __init__(
-        self,
-        per_s: float,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._gap_s = 1.0 / per_s
-        self._clock = clock
-        self._sleep = sleep
-        self._next_s = float("-inf")
+    per_s: float
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    _next_s: float = field(default=float("-inf"), init=False)
 
     def wait(self) -> None:
         """Return when the next call may be made."""
-        now_s = self._clock()
+        now_s = self.clock()
         if now_s < self._next_s:
-            self._sleep(self._next_s - now_s)
-        self._next_s = max(now_s, self._next_s) + self._gap_s
+            self.sleep(self._next_s - now_s)
+        self._next_s = max(now_s, self._next_s) + 1.0 / self.per_s
 
 
 def aws_errors() -> tuple[type[Exception], ...]:
-    """What a call of a boto3 client may raise."""
+    """The exceptions that a call of a boto3 client may raise."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     return (BotoCoreError, ClientError)
 
 
 def code_of(error: Exception) -> str:
-    """AWS's error code, or the name of the exception where no answer came."""
+    """AWS's error code, or the name of the exception if no answer came."""
     from botocore.exceptions import ClientError
 
     if isinstance(error, ClientError):
@@ -86,12 +67,7 @@ def rule_of(error: Exception) -> tuple[str, ErrorRule]:
     code = code_of(error)
     if isinstance(error, aws.ClientError):
         return code, rule_of_call(code, int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 400)))
-    misconfigured = (
-        aws.NoCredentialsError,
-        aws.PartialCredentialsError,
-        aws.NoRegionError,
-        aws.ParamValidationError,
-    )
+    misconfigured = (aws.NoCredentialsError, aws.PartialCredentialsError, aws.NoRegionError, aws.ParamValidationError)
     failure = LaunchFailure.CONFIG if isinstance(error, misconfigured) else LaunchFailure.THROTTLED
     return code, ErrorRule(failure)
 

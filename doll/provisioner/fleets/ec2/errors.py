@@ -1,4 +1,4 @@
-"""What EC2's error codes ask of a launch, as data: what to do, what to leave alone and for how long. Pure.
+"""EC2's error codes as data: what to do about a launch, what to leave alone and for how long. Pure.
 
 Codes come as `Errors[].ErrorCode` in a CreateFleet answer, one for each pool, or as the code of a failed call. Sources:
 AWS, "Error codes for the Amazon EC2 API" and "Fleet error codes"; read 2026-11, docs/aws.md.
@@ -16,7 +16,7 @@ from doll.provisioner.fleets.port import LaunchFailure
 
 
 class Scope(enum.StrEnum):
-    """What an error speaks about, and so what is left alone for a while."""
+    """The subject of an error, which is left alone for a while."""
 
     POOL = "pool"  # (instance type, zone) in the market that was asked
     PAIR = "pair"  # (instance type, zone) in both markets
@@ -27,7 +27,7 @@ class Scope(enum.StrEnum):
 
 @dataclass(frozen=True)
 class ErrorRule:
-    """What to do about one code.
+    """The reaction to one code.
 
     Attributes:
         backoff_s: how long what `scope` names is not asked again.
@@ -58,7 +58,7 @@ _CODES: Final[dict[ErrorRule, tuple[str, ...]]] = {
         "InsufficientInstanceCapacity", "InsufficientCapacity", "InsufficientHostCapacity",
         "InsufficientReservedInstanceCapacity", "InsufficientVolumeCapacity", "ReservationCapacityExceeded",
         "UnfulfillableCapacity",
-        "SpotMaxPriceTooLow",  # only where the launch template sets a maximum price; DOLL sets none
+        "SpotMaxPriceTooLow",  # only if the launch template sets a maximum price; DOLL sets none
     ),
     # No such type in that zone.
     ErrorRule(LaunchFailure.CAPACITY, Scope.PAIR, math.inf): ("Unsupported",),
@@ -89,39 +89,25 @@ _CODES: Final[dict[ErrorRule, tuple[str, ...]]] = {
     ),
 }  # fmt: skip
 RULES: Final = {code: rule for rule, codes in _CODES.items() for code in codes}
-"""What each code asks for. A code that ends in "." stands for all codes that begin with it."""
-
-# The reason that is reported of a launch that failed for several: the most informative one comes first.
-_RANK: Final = (
-    LaunchFailure.SPOT_QUOTA,
-    LaunchFailure.ON_DEMAND_QUOTA,
-    LaunchFailure.CAPACITY,
-    LaunchFailure.REFUSED,
-    LaunchFailure.THROTTLED,
-    LaunchFailure.TAKEN,
-    LaunchFailure.CONFIG,
-)
+"""The rule of each code. A code that ends in "." stands for all codes that begin with it."""
 
 
 def rule_of_pool(code: str) -> ErrorRule:
-    """What a code in `Errors[]` asks for. One that is not in the table is no lack of capacity: it is named,
-    the pool is left alone for a while, and others are asked."""
+    """The rule of a code in `Errors[]`. An unknown one is no lack of capacity: the pool is left alone for a while, and
+    others are asked."""
     return _find(code) or _REFUSED
 
 
 def rule_of_call(code: str, http_status: int = 400) -> ErrorRule:
-    """What the code of a failed call asks for. One that is not in the table: again later where AWS is at fault (5xx),
-    else never, so that nothing loops on what it does not understand."""
+    """The rule of a failed call's code. An unknown one is tried again if AWS is at fault (5xx), else never, so that
+    nothing loops on what it does not understand."""
     return _find(code) or (_THROTTLED if http_status >= 500 else _MISCONFIGURED)
 
 
 def worst(rules: Iterable[ErrorRule]) -> ErrorRule:
-    """The rule that names a launch's failure.
-
-    Raises:
-        ValueError: there is none.
-    """
-    return min(rules, key=lambda rule: _RANK.index(rule.failure))
+    """The rule that names a launch's failure. Raises ValueError if there is none."""
+    ranks = list(LaunchFailure)
+    return min(rules, key=lambda rule: ranks.index(rule.failure))
 
 
 _TEMPLATE: Final = "correct the launch template (fleet.launch_template and its version)"
@@ -148,7 +134,7 @@ _ADVICE: Final[dict[str, str]] = {
 
 
 def advice(code: str) -> str:
-    """What a person can do about a code that is not about capacity."""
+    """A person's remedy for a code that is not about capacity."""
     unknown = 'look it up in AWS\'s "Error codes for the Amazon EC2 API"; launch template, image, keys or permissions'
     return next((text for start, text in _ADVICE.items() if code.startswith(start)), unknown)
 

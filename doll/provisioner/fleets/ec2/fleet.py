@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Final
 
 from doll import telemetry
@@ -21,7 +21,7 @@ from doll.provisioner.fleets.ec2.capacity import CapacityCache, Ec2Pool
 from doll.provisioner.fleets.ec2.client import CallPacer, aws_client, aws_errors, code_of, unavailable
 from doll.provisioner.fleets.ec2.launch import Ec2Launcher, Offers, Override
 from doll.provisioner.fleets.ec2.notices import Ec2Notices
-from doll.provisioner.fleets.ec2.tags import CLUSTER_TAG, WORKER_TAG, filters_of, instances_of
+from doll.provisioner.fleets.ec2.tags import TAGS, filters_of, instances_of
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchError, LaunchFailure, Order
 from doll.provisioner.planning.state import Market
 
@@ -38,12 +38,7 @@ FRESH_S: Final = 5.0
 
 @dataclass(frozen=True)
 class _Known:
-    """What was last known of an instance.
-
-    Attributes:
-        seen_s: when EC2 last reported it.
-        terminate_sent_s: when its end was requested; minus infinity if it was not.
-    """
+    """An instance as last known: when EC2 last reported it, and when its end was requested (-inf: it was not)."""
 
     instance: Instance
     seen_s: float
@@ -57,6 +52,7 @@ def _key(order: Order) -> _OrderKey:
     return (order.run, order.slot, order.incarnation, order.market, order.attempt)
 
 
+@dataclass(eq=False, repr=False)
 class Ec2Fleet:
     """The EC2 instances that carry the cluster's tag; no others are ever touched.
 
@@ -67,43 +63,35 @@ class Ec2Fleet:
         launch_template: id or name.
         subnets, instance_types: in order of preference.
         notices: where interruption notices come from; None: an interruption is seen when it has happened.
-        api_calls_per_s: mutating calls, at most.
-        clock: Unix seconds.
-        sleep: waits; only the pacing of calls uses it.
+        api_calls_per_s: maximum rate of mutating calls.
+        clock, sleep: Unix seconds, and the wait that paces calls.
         page_size: of listings; 5 to 1000.
 
     Attributes:
         offers: instance types by subnet.
     """
 
-    def __init__(
-        self,
-        client: Any,
-        *,
-        cluster: str,
-        job: str = "",
-        launch_template: str,
-        version: int,
-        subnets: Sequence[str],
-        instance_types: Sequence[str],
-        notices: Ec2Notices | None = None,
-        api_calls_per_s: float = 2.0,
-        clock: Callable[[], float] = time.time,
-        sleep: Callable[[float], None] = time.sleep,
-        page_size: int = 200,
-    ) -> None:
-        self._client = client
-        self._cluster = cluster
-        self._job = job
-        self._notices = notices
-        self._clock = clock
-        self._pacer = CallPacer(api_calls_per_s, sleep=sleep)
-        self._page_size = page_size
-        self.offers = Offers(client, subnets, instance_types)
-        named = "LaunchTemplateId" if launch_template.startswith("lt-") else "LaunchTemplateName"
+    client: Any
+    _: KW_ONLY
+    cluster: str
+    job: str = ""
+    launch_template: str
+    version: int
+    subnets: Sequence[str]
+    instance_types: Sequence[str]
+    notices: Ec2Notices | None = None
+    api_calls_per_s: float = 2.0
+    clock: Callable[[], float] = time.time
+    sleep: Callable[[float], None] = time.sleep
+    page_size: int = 200
+
+    def __post_init__(self) -> None:
+        self._pacer = CallPacer(self.api_calls_per_s, sleep=self.sleep)
+        self.offers = Offers(self.client, self.subnets, self.instance_types)
+        named = "LaunchTemplateId" if self.launch_template.startswith("lt-") else "LaunchTemplateName"
         self._launcher = Ec2Launcher(
-            client, self.offers, cluster=cluster, job=job, template={named: launch_template, "Version": str(version)},
-            pacer=self._pacer, adopt=self._adopted, clock=clock,
+            self.client, self.offers, cluster=self.cluster, job=self.job, pacer=self._pacer, adopt=self._adopted,
+            template={named: self.launch_template, "Version": str(self.version)}, clock=self.clock,
         )  # fmt: skip
         self._known: dict[str, _Known] = {}
         self._listed_s = float("-inf")
@@ -116,10 +104,8 @@ class Ec2Fleet:
         """Pools and markets that are not asked for a while."""
         return self._launcher.cache
 
-    # --- the port ---------------------------------------------------------------------------------------------------
-
     def launch(self, order: Order) -> Instance:
-        """As the port. Every failure is a `LaunchError`, also where EC2 does not answer."""
+        """Every failure is a `LaunchError`, also if EC2 does not answer."""
         key = _key(order)
         try:
             adopted = self._adopted(order)
@@ -129,7 +115,7 @@ class Ec2Fleet:
             self._ids[key] = adopted.id
             return adopted
         if key not in self._choices:
-            self._remember(key, self._launcher.choices(order, self._clock()))
+            self._remember(key, self._launcher.choices(order, self.clock()))
         instance = self._launcher.launch(order, self._choices[key])
         self._ids[key] = instance.id
         if instance.id not in self._known:
@@ -137,14 +123,8 @@ class Ec2Fleet:
         return instance
 
     def instances(self) -> Sequence[Instance]:
-        """As the port.
-
-        Raises:
-            ConfigError: the credentials do not permit it.
-            ServiceUnavailableError: EC2 does not answer.
-        """
-        listed = {instance.id: instance for instance in self._list({"tag:" + CLUSTER_TAG: self._cluster})}
-        now_s = self._listed_s = self._clock()
+        listed = {instance.id: instance for instance in self._list({f"tag:{TAGS.cluster}": self.cluster})}
+        now_s = self._listed_s = self.clock()
         for id_, instance in listed.items():
             self._learn(id_, instance, now_s)
         for id_, known in list(self._known.items()):
@@ -152,8 +132,7 @@ class Ec2Fleet:
             if id_ not in listed and not ended and now_s - known.seen_s > LISTING_LAG_S:
                 # It is not listed any more, so it has ended since the last listing, or since it was stopped.
                 gone = replace(known.instance, state=InstanceState.ENDED)
-                if gone.ended_s is None:
-                    gone = replace(gone, ended_s=now_s, end_reason=EndReason.FAILED)
+                gone = gone.ended(now_s, EndReason.FAILED) if gone.ended_s is None else gone
                 self._known[id_] = replace(known, instance=gone)
             ended_s = self._known[id_].instance.ended_s
             if ended_s is not None and id_ not in listed and now_s - ended_s > ENDED_KEPT_S:
@@ -162,35 +141,28 @@ class Ec2Fleet:
         return [known.instance for known in self._known.values()]
 
     def terminate(self, ids: Collection[str]) -> None:
-        """As the port; instances without the cluster's tag are skipped.
-
-        Raises:
-            ConfigError: the credentials do not permit it.
-            ServiceUnavailableError: EC2 does not answer; instances that were not reached live on.
-        """
+        """Instances without the cluster's tag are skipped."""
         unknown = sorted(set(ids) - set(self._known))
         for start in range(0, len(unknown), _MAX_IDS_PER_CALL):
             batch = unknown[start : start + _MAX_IDS_PER_CALL]
-            for instance in self._list({"tag:" + CLUSTER_TAG: self._cluster, "instance-id": batch}):
-                self._learn(instance.id, instance, self._clock())
+            for instance in self._list({f"tag:{TAGS.cluster}": self.cluster, "instance-id": batch}):
+                self._learn(instance.id, instance, self.clock())
         own = [id_ for id_ in ids if id_ in self._known and self._known[id_].instance.is_endable]
         if foreign := sorted(set(ids) - set(self._known)):
-            log.warning("foreign_instances", ids=foreign, cluster=self._cluster)
+            log.warning("foreign_instances", ids=foreign, cluster=self.cluster)
         for start in range(0, len(own), _MAX_IDS_PER_CALL):
             self._terminate(own[start : start + _MAX_IDS_PER_CALL])
 
     def close(self) -> None:
-        if self._notices is not None:
-            self._notices.close()
-        self._client.close()
-
-    # --- launching --------------------------------------------------------------------------------------------------
+        if self.notices is not None:
+            self.notices.close()
+        self.client.close()
 
     def _adopted(self, order: Order) -> Instance | None:
         """The instance that this order has made, also before a crash."""
         key = _key(order)
         known = self._known.get(self._ids.get(key, ""))
-        now_s = self._clock()
+        now_s = self.clock()
         if known is not None and now_s - known.seen_s <= LISTING_LAG_S:
             return known.instance
         if key not in self._choices and now_s - self._listed_s <= FRESH_S:
@@ -198,7 +170,7 @@ class Ec2Fleet:
             matches = [entry.instance for entry in self._known.values() if self._is_of(entry.instance, order)]
             return min(matches, key=lambda instance: (instance.launched_s, instance.id)) if matches else None
         matches = []
-        for instance in self._list(filters_of(order, cluster=self._cluster)):
+        for instance in self._list(filters_of(order, cluster=self.cluster)):
             self._learn(instance.id, instance, now_s)
             # A later attempt is only made when the earlier ones got nothing, so any live instance is the order's.
             if self._is_of(self._known[instance.id].instance, order) or instance.id == self._ids.get(key):
@@ -211,7 +183,7 @@ class Ec2Fleet:
         """It is alive, and the order, or an earlier attempt of it, wanted it."""
         wanted = (order.slot, order.incarnation, order.market)
         same = (instance.slot, instance.incarnation, instance.market) == wanted
-        return instance.is_alive and same and (not instance.job or instance.job == self._job)
+        return instance.is_alive and same and (not instance.job or instance.job == self.job)
 
     def _remember(self, key: _OrderKey, choices: list[list[Override]]) -> None:
         self._choices[key] = choices
@@ -219,22 +191,20 @@ class Ec2Fleet:
             while len(orders) > _ORDERS_REMEMBERED:
                 del orders[next(iter(orders))]
 
-    # --- listing ----------------------------------------------------------------------------------------------------
-
     def _list(self, filters: Mapping[str, str | Sequence[str]]) -> list[Instance]:
         """Instances by tags, in all states."""
         named = [
             {"Name": name, "Values": [value] if isinstance(value, str) else list(value)}
-            for name, value in (*filters.items(), ("tag-key", WORKER_TAG))
+            for name, value in (*filters.items(), ("tag-key", TAGS.worker))
         ]
         try:
-            pages = self._client.get_paginator("describe_instances").paginate(
-                Filters=named, PaginationConfig={"PageSize": self._page_size}
+            pages = self.client.get_paginator("describe_instances").paginate(
+                Filters=named, PaginationConfig={"PageSize": self.page_size}
             )
             descriptions = [item for page in pages for group in page["Reservations"] for item in group["Instances"]]
         except aws_errors() as error:
             raise unavailable("listing instances", error) from error
-        return list(instances_of(descriptions, self._clock()))
+        return list(instances_of(descriptions, self.clock()))
 
     def _learn(self, id_: str, instance: Instance, now_s: float) -> None:
         """Merge EC2's listing with what is known: it may lag behind, and reports the time of an end only once."""
@@ -256,18 +226,18 @@ class Ec2Fleet:
         elif instance.end_reason is EndReason.INTERRUPTED:
             if instance.notice_s is not None and instance.ended_s is not None:
                 instance = replace(instance, ended_s=min(instance.ended_s, max(instance.notice_s, instance.launched_s)))
-            self.cache.mark_unavailable(Ec2Pool.of(instance.pool), instance.market, now_s)
+            self.cache.mark_unavailable(Ec2Pool.parse(instance.pool), instance.market, now_s)
             log.info("interrupted", id=id_, worker=instance.slot, pool=instance.pool)
         elif instance.end_reason is EndReason.FAILED and before.terminate_sent_s > float("-inf"):
             instance = replace(instance, end_reason=EndReason.TERMINATED)
         self._known[id_] = replace(before, instance=instance, seen_s=now_s)
 
     def _read_notices(self, now_s: float) -> None:
-        if self._notices is None:
+        if self.notices is None:
             return
         own = [id_ for id_, known in self._known.items() if known.instance.is_alive]
         try:
-            notices = self._notices.read(own)
+            notices = self.notices.read(own)
         except ServiceUnavailableError as error:
             log.warning("spot_notices_unavailable", reason=str(error))  # the listing still shows what has ended
             return
@@ -275,15 +245,13 @@ class Ec2Fleet:
             known = self._known[id_]
             if known.instance.notice_s is None:
                 self._known[id_] = replace(known, instance=replace(known.instance, notice_s=at_s))
-                self.cache.mark_unavailable(Ec2Pool.of(known.instance.pool), "spot", now_s)
+                self.cache.mark_unavailable(Ec2Pool.parse(known.instance.pool), "spot", now_s)
                 log.info("notice", id=id_, worker=known.instance.slot, in_s=round(at_s - now_s))
-
-    # --- ending -----------------------------------------------------------------------------------------------------
 
     def _terminate(self, ids: Sequence[str]) -> None:
         self._pacer.wait()
         try:
-            self._client.terminate_instances(InstanceIds=list(ids))
+            self.client.terminate_instances(InstanceIds=list(ids))
         except aws_errors() as error:
             if code_of(error) != "InvalidInstanceID.NotFound":
                 raise unavailable("ending instances", error) from error
@@ -291,7 +259,7 @@ class Ec2Fleet:
                 for id_ in ids:
                     self._terminate([id_])
             return
-        now_s = self._clock()
+        now_s = self.clock()
         for id_ in ids:
             known = self._known[id_]
             instance = replace(known.instance, state=InstanceState.ENDING)
@@ -300,11 +268,8 @@ class Ec2Fleet:
 
 
 def connect(config: JobConfig) -> Ec2Fleet:
-    """The fleet that a job file describes. Credentials, region and endpoint come from where boto3 looks for them.
-
-    Raises:
-        ConfigError: another kind of fleet, or boto3 lacks what it needs to make a client.
-    """
+    """The fleet that a job file describes, with credentials, region and endpoint from where boto3 looks for them.
+    Raises ConfigError for another kind of fleet, or if boto3 lacks what it needs to make a client."""
     settings = ec2_settings(config)
     notices = None
     if settings.queue_url is not None:
@@ -318,11 +283,7 @@ def connect(config: JobConfig) -> Ec2Fleet:
 
 
 def ec2_settings(config: JobConfig) -> Ec2FleetConfig:
-    """The `fleet` section of a job that runs on EC2.
-
-    Raises:
-        ConfigError: it runs on another fleet.
-    """
+    """The job file's fleet section. Raises ConfigError if it describes another kind of fleet."""
     if not isinstance(config.fleet, Ec2FleetConfig):
         raise ConfigError(f"fleet.kind: expected ec2, got {config.fleet.kind}")
     return config.fleet

@@ -7,7 +7,7 @@ traffic between zones costs money, and EC2's own choice of a pool ignores that.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Final, get_args
 
 from doll import telemetry
@@ -37,12 +37,8 @@ class Override:
 
 
 class Offers:
-    """The offers of some subnets and instance types; looked up once.
-
-    Args:
-        client: boto3's EC2 client.
-        subnets, instance_types: in order of preference.
-    """
+    """The offers of some subnets and instance types, each in order of preference; looked up once. Each method raises
+    LaunchError if subnets or types do not exist, or EC2 does not answer."""
 
     def __init__(self, client: Any, subnets: Sequence[str], instance_types: Sequence[str]) -> None:
         self._client = client
@@ -52,29 +48,17 @@ class Offers:
         self._zone_names: dict[str, str] = {}
 
     def by_zone(self) -> list[tuple[str, list[Override]]]:
-        """All offers, by zone in the order of the subnets.
-
-        Raises:
-            LaunchError: subnets or types do not exist, or EC2 does not answer.
-        """
+        """All offers, by zone in the order of the subnets."""
         if not self._by_zone:
             self._look_up()
         return self._by_zone
 
     def zones(self) -> list[str]:
-        """The zones that have a subnet and at least one of the instance types, in order of preference.
-
-        Raises:
-            LaunchError: as `by_zone`.
-        """
+        """The zones that have a subnet and at least one of the instance types, in order of preference."""
         return [zone for zone, _ in self.by_zone()]
 
     def zone_names(self) -> dict[str, str]:
-        """The names of the subnets' zones by zone id, which is the same in every account.
-
-        Raises:
-            LaunchError: as `by_zone`.
-        """
+        """The names of the subnets' zones by zone id, which is the same in every account."""
         self.by_zone()
         return dict(self._zone_names)
 
@@ -88,10 +72,7 @@ class Offers:
             zones = list(dict.fromkeys(zone_of[subnet] for subnet in self._subnets))
             pages = self._client.get_paginator("describe_instance_type_offerings").paginate(
                 LocationType="availability-zone",
-                Filters=[
-                    {"Name": "location", "Values": zones},
-                    {"Name": "instance-type", "Values": list(self._types)},
-                ],
+                Filters=[{"Name": "location", "Values": zones}, {"Name": "instance-type", "Values": list(self._types)}],
             )
             offered = {
                 (offering["InstanceType"], offering["Location"])
@@ -126,7 +107,7 @@ class Offers:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class PoolRefusal:
     """Why a pool, or a whole call, launched nothing: EC2's code and message, and what to do about it."""
 
     code: str
@@ -134,11 +115,11 @@ class Refusal:
     message: str = ""
 
 
+@dataclass(eq=False, repr=False)
 class Ec2Launcher:
     """Makes orders.
 
     Args:
-        client: boto3's EC2 client.
         template: `LaunchTemplateSpecification` of the request.
         adopt: finds the instance that an order has made before.
         clock: Unix seconds.
@@ -147,38 +128,26 @@ class Ec2Launcher:
         cache: pools and markets that are not asked for a while.
     """
 
-    def __init__(
-        self,
-        client: Any,
-        offers: Offers,
-        *,
-        cluster: str,
-        job: str,
-        template: dict[str, str],
-        pacer: CallPacer,
-        adopt: Callable[[Order], Instance | None],
-        clock: Callable[[], float],
-    ) -> None:
+    client: Any
+    offers: Offers
+    _: KW_ONLY
+    cluster: str
+    job: str
+    template: dict[str, str]
+    pacer: CallPacer
+    adopt: Callable[[Order], Instance | None]
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
         self.cache = CapacityCache()
-        self._client = client
-        self._offers = offers
-        self._cluster = cluster
-        self._job = job
-        self._template = template
-        self._pacer = pacer
-        self._adopt = adopt
-        self._clock = clock
         self._closed_subnets: dict[str, float] = {}  # until
         self._backoff_codes: dict[tuple[Ec2Pool, Market], str] = {}  # the code of the last refusal
 
     def choices(self, order: Order, now_s: float) -> list[list[Override]]:
-        """What the order may choose from, zone by zone.
-
-        Raises:
-            LaunchError: the market's quota is used up, or no pool is left.
-        """
+        """The choices of an order, zone by zone. Raises LaunchError if the market's quota is used up, or no pool is
+        left."""
         self._check_quota(order, now_s)
-        by_zone = self._offers.by_zone()
+        by_zone = self.offers.by_zone()
         choices = []
         for _, overrides in by_zone:
             usable = [
@@ -199,9 +168,7 @@ class Ec2Launcher:
             }
             known = ", ".join(sorted(code for code in codes if code)) or "all are to be avoided"
             raise LaunchError(
-                f"{order_text(order)}: no pool is asked now ({known})",
-                failure=LaunchFailure.CAPACITY,
-                code="KnownDry",
+                f"{order_text(order)}: no pool is asked now ({known})", failure=LaunchFailure.CAPACITY, code="KnownDry"
             )
         return choices
 
@@ -217,12 +184,8 @@ class Ec2Launcher:
             )
 
     def launch(self, order: Order, choices: Sequence[Sequence[Override]]) -> Instance:
-        """The order's instance, from the first zone that has one.
-
-        Raises:
-            LaunchError: no zone has one, or the call failed.
-        """
-        refusals: list[Refusal] = []
+        """The order's instance, from the first zone that has one. Raises LaunchError if none has, or a call failed."""
+        refusals: list[PoolRefusal] = []
         for number, overrides in enumerate(choices):
             outcome = self._create(order, number, overrides)
             if isinstance(outcome, Instance):
@@ -233,25 +196,25 @@ class Ec2Launcher:
                 break
         raise _failure(order, refusals, {override.pool.name for overrides in choices for override in overrides})
 
-    def _create(self, order: Order, number: int, overrides: Sequence[Override]) -> Instance | list[Refusal]:
+    def _create(self, order: Order, number: int, overrides: Sequence[Override]) -> Instance | list[PoolRefusal]:
         """One CreateFleet call: the instance, or the refusals."""
-        self._pacer.wait()
+        self.pacer.wait()
         try:
-            answer = self._client.create_fleet(**self._request(order, number, overrides))
+            answer = self.client.create_fleet(**self._request(order, number, overrides))
         except aws_errors() as error:
             code, rule = rule_of(error)
-            if rule.failure is LaunchFailure.TAKEN and (adopted := self._adopt(order)) is not None:
+            if rule.failure is LaunchFailure.TAKEN and (adopted := self.adopt(order)) is not None:
                 return adopted
             if rule.scope is Scope.NONE:
                 raise launch_error(order_text(order), error) from error
             rule = _in_market(rule, order.market)
             for override in overrides:
                 self._back_off(override, order.market, code, rule)
-            return [Refusal(code, rule, str(error))]
+            return [PoolRefusal(code, rule, str(error))]
         refusals = [self._refusal(entry, order, overrides) for entry in answer.get("Errors", ())]
         ids = [(entry, id_) for entry in answer.get("Instances", ()) for id_ in entry["InstanceIds"]]
         if not ids:
-            return refusals or [Refusal("UnfulfillableCapacity", rule_of_pool("UnfulfillableCapacity"))]
+            return refusals or [PoolRefusal("UnfulfillableCapacity", rule_of_pool("UnfulfillableCapacity"))]
         entry, id_ = ids[0]
         subnet = entry.get("LaunchTemplateAndOverrides", {}).get("Overrides", {}).get("SubnetId")
         zone = next((override.zone for override in overrides if override.subnet == subnet), overrides[0].zone)
@@ -262,10 +225,10 @@ class Ec2Launcher:
         )
         return Instance(
             id=id_, slot=order.slot, incarnation=order.incarnation, market=order.market, pool=pool.name,
-            state=InstanceState.PENDING, launched_s=self._clock(), job=self._job,
+            state=InstanceState.PENDING, launched_s=self.clock(), job=self.job,
         )  # fmt: skip
 
-    def _refusal(self, entry: dict[str, Any], order: Order, overrides: Sequence[Override]) -> Refusal:
+    def _refusal(self, entry: dict[str, Any], order: Order, overrides: Sequence[Override]) -> PoolRefusal:
         """An entry of `Errors` in the answer; the pools that it names are not asked for a while."""
         code, message = entry.get("ErrorCode", ""), str(entry.get("ErrorMessage", ""))
         rule = _in_market(rule_of_pool(code), order.market)
@@ -276,15 +239,15 @@ class Ec2Launcher:
                 self._back_off(override, order.market, code, rule)
         if rule.alarm:
             log.error("launch_refused", code=code, message=message, worker=order.slot)
-        return Refusal(code, rule, message)
+        return PoolRefusal(code, rule, message)
 
     def _request(self, order: Order, number: int, overrides: Sequence[Override]) -> dict[str, Any]:
         request: dict[str, Any] = {
             "Type": "instant",
-            "ClientToken": client_token(self._cluster, order, number),
+            "ClientToken": client_token(self.cluster, order, number),
             "LaunchTemplateConfigs": [
                 {
-                    "LaunchTemplateSpecification": self._template,
+                    "LaunchTemplateSpecification": self.template,
                     "Overrides": [
                         {"InstanceType": override.instance_type, "SubnetId": override.subnet} for override in overrides
                     ],
@@ -294,7 +257,7 @@ class Ec2Launcher:
                 "TotalTargetCapacity": 1,
                 "DefaultTargetCapacityType": CAPACITY_TYPE[order.market],
             },
-            "TagSpecifications": tag_specifications(order, cluster=self._cluster, job=self._job),
+            "TagSpecifications": tag_specifications(order, cluster=self.cluster, job=self.job),
         }
         if order.market == "spot":
             request["SpotOptions"] = {"AllocationStrategy": "price-capacity-optimized"}
@@ -303,7 +266,7 @@ class Ec2Launcher:
         return request
 
     def _back_off(self, override: Override, market: Market, code: str, rule: ErrorRule) -> None:
-        now_s = self._clock()
+        now_s = self.clock()
         self._backoff_codes[override.pool, market] = code
         match rule.scope:
             case Scope.POOL if rule.failure is LaunchFailure.REFUSED:
@@ -322,7 +285,7 @@ class Ec2Launcher:
         log.info("pool_excluded", pool=override.pool.name, market=market, code=code, for_s=rule.backoff_s)
 
 
-def _failure(order: Order, refusals: Sequence[Refusal], pools: Collection[str]) -> LaunchError:
+def _failure(order: Order, refusals: Sequence[PoolRefusal], pools: Collection[str]) -> LaunchError:
     failure = worst(refusal.rule for refusal in refusals).failure
     codes = list(dict.fromkeys(refusal.code for refusal in refusals))
     chosen = next(refusal for refusal in refusals if refusal.rule.failure is failure)

@@ -1,8 +1,7 @@
 """Interruption notices of spot instances, two minutes ahead: EventBridge puts them into an SQS queue, this reads it.
 
-The events carry no tags, so the queue has events of all spot instances of the account; others are deleted. A notice
-for the job stays in the queue until its instance has ended and is read repeatedly, so a process that crashes between
-reading and acting loses nothing. The queue's retention removes it (`message_retention_seconds`, 300 in Terraform).
+The queue has events of all spot instances of the account, without tags; others are deleted. A notice for the job stays
+in the queue until the queue's retention removes it (300 s in Terraform), so a process that crashes loses nothing.
 
 Source of the fields: Amazon EC2 User Guide, "EC2 Spot Instance interruption notices".
 """
@@ -11,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
@@ -33,33 +33,24 @@ _MAX_MESSAGES: Final = 10  # what SQS gives at most
 _MAX_ROUNDS: Final = 50  # a queue that fills faster than it is read must not hold up the provisioner
 
 
+@dataclass
 class Ec2Notices:
-    """Reads without waiting: the provisioner reads several times a minute.
+    """Reads notices from the queue that EventBridge's rule writes to, without waiting. `clock` is Unix seconds, for
+    events without a time."""
 
-    Args:
-        client: boto3's SQS client.
-        queue_url: of the queue that EventBridge's rule writes to.
-        clock: Unix seconds, where an event says no time.
-    """
-
-    def __init__(self, client: Any, queue_url: str, *, clock: Callable[[], float] = time.time) -> None:
-        self._client = client
-        self._queue_url = queue_url
-        self._clock = clock
+    client: Any
+    queue_url: str
+    clock: Callable[[], float] = time.time
 
     def read(self, own: Collection[str]) -> Mapping[str, float]:
-        """When, in Unix seconds, each of the instances `own` will be interrupted, by the notices in the queue.
-
-        A notice may be reported more than once, always with the same time.
-
-        Raises:
-            ServiceUnavailableError: the queue does not answer, or we may not read it.
-        """
+        """When, in Unix seconds, each of the instances `own` will be interrupted. A notice may be reported more than
+        once, always with the same time. Raises ServiceUnavailableError if the queue does not answer, or may not be
+        read."""
         interrupted_at_s: dict[str, float] = {}
         try:
             for _ in range(_MAX_ROUNDS):
-                answer = self._client.receive_message(
-                    QueueUrl=self._queue_url, MaxNumberOfMessages=_MAX_MESSAGES, WaitTimeSeconds=0,
+                answer = self.client.receive_message(
+                    QueueUrl=self.queue_url, MaxNumberOfMessages=_MAX_MESSAGES, WaitTimeSeconds=0,
                     VisibilityTimeout=AGAIN_S,
                 )  # fmt: skip
                 messages = answer.get("Messages", ())
@@ -71,8 +62,8 @@ class Ec2Notices:
                     if self._enter(message["Body"], own, interrupted_at_s)
                 ]
                 if handles:
-                    self._client.delete_message_batch(
-                        QueueUrl=self._queue_url,
+                    self.client.delete_message_batch(
+                        QueueUrl=self.queue_url,
                         Entries=[{"Id": str(number), "ReceiptHandle": handle} for number, handle in enumerate(handles)],
                     )
         except aws_errors() as error:
@@ -82,16 +73,16 @@ class Ec2Notices:
         return interrupted_at_s
 
     def close(self) -> None:
-        self._client.close()
+        self.client.close()
 
     def _enter(self, body: str, own: Collection[str], interrupted_at_s: dict[str, float]) -> bool:
-        """Enter a notice into `interrupted_at_s`; True where the message can be deleted."""
+        """Enter a notice into `interrupted_at_s`; returns whether the message can be deleted."""
         try:
             event = json_object(body, max_chars=_MAX_CHARS)
             kind, id_ = event["detail-type"], event["detail"]["instance-id"]
             if not (isinstance(kind, str) and isinstance(id_, str)):
                 raise MalformedError("expected text in detail-type and instance-id")
-            said_s = datetime.fromisoformat(event["time"]).timestamp() if "time" in event else self._clock()
+            said_s = datetime.fromisoformat(event["time"]).timestamp() if "time" in event else self.clock()
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             log.warning("message_refused", reason=f"{type(error).__name__}: {short(error)}", body=body[:200])
             return True
@@ -101,7 +92,7 @@ class Ec2Notices:
         if kind != _WARNING:
             return True
         if id_ not in own:
-            return self._clock() - said_s > UNLISTED_S
+            return self.clock() - said_s > UNLISTED_S
         # The same event may come twice; the first one counts.
         interrupted_at_s[id_] = min(interrupted_at_s.get(id_, said_s + NOTICE_S), said_s + NOTICE_S)
         return False

@@ -6,20 +6,17 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Final, cast, get_args
+from typing import Any, Final
 
 from doll import telemetry
 from doll.provisioner.fleets.ec2.capacity import Ec2Pool
+from doll.provisioner.fleets.orders import WorkerLabels
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, Order
 from doll.provisioner.planning.state import Market
 
 log = telemetry.get_logger(__name__)
 
-CLUSTER_TAG: Final = "doll:cluster"
-WORKER_TAG: Final = "doll:worker"
-INCARNATION_TAG: Final = "doll:incarnation"
-MARKET_TAG: Final = "doll:market"
-JOB_TAG: Final = "doll:job"
+TAGS: Final = WorkerLabels("doll:")
 CAPACITY_TYPE: Final[Mapping[Market, str]] = {"spot": "spot", "on_demand": "on-demand"}
 # All resources of a launch are tagged: the provisioner's IAM role may create none without the tags.
 _TAGGED: Final = ("instance", "volume", "network-interface", "fleet")
@@ -42,18 +39,8 @@ _ENDED_AT: Final = re.compile(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)
 
 
 def tag_specifications(order: Order, *, cluster: str, job: str) -> list[dict[str, Any]]:
-    """`TagSpecifications` of a launch.
-
-    Args:
-        job: "": no job tag.
-    """
-    tags = {
-        CLUSTER_TAG: cluster,
-        WORKER_TAG: str(order.slot),
-        INCARNATION_TAG: str(order.incarnation),
-        MARKET_TAG: order.market,
-        **({JOB_TAG: job} if job else {}),
-    }
+    """`TagSpecifications` of a launch; without a job there is no job tag."""
+    tags = TAGS.write(order, cluster, job)
     return [
         {"ResourceType": resource, "Tags": [{"Key": key, "Value": value} for key, value in tags.items()]}
         for resource in _TAGGED
@@ -61,21 +48,16 @@ def tag_specifications(order: Order, *, cluster: str, job: str) -> list[dict[str
 
 
 def filters_of(order: Order, *, cluster: str) -> dict[str, str]:
-    """Filters of DescribeInstances for what an order, or an earlier attempt of it, has made."""
-    return {
-        "tag:" + CLUSTER_TAG: cluster,
-        "tag:" + WORKER_TAG: str(order.slot),
-        "tag:" + INCARNATION_TAG: str(order.incarnation),
-        "tag:" + MARKET_TAG: order.market,
-    }
+    """Filters of DescribeInstances for the instances of an order and of its earlier attempts."""
+    return {f"tag:{name}": value for name, value in TAGS.write(order, cluster, "").items()}
 
 
 def instances_of(descriptions: Sequence[Mapping[str, Any]], now_s: float) -> Iterator[Instance]:
     """EC2's descriptions as instances; those without valid worker tags are logged and skipped."""
     for description in descriptions:
         tags = {tag["Key"]: tag["Value"] for tag in description.get("Tags", ())}
-        market, worker, incarnation = (tags.get(key, "") for key in (MARKET_TAG, WORKER_TAG, INCARNATION_TAG))
-        if market not in get_args(Market) or not worker.isdecimal() or not incarnation.isdecimal():
+        worker = TAGS.read(tags)
+        if worker is None:
             log.warning("invalid_worker_tags", id=description["InstanceId"], tags=tags)
             continue
         state = _STATES.get(description["State"]["Name"], InstanceState.ENDING)
@@ -85,11 +67,9 @@ def instances_of(descriptions: Sequence[Mapping[str, Any]], now_s: float) -> Ite
             at = _ENDED_AT.search(description.get("StateTransitionReason", ""))
             ended_s = datetime.strptime(at[1], "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC).timestamp() if at else now_s
         yield Instance(
-            id=description["InstanceId"], slot=int(worker), incarnation=int(incarnation),
-            market=cast("Market", market), state=state,
+            id=description["InstanceId"], state=state, ended_s=ended_s, end_reason=end_reason,
             pool=Ec2Pool(description["InstanceType"], description["Placement"]["AvailabilityZone"]).name,
-            launched_s=description["LaunchTime"].timestamp(), ended_s=ended_s, end_reason=end_reason,
-            job=tags.get(JOB_TAG, ""),
+            launched_s=description["LaunchTime"].timestamp(), **worker,
         )  # fmt: skip
 
 

@@ -1,9 +1,8 @@
 """`Fleet` of bare pods on Kubernetes. Nothing is kept outside the API server but what has vanished from it lately.
 
-A launch whose answer was lost is found by its name: the same order has the same name. Reads are consistent (a list
-without a resource version), so a deletion shows at once. The scheduler chooses the node, so there is one pool, which an
-order cannot avoid. Rights: create, get, list and delete pods of one namespace, and get of the ConfigMap that owns them,
-where the job file names one.
+A launch whose answer was lost is found by its name. Reads are consistent (a list without a resource version), so a
+deletion shows at once. The scheduler chooses the node, so there is one pool, which an order cannot avoid. Rights:
+create, get, list and delete pods of one namespace, and get of the ConfigMap that owns them, if the job file names one.
 """
 
 from __future__ import annotations
@@ -11,26 +10,23 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from urllib.parse import urlencode
 
 import urllib3
 import yaml
 
 from doll import telemetry
-from doll.config import KubernetesFleetConfig
+from doll.config import JobConfig, KubernetesFleetConfig
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.extras import lacking
 from doll.provisioner.fleets.kubernetes import pods
-from doll.provisioner.fleets.orders import DryMarkets, FailedStarts
+from doll.provisioner.fleets.orders import LaunchGate
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchError, LaunchFailure, Order
 from doll.provisioner.planning.state import Market
 from doll.records.bounded import MalformedError, check_size, json_object, short
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
 
 log = telemetry.get_logger(__name__)
 
@@ -40,11 +36,7 @@ _CONNECT_S: Final = 5.0
 
 
 class ApiError(Exception):
-    """The API server refused a call, or did not answer.
-
-    Attributes:
-        status: of HTTP; 0: no answer.
-    """
+    """The API server refused a call with an HTTP status, or did not answer (status 0)."""
 
     def __init__(self, what: str, status: int, message: str) -> None:
         super().__init__(f"{what}: {message}")
@@ -59,11 +51,7 @@ class ApiError(Exception):
 
 class PodApi:
     """The calls of the API server that the fleet needs: plain JSON, so that a template may say what this server knows.
-
-    Args:
-        settings: the Python client's `Configuration`: address, certificates, and the token, which it renews.
-        timeout_s: of one call.
-    """
+    `settings` is the Python client's `Configuration`: address, certificates, and the token, which it renews."""
 
     def __init__(self, settings: Any, namespace: str, timeout_s: float) -> None:
         self._settings = settings
@@ -126,14 +114,8 @@ class PodApi:
         *,
         what: str = "",
     ) -> dict[str, Any]:
-        """The answer to a call of any path.
-
-        Args:
-            what: names the call in errors.
-
-        Raises:
-            ApiError: the API server refuses it, or does not answer.
-        """
+        """The answer to a call of any path; `what` names it in errors. Raises ApiError if the API server refuses it, or
+        does not answer."""
         what, url = what or f"{method} {at}", f"{self._settings.host}{at}"
         try:
             headers = {each["key"]: each["value"] for each in self._settings.auth_settings().values()}
@@ -163,46 +145,33 @@ class PodApi:
         return answer.status, answer.data
 
 
+@dataclass(eq=False, repr=False)
 class KubernetesFleet:
     """The pods that carry the labels of the cluster and of the job, in one namespace. Those of another job are left
     alone; those of an earlier release, which gave no label of a job, are the job's.
 
-    Args:
-        cluster: value of the label `doll/cluster`.
-        job: value of the label `doll/job`.
-        template: the worker's pod, as `pod_template` reads it.
-        clock: Unix seconds, as the API server's.
+    `template` is the worker's pod, see `pod_template`; `clock` is Unix seconds, as the API server's.
     """
 
-    def __init__(
-        self,
-        api: PodApi,
-        *,
-        cluster: str,
-        job: str = "",
-        template: pods.Pod,
-        settings: KubernetesFleetConfig,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._api = api
-        self._cluster = cluster
-        self._job = job
-        self._template = template
-        self._settings = settings
-        self._clock = clock
+    api: PodApi
+    _: KW_ONLY
+    cluster: str
+    job: str = ""
+    template: pods.Pod
+    settings: KubernetesFleetConfig
+    clock: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
         self._known: dict[str, Instance] = {}
-        self._dry = DryMarkets(pods.POOL, clock)
-        self._starts = FailedStarts(f"correct {settings.pod_template}", clock)
+        self._gate = LaunchGate(pods.POOL, f"correct {self.settings.pod_template}", self.clock)
         self._owner_uid = ""
 
     def launch(self, order: Order) -> Instance:
-        """As the port. Everything that keeps it from an instance is a `LaunchError`, the API server being away too."""
-        name = pods.name_of(order, self._cluster)
+        name = pods.name_of(order, self.cluster)
         try:
             pod = self._existing(name)
             if pod is None:
-                self._starts.check(name)
-                self._dry.check(order, name)
+                self._gate.check(order, name)
                 pod = self._created(order, name)
         except ApiError as error:
             raise LaunchError(
@@ -211,7 +180,7 @@ class KubernetesFleet:
         instance = self._instance(pod)
         if instance is None or self._is_foreign(pod):
             raise LaunchError(
-                f"{name}: a pod of this name is there, which is no worker of cluster {self._cluster}: delete it, or "
+                f"{name}: a pod of this name is there, which is no worker of cluster {self.cluster}: delete it, or "
                 "choose another fleet.cluster",
                 failure=LaunchFailure.CONFIG,
             )
@@ -219,15 +188,9 @@ class KubernetesFleet:
         return instance
 
     def instances(self) -> Sequence[Instance]:
-        """The port's. Pods that no node takes or that cannot start are given back, pods that ended an hour ago are
-        deleted.
-
-        Raises:
-            ConfigError: the API server does not permit it, or has no such namespace.
-            ServiceUnavailableError: the API server does not answer.
-        """
+        """Also gives back pods that no node takes or that cannot start, and deletes pods that ended an hour ago."""
         try:
-            workers, now_s = self._workers(), self._clock()
+            workers, now_s = self._workers(), self.clock()
             seen = {instance.id: instance for _, instance in workers} | self._given_back(workers, now_s)
             for id_, known in list(self._known.items()):
                 if id_ not in seen:
@@ -237,123 +200,112 @@ class KubernetesFleet:
                 if known.ended_s is not None and now_s - known.ended_s > ENDED_KEPT_S:
                     del self._known[id_]
                     if id_ in seen:
-                        self._api.delete(id_)
+                        self.api.delete(id_)
         except ApiError as error:
             raise _unusable(error) from error
         return list(self._known.values())
 
     def terminate(self, ids: Collection[str]) -> None:
-        """As the port: each pod gets SIGTERM and its template's grace period. One that has ended is deleted.
-
-        Raises:
-            ConfigError: the API server does not permit it.
-            ServiceUnavailableError: the API server does not answer; pods that were not reached live on.
-        """
+        """Each pod gets SIGTERM and its template's grace period; one that has ended is deleted."""
         if not ids:
             return
         try:
             for pod, instance in self._workers():
                 if instance.id not in ids or instance.state is InstanceState.ENDING:
                     continue
-                self._api.delete(instance.id)
+                self.api.delete(instance.id)
                 if instance.is_alive and not pod["spec"].get("nodeName"):
-                    self._known[instance.id] = _ended(instance, EndReason.TERMINATED, self._clock())
+                    # It has cost nothing without a node.
+                    self._known[instance.id] = instance.ended(self.clock(), EndReason.TERMINATED)
                 elif instance.is_alive and instance.notice_s is None:  # it may be gone before anybody lists it
                     self._known[instance.id] = replace(instance, state=InstanceState.ENDING)
         except ApiError as error:
             raise _unusable(error) from error
 
     def close(self) -> None:
-        self._api.close()
-
-    # --- pods -------------------------------------------------------------------------------------------------------
+        self.api.close()
 
     def _workers(self) -> list[tuple[pods.Pod, Instance]]:
         """The job's pods, and the instances that they stand for."""
-        listed = self._api.list(f"{pods.CLUSTER_LABEL}={self._cluster}")
+        listed = self.api.list(f"{pods.LABELS.cluster}={self.cluster}")
         own = [(pod, self._instance(pod)) for pod in listed if not self._is_foreign(pod)]
         return [(pod, instance) for pod, instance in own if instance is not None]
 
     def _existing(self, name: str) -> pods.Pod | None:
         try:
-            return self._api.read(name)
+            return self.api.read(name)
         except ApiError as error:
             if error.status != 404:
                 raise
             return None
 
     def _created(self, order: Order, name: str) -> pods.Pod:
-        if self._settings.owner is not None and not self._owner_uid:
-            self._owner_uid = self._api.uid_of_config_map(self._settings.owner)
-        manifest = pods.manifest(order, self._template, self._settings, self._cluster, self._job, self._owner_uid)
+        if self.settings.owner is not None and not self._owner_uid:
+            self._owner_uid = self.api.uid_of_config_map(self.settings.owner)
+        manifest = pods.manifest(order, self.template, self.settings, self.cluster, self.job, self._owner_uid)
         try:
-            pod = self._api.create(manifest)
+            pod = self.api.create(manifest)
         except ApiError as error:
             if error.status != 409 or "already exists" not in error.message:
                 raise
-            return self._api.read(name)  # another call of the same order was faster
+            return self.api.read(name)  # another call of the same order was faster
         log.info("launched", id=name, worker=order.slot, incarnation=order.incarnation, market=order.market)
         return pod
 
     def _given_back(self, workers: Sequence[tuple[pods.Pod, Instance]], now_s: float) -> dict[str, Instance]:
-        """The pods that were deleted, since they have waited for a node, or to start, for too long.
+        """Delete the pods that have waited for a node, or to start, for too long; returns them.
 
         The market of the former counts as without capacity. A pod that cannot start occupies a node, and its kubelet
-        tries again without an end; where no pod of the job runs, the next ones would not start either.
+        tries again without an end; if no pod of the job runs, the next ones would not start either.
         """
-        given, timeout_s = dict[str, Instance](), self._settings.node_timeout_s
+        given, timeout_s = dict[str, Instance](), self.settings.node_timeout_s
         if any(instance.state is InstanceState.RUNNING for _, instance in workers):
-            self._starts.clear()
+            self._gate.started()
         for pod, instance in workers:
             if not instance.is_alive:
                 continue
             waits_s = now_s - (pods.unschedulable_since_s(pod) or now_s)
             if waits_s >= timeout_s:
                 why = pods.why_it_waits(pod)
-                self._dry.put(instance.market, why)
+                self._gate.found_no_node(instance.market, why)
                 reason, event = EndReason.TERMINATED, "no_node"
             elif instance.trouble and now_s - (instance.costs_from_s or instance.launched_s) >= timeout_s:
                 why, reason, event = instance.trouble, EndReason.FAILED, "does_not_start"
-                self._starts.put(why)
+                self._gate.start_failed(why)
             else:
                 continue
-            self._api.delete(instance.id)
-            given[instance.id] = _ended(instance, reason, now_s)
+            self.api.delete(instance.id)
+            given[instance.id] = instance.ended(now_s, reason)
             log.warning(event, id=instance.id, market=instance.market, why=why)
         return given
 
     def _instance(self, pod: pods.Pod) -> Instance | None:
         try:
-            instance = pods.instance_of(pod, self._clock())
+            instance = pods.instance_of(pod, self.clock())
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ApiError("read pods", 0, f"expected a pod, got one without {short(error)}") from error
         if instance is None:
-            log.warning("invalid_worker_tags", id=pod["metadata"].get("name"), cluster=self._cluster)
+            log.warning("invalid_worker_tags", id=pod["metadata"].get("name"), cluster=self.cluster)
         elif (known := self._known.get(instance.id)) is not None and known.state is InstanceState.ENDED:
             return known  # what has ended does not change
         return instance
 
     def _is_foreign(self, pod: pods.Pod) -> bool:
         labels = pod["metadata"].get("labels", {})
-        own = (labels.get(pods.CLUSTER_LABEL), labels.get(pods.JOB_LABEL, self._job))
-        return own != (self._cluster, self._job)
-
-
-def _ended(instance: Instance, reason: EndReason, now_s: float) -> Instance:
-    """The instance of a pod that was deleted now; it has cost nothing where it had no node."""
-    return replace(instance, state=InstanceState.ENDED, ended_s=now_s, end_reason=reason)
+        own = (labels.get(pods.LABELS.cluster), labels.get(pods.LABELS.job, self.job))
+        return own != (self.cluster, self.job)
 
 
 def connect(config: JobConfig) -> KubernetesFleet:
-    """The fleet that a job file describes, as `connect_api`."""
+    """The fleet that a job file describes. Raises ConfigError, see `connect_api`."""
     api, template = connect_api(config)
     assert isinstance(config.fleet, KubernetesFleetConfig)
     return KubernetesFleet(api, cluster=config.cluster, job=config.job, template=template, settings=config.fleet)
 
 
 def connect_api(config: JobConfig) -> tuple[PodApi, pods.Pod]:
-    """The cluster that a job file describes, as whoever runs this: a kubeconfig's user, or the pod's service account;
-    and the worker's pod.
+    """The cluster that a job file describes, seen by whoever runs this (a kubeconfig's user, or the pod's service
+    account), and the worker's pod.
 
     Raises:
         ConfigError: another kind of fleet, no client library, no cluster, or a template that is no worker's.
@@ -374,7 +326,7 @@ def connect_api(config: JobConfig) -> tuple[PodApi, pods.Pod]:
         raise lacking("fleet.kind: kubernetes", "kubernetes") from error
     client_settings = client.Configuration()
     try:
-        if settings.kubeconfig is None and settings.context is None and _in_a_pod():
+        if settings.kubeconfig is None and settings.context is None and _NAMESPACE_FILE.exists():
             access.load_incluster_config(client_configuration=client_settings)
             namespace = _NAMESPACE_FILE.read_text(encoding="ascii").strip()
         else:
@@ -391,16 +343,9 @@ def connect_api(config: JobConfig) -> tuple[PodApi, pods.Pod]:
 _NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
-def _in_a_pod() -> bool:
-    return _NAMESPACE_FILE.exists()
-
-
 def pod_template(file: Path, settings: KubernetesFleetConfig) -> pods.Pod:
-    """The worker's pod of a YAML file.
-
-    Raises:
-        ConfigError: it is not there, no pod, or has no container `settings.container`.
-    """
+    """The worker's pod of a YAML file. Raises ConfigError if it is not there, no pod, or has no container
+    `settings.container`."""
     try:
         pod = yaml.safe_load(file.read_text(encoding="utf-8"))
         check_size(pod)

@@ -1,4 +1,4 @@
-"""What a worker's pod is: its name and manifest from an order, and the instance that it stands for.
+"""A worker's pod: its name and manifest from an order, and the instance that it stands for.
 
 A pod is an instance, not a Job: the provisioner decides on replacement, and a Job would replace by rules of its own.
 Reference: Kubernetes' "Pod Lifecycle", "Disruptions" (the condition `DisruptionTarget`) and "API-initiated Eviction".
@@ -12,28 +12,21 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from typing import Any, Final, cast, get_args
+from typing import Any, Final
 
 from doll.config import KubernetesFleetConfig, PodPlacement
-from doll.provisioner.fleets.orders import identity, order_name
+from doll.provisioner.fleets.orders import WorkerLabels, identity, order_name
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, Order
-from doll.provisioner.planning.state import Market
 
 POOL: Final = "pod/cluster"
-CLUSTER_LABEL, JOB_LABEL, WORKER_LABEL, INCARNATION_LABEL, MARKET_LABEL = (
-    "doll/cluster",
-    "doll/job",
-    "doll/worker",
-    "doll/incarnation",
-    "doll/market",
-)
+LABELS: Final = WorkerLabels("doll/")
 LATE_S: Final = 30.0
 """A pod that should have ended so long ago, and is not reported as ended, is on a node that does not answer."""
 SILENT_S: Final = 1800.0
 """A node that does not answer costs until its cloud, or who repairs nodes, takes it away, and its pods with it. Nobody
 does so on a cluster of one's own machines: so long after it should have ended, such a pod counts as ended."""
 LIFE_S: Final = 24 * 3600
-"""A pod ends after this time, also where no provisioner runs any more; the template may say less or more."""
+"""A pod ends after this time, also if no provisioner runs any more; the template may say less or more."""
 _APART_S: Final = 600  # from the end of one slot's pod to the next one's: not all workers are replaced at once
 _APART: Final = 24
 _LONGEST_NAME: Final = 63  # a pod's host name
@@ -49,10 +42,8 @@ Pod = Mapping[str, Any]
 
 
 def name_of(order: Order, cluster: str) -> str:
-    """The pod's name: the same order has the same name, so that it launches once.
-
-    Names of the API server are in lower case and short; a name that would not fit has a digest of the whole.
-    """
+    """The pod's name: the same order has the same name, so that it launches once. A name that is not in lower case, or
+    too long for the API server, has a checksum of the whole."""
     whole = order_name(order, cluster)
     name = re.sub(r"[^a-z0-9-]+", "-", whole.lower())
     if name == whole and len(name) <= _LONGEST_NAME:
@@ -63,24 +54,15 @@ def name_of(order: Order, cluster: str) -> str:
 def manifest(
     order: Order, template: Pod, settings: KubernetesFleetConfig, cluster: str, job: str = "", owner_uid: str = ""
 ) -> dict[str, Any]:
-    """The pod that an order asks for: the template with its identity, its market's nodes, an end, and no restarts.
-
-    Args:
-        owner_uid: of the ConfigMap `settings.owner`, with which the pod ends; "": of none.
-    """
+    """The pod that an order asks for: the template with its identity, its market's nodes, an end, and no restarts. It
+    ends with the ConfigMap `settings.owner` of this `owner_uid`, if one is given."""
     pod = copy.deepcopy(dict(template))
     placement: PodPlacement = settings.spot if order.market == "spot" else settings.on_demand
     name = name_of(order, cluster)
     metadata = pod.setdefault("metadata", {})
     metadata["name"] = name
     metadata.pop("generateName", None)
-    metadata.setdefault("labels", {}).update({
-        CLUSTER_LABEL: cluster,
-        WORKER_LABEL: str(order.slot),
-        INCARNATION_LABEL: str(order.incarnation),
-        MARKET_LABEL: order.market,
-        **({JOB_LABEL: job} if job else {}),
-    })  # fmt: skip
+    metadata.setdefault("labels", {}).update(LABELS.write(order, cluster, job))
     if owner_uid:
         metadata["ownerReferences"] = [
             {"apiVersion": "v1", "kind": "ConfigMap", "name": settings.owner, "uid": owner_uid}
@@ -98,19 +80,15 @@ def manifest(
 
 
 def instance_of(pod: Pod, now_s: float) -> Instance | None:
-    """The instance that a pod stands for; None: its labels are not a worker's.
+    """The instance that a pod stands for; None if its labels are not a worker's.
 
     A deletion with the condition `DisruptionTarget` was asked for by the owner of the nodes (a drain, an eviction, a
     preemption, a node that is not ready): it is a notice until `deletionTimestamp`. A deletion without it is ours, and
-    so is the end of a pod's time.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is no pod.
+    so is the end of a pod's time. Raises KeyError, TypeError or ValueError if it is no pod.
     """
     metadata, spec, status = pod["metadata"], pod["spec"], pod.get("status", {})
-    labels = metadata.get("labels", {})
-    market, worker, incarnation = (labels.get(key, "") for key in (MARKET_LABEL, WORKER_LABEL, INCARNATION_LABEL))
-    if market not in get_args(Market) or not worker.isdecimal() or not incarnation.isdecimal():
+    worker = LABELS.read(metadata.get("labels", {}))
+    if worker is None:
         return None
     phase = status.get("phase", "Pending")
     deleted = metadata.get("deletionTimestamp")
@@ -120,26 +98,25 @@ def instance_of(pod: Pod, now_s: float) -> Instance | None:
     has_node = bool(spec.get("nodeName"))
     placed_s = _since_s(condition(pod, "PodScheduled", "True")) if has_node else ended_s or now_s
     instance = Instance(
-        id=metadata["name"], slot=int(worker), incarnation=int(incarnation), market=cast("Market", market), pool=POOL,
-        state=InstanceState.RUNNING if phase == "Running" else InstanceState.PENDING,
-        launched_s=unix_s(metadata["creationTimestamp"]), job=labels.get(JOB_LABEL, ""), costs_from_s=placed_s,
-        trouble="" if has_ended else never_starts(pod),
+        id=metadata["name"], pool=POOL, state=InstanceState.RUNNING if phase == "Running" else InstanceState.PENDING,
+        launched_s=unix_s(metadata["creationTimestamp"]), costs_from_s=placed_s,
+        trouble="" if has_ended else never_starts(pod), **worker,
     )  # fmt: skip
     taken = condition(pod, "DisruptionTarget", "True") is not None
     is_ours = bool(deleted) or status.get("reason") == "DeadlineExceeded"
     reason = EndReason.INTERRUPTED if taken else EndReason.TERMINATED if is_ours else EndReason.FAILED
     if has_ended or (end_s is not None and not has_node):
-        return replace(instance, state=InstanceState.ENDED, ended_s=ended_s, end_reason=reason)
+        return instance.ended(now_s if ended_s is None else ended_s, reason)
     if end_s is None:
         return instance
     if now_s > end_s + SILENT_S:
-        return replace(instance, state=InstanceState.ENDED, ended_s=end_s + SILENT_S, end_reason=reason)
+        return instance.ended(end_s + SILENT_S, reason)
     noticed = replace(instance, notice_s=end_s if taken else None)
     return noticed if taken and now_s <= end_s + LATE_S else replace(noticed, state=InstanceState.ENDING)
 
 
 def vanished(instance: Instance, now_s: float) -> Instance:
-    """What was last known of a pod that is not listed any more.
+    """The end of a pod that is not listed any more.
 
     The garbage collection of pods whose node has gone marks and deletes them at once, so that nobody sees the mark: a
     spot instance that nobody deleted in order was interrupted.
@@ -150,7 +127,7 @@ def vanished(instance: Instance, now_s: float) -> Instance:
     is_taken = instance.notice_s is not None or (instance.market == "spot" and not is_ending)
     reason = EndReason.INTERRUPTED if is_taken else EndReason.TERMINATED if is_ending else EndReason.FAILED
     ended_s = now_s if instance.notice_s is None or is_ending else min(now_s, instance.notice_s)
-    return replace(instance, state=InstanceState.ENDED, ended_s=ended_s, end_reason=reason)
+    return instance.ended(ended_s, reason)
 
 
 def condition(pod: Pod, kind: str, status: str) -> Mapping[str, Any] | None:
@@ -160,7 +137,7 @@ def condition(pod: Pod, kind: str, status: str) -> Mapping[str, Any] | None:
 
 
 def why_it_waits(pod: Pod) -> str:
-    """What the scheduler says of a pod without a node; the names of the gates that hold one."""
+    """The scheduler's words on a pod without a node, or the names of the gates that hold it."""
     gates = ", ".join(str(gate.get("name")) for gate in pod["spec"].get("schedulingGates") or ())
     said = str((condition(pod, "PodScheduled", "False") or {}).get("message", ""))
     return f"held by its scheduling gates: {gates}" if gates else said
@@ -175,7 +152,7 @@ def unschedulable_since_s(pod: Pod) -> float | None:
 
 
 def never_starts(pod: Pod) -> str:
-    """Why a container of the pod cannot start until somebody corrects its template; "" where it may."""
+    """Why a container of the pod cannot start until somebody corrects its template; "" if it may."""
     status = pod.get("status", {})
     for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
         waiting = container.get("state", {}).get("waiting") or {}

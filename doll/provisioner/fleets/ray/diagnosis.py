@@ -1,6 +1,5 @@
-"""Whether a job's provisioner can do its work on a Ray cluster, for `doll doctor`. It starts a task on a node of each
-market, which says what is installed there.
-"""
+"""Whether a job's provisioner can do its work on a Ray cluster, for `doll doctor`: a task on a node of each market says
+what is installed there."""
 
 from __future__ import annotations
 
@@ -73,18 +72,13 @@ def _market(
         )
         return
     if there != (here := _version()):
-        yield Check(
-            name,
-            "failed",
-            f"it has {there}, this machine {here}",
-            f"pip install doll-online=={here} there",
-        )
+        yield Check(name, "failed", f"it has {there}, this machine {here}", f"pip install doll-online=={here} there")
     else:
         yield Check(name, "ok", there)
 
 
 def nodes_with(nodes: Sequence[Mapping[str, Any]], labels: Mapping[str, str]) -> list[Mapping[str, Any]] | None:
-    """The nodes that carry all of these labels; None where a value is an expression."""
+    """The nodes that carry all of these labels; None if a value is an expression."""
     if any(value.startswith(("!", "in(")) for value in labels.values()):
         return None
     return [node for node in nodes if labels.items() <= dict(node.get("Labels", {})).items()]

@@ -1,13 +1,12 @@
 """`Fleet` of actors on a Ray cluster: Ray places them, watches their nodes and collects their logs.
 
-Who an actor is stands in its labels, and its name comes from the order, so that nothing is kept outside Ray's table. An
-actor is never restarted by Ray (`max_restarts=0`): whether there is a replacement, and on which market, is the
-provisioner's decision. A node that is drained is a notice for the workers on it; this process tells them to leave. An
-actor that does not end in its time is killed, and one that no provisioner has listed for an hour ends itself.
+An actor's identity is in its labels, and its name comes from the order, so that nothing is kept outside Ray's table.
+Ray never restarts it: replacement is the provisioner's decision. A node that is drained is a notice for the workers on
+it. An actor that does not end in its time is killed, and one that no provisioner has listed for an hour ends itself.
 
-It has to run on a node of the cluster: Ray's client connection does not carry the tables. Ray has no public call for
-labels and draining nodes without its dashboard, so the tables are read as Ray's own libraries read them
-(`ray._private.state`); the contract tests of fleets run against a real cluster and show when that changes.
+It has to run on a node of the cluster: Ray's client connection does not carry the tables. They are read as Ray's own
+libraries read them (`ray._private.state`), since no public call has labels and draining nodes without the dashboard;
+the contract tests of fleets run against a real cluster and show when that changes.
 """
 
 from __future__ import annotations
@@ -22,21 +21,19 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Final, TypeVar
 
 from doll import telemetry
-from doll.config import RayFleetConfig
+from doll.config import JobConfig, RayFleetConfig
 from doll.config.loader import dump
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.extras import lacking
-from doll.provisioner.fleets.orders import DryMarkets, FailedStarts, identity, order_name
+from doll.provisioner.fleets.orders import LaunchGate, identity, order_name
 from doll.provisioner.fleets.port import Instance, InstanceState, LaunchError, LaunchFailure, Order
 from doll.provisioner.fleets.ray import actors
 from doll.provisioner.fleets.ray.host import KV_NAMESPACE, WorkerHost
 from doll.records.bounded import short
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
 
 log = telemetry.get_logger(__name__)
 T = TypeVar("T")
@@ -49,7 +46,7 @@ RENEW_S: Final = 60.0  # of the sign that a provisioner is there
 HEAD_AWAY_ENV: Final = "RAY_gcs_rpc_server_reconnect_timeout_s"
 HEAD_AWAY_S: Final = 24 * 3600
 """Ray ends a process that has not reached the cluster's head for a minute, unless it is told to wait longer. A
-provisioner goes on without it, as it does where another owner of machines does not answer."""
+provisioner goes on without it, as it does if another owner of machines does not answer."""
 
 
 class RayError(Exception):
@@ -57,12 +54,8 @@ class RayError(Exception):
 
 
 class RayApi:
-    """The calls of Ray that the fleet needs; each ends within `timeout_s`.
-
-    Args:
-        host_arguments: of `WorkerHost`, but the worker's identity.
-        options: of each actor, besides name, labels and placement.
-    """
+    """The calls of Ray that the fleet needs; each ends within `timeout_s`. `host_arguments` are of `WorkerHost`, except
+    the worker's identity; `options` are of each actor, besides name, labels and placement."""
 
     def __init__(self, host_arguments: Sequence[Any], options: Mapping[str, Any], timeout_s: float) -> None:
         import ray
@@ -95,7 +88,8 @@ class RayApi:
 
     def actors_of(self, cluster: str) -> list[actors.Actor]:
         """All actors of a cluster, the dead ones too."""
-        return self._call("list actors", lambda: [each for each in self._rows() if _belongs(each, cluster)])
+        label = actors.LABELS.cluster
+        return self._call("list actors", lambda: [row for row in self._rows() if row.labels.get(label) == cluster])
 
     def draining(self) -> dict[str, float]:
         """Deadlines of the nodes that are being drained, Unix seconds; 0: without one."""
@@ -145,135 +139,112 @@ class RayApi:
             raise RayError(f"{what}: {short(error)}") from error
 
 
+@dataclass(eq=False, repr=False)
 class RayFleet:
     """The actors that carry the labels of the cluster and of the job. Those of another job are left alone; those of an
     earlier release, which gave no label of a job, are the job's.
 
-    Args:
-        cluster: value of the label `doll-cluster`.
-        job: value of the label `doll-job`.
-        drain_s: what a worker has from SIGTERM to its end.
-        clock: Unix seconds, as Ray's nodes have them.
+    `drain_s` is a worker's time from SIGTERM to its end; `clock` is Unix seconds, as Ray's nodes have them.
     """
 
-    def __init__(
-        self,
-        api: RayApi,
-        *,
-        cluster: str,
-        job: str = "",
-        settings: RayFleetConfig,
-        drain_s: float,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._api = api
-        self._cluster = cluster
-        self._job = job
-        self._settings = settings
-        self._drain_s = drain_s
-        self._clock = clock
+    api: RayApi
+    _: KW_ONLY
+    cluster: str
+    job: str = ""
+    settings: RayFleetConfig
+    drain_s: float
+    clock: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
         self._known: dict[str, Instance] = {}
         self._asked_s: dict[str, float] = {}  # when the provisioner has asked for its end
         self._told: set[str] = set()  # who know that their node goes
         self._made: set[str] = set()  # by this process, and not seen ended
         self._renewed_s = float("-inf")
-        self._dry = DryMarkets(actors.POOL, clock)
-        self._starts = FailedStarts(
-            "expected nodes with this version of doll-online and the job's packages: correct the nodes' image or "
-            "fleet.runtime_env", clock,
+        self._gate = LaunchGate(
+            actors.POOL, "expected nodes with this version of doll-online and the job's packages: correct the nodes' "
+            "image or fleet.runtime_env", self.clock,
         )  # fmt: skip
 
     def launch(self, order: Order) -> Instance:
-        """As the port. Everything that keeps it from an instance is a `LaunchError`, a cluster that is away too."""
-        name = order_name(order, self._cluster)
+        name = order_name(order, self.cluster)
         try:
             if (instance := self._listed().get(name)) is None:
-                self._starts.check(name)
-                self._dry.check(order, name)
+                self._gate.check(order, name)
                 self._made.add(name)
-                placement = self._settings.spot if order.market == "spot" else self._settings.on_demand
-                labels = actors.labels_of(order, self._cluster, self._job, self._clock())
-                self._api.create(name, identity(order, name), labels, placement)
+                placement = self.settings.spot if order.market == "spot" else self.settings.on_demand
+                labels = actors.labels_of(order, self.cluster, self.job, self.clock())
+                self.api.create(name, identity(order, name), labels, placement)
                 log.info("launched", id=name, worker=order.slot, incarnation=order.incarnation, market=order.market)
                 instance = self._listed().get(name)
         except RayError as error:
             raise LaunchError(f"{name}: {error}", failure=LaunchFailure.THROTTLED, code="Unavailable") from error
         if instance is None:
             raise LaunchError(
-                f"{name}: an actor of this name is there, which is no worker of cluster {self._cluster}: end it, or "
+                f"{name}: an actor of this name is there, which is no worker of cluster {self.cluster}: end it, or "
                 "choose another fleet.cluster",
                 failure=LaunchFailure.CONFIG,
             )
         return instance
 
     def instances(self) -> Sequence[Instance]:
-        """As the port. Actors that no node takes are given back; workers whose node is drained are told to leave.
-
-        Raises:
-            ServiceUnavailableError: Ray does not answer.
-        """
+        """Also gives back actors that no node takes, and tells workers whose node is drained to leave."""
         try:
             self._listed()
-            now_s = self._clock()
+            now_s = self.clock()
             if now_s - self._renewed_s >= RENEW_S:
-                self._api.renew(lease_key(self._cluster, self._job))
+                self.api.renew(lease_key(self.cluster, self.job))
                 self._renewed_s = now_s
             for id_, instance in list(self._known.items()):
                 if instance.is_alive and instance.notice_s is not None and id_ not in self._told:
                     self._told.add(id_)
-                    self._api.end(id_, max(0.0, min(self._drain_s, instance.notice_s - now_s)))
+                    self.api.end(id_, max(0.0, min(self.drain_s, instance.notice_s - now_s)))
         except RayError as error:
             raise ServiceUnavailableError(str(error)) from error
         return [each for each in self._known.values() if each.ended_s is None or now_s - each.ended_s <= ENDED_KEPT_S]
 
     def terminate(self, ids: Collection[str]) -> None:
-        """As the port: each worker gets SIGTERM and its time to drain; a later `instances()` kills who does not end.
-
-        Raises:
-            ServiceUnavailableError: Ray does not answer; workers that were not reached live on.
-        """
+        """Each worker gets SIGTERM and its time to drain; a later `instances()` kills one that does not end."""
         if not ids:
             return
         try:
             for id_, instance in self._listed().items():
                 if id_ in ids and instance.is_alive:
-                    self._asked_s[id_] = self._clock()
+                    self._asked_s[id_] = self.clock()
                     if instance.state is InstanceState.RUNNING:
-                        self._api.end(id_, self._drain_s)
+                        self.api.end(id_, self.drain_s)
                     else:
-                        self._api.kill(id_)
+                        self.api.kill(id_)
             self._listed()
         except RayError as error:
             raise ServiceUnavailableError(str(error)) from error
 
     def close(self) -> None:
-        self._api.close()
-
-    # --- actors -----------------------------------------------------------------------------------------------------
+        self.api.close()
 
     def _listed(self) -> dict[str, Instance]:
         """All instances of the cluster by name, as Ray's table has them now."""
-        now_s = self._clock()
-        own = (self._job, None)
-        rows = [row for row in self._api.actors_of(self._cluster) if row.labels.get(actors.JOB_LABEL) in own]
-        draining = self._api.draining()
+        now_s = self.clock()
+        own = (self.job, None)
+        rows = [row for row in self.api.actors_of(self.cluster) if row.labels.get(actors.LABELS.job) in own]
+        draining = self.api.draining()
         for actor in rows:
             known = self._known.get(actor.name)
             instance = actors.instance_of(actor, known, draining, actor.name in self._asked_s, now_s)
             if instance is None:
-                log.warning("invalid_worker_tags", id=actor.name, cluster=self._cluster)
+                log.warning("invalid_worker_tags", id=actor.name, cluster=self.cluster)
                 continue
             self._known[actor.name] = instance
             if instance.state is InstanceState.RUNNING:
-                self._starts.clear()
+                self._gate.started()
             if instance.state is InstanceState.ENDED:
                 if actor.name in self._made and instance.trouble:
-                    self._starts.put(instance.trouble)
+                    self._gate.start_failed(instance.trouble)
                 self._made.discard(actor.name)
                 self._asked_s.pop(actor.name, None)
-            elif now_s - self._asked_s.get(actor.name, now_s) > self._drain_s + KILL_AFTER_S:
+            elif now_s - self._asked_s.get(actor.name, now_s) > self.drain_s + KILL_AFTER_S:
                 log.warning("killed", id=actor.name, action="it has not ended since it was asked to")
-                self._api.kill(actor.name)
+                self.api.kill(actor.name)
         for id_ in self._known.keys() - {row.name for row in rows}:
             if self._known[id_].ended_s is None:  # the head has started again without its table: its actors are gone
                 del self._known[id_]
@@ -287,14 +258,14 @@ class RayFleet:
             instance = self._known.get(actor.name)
             if instance is None or instance.state is not InstanceState.PENDING or actor.started:
                 continue
-            if now_s - instance.launched_s < self._settings.node_timeout_s:
+            if now_s - instance.launched_s < self.settings.node_timeout_s:
                 continue
-            placement = self._settings.spot if instance.market == "spot" else self._settings.on_demand
+            placement = self.settings.spot if instance.market == "spot" else self.settings.on_demand
             wanted = ", ".join(f"{key}={value}" for key, value in placement.items())
-            why = f"no node with {wanted} has {self._settings.num_cpus:g} CPUs free"
+            why = f"no node with {wanted} has {self.settings.num_cpus:g} CPUs free"
             self._asked_s[actor.name] = now_s
-            self._api.kill(actor.name)
-            self._dry.put(instance.market, why)
+            self.api.kill(actor.name)
+            self._gate.found_no_node(instance.market, why)
             log.warning("no_node", id=actor.name, market=instance.market, why=why)
 
 
@@ -349,7 +320,7 @@ def connect(config: JobConfig) -> RayFleet:
 
 
 def lease_key(cluster: str, job: str) -> str:
-    """Under which the job's provisioner shows its actors that it is there."""
+    """The key under which the job's provisioner shows its actors that it is there."""
     return f"doll-provisioner/{cluster}/{job}"
 
 
@@ -365,7 +336,7 @@ def _own_sigterm() -> Iterator[None]:
 
 
 def _other_version(text: str) -> str | None:
-    """What to do where Ray refuses a cluster for its versions, which have to be the same to the last figure."""
+    """The remedy if Ray refuses a cluster for its versions, which have to be the same to the last figure."""
     versions = re.findall(r"Ray: (\S+)\s+Python: (\S+)", text)
     if len(versions) != 2:
         return None
@@ -377,11 +348,7 @@ def _other_version(text: str) -> str | None:
 
 
 def _check_address(address: str, timeout_s: float) -> None:
-    """Ray itself tries a wrong address for minutes.
-
-    Raises:
-        ServiceUnavailableError: nobody listens there.
-    """
+    """Raise ServiceUnavailableError if nobody listens there: Ray itself tries a wrong address for minutes."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
@@ -392,10 +359,6 @@ def _check_address(address: str, timeout_s: float) -> None:
             f"fleet.address: expected the head of a Ray cluster at {address}: {short(error)}; `ray status` on a node "
             "of the cluster shows its address"
         ) from error
-
-
-def _belongs(actor: actors.Actor, cluster: str) -> bool:
-    return actor.labels.get(actors.CLUSTER_LABEL) == cluster
 
 
 def _actor(row: Any) -> actors.Actor:
@@ -431,5 +394,5 @@ def _death(row: Any) -> tuple[actors.Cause, str]:
 
 
 def _last_line(text: str) -> str:
-    """Where a traceback says what was wrong."""
+    """The last line of a traceback, which says what was wrong."""
     return short(next((line for line in reversed(text.splitlines()) if line.strip()), ""))

@@ -1,8 +1,7 @@
 """The actor of a worker: it runs on a node of the Ray cluster and has the worker as its child process.
 
-The worker's output goes where Ray collects the actor's. The worker ends with the actor, also where the actor is killed;
-the actor ends with the worker, with an error unless somebody asked for it. It also ends where no provisioner has shown
-itself for an hour: nobody else would end it, and its node is paid for.
+The worker ends with the actor, also if the actor is killed; the actor ends with the worker, with an error unless
+somebody asked for it, and if no provisioner has shown itself for an hour: its node is paid for.
 """
 
 from __future__ import annotations
@@ -32,12 +31,8 @@ def wait_until_orphaned(
 ) -> None:
     """Return when no provisioner has renewed its sign for `ORPHAN_S`.
 
-    Only changes of it count, so that clocks need not agree. While it cannot be read, nobody could have renewed it
-    either, and the time stands still.
-
-    Args:
-        read: the sign; raises where it cannot be read.
-        clock: monotonic seconds.
+    Only changes of the sign count, so that clocks need not agree. While `read` raises, nobody could have renewed it
+    either, and the time stands still. `clock` is monotonic seconds.
     """
     seen, unchanged_s, looked_s = None, 0.0, clock()
     while unchanged_s < ORPHAN_S:
@@ -57,9 +52,8 @@ class WorkerHost:
         command: its arguments; `{job}` stands for the job file, `{python}` for the interpreter of this actor.
         job: the job file's text, without `base_folder`.
         base_folder: to which the job's relative paths refer; None: the folder that Ray has copied to this node.
-        env: additions to the worker's environment.
+        env, identity: additions to the worker's environment.
         lease: key under which the provisioner shows itself.
-        identity: the variables that say which worker it is.
     """
 
     def __init__(

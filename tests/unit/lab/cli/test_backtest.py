@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from doll.cli.app import app
-from doll.provisioner.traces.model import write_folder
 from flicker import flicker
 from typer.testing import CliRunner
 
 from doll_lab.backtests.adaptive import backtest_policies
+from doll_lab.traces.export import write_folder
 
 
 @pytest.mark.slow  # backtests

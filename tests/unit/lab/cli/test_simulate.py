@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from doll.cli.app import app
-from doll.provisioner.traces.model import Pool, Series, TraceSet, constant, write_folder
+from doll.provisioner.traces.model import Pool, Series, TraceSet, constant
 from typer.testing import CliRunner, Result
+
+from doll_lab.traces.export import write_folder
 
 SMALL = ["--workers", "8", "--group-size", "4", "--batch-size", "32", "--rate", "50", "--updates", "300"]
 JOB = """

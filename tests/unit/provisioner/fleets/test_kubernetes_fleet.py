@@ -180,7 +180,7 @@ def test_a_second_job_on_the_cluster_is_left_alone(server: Server) -> None:
     assert set(listed(other)) == {made.id}
     assert set(listed(fleet_of(server))) == {theirs.id}
     assert refused(other, Order(0, 1, "spot", run="r1")).failure is LaunchFailure.CONFIG, "their name"
-    del server.pods[theirs.id]["metadata"]["labels"][pods.JOB_LABEL]  # an earlier release launched it
+    del server.pods[theirs.id]["metadata"]["labels"][pods.LABELS.job]  # an earlier release launched it
     assert set(listed(fleet_of(server))) == {theirs.id}
 
 

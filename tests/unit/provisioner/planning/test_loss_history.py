@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from doll.provisioner.planning.loss_history import LossHistory
+from doll.provisioner.planning.tuner import LossHistory
 from hypothesis import given
 from hypothesis import strategies as st
 

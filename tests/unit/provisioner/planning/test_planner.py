@@ -143,7 +143,7 @@ def test_pace_waits_while_slack_allows_then_covers() -> None:
     assert 0 < late.moved.sum() <= 20
     assert not late.on_spot[late.moved].any()
     assert not late.moved[20:].any()
-    assert (~late.on_spot).sum() + 44 >= Slack.of(later, SETTINGS).needed_per_s / 125.0
+    assert (~late.on_spot).sum() + 44 >= Slack.compute(later, SETTINGS).needed_per_s / 125.0
 
 
 def test_returns_only_with_slack_for_the_next_outage() -> None:

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from benchmarks.paper import mlless_fig8
 from benchmarks.paper.formulas import printed_excess
-from doll.provisioner.planning.loss_history import LossHistory
-from doll.provisioner.planning.tuner import ScaleInTuner, TunerSettings
+from doll.provisioner.planning.tuner import LossHistory, ScaleInTuner, TunerSettings
 from doll.theory import scale_in
 from doll.theory.scale_in import ReferenceCurve, relative_excess
 from fuzzing import examples

@@ -183,14 +183,14 @@ def test_the_price_list_is_asked_once_and_kept_in_a_file_for_a_week(pricing: Stu
     pricing.add_response("get_products", {"PriceList": [product("0.0000000000", "0.1750000000")]}, filters(C5))
     prices = on_demand(pricing, cache)
     for _ in range(2):
-        price = prices.of(C5)
+        price = prices.lookup(C5)
         assert price is not None
         assert (price.usd_per_h, price.source, price.as_of) == (0.175, "price list", "2026-11-22")
-    kept = on_demand(pricing, cache, date(2026, 11, 28)).of(C5)
+    kept = on_demand(pricing, cache, date(2026, 11, 28)).lookup(C5)
     assert kept is not None
     assert (kept.usd_per_h, kept.source) == (0.175, "price list, kept")
     pricing.add_response("get_products", {"PriceList": [product("0.18")]}, filters(C5))
-    asked = on_demand(pricing, cache, date(2026, 11, 29)).of(C5)
+    asked = on_demand(pricing, cache, date(2026, 11, 29)).lookup(C5)
     assert asked is not None
     assert asked.usd_per_h == 0.18
     pricing.assert_no_pending_responses()
@@ -200,7 +200,7 @@ def test_what_was_kept_serves_when_the_price_list_is_away(pricing: Stubber, tmp_
     cache = tmp_path / "prices.json"
     cache.write_text(json.dumps({REGION: {C5: {"usd_per_h": 0.2, "as_of": "2026-01-01"}}}))
     pricing.add_client_error("get_products", "AccessDeniedException")
-    price = on_demand(pricing, cache).of(C5)
+    price = on_demand(pricing, cache).lookup(C5)
     assert price is not None
     assert (price.usd_per_h, price.as_of) == (0.2, "2026-01-01")
 
@@ -211,7 +211,7 @@ def test_what_was_kept_serves_when_the_price_list_is_away(pricing: Stubber, tmp_
 )
 def test_an_answer_of_no_use_leads_to_the_shipped_table_with_its_date(pricing: Stubber, answer: list[str]) -> None:
     pricing.add_response("get_products", {"PriceList": answer}, filters(C5))
-    price = on_demand(pricing).of(C5)
+    price = on_demand(pricing).lookup(C5)
     assert price is not None
     assert price.usd_per_h == 0.17
     assert price.as_of == "2026-01-19"
@@ -225,7 +225,7 @@ def test_a_file_that_is_damaged_is_written_anew(pricing: Stubber, tmp_path: Path
     cache = tmp_path / "prices.json"
     cache.write_text(text)
     pricing.add_response("get_products", {"PriceList": [product("0.5")]}, filters(C5))
-    price = on_demand(pricing, cache).of(C5)
+    price = on_demand(pricing, cache).lookup(C5)
     assert price is not None
     assert price.usd_per_h == 0.5
     assert json.loads(cache.read_text())[REGION][C5]["usd_per_h"] == 0.5

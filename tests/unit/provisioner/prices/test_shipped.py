@@ -7,8 +7,16 @@ import re
 import pytest
 from doll.config import PlanConfig, load
 from doll.errors import ConfigError
-from doll.provisioner.planning.stack_cost import PARTS, StackKind, stack_lines, stack_usd_per_h
-from doll.provisioner.prices.shipped import estimate, shipped_price, shipped_prices, with_prices
+from doll.provisioner.prices.shipped import (
+    PARTS,
+    StackKind,
+    estimate,
+    shipped_price,
+    shipped_prices,
+    stack_lines,
+    stack_usd_per_h,
+    with_prices,
+)
 from paths import EXAMPLES, ROOT
 
 DIGITS = EXAMPLES / "digits" / "job.yaml"

@@ -39,7 +39,7 @@ def test_an_impossible_chain_is_refused(alpha: float, cycle_s: float) -> None:
 
 def test_a_recording_moves_slots_by_rank_and_repeats() -> None:
     pool = Pool("p", 2, 1.0, constant(0.1, 0.0, 60.0), Series(np.array([0.0, 10.0, 30.0]), np.array([2.0, 1.0, 1.0])))
-    model = RecordedAvailability.of(pool, num_slots=4)
+    model = RecordedAvailability.from_pool(pool, num_slots=4)
     assert list(islice(model.spans(0), 3)) == [(True, 10.0), (True, 20.0), (True, 10.0)]
     assert list(islice(model.spans(3), 3)) == [(True, 10.0), (False, 20.0), (True, 10.0)]
 

@@ -100,10 +100,12 @@ def test_recorded_machines_are_so_many_whole_workers() -> None:
     assert workers.alpha == pytest.approx((4 + 3 + 3 + 0) / 16)
     assert workers.on_demand_usd_per_hour == recorded.on_demand_usd_per_hour, "prices stay those of a machine"
     # At 11 of 12 machines three workers are whole; the last is not up at all.
-    assert [next(iter_)[0] for iter_ in (RecordedAvailability.of(workers, 4).spans(slot) for slot in range(4))] == [
-        True
-    ] * 4
-    at_150_s = [list(itertools.islice(RecordedAvailability.of(workers, 4).spans(slot), 2))[1][0] for slot in range(4)]
+    assert [
+        next(iter_)[0] for iter_ in (RecordedAvailability.from_pool(workers, 4).spans(slot) for slot in range(4))
+    ] == [True] * 4
+    at_150_s = [
+        list(itertools.islice(RecordedAvailability.from_pool(workers, 4).spans(slot), 2))[1][0] for slot in range(4)
+    ]
     assert at_150_s == [True, True, True, False]
 
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from doll.errors import ConfigError
 from doll.provisioner.planning.state import Market
-from doll.provisioner.prices.trace import TracePrices
-from doll.provisioner.traces.market import AvailabilityInterval, MarketClock, SpotMarket
+from doll.provisioner.traces.market import AvailabilityInterval, MarketClock, SpotMarket, TracePrices
 from doll.provisioner.traces.model import Pool, Series, constant
 from doll.theory.cost import Prices
 

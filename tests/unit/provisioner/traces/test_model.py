@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from doll.cli.app import app
 from doll.errors import ConfigError
-from doll.provisioner.traces.model import Pool, Series, TraceSet, constant, read_folder, up_at_bid, write_folder
+from doll.provisioner.traces.model import Pool, Series, TraceSet, constant, read_folder, up_at_bid
 from doll.provisioner.traces.recordings import load, survey
 from paths import DOCS, SHARED_DATA
 from typer.testing import CliRunner
 
 from doll_lab.traces import FORMATS, google_lifetimes, loader_of
+from doll_lab.traces.export import write_folder
 
 POOLS = "trace_set,pool,num_machines,on_demand_usd_per_hour,spot_usd_per_hour\n"
 

@@ -16,10 +16,10 @@ FAR = Ec2Pool("c5.xlarge", "us-east-1b")
 
 def test_a_pool_is_named_by_type_and_zone() -> None:
     assert A.name == "c5.xlarge/us-east-1a"
-    assert Ec2Pool.of(A.name) == A
+    assert Ec2Pool.parse(A.name) == A
     for wrong in ("", "c5.xlarge", "/us-east-1a", "c5.xlarge/"):
         with pytest.raises(ValueError, match="expected type/zone"):
-            Ec2Pool.of(wrong)
+            Ec2Pool.parse(wrong)
 
 
 def test_a_dry_pool_is_left_alone_in_its_market_for_three_minutes() -> None:

@@ -130,7 +130,7 @@ class Scene:
 
     def turn(self) -> Decision:
         self.rig.advance(10.0)
-        self.controller.feed(server_status(), self.rig.clock())
+        self.controller.observed.feed(server_status(), self.rig.clock())
         return self.controller.turn(self.rig.clock())
 
     def check_replaced(self, decision: Decision, id_: str) -> None:

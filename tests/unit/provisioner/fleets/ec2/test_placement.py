@@ -9,8 +9,8 @@ import pytest
 import structlog
 from doll.config import JobConfig, parse
 from doll.errors import ConfigError
-from doll.provisioner.fleets.ec2 import placement as ec2_placement
-from doll.provisioner.fleets.ec2.placement import Ec2Placement
+from doll.provisioner.fleets.ec2 import account as ec2_account
+from doll.provisioner.fleets.ec2.account import Ec2Placement
 from fleet_rigs import Ec2Rig
 from moto_overlay import REGION
 
@@ -27,7 +27,7 @@ def job(rig: Ec2Rig, **changes: Any) -> JobConfig:
 
 
 def made_of(rig: Ec2Rig) -> Ec2Placement:
-    placement = ec2_placement.connect(job(rig), rig.make())
+    placement = ec2_account.connect(job(rig), rig.make())
     assert placement is not None
     return placement
 
@@ -65,6 +65,6 @@ def test_what_may_not_be_asked_is_logged_and_asked_an_hour_later(rig: Ec2Rig) ->
 
 
 def test_it_is_asked_for_only_where_the_job_wants_it_and_has_types_enough(rig: Ec2Rig) -> None:
-    assert ec2_placement.connect(job(rig, placement_scores=False), rig.make()) is None
+    assert ec2_account.connect(job(rig, placement_scores=False), rig.make()) is None
     with pytest.raises(ConfigError, match="expected 3 or more instance_types"):
         job(rig, instance_types=["c5.xlarge", "c6i.xlarge"])

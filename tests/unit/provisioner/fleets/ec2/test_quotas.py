@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from botocore.exceptions import ClientError
-from doll.provisioner.fleets.ec2.quotas import ask_quotas
+from doll.provisioner.fleets.ec2.account import ask_quotas
 from job_files import job
 
 FLEET = "fleet: {kind: ec2, launch_template: lt-0, launch_template_version: 1, subnets: [subnet-0123456789abcdef0], "
