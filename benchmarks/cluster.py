@@ -30,7 +30,7 @@ from doll.run.folder import RunFolder
 from doll.run.local.context import RunHook
 from doll.run.local.up import run_up
 
-from benchmarks.harness import job
+from benchmarks.harness import GAUSSIANS, job
 
 if TYPE_CHECKING:
     from doll.local.stack import Stack
@@ -51,7 +51,7 @@ def cluster_job() -> JobConfig:
         args={"features": 20, "classes": 4, "hidden": [64]},
         kafka={"replication_factor": BROKERS},
         data={"workers": 3, "batch_size": 32},
-        source={"kind": "synthetic", "features": 20, "classes": 4},
+        source={"kind": "python", "of": GAUSSIANS, "args": {"features": 20, "classes": 4}},
         arrivals={"process": "poisson", "rate_per_s": 250},
         training={"policy": {"name": "doll", "group_size": 4}, "optimizer": {"name": "sgd", "lr": 0.02}},
     )

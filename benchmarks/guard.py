@@ -46,7 +46,7 @@ RUNS: dict[str, tuple[str, int, list[str]]] = {
         600,
         [
             "task={class: 'examples.synthetic.task:Gaussian', args: {features: 20, hidden: [16]}}",
-            "source={kind: synthetic, drift_per_sample: 0.0002}",
+            "source={kind: python, of: examples.synthetic.source:gaussians, args: {drift_per_sample: 0.0002}}",
         ],
     ),
 }
@@ -102,7 +102,7 @@ def job(file: str, overrides: Sequence[str], data: Path) -> JobConfig:
     """An example's job, with its files in `data`."""
     paths = {
         "emnist": [
-            *(f"source.{key}={data / path}" for key, path in (("images", IMAGES), ("labels", LABELS))),
+            *(f"source.args.{key}_path={data / path}" for key, path in (("images", IMAGES), ("labels", LABELS))),
             *(f"task.args.{key}_path={data / path}" for key, path in (("images", IMAGES), ("labels", LABELS))),
         ],
         "intrusion": [f"source.path={data / KDD}"],

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Final, NamedTuple, Protocol, Self
 
 import psutil
 from doll import config as jobfile
@@ -394,6 +394,9 @@ def busy_s() -> float:
 def idle_share(seconds: float = 1.0) -> float:
     """Idle share of the machine over the next `seconds`."""
     return float(psutil.cpu_times_percent(seconds).idle) / 100.0
+
+
+GAUSSIANS: Final = "examples.synthetic.source:gaussians"
 
 
 def job(name: str, *, task: str, args: dict[str, Any] | None = None, **sections: Any) -> JobConfig:

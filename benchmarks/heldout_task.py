@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import numpy as np
 from doll.producers.sources import CONCEPT, child_rng
-from doll.producers.sources.synthetic import class_planes, samples
 from doll.task.base import Sample
+from examples.synthetic.source import class_planes, samples
 from examples.synthetic.task import Gaussian
 
 

@@ -44,7 +44,7 @@ JOB = """
 job: moves
 task: {{class: "benchmarks.moves_task:SleepingGaussian", args: {{features: 20, seconds: {seconds}}}}}
 data: {{workers: 4, max_workers: 6, partitions: {partitions}, batch_size: 32, samples_per_record: 8, rebalance_s: 0}}
-source: {{kind: synthetic, features: 20}}
+source: {{kind: python, of: examples.synthetic.source:gaussians, args: {{features: 20}}}}
 arrivals: {{process: deterministic, rate_per_s: {rate}}}
 training: {{policy: {policy}, optimizer: {{name: sgd, lr: 0.01}}}}
 stop: {{updates: 1000000}}

@@ -24,7 +24,17 @@ from doll.theory.queueing import update_rate_per_s
 
 from benchmarks import report
 from benchmarks.arrivals import arrivals_between
-from benchmarks.harness import Bench, LearningResult, Observer, ReferenceResult, Usage, idle_share, image_records, job
+from benchmarks.harness import (
+    GAUSSIANS,
+    Bench,
+    LearningResult,
+    Observer,
+    ReferenceResult,
+    Usage,
+    idle_share,
+    image_records,
+    job,
+)
 from benchmarks.intake import avro_records, csv_records, event_records, events, protobuf_records, schema_server
 from benchmarks.results import keep
 from benchmarks.shares import is_steady, percentile
@@ -191,7 +201,7 @@ class Runner:
             task=task,
             args={"features": 20} if args is None else args,
             data={"workers": 1, "batch_size": BATCH, "samples_per_record": packed, "format": section},
-            source={"kind": "synthetic", "features": 20, "limit_samples": samples},
+            source={"kind": "python", "of": GAUSSIANS, "args": {"features": 20}, "limit_samples": samples},
             arrivals={"process": "asap"},
             training={"policy": {"name": "doll", "group_size": 1}},
         )
@@ -207,7 +217,7 @@ class Runner:
             f"bench-rate-{len(self.runs)}",
             task="examples.digits.task:Digits",
             data={"workers": workers, "batch_size": batch},
-            source={"kind": "digits"},
+            source={"kind": "python", "of": "examples.digits.task:samples"},
             arrivals={"process": "poisson", "rate_per_s": rate_per_s},
             training={"policy": {"name": "doll", "group_size": group}},
             stop={"updates": round(predicted * (seconds + _RATE_WARM_S))},

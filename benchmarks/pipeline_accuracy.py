@@ -26,7 +26,7 @@ JOB: Final = """
 job: accuracy
 task: {class: "examples.digits.task:Digits", args: {hidden: [128, 64, 64]}}
 data: {workers: 2, batch_size: 32}
-source: {kind: digits}
+source: {kind: python, of: examples.digits.task:samples}
 arrivals: {process: asap}
 training:
   policy: {name: wsp, wave_batches: 4}

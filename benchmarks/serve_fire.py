@@ -59,7 +59,7 @@ JOB: Final = f"""
 job: fire
 task: {{class: "examples.synthetic.task:Gaussian", args: {{features: {FEATURES}, hidden: [16]}}}}
 data: {{workers: 2, batch_size: 8}}
-source: {{kind: synthetic, features: {FEATURES}, classes: 2}}
+source: {{kind: python, of: examples.synthetic.source:gaussians, args: {{features: {FEATURES}, classes: 2}}}}
 arrivals: {{process: poisson, rate_per_s: 80}}
 training: {{policy: {{name: doll, group_size: 2}}, optimizer: {{name: sgd, lr: 0.5}}}}
 checkpoint: {{every_updates: 1, every_s: 0.1, keep: 10000}}

@@ -32,7 +32,7 @@ from doll.run.folder import RunFolder
 from doll.run.local.up import run_up
 
 from benchmarks import steadiness
-from benchmarks.harness import job
+from benchmarks.harness import GAUSSIANS, job
 from benchmarks.steadiness import WARM_UP, Point, Row
 from doll_lab.drill.fault_injector import FaultInjector
 from doll_lab.drill.plan import FAULT_KINDS, Fault, FaultTarget
@@ -65,7 +65,7 @@ def soak_job() -> JobConfig:
         task="benchmarks.heldout_task:HeldOutGaussian",
         args={"features": 20, "classes": 4, "hidden": [64]},
         data={"workers": WORKERS, "batch_size": 256, "samples_per_record": 16},
-        source={"kind": "synthetic", "features": 20, "classes": 4},
+        source={"kind": "python", "of": GAUSSIANS, "args": {"features": 20, "classes": 4}},
         arrivals={"process": "asap"},
         training={
             "policy": {"name": "doll", "group_size": 4}, "optimizer": {"name": "sgd", "lr": 0.02, "momentum": 0.9},

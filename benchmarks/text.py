@@ -11,18 +11,19 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from doll.task.batches import batch_of
-from doll.task.text import read_lines, records, write_vocabulary
+from doll.task.text import read_lines, records, tokens
 from examples.lda import task as lda
 from examples.lda.task import Topics
 from examples.words.task import SkipGram
@@ -45,6 +46,20 @@ def arguments(path: Path, folder: str) -> dict[str, Any]:
     vocabulary = Path(folder) / "vocabulary.txt"
     write_vocabulary(vocabulary, read_lines(path, skip=HELD_OUT, max_bytes=MAX_BYTES), FIELDS, WORDS)
     return {"vocabulary_file": str(vocabulary), "holdout_path": str(path), "holdout_lines": HELD_OUT, "fields": FIELDS}
+
+
+def write_vocabulary(path: Path, documents: Iterable[bytes], fields: Sequence[str], size: int) -> None:
+    """Write the most frequent tokens of these lines, with how often they occur, for `Vocabulary.from_file`.
+
+    Args:
+        fields: as in the source `text`.
+        size: the number of tokens at most, by falling counts, then by the alphabet.
+    """
+    counts: Counter[str] = Counter()
+    for record in records(documents, fields, tokens_per_record=1 << 30, max_bytes=MAX_BYTES):
+        counts.update(tokens(json.loads(record)["text"]))
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:size]
+    path.write_text("".join(f"{token} {count}\n" for token, count in ordered), encoding="utf-8")
 
 
 def passes(texts: Ids, count: int) -> Iterator[Ids]:

@@ -147,7 +147,8 @@ def stack() -> Iterator[Stack]:
             .replace(PROVISION, f"{PROVISION}  lease_s: 5\n")
         )
         (folder / "market.yaml").write_text(text, encoding="utf-8")
-        shutil.copy(EXAMPLE.with_name("task.py"), folder)
+        for name in ("task.py", "digits.npz"):
+            shutil.copy(EXAMPLE.with_name(name), folder)
         project = Stack(folder)
         try:
             yield project

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from doll.tables.bounded_embedding import BoundedEmbedding, BoundedEmbeddingBag
     from doll.task.base import Sample, Samples, Task
     from doll.task.fields_task import FieldsTask, JsonTask
-    from doll.task.forms import Field
+    from doll.task.forms import Field, pad
     from doll.task.images import GreyImageTask
-    from doll.task.padding import pad
     from doll.task.records import Record, Records
     from doll.task.text import TextTask
 
@@ -40,9 +39,8 @@ _MODULES = {
         "tables.bounded_embedding": ("BoundedEmbedding", "BoundedEmbeddingBag"),
         "task.base": ("Sample", "Samples", "Task"),
         "task.fields_task": ("FieldsTask", "JsonTask"),
-        "task.forms": ("Field",),
+        "task.forms": ("Field", "pad"),
         "task.images": ("GreyImageTask",),
-        "task.padding": ("pad",),
         "task.records": ("Record", "Records"),
         "task.text": ("TextTask",),
     }.items()

@@ -156,7 +156,7 @@ def run(folder: Path, options: Options) -> Report:
     images = options.file("emnist_bymerge/images-idx3-ubyte.gz", "the images of EMNIST byMerge in IDX format")
     labels = options.file("emnist_bymerge/labels-idx1-ubyte.gz", "their classes in IDX format")
     paths = [
-        f"source.images={images}", f"source.labels={labels}", f"task.args.images_path={images}",
+        f"source.args.images_path={images}", f"source.args.labels_path={labels}", f"task.args.images_path={images}",
         f"task.args.labels_path={labels}",
     ]  # fmt: skip
     mbit_per_s = float(options.settings["mbit_per_s"])

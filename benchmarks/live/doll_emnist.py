@@ -82,8 +82,8 @@ def run(folder: Path, options: Options) -> Report:
     labels = options.file("emnist_bymerge/labels-idx1-ubyte.gz", "their classes in IDX format")
     seconds = 15.0 if options.quick else float(options.settings["seconds"])
     changes = [
-        f"task.args.images_path={images}", f"task.args.labels_path={labels}", f"source.images={images}",
-        f"source.labels={labels}", f"data.workers={WORKERS}", "arrivals.process=asap", "evaluation.every_s=4",
+        f"task.args.images_path={images}", f"task.args.labels_path={labels}", f"source.args.images_path={images}",
+        f"source.args.labels_path={labels}", f"data.workers={WORKERS}", "arrivals.process=asap", "evaluation.every_s=4",
         f"training.policy={{name: doll, group_size: {WORKERS}}}", f"stop={{seconds: {seconds}}}",
     ]  # fmt: skip
     curves = []

@@ -115,7 +115,8 @@ def run(folder: Path, options: Options) -> Report:
     updates = round(theta_0 * WORKERS * RATE / (GROUP * BATCH))
     changes = [
         f"task.args.images_path={images}", f"task.args.labels_path={labels}", "task.args.small=true",
-        f"source.images={images}", f"source.labels={labels}", f"data.workers={WORKERS}", f"data.batch_size={BATCH}",
+        f"source.args.images_path={images}", f"source.args.labels_path={labels}",
+        f"data.workers={WORKERS}", f"data.batch_size={BATCH}",
         f"arrivals={{process: poisson, rate_per_s: {RATE}, while_down: pause}}", f"stop={{updates: {updates}}}",
         f"training.policy={{name: doll, group_size: {GROUP}}}", "worker={lease_s: 3, drain_s: 2}",
         f"plan={{deadline_s: {RATIO * theta_0}, boot_s: {BOOT_S}, margin: 0.0}}",

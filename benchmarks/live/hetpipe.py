@@ -71,7 +71,7 @@ task:
   class: benchmarks.live.paced:PacedBlocks
   args: {{blocks: {BLOCKS}, width: 64, batch_size: {BATCH}, block_s: 0}}
 data: {{workers: 4, batch_size: {BATCH}}}
-source: {{kind: digits}}
+source: {{kind: python, of: examples.digits.task:samples}}
 training:
   policy: {{name: wsp}}
   optimizer: {{name: sgd, lr: 0.01}}

@@ -22,8 +22,9 @@ import torch.distributed as dist
 from doll.config import parse
 from doll.local import launcher
 from doll.local.processes import LOOPBACK, free_port
-from doll.producers.sources import digits, images
+from doll.task import images
 from doll.task.base import Task, load_task
+from examples.digits.task import originals
 from torch.nn.parallel import DistributedDataParallel
 
 EVALUATIONS: Final = 150  # of a run, at most
@@ -106,13 +107,13 @@ def _train(rank: int, told: Round, port: int) -> tuple[float, float, list[tuple[
     first = next(module.parameters())
     first.register_post_accumulate_grad_hook(lambda _: ready_s.append(time.monotonic()))  # type: ignore[no-untyped-call]
     optimizer = torch.optim.SGD(model.parameters(), lr=told.lr)
-    rng = np.random.default_rng((job.seed, rank))
+    rng, stream = np.random.default_rng((job.seed, rank)), originals()
     models: list[tuple[float, dict[str, torch.Tensor]]] = []
     goes_on, busy_s = torch.ones(1), 0.0
     dist.barrier()
     begun_s = time.monotonic()
     while goes_on:
-        x, y = images.draw(*digits.originals()[0], size, rng)
+        x, y = images.draw(*stream, size, rng)
         start_s = time.monotonic()
         optimizer.zero_grad()
         task.loss(task.forward(model, torch.from_numpy(x)), torch.from_numpy(y.astype(np.int64))).backward()  # type: ignore[no-untyped-call]

@@ -122,17 +122,17 @@ def _seconds(updates: int, spot: int, alpha: float, seed: int) -> float:
 
 def _learn(optimizer: OptimizerConfig, updates: int, spot: int, alpha: float, seed: int) -> Learner:
     import torch
-    from doll.producers.sources import digits, images
-    from examples.digits.task import Digits
+    from doll.task import images
+    from examples.digits.task import Digits, originals
 
     from benchmarks.paper.learning import Learner
 
     torch.set_num_threads(1)
-    stream, _ = digits.originals()
+    stream = originals()
 
     def batches(worker: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
         rng = np.random.default_rng((seed, worker, batch))
-        x, y = images.draw(stream.images, stream.labels, BATCH, rng)
+        x, y = images.draw(*stream, BATCH, rng)
         return x, y.astype(np.int64)
 
     learner = Learner(Digits(hidden=(64,)), optimizer, batches, seed=seed, evaluate_every=max(10, updates // 32))

@@ -18,7 +18,7 @@ class ArrivalsConfig(Section):
 
     process: Literal["poisson", "deterministic", "asap", "trace"] = "poisson"
     rate_per_s: PositiveFloat | list[PositiveFloat] = 125.0
-    """samples per second and stream; or a list with the rate of each stream. Where a task makes several samples of a
+    """samples per second and stream; or a list with the rate of each stream. If a task makes several samples of a
     record: records"""
     trace: Path | None = None
     """text file with one gap in seconds per line; repeated from its beginning when it ends"""
@@ -52,37 +52,14 @@ class SourceSection(Section, ABC):
         """
 
     def format_problem(self, given: FormatSection | None) -> str:
-        """Why `data.format` does not decode what this source sends; "" if it does, or the task decides."""
+  "", "Why `data.format` does not decode what this source sends; ", " if it does, or the task decides.", "", " if it
+  does, or if the task decides.",
         return ""
 
 
 def _require_different(names: list[str]) -> None:
     if len(set(names)) < len(names):
         raise ValueError(f"columns: expected different names, got {', '.join(names)}")
-
-
-class DigitsSource(SourceSection):
-    """The 1,797 handwritten digits that ship with DOLL, each under a random affine and perspective transform."""
-
-    kind: Literal["digits"]
-
-    def position_identity(self) -> list[Any] | None:
-        return None
-
-
-class IdxSource(SourceSection):
-    """Images and labels in IDX files (the format of MNIST), plain or .gz."""
-
-    kind: Literal["idx"]
-    images: Path
-    labels: Path
-    augment: bool = True
-    """transform each image at random"""
-    skip: int = Field(default=0, ge=0)
-    """number of images to skip at the beginning, for a held-out set"""
-
-    def position_identity(self) -> list[Any] | None:
-        return None if self.augment else ["idx", str(self.images), str(self.labels), self.skip]
 
 
 class CsvSource(SourceSection):
@@ -232,30 +209,19 @@ class PythonSource(SourceSection):
         return ["python", self.of, self.args] if self.in_order else None
 
 
-class SyntheticSource(SourceSection):
-    """Gaussian classes. A sample is `features` little-endian float32 values, then the class as one float32."""
-
-    kind: Literal["synthetic"]
-    features: PositiveInt = Field(default=20, le=1_000_000)
-    classes: PositiveInt = Field(default=2, le=1_000_000)
-    drift_per_sample: float = Field(default=0.0, le=1e6, ge=0)
-    """distance that the class means move with each sample"""
-
-    def position_identity(self) -> list[Any] | None:
-        return None
-
-
 sources = Variants(
-    "kind", DigitsSource, IdxSource, CsvSource, JsonlSource, ParquetSource, DatasetSource, StdinSource, FeedSource,
-    PythonSource, SyntheticSource, TextSource,
+    "kind", CsvSource, JsonlSource, ParquetSource, DatasetSource, StdinSource, FeedSource, PythonSource, TextSource,
     gone={
         kind: f"{kind} is a function of the example {example} now (doll example copy {example}): write "
-        f"{{kind: python, of: 'task.py:{function}', args: {{...}}{order}}}"
+        f"{{kind: python, of: '{function}', args: {{...}}{order}}}"
         for kind, example, function, order in (
-            ("criteo", "clicks", "from_file", ", in_order: true"),
-            ("synthetic_clicks", "clicks", "made_up", ""),
-            ("ratings", "ratings", "from_file", ", in_order: true"),
-            ("synthetic_ratings", "ratings", "made_up", ""),
+            ("digits", "digits", "task.py:samples", ""),
+            ("idx", "emnist", "task.py:letters", ""),
+            ("synthetic", "synthetic", "source.py:gaussians", ""),
+            ("criteo", "clicks", "task.py:from_file", ", in_order: true"),
+            ("synthetic_clicks", "clicks", "task.py:made_up", ""),
+            ("ratings", "ratings", "task.py:from_file", ", in_order: true"),
+            ("synthetic_ratings", "ratings", "task.py:made_up", ""),
         )
     },
 )  # fmt: skip

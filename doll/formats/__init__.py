@@ -2,3 +2,70 @@
 
 `open_reader` makes the `FieldReader` of a format. `registry` is the client of a schema registry.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from doll.config.format import AvroFormat, CsvFormat, FormatSection, JsonSchemaFormat, ProtobufFormat
+from doll.errors import ConfigError
+from doll.extras import require
+from doll.formats.reader import FieldReader, JsonReader
+from doll.formats.registry import RegistryClient
+
+
+def require_format(section: FormatSection | None) -> None:
+    """Check that what decodes a format is installed.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if isinstance(section, AvroFormat | ProtobufFormat):
+        require(f"data.format.kind: {section.kind}", section.kind)
+
+
+def open_reader(
+    section: FormatSection | None,
+    record: type[msgspec.Struct],
+    *,
+    load: Callable[[str], Any],
+    path: Callable[[Path], Path],
+) -> FieldReader:
+    """Open a reader that decodes values of `data.format` into `record`. A registry is asked with the first value.
+
+    Args:
+        section: None: JSON.
+        load: the object that `module:Name` or `file.py:Name` names.
+        path: resolves a path of the job file.
+
+    Raises:
+        ConfigError: the format has not the fields of `record`, a file or class cannot be read, or an extra is missing.
+    """
+    require_format(section)
+    match section:
+        case AvroFormat(registry=str(url)):
+            from doll.formats.avro import AvroReader
+
+            return AvroReader(record, RegistryClient(url), subject=section.subject, version=section.version)
+        case AvroFormat(schema_file=Path() as file):
+            from doll.formats.avro import PlainAvroReader
+
+            try:
+                text = path(file).read_text(encoding="utf-8")
+            except (OSError, ValueError) as exc:
+                raise ConfigError(f"data.format.schema_file: cannot read {path(file)}: {exc}") from exc
+            return PlainAvroReader(record, text, str(file))
+        case ProtobufFormat():
+            from doll.formats.protobuf import ProtobufReader
+
+            return ProtobufReader(record, load(section.message), header=section.header)
+        case CsvFormat():
+            from doll.formats.csv_lines import CsvReader
+
+            return CsvReader(record, section.columns, section.delimiter)
+        case _:
+            return JsonReader(record, has_header=isinstance(section, JsonSchemaFormat))

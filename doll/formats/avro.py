@@ -9,7 +9,7 @@ import json
 import time
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from io import BytesIO
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ from fastavro import _read_py
 from fastavro.schema import SchemaParseException
 
 from doll.errors import ConfigError, SampleError
-from doll.formats.reader import HEADER_BYTES, FieldReader, check_header, schema_id
+from doll.formats.reader import HEADER_BYTES, FieldReader, check_header, missing, schema_id
 from doll.formats.registry import NotInRegistryError, RegisteredSchema, RegistryClient
 from doll.records.bounded import short
 from doll.telemetry import get_logger
@@ -85,7 +85,6 @@ class AvroReader(FieldReader):
         self._is_checked = subject is None
         self._readers: dict[bytes, _Read] = {}  # by header
         self._refusals: dict[bytes, tuple[float, str]] = {}  # until when, and why
-        self._list = list[record]  # type: ignore[valid-type]
 
     def read_one(self, value: bytes) -> Any:
         check_header(value)
@@ -146,8 +145,8 @@ class AvroReader(FieldReader):
                 f"{name} is not in the registry at {self._registry.url} ({exc}): was the record written with another?"
             ) from exc
         schema = parsed_schema(written, name)
-        if self._resolved is None and (lacking := missing(self.record, schema)):
-            raise SampleError(_lacks(name, lacking, schema, self.record))
+        if self._resolved is None:
+            check_fields(self.record, schema, name)
         return _Read(schema, self._resolved)
 
     def _check_subject(self) -> None:
@@ -163,15 +162,12 @@ class AvroReader(FieldReader):
             ) from exc
         try:
             schema = parsed_schema(registered, name)
-            problem = _lacks(name, lacking, schema, self.record) if (lacking := missing(self.record, schema)) else ""
+            check_fields(self.record, schema, name)
+            self._resolved = None if self._version is None else schema
         except SampleError as exc:
-            problem = str(exc)
-        if problem and self._version is not None:
-            raise ConfigError(f"data.format: {problem}")
-        if problem:
-            log.error("schema_unusable", subject=self._subject, registry=self._registry.url, reason=problem)
-        elif self._version is not None:
-            self._resolved = schema
+            if self._version is not None:
+                raise ConfigError(f"data.format: {exc}") from None
+            log.error("schema_unusable", subject=self._subject, registry=self._registry.url, reason=str(exc))
         self._is_checked = True
 
 
@@ -190,12 +186,10 @@ class PlainAvroReader(FieldReader):
         super().__init__(record)
         try:
             schema = parsed_schema(RegisteredSchema(text, "AVRO"), name)
-            if lacking := missing(record, schema):
-                raise SampleError(_lacks(name, lacking, schema, record))
+            check_fields(record, schema, name)
         except SampleError as exc:
             raise ConfigError(f"data.format.schema_file: {exc}") from exc
         self._read = _Read(schema)
-        self._list = list[record]  # type: ignore[valid-type]
 
     def read_one(self, value: bytes) -> Any:
         return msgspec.convert(read_value(self._read, value, 0), self.record)
@@ -245,23 +239,19 @@ def check_end(stream: BytesIO, value: bytes) -> None:
         )
 
 
-def missing(record: type[msgspec.Struct], schema: Any) -> list[str]:
-    """Fields that `record` requires and that a schema of a record has not."""
-    names = {field["name"] for field in schema["fields"]}
-    return [
-        field.encode_name
-        for field in msgspec.structs.fields(record)
-        if field.required and field.encode_name not in names
-    ]
+def check_fields(record: type[msgspec.Struct], schema: Any, name: str) -> None:
+    """Check that the schema of a record has the fields that `record` requires.
 
-
-def _lacks(name: str, lacking: Collection[str], schema: Any, record: type[msgspec.Struct]) -> str:
-    has = short(", ".join(field["name"] for field in schema["fields"]), 200)
-    text = ", ".join(lacking)
-    return (
-        f"{name} has no field {text}, which the task's {record.__name__} requires (it has: {has}): give "
-        f"{record.__name__}.{text} a default, or set data.format.version to a version that has it"
-    )
+    Raises:
+        SampleError: it lacks one.
+    """
+    names = [field["name"] for field in schema["fields"]]
+    if lacking := missing(record, names):
+        raise SampleError(
+            f"{name} has no field {lacking}, which the task's {record.__name__} requires (it has: "
+            f"{short(', '.join(names), 200)}): give {record.__name__}.{lacking} a default, or set data.format.version "
+            "to a version that has it"
+        )
 
 
 def parsed_schema(registered: RegisteredSchema, name: str) -> Any:

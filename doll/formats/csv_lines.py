@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from doll.errors import ConfigError, SampleError
-from doll.formats.reader import FieldReader, UInt64, inner_kinds
+from doll.formats.reader import FieldReader, UInt64, inner_kinds, missing
 from doll.records.bounded import long_cells, short
 
 _SHOWN_CHARS: Final = 60
@@ -26,10 +26,9 @@ class CsvReader(FieldReader):
         """
         super().__init__(record)
         fields = msgspec.structs.fields(record)
-        if lacking := [field.encode_name for field in fields if field.required and field.encode_name not in columns]:
+        if lacking := missing(record, columns):
             raise ConfigError(
-                f"data.format.columns: expected {', '.join(lacking)} among them, which the task's {record.__name__} "
-                "requires"
+                f"data.format.columns: expected {lacking} among them, which the task's {record.__name__} requires"
             )
         if len(set(columns)) < len(columns):
             raise ConfigError("data.format.columns: expected different names")
@@ -39,7 +38,6 @@ class CsvReader(FieldReader):
         self._delimiter = delimiter
         self._names = columns
         self._integers = [field.encode_name for field in fields if {int, UInt64} & set(inner_kinds(field.type))]
-        self._list = list[record]  # type: ignore[valid-type]
 
     def read_one(self, value: bytes) -> Any:
         rows = self._rows([value])

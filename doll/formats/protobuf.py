@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from doll.errors import ConfigError, SampleError
-from doll.formats.reader import HEADER_BYTES, FieldReader, check_header, inner_kinds
+from doll.formats.reader import HEADER_BYTES, FieldReader, check_header, inner_kinds, missing
 
 _FIRST_MESSAGE: Final = b"\0"  # how serializers write [0]
 _LENGTH_DELIMITED: Final = 2  # the wire type of texts, bytes and messages
@@ -47,7 +47,6 @@ class ProtobufReader(FieldReader):
         if header:
             written = b"".join(map(_zigzag, (len(self._path), *self._path)))
             self._prefixes = (_FIRST_MESSAGE, written) if self._path == [0] else (written,)
-        self._list = list[record]  # type: ignore[valid-type]
 
     def read_one(self, value: bytes) -> Any:
         try:
@@ -105,12 +104,12 @@ def _fields_reader(descriptor: Any, record: Any, made: dict[Any, Any]) -> Callab
     if record is None:
         wanted: list[tuple[str, Any]] = [(name, None) for name in known]
     else:
-        fields = msgspec.structs.fields(record)
-        if lacking := [field.encode_name for field in fields if field.required and field.encode_name not in known]:
+        if lacking := missing(record, known):
             raise ConfigError(
-                f"data.format.message: {descriptor.full_name} has no field {', '.join(lacking)}, which the task's "
+                f"data.format.message: {descriptor.full_name} has no field {lacking}, which the task's "
                 f"{record.__name__} requires (it has: {', '.join(known)})"
             )
+        fields = msgspec.structs.fields(record)
         wanted = [(field.encode_name, field.type) for field in fields if field.encode_name in known]
     getters = []
     for name, kind in wanted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Annotated, Any, Final, get_args
 
 import msgspec
@@ -42,11 +42,18 @@ def inner_kinds(kind: Any) -> Iterator[Any]:
         yield from inner_kinds(item)
 
 
+def missing(record: type[msgspec.Struct], names: Container[str]) -> str:
+    """The fields that `record` requires and that are not among `names`, with commas between; "" if all are."""
+    fields = msgspec.structs.fields(record)
+    return ", ".join(field.encode_name for field in fields if field.required and field.encode_name not in names)
+
+
 class FieldReader(ABC):
     """Decodes values into instances of one `msgspec.Struct`, `record`."""
 
     def __init__(self, record: type[msgspec.Struct]) -> None:
         self.record = record
+        self._list = list[record]  # type: ignore[valid-type]
 
     @abstractmethod
     def read_one(self, value: bytes) -> Any:

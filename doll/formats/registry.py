@@ -78,11 +78,9 @@ class RegistryClient:
                 context = ssl.create_default_context(cafile=ca_file)
             except (OSError, ssl.SSLError) as exc:
                 raise ConfigError(f"${CA_ENV}: expected a PEM file with certificates at {ca_file!r}: {exc}") from exc
-        handlers: list[urllib.request.BaseHandler] = [
-            _NoRedirect(),
-            _Http(self._sockets),
-            _Https(self._sockets, context),
-        ]
+        _http, _https = _Http(), _Https(context=context)
+        _http.sockets = _https.sockets = self._sockets
+        handlers: list[urllib.request.BaseHandler] = [_NoRedirect(), _http, _https]
         host = urlsplit(url).hostname or ""
         if host in ("localhost", "::1") or host.startswith("127."):
             handlers.append(urllib.request.ProxyHandler({}))
@@ -189,37 +187,28 @@ class RegistryClient:
         )
 
 
-class _Http(urllib.request.HTTPHandler):
-    """Keeps the sockets of its connections in a list."""
+class _KeepsSockets(urllib.request.AbstractHTTPHandler):
+    """Keeps the sockets of its connections in a list, which is set after construction."""
 
-    def __init__(self, sockets: list[socket.socket]) -> None:
-        super().__init__()
-        self._kind = _keeping(http.client.HTTPConnection, sockets)
+    sockets: list[socket.socket]
 
-    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(self._kind, req)
+    def do_open(self, http_class: Any, req: urllib.request.Request, **options: Any) -> http.client.HTTPResponse:
+        sockets = self.sockets
 
+        class Connection(http_class):  # type: ignore[misc]
+            def connect(self) -> None:
+                super().connect()
+                sockets.append(self.sock)
 
-class _Https(urllib.request.HTTPSHandler):
-    """`_Http` with TLS."""
-
-    def __init__(self, sockets: list[socket.socket], context: ssl.SSLContext | None) -> None:
-        super().__init__(context=context)
-        self._kind, self._of_tls = _keeping(http.client.HTTPSConnection, sockets), context
-
-    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(self._kind, req, context=self._of_tls)
+        return super().do_open(Connection, req, **options)
 
 
-def _keeping(kind: Any, sockets: list[socket.socket]) -> Any:
-    """Make a class of connections that puts each one's socket in a list once it is connected."""
+class _Http(_KeepsSockets, urllib.request.HTTPHandler):
+    pass
 
-    class Kept(kind):  # type: ignore[misc]
-        def connect(self) -> None:
-            super().connect()
-            sockets.append(self.sock)
 
-    return Kept
+class _Https(_KeepsSockets, urllib.request.HTTPSHandler):
+    pass
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

@@ -21,7 +21,7 @@ _SHOWN_CHARS: Final = 120
 
 
 def ask_registry(section: AvroFormat) -> Iterator[Check]:
-    """All about a format's registry but its address, with the credentials of this process.
+    """The checks of a format's registry but its address, with the credentials of this process.
 
     Args:
         section: with a registry.

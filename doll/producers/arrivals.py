@@ -85,7 +85,7 @@ def parse_gaps(text: str, origin: str) -> npt.NDArray[np.float64]:
 
 
 def merge(streams: Sequence[Iterable[float]]) -> Iterator[tuple[float, int]]:
-    """(time_s, stream) of all streams in time order. Where times are equal the streams take turns."""
+    """(time_s, stream) of all streams in time order. At equal times the streams take turns."""
     # Without the running number, equal times would all come from the first stream (and `asap` knows no other).
     numbered = (zip(times, itertools.count(), itertools.repeat(n)) for n, times in enumerate(streams))
     return ((time_s, stream) for time_s, _, stream in heapq.merge(*numbered))

@@ -55,7 +55,7 @@ class Feed:
         self._socket.close()
 
     def records(self) -> Iterator[tuple[int, bytes] | None]:
-        """(stream, record) as they come; None each 20 ms in which none came. It ends where the program says so.
+        """(stream, record) as they come; None each 20 ms in which none came. It ends when the program says so.
 
         Raises:
             ConfigError: the program has ended without saying so, or sent what is no frame.

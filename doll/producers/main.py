@@ -69,7 +69,9 @@ def run_producer(
     with (
         stop_requested() if stop is None else contextlib.nullcontext(stop) as stopped,
         heartbeat_of("producer", config) as heartbeat,
-        LiveWorkers(config, services) if config.arrivals.while_down == "pause" else contextlib.nullcontext() as workers,
+        contextlib.closing(LiveWorkers(config, services))
+        if config.arrivals.while_down == "pause"
+        else contextlib.nullcontext() as workers,
         on_finish(config, services, stopped.set) if until_finished else contextlib.nullcontext(),
     ):
         if until_finished and has_finished(config, services, stopped.is_set):
@@ -84,7 +86,7 @@ def run_producer(
                 feed=feed,
                 paused=(lambda stream: not workers.is_live(stream)) if workers else (lambda stream: False),
             )
-            run = _Run(config, sender, stopped, heartbeat, workers, positions)
+            run = _PacedLoop(config, sender, stopped, heartbeat, workers, positions)
             ended = False
             try:
                 run.send_all(samples)
@@ -142,15 +144,12 @@ class LiveWorkers:
         """Whether the worker that serves this stream at first is live, or released."""
         return stream % self._num_workers in self._live
 
-    def __enter__(self) -> LiveWorkers:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
+    def close(self) -> None:
         self._tail.close()
 
 
-class _Run:
-    """The paced loop and its report.
+class _PacedLoop:
+    """The loop that sends each sample at its time, and its report.
 
     Attributes:
         unsent: samples taken from the source for which the queue had no room before the end was requested.
@@ -180,7 +179,7 @@ class _Run:
         self._reported_sent = 0
 
     def stop_requested(self) -> bool:
-        """All waits call it, so it is also where the heartbeat beats."""
+        """Whether the end was requested. All waits call it, so the heartbeat beats here."""
         self._heartbeat.beat("loop")
         self._heartbeat.set_waiting_for("Kafka" if self._sender.unreachable else "")
         return self._stop.is_set()
@@ -265,7 +264,7 @@ class _Run:
 
 
 def _report_end(config: JobConfig, services: Services, sender: SampleSender) -> None:
-    """Have what is sent learned, also what fills no batch. Where Kafka does not say where it ends, that waits."""
+    """Have all samples learned, also those that fill no batch. If Kafka does not say where the log ends, they wait."""
     try:
         sender.send_end(_log_ends(config, services))
     except ServiceUnavailableError as exc:
@@ -275,7 +274,7 @@ def _report_end(config: JobConfig, services: Services, sender: SampleSender) -> 
 
 
 def _log_ends(config: JobConfig, services: Services) -> list[int]:
-    """Of each partition of the samples topic.
+    """The end of each partition of the samples topic.
 
     Raises:
         ServiceUnavailableError: Kafka does not answer.
@@ -286,7 +285,7 @@ def _log_ends(config: JobConfig, services: Services) -> list[int]:
 
 
 def _samples_in_topic(config: JobConfig, services: Services) -> list[int]:
-    """Samples that each stream holds already (some fewer where a record was packed in part).
+    """Samples that each stream holds already (some fewer if a record was packed in part).
 
     Raises:
         ServiceUnavailableError: Kafka does not answer.

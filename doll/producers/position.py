@@ -1,8 +1,8 @@
-"""Where a file source goes on when its producer starts again: each record says how far its stream has read the file.
+"""The place where a file source goes on when its producer starts again: records say how far their stream has read it.
 
 Offsets cannot say it: other producers, replayed dead letters and markers of transactions take offsets too, and
 retention deletes. So a record of a file carries a header, `doll-position: <source> <next>`: the source's name, and the
-position in the stream's part of the file behind the record's last sample. Kafka keeps a producer's records of one
+position in the stream's part of the file after the record's last sample. Kafka keeps a producer's records of one
 partition in order and without a gap, so the last header in a partition tells what of its stream has arrived. It
 counts only from the origin of the newest generation on: a new generation has not seen what was sent before.
 """

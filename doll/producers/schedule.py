@@ -1,4 +1,4 @@
-"""What is sent when and to which stream: the source's samples at the times of the arrival process."""
+"""The schedule of what is sent when and to which stream: the source's samples at the times of the arrival process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def scheduled_samples(
     feed: Feed | None = None,
     paused: Callable[[int], bool] = lambda stream: False,
 ) -> Iterator[ScheduledSample]:
-    """All samples of the job's source in the order of their arrival; ends when the source does.
+    """The samples of the job's source in the order of their arrival; ends when the source does.
 
     `source.limit_samples` is not applied here.
 
@@ -112,7 +112,7 @@ def _from_pipe(config: JobConfig, times: Iterator[tuple[float, int]], pipe: int)
 def _in_time(
     times: Iterator[tuple[float, int]], records: Iterator[tuple[int, bytes] | None]
 ) -> Iterator[ScheduledSample]:
-    """The records (stream, value) at these times, whatever stream these are of; None where none has come yet."""
+    """The records (stream, value) at these times, whose own streams do not count; None if none has come yet."""
     for time_s, stream in times:
         for record in records:
             if record is not None:

@@ -35,6 +35,9 @@ class Counts:
 class SampleSender:
     """Sends samples to their streams' partitions. It connects with the first one.
 
+    Attributes:
+        unreachable: no broker answers; what is sent waits meanwhile.
+
     Args:
         say: called with a sentence when Kafka becomes unreachable or reachable, or refuses a sample (once per reason).
     """
@@ -49,7 +52,7 @@ class SampleSender:
         self._metrics_topic = config.topic("metrics")
         self._publisher: Publisher | None = None
         self._fatal: str | None = None
-        self._unreachable = False
+        self.unreachable = False
         self._reported_reasons: set[str] = set()
 
     def send(
@@ -103,11 +106,6 @@ class SampleSender:
                 f"{self.counts.delivered} samples are delivered; start the producer again"
             )
 
-    @property
-    def unreachable(self) -> bool:
-        """Whether no broker answers; what is sent waits meanwhile."""
-        return self._unreachable
-
     def drain(self, give_up: Callable[[], bool], grace_s: float) -> None:
         """Wait until every sample sent is delivered or failed.
 
@@ -142,8 +140,8 @@ class SampleSender:
         self.settled[stream] += samples
         if not delivery.refusal:
             self.counts.delivered += samples
-            if self._unreachable:
-                self._unreachable = False
+            if self.unreachable:
+                self.unreachable = False
                 self._say(f"Kafka at {self._services.kafka} is reachable again")
             return
         self.counts.failed += samples
@@ -154,6 +152,6 @@ class SampleSender:
     def _on_error(self, error: ClientError) -> None:
         if error.is_fatal:
             self._fatal = error.reason
-        elif error.is_unreachable and not self._unreachable:
-            self._unreachable = True
+        elif error.is_unreachable and not self.unreachable:
+            self.unreachable = True
             self._say(f"Kafka at {self._services.kafka} is unreachable: samples wait until it is back")

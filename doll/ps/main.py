@@ -42,8 +42,7 @@ from doll.storage.blobs import scope_of
 from doll.storage.checkpoints import Checkpoint
 from doll.storage.redis_client import WorkerCount, connect_redis
 from doll.storage.stores import checkpoint_location, open_blobs, open_store
-from doll.task.base import load_task
-from doll.task.source import source_digest
+from doll.task.base import load_task, source_checksum
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -94,11 +93,17 @@ def run_ps(
 class _Launch:
     """The way of one server from its job file to the job's end; for the arguments see `run_ps`."""
 
-    def __init__(
-        self, config: JobConfig, services: Services, run_folder: Path, *, fresh: bool, after_term: int, run_id: str
-    ) -> None:
-        self._config, self._services, self._run_folder = config, services, run_folder
-        self._fresh, self._after_term, self._run_id = fresh, after_term, run_id
+def _open(config: JobConfig, services: Services, run_folder: Path) -> tuple[FlatModel, str, CheckpointStore, str]:
+    """The model, its fingerprint, the checkpoint store and the checksum of the task's source, once services answer."""
+    torch.set_num_threads(1)
+    require_services(config, services)
+    store = open_store(config, run_folder)
+    topics.ensure(config, services, begins=not store.versions())
+    topics.check(config, services)
+    task = load_task(config)
+    model = build(config, task)
+    check_recipe(config.training, model)
+    return model, fingerprint(config, model), store, source_checksum(task)
 
     def check(self) -> None:
         """Return if a server may serve the job; raises what `run` does before it claims a term, and as it resumes."""
@@ -143,7 +148,7 @@ class _Launch:
         task = load_task(config)
         self._model = build(config, task)
         check_recipe(config.training, self._model)
-        self._fingerprint, self._code = fingerprint(config, self._model), source_digest(task)
+        self._fingerprint, self._code = fingerprint(config, self._model), source_checksum(task)
 
     def _finished(self, newest: Checkpoint) -> str | None:
         """Why the job of this checkpoint has ended by the stop rule of the job file, as all roles have been told; None:

@@ -88,9 +88,7 @@ def hint(path: Path) -> str:
 
 def missing_files(config: JobConfig) -> list[tuple[str, Path]]:
     """The files that a job file names and that do not exist, with their keys."""
-    named_files = [("arrivals.trace", config.arrivals.trace)]
-    for key in ("path", "images", "labels"):
-        named_files.append((f"source.{key}", getattr(config.source, key, None)))
+    named_files = [("arrivals.trace", config.arrivals.trace), ("source.path", getattr(config.source, "path", None))]
     if isinstance(source := config.source, PythonSource):
         module = source.of.rpartition(":")[0]
         named_files.append(("source.of", Path(module) if module.endswith(".py") else None))

@@ -83,7 +83,7 @@ class Checkpoint:
     state: bytes  # the engine's snapshot (MessagePack), opaque to stores
     tensors: Mapping[str, npt.NDArray[Any]]  # weights and optimizer state by name, any dtype that safetensors holds
     layout: WeightsLayout = NO_LAYOUT  # of the weights; empty in a checkpoint of an earlier release
-    code: str = ""  # see `doll.task.source.source_digest`; "": not known
+    code: str = ""  # see `doll.task.base.source_checksum`; "": not known
 
 
 class DamagedError(CheckpointError):

@@ -22,19 +22,22 @@ A task is a plain Python class, named in the job file as `module:Class` or `file
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from inspect import signature
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from doll.config.fingerprint import PATH_ENDINGS
 from doll.errors import ConfigError, SampleError
 from doll.tables.rows import LookUp, Rows
 from doll.task import trees
@@ -45,6 +48,8 @@ if TYPE_CHECKING:
 
     from doll.config import JobConfig
     from doll.config.format import FormatSection
+
+_NOT_THE_USERS: Final = frozenset({"doll", "builtins", "abc", "typing"})  # packages of a task's base classes
 
 
 class Sample(NamedTuple):
@@ -221,7 +226,9 @@ class Task:
         if output.shape[1:] not in ((), (1,)):
             return {"output": output}
         values = output.reshape(-1)
-        if any("group" in signature(getattr(type(self), name)).parameters for name in ("forward", "loss", "losses")):
+        if any(
+            "group" in inspect.signature(getattr(type(self), name)).parameters for name in ("forward", "loss", "losses")
+        ):
             return {"score": values, "rank": values.argsort(descending=True).argsort()}
         return {"value": values}
 
@@ -421,27 +428,23 @@ def load_task(config: JobConfig) -> Task:
     """
     spec = config.task.cls
     module_name, _, class_name = spec.rpartition(":")
-    try:
-        module = _load(module_name, config)
-    except ConfigError:
-        raise
-    except Exception as exc:  # the user's module may raise anything while it is imported
-        raise ConfigError(f"task.class: cannot import {module_name!r}: {described(exc)}{moved(module_name)}") from exc
+    with user_code(f"task.class: cannot import {module_name!r}{moved(module_name)}"):
+        module = _load(module_name, config, "task.class")
     cls = getattr(module, class_name, None)
     if cls is None:
         raise ConfigError(f"task.class: {module_name!r} has no class {class_name!r}")
     if not (isinstance(cls, type) and issubclass(cls, Task)):
         raise ConfigError(f"task.class: expected a subclass of doll.Task, got {spec!r} which is {cls!r}")
-    try:
-        args = {key: _resolve(config, key, value) for key, value in config.task.args.items()}
-        task = cls(**args)
-    except ConfigError:
-        raise
-    except Exception as exc:  # the user's constructor may raise anything
-        raise ConfigError(f"task.args: {spec} does not take {config.task.args}: {described(exc)}") from exc
+    with user_code(f"task.args: {spec} does not take {config.task.args}"):
+        task = cls(**_resolved(config, config.task.args))
     if not (isinstance(most := task.max_samples_per_record, int) and most >= 1):
         raise ConfigError(f"task.class: {spec}: expected max_samples_per_record of 1 or more, got {most!r}")
-    _set_format(config, task)
+    if config.data.format is not None:
+        task.use_format(
+            config.data.format,
+            load=lambda message: _load_name(config, "data.format.message", message),
+            path=config.path,
+        )
     return task
 
 
@@ -454,40 +457,24 @@ def load_function(config: JobConfig, section: str, spec: str, args: Mapping[str,
     Raises:
         ConfigError: it cannot be imported; when it is called: it does not take the arguments, or fails.
     """
-    module_name, _, name = spec.rpartition(":")
-    try:
-        function = getattr(_load(module_name, config, f"{section}.of"), name)
-    except ConfigError:
-        raise
-    except Exception as exc:  # the user's module may raise anything while it is imported
-        raise ConfigError(f"{section}.of: cannot load {spec!r}: {described(exc)}") from exc
-    given = {key: _resolve(config, key, value) for key, value in args.items()}
+    function, given = _load_name(config, f"{section}.of", spec), _resolved(config, args)
 
     def call(*first: Any) -> Any:
-        try:
+        with user_code(f"{section}.args: {spec} does not take {dict(args)}"):
             return function(*first, **given)
-        except ConfigError:
-            raise
-        except Exception as exc:  # the user's function may raise anything
-            raise ConfigError(f"{section}.args: {spec} does not take {dict(args)}: {described(exc)}") from exc
 
     return call
 
 
-def _set_format(config: JobConfig, task: Task) -> None:
-    if config.data.format is None:
-        return
-
-    def load(spec: str) -> Any:
-        module_name, _, class_name = spec.rpartition(":")
-        try:
-            return getattr(_load(module_name, config), class_name)
-        except ConfigError:
-            raise
-        except Exception as exc:  # the user's module may raise anything while it is imported
-            raise ConfigError(f"data.format.message: cannot load {spec!r}: {described(exc)}") from exc
-
-    task.use_format(config.data.format, load=load, path=config.path)
+@contextlib.contextmanager
+def user_code(what: str) -> Iterator[None]:
+    """Run code of the user, which may raise anything: each exception becomes a ConfigError that says `what` and why."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as exc:
+        raise ConfigError(f"{what}: {described(exc)}") from exc
 
 
 def described(error: Exception) -> str:
@@ -504,14 +491,38 @@ def moved(module: str) -> str:
     return "; the tasks that ship are examples now: doll example list; a run of an earlier release needs that release"
 
 
-def _resolve(config: JobConfig, key: str, value: Any) -> Any:
-    # Arguments named like paths are taken relative to the job file, as every other path in it.
-    if isinstance(value, str) and key.endswith(("_path", "_folder", "_file")):
-        return str(config.path(Path(value)))
-    return value
+def source_checksum(task: Task) -> str:
+    """The checksum of the files in which a task's classes are written, without DOLL's own: 16 hexadecimal digits.
+
+    It says whether two versions were learned with the same code. "" if no such file is there, as for a class of a
+    notebook.
+    """
+    checksum, files = hashlib.sha256(), []
+    for cls in type(task).__mro__:
+        if cls.__module__.partition(".")[0] not in _NOT_THE_USERS:
+            with contextlib.suppress(OSError, TypeError):
+                files.append(Path(inspect.getfile(cls)).read_bytes())
+    for content in dict.fromkeys(files):  # several classes may be in one file
+        checksum.update(len(content).to_bytes(8, "little") + content)
+    return checksum.hexdigest()[:16] if files else ""
 
 
-def _load(name: str, config: JobConfig, key: str = "task.class") -> Any:
+def _resolved(config: JobConfig, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the job file; those named like paths are relative to it, as every other path in it."""
+    return {
+        key: str(config.path(Path(value))) if isinstance(value, str) and key.endswith(PATH_ENDINGS) else value
+        for key, value in args.items()
+    }
+
+
+def _load_name(config: JobConfig, key: str, spec: str) -> Any:
+    """The object that `module:name` or `file.py:name` stands for."""
+    module_name, _, name = spec.rpartition(":")
+    with user_code(f"{key}: cannot load {spec!r}"):
+        return getattr(_load(module_name, config, key), name)
+
+
+def _load(name: str, config: JobConfig, key: str) -> Any:
     """A module by its name, or by its file."""
     # A job file's own folder may hold the user's modules, as with `python script.py`: also those of an optimizer.
     folder = str(config.base_folder)

@@ -198,15 +198,8 @@ def batch_of_rows(rows: Sequence[SampleRow], *, is_ragged: bool) -> SampleBatch:
         xs, ys = zip(*(row.trees for row in rows), strict=True)
         return SampleBatch(Ragged(xs), Ragged(ys), weight, group)
     first = rows[0]
-    x, y = (
-        stacked_features([row.x for row in rows], first.x_structure),
-        [
-            stacked(column, name, np.float64)
-            for name, column in zip(
-                trees.names("y", first.y_structure), zip(*(row.y for row in rows), strict=True), strict=True
-            )
-        ],
-    )
+    x = stacked_features([row.x for row in rows], first.x_structure)
+    y = _stacked_leaves("y", [row.y for row in rows], first.y_structure, np.float64)
     return SampleBatch(tree_of(first.x_structure, x), tree_of(first.y_structure, y), weight, group)
 
 
@@ -216,10 +209,15 @@ def stacked_features(rows: Sequence[Sequence[Array]], structure: Structure | Non
     Raises:
         SampleError: an integer would become another one.
     """
-    names = trees.names("x", structure)
-    columns = zip(names, zip(*rows, strict=True), strict=True)
-    arrays = [stacked(column, name, np.float32) for name, column in columns]
+    arrays = _stacked_leaves("x", rows, structure, np.float32)
     return [array.astype(np.float32) if array.dtype == np.float64 else array for array in arrays]
+
+
+def _stacked_leaves(
+    root: str, rows: Sequence[Sequence[Array]], structure: Structure | None, rounded: Any
+) -> list[Array]:
+    columns = zip(trees.names(root, structure), zip(*rows, strict=True), strict=True)
+    return [stacked(column, name, rounded) for name, column in columns]
 
 
 def batch_of(task: Task, samples: Iterable[Sample | list[Sample]], most: int | None = None) -> SampleBatch:

@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from doll.config.format import FormatSection
 from doll.errors import BadRecordsError, ConfigError, SampleError, SkipRecord
-from doll.formats.opening import open_reader
+from doll.formats import open_reader
 from doll.formats.reader import FieldReader, JsonReader, is_uint64
 from doll.task import trees
 from doll.task.base import Sample, Samples, Task, x_of
@@ -65,7 +65,7 @@ class FieldsTask(Task):
 
     Attributes:
         record: a `msgspec.Struct` that names the fields that are used and their types.
-        reader: decodes values; whoever loads the task for a job sets that of its format.
+        reader: decodes values; it is set when the task is loaded for a job with `data.format`.
         targets: fields that the target alone is made of: a record for a prediction may lack them.
     """
 

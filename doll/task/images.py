@@ -1,14 +1,22 @@
-"""Records of one label byte and height x width grey bytes: the decoding that the image tasks share."""
+"""Images as records of equal length: one label byte, then height x width grey bytes, row by row.
+
+`GreyImageTask` decodes them. `augmented` makes a stream without end of a few images, for a source of kind python: it
+draws originals and transforms each one at random (small affine and perspective transforms), so that none repeats.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from doll.errors import SampleError
 from doll.task.base import Sample, Task
+from doll.task.records import values_of
+
+_BLOCK_PIXELS: Final = 16_384  # about 10 ms of work: the sender's loop must not stall for longer
 
 
 class GreyImageTask(Task):
@@ -36,3 +44,68 @@ class GreyImageTask(Task):
             return None  # one by one, `decode` names the record and the reason
         # A copy: torch refuses to write to the bytes of a record.
         return rows[:, 1:].copy().reshape(-1, height, columns), rows[:, 0].astype(np.int64)
+
+
+def encode(images: npt.NDArray[np.uint8], labels: npt.NDArray[np.uint8]) -> list[bytes]:
+    """The record values of images of shape (n, height, width) and their labels of shape (n,)."""
+    return values_of(np.column_stack([labels, images.reshape(len(images), -1)]))
+
+
+def augmented(
+    images: npt.NDArray[np.uint8], labels: npt.NDArray[np.uint8], rng: np.random.Generator
+) -> Iterator[bytes]:
+    """Record values without end, as `draw` draws them, a block at a time."""
+    count = max(1, _BLOCK_PIXELS // images[0].size)
+    while True:
+        yield from encode(*draw(images, labels, count, rng))
+
+
+def draw(
+    images: npt.NDArray[np.uint8], labels: npt.NDArray[np.uint8], count: int, rng: np.random.Generator
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    """`count` random originals, each under its own random transform: (count, height, width) and (count,)."""
+    chosen = rng.integers(len(images), size=count)
+    return warp(images[chosen], homographies(count, rng)), labels[chosen]
+
+
+def homographies(count: int, rng: np.random.Generator) -> npt.NDArray[np.float32]:
+    """(count, 3, 3) maps from output position to source position, both homogeneous and centred, in half image sides.
+
+    So the bounds of the uniform draws fit images of every size.
+    """
+    angle = rng.uniform(-np.deg2rad(15.0), np.deg2rad(15.0), count)
+    scale_x, scale_y = rng.uniform(0.9, 1.1, (2, count))
+    shear = rng.uniform(-0.1, 0.1, count)
+    shift_x, shift_y = rng.uniform(-0.125, 0.125, (2, count))  # 0.5 pixel of an 8x8 image
+    tilt_x, tilt_y = rng.uniform(-0.06, 0.06, (2, count))
+    cos, sin = np.cos(angle), np.sin(angle)
+    # Rotation x shear x scale; the scale divides because the map goes from the output back to the source.
+    rows = (
+        (cos / scale_x, (cos * shear - sin) / scale_y, shift_x),
+        (sin / scale_x, (sin * shear + cos) / scale_y, shift_y),
+        (tilt_x, tilt_y, np.ones(count)),
+    )
+    return np.moveaxis(np.array(rows, np.float32), -1, 0)
+
+
+def warp(images: npt.NDArray[np.uint8], maps: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """The images seen through their maps, with bilinear sampling; outside an image is 0.
+
+    Args:
+        images: (n, height, width).
+        maps: (n, 3, 3), see `homographies`.
+
+    Returns:
+        (n, height, width).
+    """
+    import torch
+    from torch.nn import functional
+
+    y, x = ((torch.arange(size) + 0.5) * (2 / size) - 1 for size in images.shape[1:])
+    grid = torch.stack([*torch.meshgrid(x, y, indexing="xy"), torch.ones(images.shape[1:])], -1)
+    source = torch.einsum("hwc,nkc->nhwk", grid, torch.from_numpy(maps))
+    source = source[..., :2] / source[..., 2:]
+    grey = torch.from_numpy(images)[:, None].float()
+    out = functional.grid_sample(grey, source, align_corners=False)[:, 0]
+    warped: npt.NDArray[np.uint8] = (out + 0.5).to(torch.uint8).numpy()
+    return warped

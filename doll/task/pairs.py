@@ -73,19 +73,19 @@ def encode(x: Any, y: Any, weight: float = 1.0, group: int | str | None = None) 
     """
     (xs, x_structure), (ys, y_structure) = trees.parts_of(x), trees.parts_of(y)
     if x_structure is None and y_structure is None and weight == 1 and group is None:
-        return _encoder.encode(_Pair(_of(x, "x"), _of(y, "y")))
+        return _encoder.encode(_Pair(_array_of(x, "x"), _array_of(y, "y")))
     if group is not None:
         number = group_of(group)
         group = group if isinstance(group, str) else number  # of numpy, too
     names = [*trees.names("x", x_structure), *trees.names("y", y_structure)]
-    arrays = [_of(leaf, name) for leaf, name in zip((*xs, *ys), names, strict=True)]
+    arrays = [_array_of(leaf, name) for leaf, name in zip((*xs, *ys), names, strict=True)]
     places = range(len(arrays))
     x_plain = trees.plain_of(trees.tree_of(x_structure, places[: len(xs)]))
     y_plain = trees.plain_of(trees.tree_of(y_structure, places[len(xs) :]))
     return _encoder.encode(_Trees(arrays, x_plain, y_plain, weight_of(weight), group))
 
 
-def _of(value: Any, name: str) -> _Array:
+def _array_of(value: Any, name: str) -> _Array:
     if hasattr(value, "detach"):  # a tensor, of whatever device
         value = value.detach().cpu().numpy()
     array = array_of(value, name, np.float32 if name[0] == "x" else np.float64)
@@ -101,45 +101,43 @@ def decode(record: bytes) -> Sample:
         SampleError: `encode` did not make it.
     """
     try:
-        if record[:1] == _PAIR:
-            pair = _decoder.decode(record)
-            return Sample(pair.x.array(), pair.y.array())
-        made = _tree_decoder.decode(record)
-        arrays = [array.array() for array in made.arrays]
-        return Sample(from_plain(made.x, arrays), from_plain(made.y, arrays), made.weight, made.group)
+        sample = _parsed(record)
+        arrays = [array.array() for array in sample.arrays]
+        return Sample(from_plain(sample.x, arrays), from_plain(sample.y, arrays), sample.weight, sample.group)
     except (msgspec.MsgspecError, RecursionError) as exc:
         raise SampleError(f"expected a sample of arrays: {exc}") from exc
 
 
-def decode_many(values: Sequence[bytes], *, is_ragged: bool = False) -> Samples | tuple[Any, Any] | None:
+def _parsed(record: bytes) -> _Trees:
+    if record[:1] != _PAIR:
+        return _tree_decoder.decode(record)
+    pair = _decoder.decode(record)
+    return _Trees([pair.x, pair.y], 0, 1, 1.0, None)
+
+
+def decode_many(values: Sequence[bytes], *, is_ragged: bool = False) -> Samples | None:
     """The samples of records of one structure, whose arrays have one type and shape each; None for other ones.
 
     `is_ragged`: arrays of different shapes come as one array of objects.
     """
     try:
-        if values[0][:1] != _PAIR:
-            return _decode_trees([_tree_decoder.decode(value) for value in values], is_ragged)
-        pairs = [_decoder.decode(value) for value in values]
-        x, y = _column([pair.x for pair in pairs], is_ragged), _column([pair.y for pair in pairs], is_ragged)
+        samples = list(map(_parsed, values))
+        first = samples[0]
+        if any((item.x, item.y, len(item.arrays)) != (first.x, first.y, len(first.arrays)) for item in samples):
+            return None
+        columns = [_column(column, is_ragged) for column in zip(*(item.arrays for item in samples), strict=True)]
+        if any(column is None for column in columns):
+            return None
+        has_weights = any(item.weight != 1 for item in samples)
+        has_groups = any(item.group is not None for item in samples)
+        return Samples(
+            from_plain(first.x, columns),
+            from_plain(first.y, columns),
+            weight=np.array([item.weight for item in samples]) if has_weights else None,
+            group=np.array([_group(item.group) for item in samples]) if has_groups else None,
+        )
     except (msgspec.MsgspecError, RecursionError, SampleError):
         return None
-    return None if x is None or y is None else (x, y)
-
-
-def _decode_trees(made: Sequence[_Trees], is_ragged: bool) -> Samples | None:
-    first = made[0]
-    if any((item.x, item.y, len(item.arrays)) != (first.x, first.y, len(first.arrays)) for item in made):
-        return None
-    columns = [_column(column, is_ragged) for column in zip(*(item.arrays for item in made), strict=True)]
-    if any(column is None for column in columns):
-        return None
-    groups = None if all(item.group is None for item in made) else np.array([_group(item.group) for item in made])
-    return Samples(
-        from_plain(first.x, columns),
-        from_plain(first.y, columns),
-        weight=np.array([item.weight for item in made]),
-        group=groups,
-    )
 
 
 def _group(group: int | str | None) -> int:
@@ -163,7 +161,7 @@ class PairTask(Task):
     def decode(self, record: bytes) -> Sample:
         return decode(record)
 
-    def decode_many(self, values: Records) -> Samples | tuple[Any, Any] | None:
+    def decode_many(self, values: Records) -> Samples | None:
         return decode_many(values, is_ragged=self.is_ragged)
 
     def holdout(self) -> Iterable[Sample | list[Sample]]:  # type: ignore[override]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from doll.errors import TaskError
 
 Headers: TypeAlias = Sequence[tuple[str, bytes | None]]
-_T = TypeVar("_T")
+_Beside: TypeAlias = tuple[bytes | None, Headers, int]  # key, headers and timestamp of a record
 NO_TIMESTAMP_MS = -1
 
 
@@ -62,7 +62,7 @@ class Records(list[bytes]):
         partition: number of the partition.
     """
 
-    __slots__ = ("_envelopes", "offsets", "partition")
+    __slots__ = ("_beside", "offsets", "partition")
 
     def __init__(
         self,
@@ -75,12 +75,14 @@ class Records(list[bytes]):
         super().__init__(values)
         self.offsets = np.arange(len(self)) if offsets is None else offsets
         self.partition = partition
-        self._envelopes = envelopes
+        self._beside: Iterable[_Beside] | None = None if envelopes is None else map(_read, envelopes)
 
     @classmethod
     def from_record(cls, record: Record) -> Records:
         """The batch that holds one record."""
-        return cls([record.value], np.array([record.offset]), record.partition, [_Whole(record)])
+        records = cls([record.value], np.array([record.offset]), record.partition)
+        records._beside = [(record.key, record.headers, record.timestamp_ms)]
+        return records
 
     @property
     def values(self) -> list[bytes]:
@@ -90,62 +92,48 @@ class Records(list[bytes]):
     @property
     def keys(self) -> list[bytes | None]:
         """The key of each record; None if it has none."""
-        return self._column("keys", _key)
+        return [key for key, _, _ in self._columns("keys")]
 
     @property
     def headers(self) -> list[Headers]:
         """The headers of each record: (key, value) in order; a key may occur more than once."""
-        return self._column("headers", _headers)
+        return [headers for _, headers, _ in self._columns("headers")]
 
     @property
     def timestamps_ms(self) -> npt.NDArray[np.int64]:
         """Unix milliseconds, int64, shape (n,); -1 if a record has no timestamp. See `Record.timestamp_ms`."""
-        return np.array(self._column("timestamps_ms", _timestamp_ms), np.int64)
+        return np.array([stamp_ms for _, _, stamp_ms in self._columns("timestamps_ms")], np.int64)
 
-    def _column(self, name: str, of: Callable[[Envelope | None], _T]) -> list[_T]:
-        if self._envelopes is None:
+    def _columns(self, name: str) -> Iterable[_Beside]:
+        if self._beside is None:
             raise TaskError(
                 f"Records.{name}: expected a task that asks for more than values: write `whole_records = True` in its "
                 "class"
             )
-        return [of(envelope) for envelope in self._envelopes]
+        self._beside = list(self._beside)  # read once
+        return self._beside
 
 
-class _Whole:
-    """The envelope of a `Record`."""
-
-    def __init__(self, record: Record) -> None:
-        self._record = record
-
-    def key(self) -> bytes | None:
-        return self._record.key
-
-    def headers(self) -> Headers:
-        return self._record.headers
-
-    def timestamp(self) -> tuple[int, int]:
-        return int(self._record.timestamp_ms != NO_TIMESTAMP_MS), self._record.timestamp_ms
+def values_of(rows: npt.NDArray[Any]) -> list[bytes]:
+    """The bytes of each row of an array, which are a record value."""
+    block = rows.tobytes()
+    width = len(block) // len(rows)
+    return [block[at : at + width] for at in range(0, len(block), width)]
 
 
 def record_of(value: bytes, envelope: Envelope | None, partition: int, offset: int) -> Record:
     """The record with this value."""
-    return Record(value, _key(envelope), _headers(envelope), _timestamp_ms(envelope), partition, offset)
+    return Record(value, *_read(envelope), partition, offset)
 
 
 def envelope_bytes(envelope: Envelope) -> int:
     """Bytes of a record's key and headers."""
-    named = sum(len(name) + len(value or b"") for name, value in _headers(envelope))
-    return len(_key(envelope) or b"") + named
+    key, headers, _ = _read(envelope)
+    return len(key or b"") + sum(len(name) + len(value or b"") for name, value in headers)
 
 
-def _key(envelope: Envelope | None) -> bytes | None:
-    return None if envelope is None else envelope.key()
-
-
-def _headers(envelope: Envelope | None) -> Headers:
-    return () if envelope is None else envelope.headers() or ()
-
-
-def _timestamp_ms(envelope: Envelope | None) -> int:
-    kind, stamp_ms = (0, NO_TIMESTAMP_MS) if envelope is None else envelope.timestamp()
-    return stamp_ms if kind else NO_TIMESTAMP_MS
+def _read(envelope: Envelope | None) -> _Beside:
+    if envelope is None:
+        return None, (), NO_TIMESTAMP_MS
+    kind, stamp_ms = envelope.timestamp()
+    return envelope.key(), envelope.headers() or (), stamp_ms if kind else NO_TIMESTAMP_MS

@@ -1,7 +1,7 @@
 """Texts: `TextTask`, whose samples are the ids of a text's tokens, and the records that the source `text` sends to it.
 
 A token is a maximal run of letters, of any script, in the lower-cased text; everything else separates tokens. Each line
-of a file is a document, and a record `{"text": "..."}` has at most so many of its tokens.
+of a file is a document, and a record `{"text": "..."}` has a limited number of its tokens.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import re
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -59,7 +58,7 @@ def read_lines(path: Path, *, skip: int = 0, max_bytes: int) -> Iterator[bytes]:
     """The lines of `path` in order, without blank ones.
 
     Args:
-        skip: leave out so many lines at the beginning.
+        skip: number of lines to leave out at the beginning.
         max_bytes: as in `lines.read_file`.
 
     Raises:
@@ -295,17 +294,3 @@ class TextTask(Task):
         if self.vocabulary.checksum:
             value = torch.tensor([self.vocabulary.checksum])
             model.register_parameter("vocabulary_checksum", torch.nn.Parameter(value, requires_grad=False))
-
-
-def write_vocabulary(path: Path, documents: Iterable[bytes], fields: Sequence[str], size: int) -> None:
-    """Write the most frequent tokens of these lines, with how often they occur, for `Vocabulary.from_file`.
-
-    Args:
-        fields: as in the source `text`.
-        size: the number of tokens at most, by falling counts, then by the alphabet.
-    """
-    counts: Counter[str] = Counter()
-    for record in records(documents, fields, tokens_per_record=1 << 30, max_bytes=_LONGEST_LINE_BYTES):
-        counts.update(tokens(_TEXT.decode(record).text))
-    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:size]
-    path.write_text("".join(f"{token} {count}\n" for token, count in ordered), encoding="utf-8")

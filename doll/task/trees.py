@@ -9,7 +9,7 @@ An array by itself takes none of this: it goes through these functions as throug
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -22,7 +22,7 @@ Tree: TypeAlias = Any
 Array: TypeAlias = npt.NDArray[Any]
 Structure: TypeAlias = optree.PyTreeSpec
 _NUMBERS: Final = frozenset((int, float, bool))
-_MAX_DEPTH: Final = 32  # dimensions of an array of numpy, at most
+_MAX_DEPTH: Final = 32  # the maximum number of dimensions of an array of numpy
 
 
 class Ragged(list[Tree]):
@@ -124,7 +124,7 @@ def from_plain(plain: Any, leaves: Sequence[Any]) -> Tree:
     """The tree that `plain_of` has made plain, with these leaves at its numbers.
 
     Raises:
-        SampleError: `plain_of` did not make it of a tree of so many leaves.
+        SampleError: `plain_of` did not make it of a tree with this number of leaves.
     """
     match plain:
         case dict():
@@ -169,10 +169,7 @@ def rows_of(batch: Tree) -> tuple[list[list[Array]], Structure | None]:
 
 def objects(values: Sequence[Any]) -> Array:
     """One array with an object for each value, also if numpy would take them apart."""
-    column = np.empty(len(values), np.object_)
-    for at, value in enumerate(values):
-        column[at] = value
-    return column
+    return np.fromiter(values, np.object_, len(values))
 
 
 def taken_apart(batch: Tree, count: int) -> list[Tree]:
@@ -191,13 +188,6 @@ def joined(batches: Sequence[Tree]) -> Tree:
     structure = flat(first)[1]
     columns = zip(*(arrays_of(batch) for batch in batches), strict=True)
     return tree_of(structure, [np.concatenate(column) for column in columns])
-
-
-def stacked(samples: Iterable[Tree]) -> Tree:
-    """A batch of samples of one structure, whose arrays have one shape each; at least one."""
-    samples = list(samples)
-    columns = zip(*map(arrays_of, samples), strict=True)
-    return tree_of(flat(samples[0])[1], [np.stack(column) for column in columns])
 
 
 # --- targets, for the guard -------------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from doll import BoundedEmbedding, Sample, Task
 from doll.errors import BadRecordsError, SampleError
 from doll.producers.sources import Stream
-from doll.producers.sources.images import values_of
 from doll.records import lines as line_files
+from doll.task.records import values_of
 from torch import nn
 
 COUNTS: Final = 13

@@ -1,14 +1,14 @@
 """Digits of a camera that was turned: a frozen trunk that knows upright ones, and adapters of low rank that learn.
 
 E. J. Hu et al.: LoRA: Low-rank adaptation of large language models, ICLR 2022; the adapters are those of the package
-peft.
+peft. `digits.npz` is the file of the example digits.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ import numpy.typing as npt
 import torch
 from doll import GreyImageTask, Sample
 from doll.errors import ConfigError
-from doll.producers.sources import digits
+from doll.producers.sources import Stream
+from doll.task import images
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+_DATA = Path(__file__).with_name("digits.npz")
 _HOLDOUT_SEED = 1
 
 
@@ -91,11 +93,24 @@ class Adapted(GreyImageTask):
         return output
 
     def holdout(self) -> Iterable[Sample]:
-        images, labels = digits.holdout(self.holdout_samples, _HOLDOUT_SEED)
-        return [Sample(image, int(label)) for image, label in zip(self._turned(images), labels, strict=True)]
+        with np.load(_DATA) as data:
+            originals = data["held_out_images"], data["held_out_labels"]
+        drawn, labels = images.draw(*originals, self.holdout_samples, np.random.default_rng(_HOLDOUT_SEED))
+        return [Sample(image, int(label)) for image, label in zip(self._turned(drawn), labels, strict=True)]
 
-    def _turned(self, images: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        return np.ascontiguousarray(np.rot90(images, self.quarter_turns, axes=(-2, -1)))
+    def _turned(self, upright: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        return np.ascontiguousarray(np.rot90(upright, self.quarter_turns, axes=(-2, -1)))
+
+
+def upright(stream: Stream) -> Iterator[bytes]:
+    """Records without end: random originals, each under its own random transform."""
+    with np.load(_DATA) as data:
+        return images.augmented(data["images"], data["labels"], stream.rng())
+
+
+def poison(number: int, **args: Any) -> list[bytes]:
+    """A record of a class that does not exist, for `doll drill`."""
+    return [bytes([255, *bytes(64)])]
 
 
 def perceptron(inputs: int, hidden: Sequence[int], classes: int) -> nn.Sequential:

@@ -30,8 +30,8 @@ import torch.nn.functional as F
 from doll import Sample, Task
 from doll.errors import BadRecordsError, ConfigError, SampleError
 from doll.producers.sources import Stream
-from doll.producers.sources.images import values_of
 from doll.records import lines as line_files
+from doll.task.records import values_of
 from torch import nn
 
 HIGHEST_ID: Final = 2**31 - 1

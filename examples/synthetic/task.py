@@ -1,4 +1,4 @@
-"""Gaussian classes of the synthetic source: to try a set-up, a drift or a policy without any data."""
+"""Gaussian classes, which `source.py` draws: to try a set-up, a drift or a policy without any data."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ JOB = """
 job: both
 task: {class: "examples.synthetic.task:Gaussian", args: {features: 4}}
 data: {workers: 2, batch_size: 8}
-source: {kind: synthetic, features: 4, classes: 2}
+source: {kind: python, of: examples.synthetic.source:gaussians, args: {features: 4, classes: 2}}
 arrivals: {process: poisson, rate_per_s: 60}
 training: {policy: {name: doll, group_size: 2}, optimizer: {name: sgd, lr: 0.05}}
 checkpoint: {every_updates: 5, every_s: 0.5}

@@ -40,7 +40,7 @@ JOB = """
 job: {name}
 task: {{class: "examples.digits.task:Digits", args: {{hidden: [16]}}}}
 data: {{workers: 2, batch_size: 8}}
-source: {{kind: digits}}
+source: {{kind: python, of: examples.digits.task:samples}}
 arrivals: {{rate_per_s: 40}}
 training: {{policy: {{name: doll, group_size: 2}}, optimizer: {{name: sgd, lr: 0.05, momentum: 0.9}}}}
 checkpoint: {{every_updates: 5, every_s: 0.5}}

@@ -21,7 +21,7 @@ JOB = """
 job: shaky
 task: {class: "examples.synthetic.task:Gaussian", args: {features: 4, hidden: [8]}}
 data: {workers: 2, batch_size: 8}
-source: {kind: synthetic, features: 4, classes: 2}
+source: {kind: python, of: examples.synthetic.source:gaussians, args: {features: 4, classes: 2}}
 arrivals: {process: poisson, rate_per_s: 60}
 training: {policy: {name: doll, group_size: 4}, optimizer: {name: sgd, lr: 0.05, momentum: 0.9}}
 checkpoint: {every_updates: 5, every_s: 0.5}

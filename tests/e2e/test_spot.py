@@ -17,7 +17,7 @@ JOB = """
 job: market
 task: {class: "examples.synthetic.task:Gaussian", args: {features: 4, hidden: [8]}}
 data: {workers: 3, batch_size: 10}
-source: {kind: synthetic, features: 4, classes: 2}
+source: {kind: python, of: examples.synthetic.source:gaussians, args: {features: 4, classes: 2}}
 arrivals: {process: poisson, rate_per_s: 20, while_down: pause}
 training: {policy: {name: doll, group_size: 2}, optimizer: {name: sgd, lr: 0.05}}
 checkpoint: {every_updates: 5, every_s: 0.5}

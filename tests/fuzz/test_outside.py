@@ -28,7 +28,6 @@ from doll.monitor.state.job_metrics import JobMetrics
 from doll.monitor.views.prometheus import JobCollector
 from doll.process.health import Heartbeat, _serve
 from doll.producers.arrivals import parse_gaps
-from doll.producers.sources import idx
 from doll.provisioner.fleets.compose import ComposeFleet
 from doll.provisioner.fleets.ec2.notices import Ec2Notices
 from doll.provisioner.fleets.processes import ProcessFleet
@@ -43,6 +42,7 @@ from doll.records import lines
 from doll.records.bounded import MAX_DEPTH, MalformedError, json_value
 from doll.records.control import Join, Metric, Update
 from doll.storage.checkpoints import Checkpoint, encode_checkpoint
+from examples.emnist.task import read_idx
 from fuzzing import JSON_WORDS, call_or_none, inputs
 from paths import SHARED_DATA
 from prometheus_client import CollectorRegistry, generate_latest
@@ -284,7 +284,7 @@ def test_idx_files(tmp_path: Path) -> None:
     valid = struct.pack(">HBBIII", 0, 8, 3, 3, 2, 2) + bytes(12)
     for data in inputs("idx", 8_000, [valid], [b"\xff" * 4, b"\0\0\0\0", struct.pack(">I", 1 << 20)]):
         path.write_bytes(data)
-        array = call_or_none(ConfigError, data, idx.read, path, 3)
+        array = call_or_none(ConfigError, data, read_idx, path, 3)
         assert array is None or array.nbytes <= len(data)
 
 
@@ -292,10 +292,10 @@ def test_an_idx_header_that_announces_terabytes_takes_no_memory(tmp_path: Path) 
     path = tmp_path / "images"
     path.write_bytes(struct.pack(">HBBIII", 0, 8, 3, 0xFFFF_FFFF, 1024, 1024) + bytes(12))
     with pytest.raises(ConfigError, match=r"at most \d+ bytes, .*announces 4294967295 items of 1048576 bytes"):
-        idx.read(path, 3)
+        read_idx(path, 3)
     path.write_bytes(struct.pack(">HBBIII", 0, 8, 3, 8_000, 1024, 1024) + bytes(12))
     with pytest.raises(ConfigError, match="expected 8000 items of 1048576 bytes, got 12 bytes"):
-        idx.read(path, 3)
+        read_idx(path, 3)
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])

@@ -82,7 +82,8 @@ def test_a_source_that_ends_is_learned_to_its_last_record(make_pipeline: Any, po
     samples = 8 * 5 * 7 + 3
     job = make_pipeline(
         f"training.policy={policy}", "data.workers=3", "data.partitions=5", "data.batch_size=8",
-        f"source={{kind: synthetic, features: 4, limit_samples: {samples}}}",
+        "source={kind: python, of: examples.synthetic.source:gaussians, args: {features: 4}}",
+        f"source.limit_samples={samples}",
         "arrivals={process: poisson, rate_per_s: 40}",
     )  # fmt: skip
     job.start()

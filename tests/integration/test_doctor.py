@@ -47,7 +47,7 @@ JOB = """
 job: {job}
 task: {{class: 'examples.synthetic.task:Gaussian', args: {{features: 4, hidden: [8]}}}}
 data: {{workers: 1, batch_size: 8}}
-source: {{kind: synthetic, features: 4, classes: 2}}
+source: {{kind: python, of: examples.synthetic.source:gaussians, args: {{features: 4, classes: 2}}}}
 arrivals: {{process: poisson, rate_per_s: 200}}
 training: {{policy: {{name: doll, group_size: 1}}}}
 checkpoint: {{every_updates: 5, every_s: 0.5}}

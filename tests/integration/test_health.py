@@ -32,7 +32,7 @@ def ask(port: int, path: str) -> tuple[int, dict[str, Any]]:
 def test_each_process_tells_whether_it_works(make_pipeline: Callable[..., Any], broker: LocalKafka) -> None:
     job = make_pipeline(
         "evaluation.enabled=true",
-        "source={kind: synthetic, features: 4, classes: 2}",
+        "source={kind: python, of: examples.synthetic.source:gaussians, args: {features: 4, classes: 2}}",
         "arrivals.rate_per_s=40",
         "worker.stall_timeout_s=600",
     )

@@ -94,7 +94,7 @@ def test_doctor_says_what_a_host_cannot_reach(tmp_path: Path) -> None:
             job.write_text(
                 "job: doctor\n"
                 "task: {class: 'examples.synthetic.task:Gaussian', args: {features: 4, hidden: [8]}}\n"
-                "source: {kind: synthetic, features: 4, classes: 2}\n"
+                "source: {kind: python, of: examples.synthetic.source:gaussians, args: {features: 4, classes: 2}}\n"
                 f"kafka: {{address: '{kafka}'}}\nredis: {{address: '{redis}'}}\n"
             )
             place = redis.removeprefix("redis://").removesuffix("/0")

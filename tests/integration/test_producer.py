@@ -32,6 +32,9 @@ from paths import ROOT
 from stacked import stack
 from waiting import WAIT_TIMEOUT_S, until
 
+DIGITS = "{kind: python, of: examples.digits.task:samples"
+GAUSSIANS = "{kind: python, of: examples.synthetic.source:gaussians, limit_samples: 100}"
+
 pytestmark = pytest.mark.integration
 
 
@@ -94,7 +97,7 @@ def _lines(folder: Path, count: int) -> list[bytes]:
 
 
 def test_streams_get_equal_shares_and_the_limit_is_exact(services: Services, job_name: str, tmp_path: Path) -> None:
-    config = _config(job_name, "{kind: digits, limit_samples: 1000}", tmp_path)
+    config = _config(job_name, f"{DIGITS}, limit_samples: 1000}}", tmp_path)
     said: list[str] = []
     assert run_producer(config, services, tmp_path, say=said.append) == 0
     streams = _read(config, services)
@@ -106,7 +109,7 @@ def test_streams_get_equal_shares_and_the_limit_is_exact(services: Services, job
 
 
 def test_a_second_run_goes_on_with_fresh_samples(services: Services, job_name: str, tmp_path: Path) -> None:
-    config = _config(job_name, "{kind: digits, limit_samples: 600}", tmp_path)
+    config = _config(job_name, f"{DIGITS}, limit_samples: 600}}", tmp_path)
     for _ in range(2):
         assert run_producer(config, services) == 0
     values = [value for stream in _read(config, services) for value in stream]
@@ -138,7 +141,7 @@ def test_packed_records_hold_m_samples_and_the_last_pack_is_flushed(
 
 def test_the_limit_counts_samples_not_records(services: Services, job_name: str, tmp_path: Path) -> None:
     data = "workers: 2, batch_size: 32, samples_per_record: 16"
-    config = _config(job_name, "{kind: synthetic, limit_samples: 100}", tmp_path, data=data)
+    config = _config(job_name, GAUSSIANS, tmp_path, data=data)
     assert run_producer(config, services) == 0
     counts = [[packing.unpack(value, 16).num_samples for value in stream] for stream in _read(config, services)]
     assert counts == [[16, 16, 16, 2], [16, 16, 16, 2]]
@@ -148,7 +151,7 @@ def test_samples_are_sent_at_their_pace_and_measurements_are_written(
     services: Services, job_name: str, tmp_path: Path
 ) -> None:
     arrivals = "process: poisson, rate_per_s: [100, 300]"
-    config = _config(job_name, "{kind: digits, limit_samples: 1000}", tmp_path, data="workers: 2", arrivals=arrivals)
+    config = _config(job_name, f"{DIGITS}, limit_samples: 1000}}", tmp_path, data="workers: 2", arrivals=arrivals)
     topics.ensure(config, services)
     begin_s = time.monotonic()
     assert run_producer(config, services) == 0
@@ -172,7 +175,7 @@ def test_samples_are_sent_at_their_pace_and_measurements_are_written(
 
 def test_a_stopped_producer_flushes_what_it_sent(services: Services, job_name: str, tmp_path: Path) -> None:
     data = "workers: 2, batch_size: 64, samples_per_record: 64"
-    config = _config(job_name, "{kind: digits}", tmp_path, data=data, arrivals="rate_per_s: 500")
+    config = _config(job_name, DIGITS + "}", tmp_path, data=data, arrivals="rate_per_s: 500")
     with _running(lambda stop: run_producer(config, services, tmp_path, stop=stop)) as codes:
         _await_records(config, services, 1)
     assert codes == [0]
@@ -330,7 +333,7 @@ def test_the_python_example_of_the_documentation_runs(
 
 def test_a_stream_pauses_while_its_worker_is_down(services: Services, job_name: str, tmp_path: Path) -> None:
     arrivals = "process: deterministic, rate_per_s: 200, while_down: pause"
-    config = _config(job_name, "{kind: digits}", tmp_path, arrivals=arrivals)
+    config = _config(job_name, DIGITS + "}", tmp_path, arrivals=arrivals)
     topics.ensure(config, services)
     producer = Producer(kafka_settings(config, services))
 

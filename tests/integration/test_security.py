@@ -37,7 +37,7 @@ JOB = """
 job: {job}
 task: {{class: 'examples.synthetic.task:Gaussian', args: {{features: 4, hidden: [8]}}}}
 data: {{workers: 2, batch_size: 8}}
-source: {{kind: synthetic, features: 4, classes: 2}}
+source: {{kind: python, of: examples.synthetic.source:gaussians, args: {{features: 4, classes: 2}}}}
 arrivals: {{process: poisson, rate_per_s: 200}}
 training: {{policy: {{name: doll, group_size: 2}}}}
 kafka: {{security: sasl_ssl, address: '{kafka}'}}

@@ -101,7 +101,9 @@ def test_a_source_that_ends_is_learned_to_its_last_record_by_stages(make_pipelin
     """Its last wave is not full, and its last batches are cut."""
     samples = 2 * 8 * WAVE * 3 + 8 + 3
     job = make_pipeline(
-        *JOB, f"source={{kind: synthetic, features: {FEATURES}, limit_samples: {samples}}}",
+        *JOB,
+        f"source={{kind: python, of: examples.synthetic.source:gaussians, args: {{features: {FEATURES}}}}}",
+        f"source.limit_samples={samples}",
         "arrivals={process: poisson, rate_per_s: 100}",
     )  # fmt: skip
     job.start()

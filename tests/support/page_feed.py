@@ -41,7 +41,7 @@ T = TypeVar("T")
 JOB = """
 job: clicks
 task: {class: 'examples.digits.task:Digits'}
-source: {kind: digits}
+source: {kind: python, of: examples.digits.task:samples}
 arrivals: {process: poisson, rate_per_s: 40}
 training: {policy: {name: doll, group_size: 4}}
 stop: {samples: 100_000, accuracy: 0.97}

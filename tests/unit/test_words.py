@@ -69,7 +69,7 @@ BANNED: Final = {
 
 # In folders of `doll/` that were gone through: add yours.
 PLAIN_FOLDERS: Final = (
-    *("api", "consumers", "control", "evaluation", "formats", "ledger", "model", "process", "ps", "records", "tables", "task", "theory", "pipeline", "config", "kafka", "local", "storage", "optim", "provisioner"),
+    *("api", "consumers", "control", "evaluation", "formats", "ledger", "model", "process", "ps", "records", "tables", "task", "theory", "pipeline", "config", "kafka", "local", "storage", "optim", "provisioner", "producers"),
 )
 PLAIN: Final = {
     r'^\s*"""(Of|As|By|For|None|Nothing|What)\b': "a noun with its article, or a verb",

@@ -16,14 +16,11 @@ from doll.config import JobConfig
 from doll.config.source import (
     CsvSource,
     DatasetSource,
-    DigitsSource,
-    IdxSource,
     JsonlSource,
     ParquetSource,
     PythonSource,
     SourceSection,
     StdinSource,
-    SyntheticSource,
     TextSource,
 )
 from doll.errors import ConfigError
@@ -39,35 +36,15 @@ def child_rng(seed: int, *key: int) -> np.random.Generator:
 
 
 @dataclass(frozen=True)
-class StreamStarts:
-    """Where the streams of a source begin, one entry per stream.
-
-    Attributes:
-        samples: that the stream holds already.
-        positions: samples of the source that the stream was given before; 0 for sources without positions.
-        rngs: generators for sources that draw at random, other ones after other `samples`.
-    """
-
-    samples: Sequence[int]
-    positions: Sequence[int]
-    rngs: Sequence[np.random.Generator]
-
-    @property
-    def first_places(self) -> list[int]:
-        """Where each stream goes on in a file whose sample i is that of stream i mod N."""
-        count = len(self.positions)
-        return [n + position * count for n, position in enumerate(self.positions)]
-
-
-@dataclass(frozen=True)
 class Stream:
-    """One stream of a source of kind python: the first argument of its function.
+    """One stream of a source; the first argument of the function of a source of kind python.
 
     Attributes:
         number, count: it is stream `number` of 0 .. count - 1.
         sent: samples that the stream holds already.
         seed: of the job.
         max_record_bytes: a longer record would be refused.
+        position: samples of the source that the stream was given before; 0 for sources without positions.
     """
 
     number: int
@@ -75,6 +52,12 @@ class Stream:
     sent: int
     seed: int
     max_record_bytes: int
+    position: int = 0
+
+    @property
+    def first_place(self) -> int:
+        """The place where the stream goes on in a file whose sample i is that of stream i mod N."""
+        return self.number + self.position * self.count
 
     def rng(self) -> np.random.Generator:
         """The generator of this stream, which draws other numbers after other `sent`."""
@@ -85,7 +68,7 @@ class Stream:
         return child_rng(self.seed, CONCEPT)
 
     def order_rng(self, number: int) -> np.random.Generator:
-        """As `shared_rng`, for the order of pass `number` over a file."""
+        """A generator that is shared as `shared_rng` is, for the order of pass `number` over a file."""
         return child_rng(self.seed, ORDER, number)
 
 
@@ -95,165 +78,130 @@ def open_streams(config: JobConfig, starts: Sequence[int], positions: Sequence[i
     Args:
         starts: samples that each stream holds already. Random sources go on from there with fresh draws, so a producer
             that is started again repeats nothing.
-        positions: samples of the file that each stream was given before; it goes on behind them. Empty: none.
+        positions: samples of the file that each stream was given before; it goes on after them. Empty: none.
 
     Raises:
         ConfigError: no source, a source that is no set of streams (`stdin`), or a file that is not what was expected.
     """
-    source = config.source
+    source, count = config.source, config.data.num_partitions
     if source is None:
-        raise ConfigError("source: expected a section that says what to send (kind: digits, csv, ...), got none")
+        raise ConfigError("source: expected a section that says what to send (kind: python, csv, ...), got none")
     if isinstance(source, StdinSource):
         raise ConfigError("source.kind: stdin is one pipe and cannot be opened per stream")
     opener = OPENERS.get(type(source))
     if opener is None:
         known = " or ".join(cls.__name__ for cls in OPENERS)
         raise ConfigError(f"source.kind: expected the opener of {source.kind} in doll.producers.sources, got {known}")
-    streams = range(config.data.num_partitions)
-    rngs = [child_rng(config.seed, SAMPLES, n, starts[n]) for n in streams]
-    return opener(config, source, StreamStarts(starts, positions or [0 for _ in streams], rngs))
+    return opener(
+        config, source,
+        [
+            Stream(number, count, starts[number], config.seed, config.data.max_record_bytes, position)
+            for number, position in enumerate(positions or [0] * count)
+        ],
+    )  # fmt: skip
 
 
-def _open_digits(config: JobConfig, source: DigitsSource, start: StreamStarts) -> list[Iterator[bytes]]:
-    from doll.producers.sources import digits, images
-
-    stream_part, _ = digits.originals()
-    return [images.augmented(*stream_part, rng) for rng in start.rngs]
-
-
-def _open_lines(config: JobConfig, source: CsvSource | JsonlSource, start: StreamStarts) -> list[Iterator[bytes]]:
+def _open_lines(config: JobConfig, source: CsvSource | JsonlSource, streams: Sequence[Stream]) -> list[Iterator[bytes]]:
     from doll.records import lines
 
-    path, count = config.path(source.path), config.data.num_partitions
-    has_header, longest = isinstance(source, CsvSource) and source.header, config.data.max_record_bytes
+    path, has_header = config.path(source.path), isinstance(source, CsvSource) and source.header
 
-    def behind(skip: int) -> Iterator[bytes]:
-        return lines.read_file(path, header=has_header, repeat=source.repeat, skip=skip, max_bytes=longest)
+    def lines_of(stream: Stream) -> Iterator[bytes]:
+        # Each stream reads the file for itself: streams of different rates need no buffer between them.
+        following = lines.read_file(
+            path, header=has_header, repeat=source.repeat, skip=stream.first_place, max_bytes=stream.max_record_bytes
+        )
+        return itertools.islice(following, 0, None, stream.count)
 
-    # Each stream reads the file for itself: streams of different rates need no buffer between them.
-    streams: list[Iterator[bytes]] = [itertools.islice(behind(first), 0, None, count) for first in start.first_places]
     if not (isinstance(source, CsvSource) and source.columns):
-        return streams
-    from doll.producers.sources import csv_columns
+        return list(map(lines_of, streams))
+    from doll.producers.sources.csv_columns import CsvColumns
 
-    picked = csv_columns.Picked(path, lines.read_header(path), source.columns, source.delimiter)
+    columns = CsvColumns(path, lines.read_header(path), source.columns, source.delimiter)
     return [
-        csv_columns.records(picked, stream, itertools.count(first + 1, count))
-        for stream, first in zip(streams, start.first_places, strict=True)
+        columns.records(lines_of(stream), itertools.count(stream.first_place + 1, stream.count)) for stream in streams
     ]
 
 
-def _open_parquet(config: JobConfig, source: ParquetSource, start: StreamStarts) -> list[Iterator[bytes]]:
+def _open_rows(
+    config: JobConfig, source: ParquetSource | DatasetSource, streams: Sequence[Stream]
+) -> list[Iterator[bytes]]:
+    is_parquet = isinstance(source, ParquetSource)
     try:
-        from doll.producers.sources import parquet, table_rows
+        from doll.producers.sources import table_rows
+
+        if is_parquet:
+            from doll.producers.sources.parquet import ParquetFiles
+        else:
+            from doll.producers.sources.huggingface import DatasetRows
     except ImportError as exc:
-        raise lacking("source.kind: parquet", "parquet") from exc
-    files = parquet.ParquetFiles(config.path(source.path), source.columns)
+        raise lacking(f"source.kind: {source.kind}", "parquet" if is_parquet else "datasets") from exc
+    path = config.path(source.path)
+    rows: table_rows.TableRows = (
+        DatasetRows(path, source.split, source.columns)
+        if isinstance(source, DatasetSource)
+        else ParquetFiles(path, source.columns)
+    )
     return [
-        table_rows.records(files, first, len(start.positions), source.repeat, config.data.max_record_bytes)
-        for first in start.first_places
+        table_rows.records(rows, stream.first_place, stream.count, source.repeat, stream.max_record_bytes)
+        for stream in streams
     ]
 
 
-def _open_dataset(config: JobConfig, source: DatasetSource, start: StreamStarts) -> list[Iterator[bytes]]:
-    try:
-        from doll.producers.sources import huggingface, table_rows
-    except ImportError as exc:
-        raise lacking("source.kind: dataset", "datasets") from exc
-    rows = huggingface.DatasetRows(config.path(source.path), source.split, source.columns)
-    return [
-        table_rows.records(rows, first, len(start.positions), source.repeat, config.data.max_record_bytes)
-        for first in start.first_places
-    ]
-
-
-def _open_python(config: JobConfig, source: PythonSource, start: StreamStarts) -> list[Iterator[bytes]]:
+def _open_python(config: JobConfig, source: PythonSource, streams: Sequence[Stream]) -> list[Iterator[bytes]]:
     from doll.task.base import load_function
 
-    count, longest = len(start.samples), config.data.max_record_bytes
-    streams = [Stream(n, count, sent, config.seed, longest) for n, sent in enumerate(start.samples)]
     function = load_function(config, "source", source.of, source.args)
-    return [
-        itertools.islice(_records_of(source, function(stream)), position, None)
-        for stream, position in zip(streams, start.positions, strict=True)
-    ]
+    return [itertools.islice(_records_of(source, function(stream)), stream.position, None) for stream in streams]
 
 
 def _records_of(source: PythonSource, values: Iterable[Any]) -> Iterator[bytes]:
-    from doll.task.base import described
+    from doll.task.base import user_code
 
-    try:
+    with user_code(f"source.of: {source.of}"):
         for value in values:
             if not isinstance(value, bytes | str):
                 raise ConfigError(
                     f"source.of: {source.of}: expected records of bytes or text, got {type(value).__name__}"
                 )
             yield value.encode() if isinstance(value, str) else value
-    except ConfigError:
-        raise
-    except Exception as exc:  # the user's function may raise anything
-        raise ConfigError(f"source.of: {source.of}: {described(exc)}") from exc
 
 
-def _open_text(config: JobConfig, source: TextSource, start: StreamStarts) -> list[Iterator[bytes]]:
+def _open_text(config: JobConfig, source: TextSource, streams: Sequence[Stream]) -> list[Iterator[bytes]]:
     from doll.task import text
 
-    path, longest, count = config.path(source.path), config.data.max_record_bytes, config.data.num_partitions
+    path = config.path(source.path)
 
-    def records_of(stream: int) -> Iterator[bytes]:
-        lines = text.read_lines(path, skip=source.skip, max_bytes=longest)
-        own = itertools.islice(lines, stream, None, count)
-        numbers = itertools.count(stream, count) if source.numbered else None
+    def records_of(stream: Stream) -> Iterator[bytes]:
+        lines = text.read_lines(path, skip=source.skip, max_bytes=stream.max_record_bytes)
         return text.records(
-            own, source.fields, tokens_per_record=source.tokens_per_record, max_bytes=longest, numbers=numbers
+            itertools.islice(lines, stream.number, None, stream.count),
+            source.fields,
+            tokens_per_record=source.tokens_per_record,
+            max_bytes=stream.max_record_bytes,
+            numbers=itertools.count(stream.number, stream.count) if source.numbered else None,
         )
 
-    def stream_of(stream: int) -> Iterator[bytes]:
+    def repeated(stream: Stream) -> Iterator[bytes]:
         first = records_of(stream)
-        if not source.repeat:
-            return first
         head = next(first, None)
         if head is None:
-            raise ConfigError(f"{path}: expected a text for each of {count} streams, got none for stream {stream}")
+            raise ConfigError(
+                f"{path}: expected a text for each of {stream.count} streams, got none for stream {stream.number}"
+            )
         again = (records_of(stream) for _ in itertools.count())
         return itertools.chain((head,), first, itertools.chain.from_iterable(again))
 
-    return [itertools.islice(stream_of(n), start.positions[n], None) for n in range(count)]
+    open_one = repeated if source.repeat else records_of
+    return [itertools.islice(open_one(stream), stream.position, None) for stream in streams]
 
 
-def _open_synthetic(config: JobConfig, source: SyntheticSource, start: StreamStarts) -> list[Iterator[bytes]]:
-    from doll.producers.sources import synthetic
-
-    planes = synthetic.class_planes(source.features, source.classes, child_rng(config.seed, CONCEPT))
-    return [
-        synthetic.samples(planes, source.drift_per_sample, rng, first)
-        for rng, first in zip(start.rngs, start.samples, strict=True)
-    ]
-
-
-def _open_idx(config: JobConfig, source: IdxSource, start: StreamStarts) -> list[Iterator[bytes]]:
-    from doll.producers.sources import idx, images
-
-    path = config.path(source.images)
-    pixels, labels = idx.read_pair(path, config.path(source.labels))
-    if source.skip >= len(pixels):
-        raise ConfigError(f"source.skip: expected fewer than the {len(pixels)} images of {path}, got {source.skip}")
-    pixels, labels = pixels[source.skip :], labels[source.skip :]
-    if source.augment:
-        return [images.augmented(pixels, labels, rng) for rng in start.rngs]
-    count = len(start.rngs)
-    return [images.in_order(pixels[first::count], labels[first::count]) for first in start.first_places]
-
-
-OPENERS: dict[type[SourceSection], Callable[[JobConfig, Any, StreamStarts], list[Iterator[bytes]]]] = {
-    DigitsSource: _open_digits,
-    IdxSource: _open_idx,
+OPENERS: dict[type[SourceSection], Callable[[JobConfig, Any, Sequence[Stream]], list[Iterator[bytes]]]] = {
     CsvSource: _open_lines,
     JsonlSource: _open_lines,
-    ParquetSource: _open_parquet,
-    DatasetSource: _open_dataset,
-    SyntheticSource: _open_synthetic,
+    ParquetSource: _open_rows,
+    DatasetSource: _open_rows,
     PythonSource: _open_python,
     TextSource: _open_text,
 }
-"""What opens the streams of each source but `stdin`, by the class of its section. A new source adds its opener here."""
+"""The openers of the streams of each source but `stdin`, by the class of its section."""

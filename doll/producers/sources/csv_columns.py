@@ -18,8 +18,8 @@ _MOST_LOGGED: Final = 20  # rows of each stream
 _SHOWN_CHARS: Final = 200
 
 
-class Picked:
-    """Which columns of a file are sent, in which order."""
+class CsvColumns:
+    """The columns of a file that are sent, in their order."""
 
     def __init__(self, path: Path, header: bytes, columns: Sequence[str], delimiter: str) -> None:
         """
@@ -29,9 +29,9 @@ class Picked:
         Raises:
             ConfigError: it does not name the columns, or one of them twice.
         """
-        self.path, self.delimiter = path, delimiter
+        self._path, self._delimiter = path, delimiter
         try:
-            names = self.cells(header.decode("utf-8-sig"))
+            names = self._cells(header.decode("utf-8-sig"))
         except (UnicodeDecodeError, csv.Error) as exc:
             raise ConfigError(f"{path}: expected a line of CSV that names its columns, got {short(exc)}") from exc
         if lacking := [name for name in columns if name not in names]:
@@ -41,44 +41,37 @@ class Picked:
             )
         if twice := [name for name in columns if names.count(name) > 1]:
             raise ConfigError(f"{path}: names column {', '.join(twice)} twice: which one is meant cannot be told")
-        self.count = len(names)
-        self.places = [names.index(name) for name in columns]
+        self._count = len(names)
+        self._places = [names.index(name) for name in columns]
 
-    @long_cells()
-    def cells(self, line: str) -> list[str]:
-        """The cells of a line.
+    def records(self, lines: Iterable[bytes], rows: Iterator[int]) -> Iterator[bytes]:
+        """The lines of the columns, in order.
 
-        Raises:
-            csv.Error: it is no line of CSV.
+        A line that has not the file's columns is logged with its row, and is a record that no reader of these columns
+        takes: a worker refuses it, and it is kept as a dead letter.
+
+        Args:
+            rows: the number of each line, counted over all repetitions, for the log.
         """
-        return next(csv.reader([line], delimiter=self.delimiter, strict=True))
-
-
-def records(picked: Picked, lines: Iterable[bytes], rows: Iterator[int]) -> Iterator[bytes]:
-    """The lines of the columns, in order.
-
-    A line that has not the file's columns is logged with its row, and is a record that no reader of these columns
-    takes: a worker refuses it, and it is kept as a dead letter.
-
-    Args:
-        rows: the number of each line, counted over all repetitions, for the log.
-    """
-    out, logged = io.StringIO(), 0
-    write = csv.writer(out, delimiter=picked.delimiter, lineterminator="").writerow
-    for line, row in zip(lines, rows, strict=False):
-        try:
-            cells = picked.cells(line.decode())
-            problem = "" if len(cells) == picked.count else f"expected {picked.count} cells, got {len(cells)}"
-        except (UnicodeDecodeError, csv.Error) as exc:
-            cells, problem = [], short(exc)
-        if problem:
+        logged = 0
+        for line, row in zip(lines, rows, strict=False):
+            try:
+                cells = self._cells(line.decode())
+                problem = "" if len(cells) == self._count else f"expected {self._count} cells, got {len(cells)}"
+            except (UnicodeDecodeError, csv.Error) as exc:
+                cells, problem = [], short(exc)
+            if not problem:
+                out = io.StringIO()
+                write = csv.writer(out, delimiter=self._delimiter, lineterminator="").writerow
+                write([cells[place] for place in self._places])
+                yield out.getvalue().encode()
+                continue
             if logged < _MOST_LOGGED:
-                log.warning("row_unusable", file=str(picked.path), row=row, reason=problem)
+                log.warning("row_unusable", file=str(self._path), row=row, reason=problem)
             logged += 1
             # With as many cells as there are columns, it would be taken for one of their lines.
-            yield line + picked.delimiter.encode() if len(cells) == len(picked.places) else line
-            continue
-        out.seek(0)
-        out.truncate()
-        write([cells[place] for place in picked.places])
-        yield out.getvalue().encode()
+            yield line + self._delimiter.encode() if len(cells) == len(self._places) else line
+
+    @long_cells()
+    def _cells(self, line: str) -> list[str]:
+        return next(csv.reader([line], delimiter=self._delimiter, strict=True))

@@ -15,7 +15,7 @@ from doll.config.fleets import Ec2FleetConfig, KubernetesFleetConfig, RayFleetCo
 from doll.config.format import AvroFormat
 from doll.errors import ConfigError, DollError
 from doll.extras import is_installed
-from doll.formats.opening import require_format
+from doll.formats import require_format
 from doll.kafka.diagnosis import ask_kafka
 from doll.kafka.logins import client_certificate, principal_text
 from doll.kafka.permissions import ROLES, Role

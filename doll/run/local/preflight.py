@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from doll.config import JobConfig
 from doll.errors import ConfigError
-from doll.formats.opening import require_format
+from doll.formats import require_format
 from doll.process.platform import require_fork
 from doll.run import examples
 from doll.task.base import moved

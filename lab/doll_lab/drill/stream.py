@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import math
-import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from doll.config.source import DigitsSource, IdxSource, SyntheticSource
-from doll.errors import CheckpointError, DollError
+from doll.config.source import PythonSource
+from doll.errors import CheckpointError, ConfigError, DollError
 from doll.kafka import topics
 from doll.kafka.publisher import Delivery, Publisher
 from doll.ledger.snapshot_counts import read_counts
 from doll.records import packing
 from doll.services import Services
 from doll.storage.stores import open_store
-from doll.task.base import load_task
+from doll.task.base import load_function
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from doll.config import JobConfig
-
-_NO_CLASS: Final = 255
-_DIGIT_PIXELS: Final = 8 * 8
-_HUGE: Final = 3e38  # fits into a float32; the sum of two does not
 
 
 class Poison(NamedTuple):
@@ -39,23 +33,18 @@ class Poison(NamedTuple):
 
 
 def poison_for(config: JobConfig, number: int) -> Poison | None:
-    """Poison records for one fault; None if the record format of the job's source is not known.
+    """Poison records for one fault; None if the job's source is not of kind python, or its module has none.
 
-    Args:
-        number: the fault's number. For synthetic sources odd numbers give an invalid class, and even numbers give
-            features of 3e38: one record for each class, so that at most one is classified correctly.
+    The module has a function `poison(number, **args)`, which gets the number of the fault and the source's arguments.
+    It returns one sample that the task refuses, or several that would break the model, of which one may be harmless.
     """
-    match config.source:
-        case SyntheticSource(features=features, classes=classes):
-            values = [0.0] * features if number % 2 else [_HUGE, -_HUGE, *[_HUGE] * features][:features]
-            labels = [classes] if number % 2 else range(classes)
-            samples = [struct.pack(f"<{features + 1}f", *values, float(label)) for label in labels]
-        case DigitsSource():
-            samples = [bytes([_NO_CLASS]) + bytes(_DIGIT_PIXELS)]
-        case IdxSource():
-            samples = [bytes([_NO_CLASS]) + bytes(math.prod(load_task(config).input_shape or (0,)))]
-        case _:
-            return None
+    if not isinstance(source := config.source, PythonSource):
+        return None
+    module = source.of.rpartition(":")[0]
+    try:
+        samples: list[bytes] = load_function(config, "source", f"{module}:poison", source.args)(number)
+    except ConfigError:
+        return None
     per_record = config.data.samples_per_record
     records = samples if per_record == 1 else [packing.pack([sample] * per_record) for sample in samples]
     return Poison(tuple(records), harmless=int(len(records) > 1))

@@ -13,7 +13,7 @@ JOB = """
 job: line
 task: {class: 'my_task.py:MyTask'}
 data: {workers: 3, batch_size: 8}
-source: {kind: synthetic}
+source: {kind: python, of: examples.synthetic.source:gaussians}
 arrivals: {rate_per_s: [40.0, 80.0, 120.0]}
 training: {policy: {name: doll, group_size: 2}}
 plan: {on_demand_usd_per_h: 0.36}

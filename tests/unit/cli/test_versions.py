@@ -23,7 +23,7 @@ JOB = """
 job: shop
 task: {class: 'my_task.py:MyTask'}
 data: {workers: 2, batch_size: 8}
-source: {kind: synthetic}
+source: {kind: python, of: examples.synthetic.source:gaussians}
 training: {policy: {name: doll, group_size: 2}, optimizer: {name: sgd, lr: 0.5}}
 """
 UPDATES = """time_s,term,version,n_samples,samples_total,prequential_loss,prequential_accuracy,weight,void

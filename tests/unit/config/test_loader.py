@@ -50,7 +50,7 @@ def test_two_keys_make_a_job() -> None:
         ("training.optimizer.lr=.inf", "training.optimizer.lr: .* finite number, got inf"),
         ("training.optimizer.momentum=1", "training.optimizer.momentum: .* less than 1, got 1"),
         ("training.reduction=avg", "training.reduction: input should be 'mean' or 'sum', got 'avg'"),
-        ("source.kind=kafka", "source.kind: expected one of digits, idx, .*, synthetic, text, got 'kafka'"),
+        ("source.kind=kafka", "source.kind: expected one of csv, jsonl, .*, python, text, got 'kafka'"),
         ("source.path=x", "source.kind: expected one of .*, got None"),
         ("data.samples_per_record=7", "data: samples_per_record must divide batch_size, got 7 and 64"),
         ("data.start=middle", r"data.start: expected earliest, latest, \{timestamp: ...\} or .*, got 'middle'"),
@@ -177,11 +177,11 @@ def test_credentials_in_the_redis_address_are_refused_and_not_repeated() -> None
 
 def test_overrides_win_in_order_and_make_sections() -> None:
     config = parse(
-        MINIMAL + "seed: 1\n", ["seed=2", "seed=3", "stop.updates=7", "source.kind=synthetic", "data.workers=2"]
+        MINIMAL + "seed: 1\n", ["seed=2", "seed=3", "stop.updates=7", "source={kind: stdin}", "data.workers=2"]
     )
     assert (config.seed, config.stop.updates, config.data.workers) == (3, 7, 2)
     assert config.source is not None
-    assert config.source.kind == "synthetic"
+    assert config.source.kind == "stdin"
     assert parse(MINIMAL, ["task.args={path: 'a=b'}"]).task.args == {"path": "a=b"}
 
 
@@ -303,10 +303,10 @@ SECTIONS: dict[str, st.SearchStrategy[Any]] = {
     "source": st.none()
     | st.sampled_from(
         [
-            {"kind": "digits"},
+            {"kind": "python", "of": "task.py:samples"},
             {"kind": "csv", "path": "a/b.csv", "header": True, "limit_samples": 5},
-            {"kind": "idx", "images": "i", "labels": "l", "skip": 3},
-            {"kind": "synthetic", "drift_per_sample": 0.5},
+            {"kind": "text", "path": "a.txt", "skip": 3},
+            {"kind": "python", "of": "a.b:c", "args": {"drift_per_sample": 0.5}},
             {"kind": "stdin"},
         ]
     ),

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 from doll import config as job_config
 from doll.config import JobConfig
-from doll.config.source import DigitsSource, StdinSource
+from doll.config.source import PythonSource, StdinSource
 from doll.consumers.compute.gradient import GradientComputer
 from doll.consumers.compute.task_steps import OwnSteps
 from doll.consumers.intake.decoding import RawRecords, decode_records
@@ -94,9 +94,5 @@ def test_two_tasks_of_one_file_name_keep_modules_of_their_own() -> None:
 
 def test_emnist_streams_what_is_not_held_out() -> None:
     config = job_config.load(EXAMPLES / "emnist" / "job.yaml")
-    assert config.source is not None
-    assert config.source.skip >= config.task.args["holdout_samples"]  # type: ignore[attr-defined]
-
-
-def test_the_digits_example_needs_no_file() -> None:
-    assert isinstance(job_config.load(EXAMPLES / "digits" / "job.yaml").source, DigitsSource)
+    assert isinstance(config.source, PythonSource)
+    assert config.source.args["skip"] >= config.task.args["holdout_samples"]

@@ -17,7 +17,7 @@ from doll import config as job_config
 from doll.consumers.intake.decoding import RawRecords, decode_records
 from doll.errors import BadRecordsError, ConfigError, SampleError
 from doll.producers import sources
-from doll.producers.sources import digits, images
+from doll.task import images
 from doll.task.base import Task, load_task
 from examples.digits.task import Digits
 from examples.emnist.task import Emnist
@@ -29,6 +29,9 @@ from paths import SHARED_DATA
 from stacked import stack
 
 pytestmark = pytest.mark.slow  # loads torch
+
+DIGITS = "{kind: python, of: examples.digits.task:samples}"
+GAUSSIANS = "{kind: python, of: examples.synthetic.source:gaussians"
 
 KDD_NORMAL = (
     b"0,tcp,http,SF,181,5450,0,0,0,0,0,1,0,0,0,0,0,0,0,0,0,0,8,8,0.00,0.00,0.00,0.00,1.00,0.00,0.00,"
@@ -65,9 +68,9 @@ def _accuracy(task: Task, model: torch.nn.Module, x: np.ndarray, y: np.ndarray) 
 @pytest.mark.parametrize(
     ("task", "source"),
     [
-        (Digits(), "{kind: digits}"),
-        (Gaussian(7, 3), "{kind: synthetic, features: 7, classes: 3}"),
-        (Gaussian(1, 2), "{kind: synthetic, features: 1, classes: 2}"),
+        (Digits(), DIGITS),
+        (Gaussian(7, 3), f"{GAUSSIANS}, args: {{features: 7, classes: 3}}}}"),
+        (Gaussian(1, 2), f"{GAUSSIANS}, args: {{features: 1, classes: 2}}}}"),
     ],
     ids=["digits", "gaussian", "gaussian-1"],
 )
@@ -327,7 +330,7 @@ def test_one_seed_builds_one_model() -> None:
 def test_digits_reach_95_percent_of_held_out_digits_within_the_example_jobs_samples() -> None:
     """examples/digits: steps of 128 samples with lr 0.1; 64,000 samples are 128 seconds of its stream."""
     task = Digits()
-    digits_block = task.decode_block(memoryview(b"".join(_records("{kind: digits}", 64_000))), 65)
+    digits_block = task.decode_block(memoryview(b"".join(_records(DIGITS, 64_000))), 65)
     assert digits_block is not None
     x, y = digits_block
     model = _learn(task, x, y, 128, 0.1)
@@ -336,7 +339,7 @@ def test_digits_reach_95_percent_of_held_out_digits_within_the_example_jobs_samp
 
 def test_gaussian_classes_are_learned() -> None:
     task = Gaussian(20, 3)
-    records = b"".join(_records("{kind: synthetic, features: 20, classes: 3}", 6000))
+    records = b"".join(_records(f"{GAUSSIANS}, args: {{features: 20, classes: 3}}}}", 6000))
     block = task.decode_block(memoryview(records), 84)
     assert block is not None
     model = _learn(task, block[0][:5000], block[1][:5000], 50, 0.1)
@@ -349,17 +352,16 @@ def test_gaussian_classes_are_learned() -> None:
 def test_held_out_digits_are_never_in_a_stream() -> None:
     held_out = {np.asarray(sample.x).tobytes() for sample in Digits().holdout()}
     assert len(held_out) == 1000
-    streamed = {record[1:] for record in _records("{kind: digits}", 50_000)}
+    streamed = {record[1:] for record in _records(DIGITS, 50_000)}
     assert not held_out & streamed
 
 
 def test_held_out_digits_have_the_streams_distribution() -> None:
     x, y = stack(Digits().holdout())
-    records = np.frombuffer(b"".join(_records("{kind: digits}", 20_000)), np.uint8).reshape(-1, 65)
+    records = np.frombuffer(b"".join(_records(DIGITS, 20_000)), np.uint8).reshape(-1, 65)
     assert x.mean() == pytest.approx(records[:, 1:].mean(), rel=0.05)
     assert x.std() == pytest.approx(records[:, 1:].std(), rel=0.05)
     assert set(y.tolist()) == set(range(10))
-    assert digits.HELD_OUT == 360
 
 
 def test_held_out_emnist_is_the_front_of_the_file_that_the_stream_skips(tmp_path: Path) -> None:
@@ -367,7 +369,8 @@ def test_held_out_emnist_is_the_front_of_the_file_that_the_stream_skips(tmp_path
     (tmp_path / "i").write_bytes(b"\0\0\x08\x03" + struct.pack(">3I", 12, 28, 28) + pixels.tobytes())
     (tmp_path / "l").write_bytes(b"\0\0\x08\x01" + struct.pack(">I", 12) + bytes(range(12)))
     text = (
-        "job: t\ndata: {workers: 1}\nsource: {kind: idx, images: i, labels: l, augment: false, skip: 5}\n"
+        "job: t\ndata: {workers: 1}\nsource: {kind: python, of: examples.emnist.task:letters, "
+        "args: {images_path: i, labels_path: l, augment: false, skip: 5}}\n"
         "task: {class: 'examples.emnist.task:Emnist', args: {images_path: i, labels_path: l, holdout_samples: 5}}"
     )
     config = job_config.parse(text, base_folder=tmp_path)
@@ -395,7 +398,6 @@ def test_public_tasks_and_producers_import_neither_torch_nor_scikit_learn() -> N
     code = (
         "import sys; from doll import GreyImageTask, JsonTask, Sample, Task, TextTask;"
         "task = GreyImageTask(); task.input_shape, task.num_classes = (8, 8), 10; task.decode(bytes(65));"
-        "from doll.producers.sources import digits; digits.holdout(9, 1);"
         "early = [m for m in ('confluent_kafka',) if m in sys.modules];"
         "import doll.producers.main;"
         "sys.exit(str(early + [m for m in ('torch', 'sklearn', 'faust') if m in sys.modules]))"

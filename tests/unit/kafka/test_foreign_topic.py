@@ -44,7 +44,10 @@ def test_the_fingerprint_names_it_and_not_its_size() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("source={kind: digits}", "source: expected none, because data.topic is clicks: DOLL never writes to"),
+        (
+            "source={kind: text, path: a.txt}",
+            "source: expected none, because data.topic is clicks: DOLL never writes to",
+        ),
         ("arrivals.while_down=pause", "arrivals.while_down: expected queue, because data.topic is clicks"),
         ("kafka.producer_user=feed", "kafka.producer_user: expected none, because data.topic is clicks"),
     ],

@@ -26,14 +26,13 @@ def test_only_what_is_read_in_order_has_positions() -> None:
         source_name(config(source).source)
         for source in (
             "{kind: csv, path: a.csv}", "{kind: csv, path: b.csv}", "{kind: csv, path: a.csv, header: true}",
-            "{kind: jsonl, path: a.csv}", "{kind: idx, images: a, labels: b, augment: false}",
-            "{kind: idx, images: a, labels: b, augment: false, skip: 5}",
+            "{kind: jsonl, path: a.csv}", "{kind: text, path: a.csv}", "{kind: text, path: a.csv, skip: 5}",
         )
     ]  # fmt: skip
     assert len(set(names)) == 6
     assert all(names)
     assert source_name(config("{kind: csv, path: a.csv, repeat: true, limit_samples: 5}").source) == names[0]
-    for source in ("{kind: idx, images: a, labels: b}", "{kind: synthetic}", "{kind: stdin}", "{kind: digits}"):
+    for source in ("{kind: python, of: examples.digits.task:samples}", "{kind: stdin}"):
         assert source_name(config(source).source) == ""
 
 
@@ -81,8 +80,8 @@ def test_a_new_source_is_one_section_and_one_opener(monkeypatch: pytest.MonkeyPa
         def position_identity(self) -> list[Any] | None:
             return ["counter"]
 
-    def opened(config: JobConfig, source: SourceSection, start: sources.StreamStarts) -> list[Iterator[bytes]]:
-        return [map(str.encode, map(str, itertools.count(position))) for position in start.positions]
+    def opened(config: JobConfig, source: SourceSection, streams: list[sources.Stream]) -> list[Iterator[bytes]]:
+        return [map(str.encode, map(str, itertools.count(stream.position))) for stream in streams]
 
     monkeypatch.setattr(source_sections, "_classes", {**source_sections.classes, "counter": Counter})
     openers: dict[Any, Any] = {**sources.OPENERS, Counter: opened}

@@ -96,9 +96,11 @@ def test_what_is_wrong_with_a_function_is_said(tmp_path: Path, source: str, mess
         streams(tmp_path, source, [0])
 
 
-@pytest.mark.parametrize("kind", ["criteo", "synthetic_clicks", "ratings", "synthetic_ratings"])
+@pytest.mark.parametrize(
+    "kind", ["digits", "idx", "synthetic", "criteo", "synthetic_clicks", "ratings", "synthetic_ratings"]
+)
 def test_a_kind_that_has_become_an_example_says_what_to_write(kind: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"{kind} is a function of the example \w+ now .*kind: python, of: 'task.py:"
+        ConfigError, match=rf"{kind} is a function of the example \w+ now .*kind: python, of: '(task|source).py:"
     ):
         job(text=f"source: {{kind: {kind}, path: x}}\n")

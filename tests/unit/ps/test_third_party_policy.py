@@ -256,7 +256,7 @@ def test_two_owners_of_a_name_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
 def test_it_is_compared_with_the_others(tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(
-        "job: j\ntask: {class: 'm:C'}\ndata: {workers: 3, batch_size: 8}\nsource: {kind: synthetic}\n"
+        "job: j\ntask: {class: 'm:C'}\ndata: {workers: 3, batch_size: 8}\nsource: {kind: python, of: 'a:b'}\n"
         "arrivals: {rate_per_s: 80}\nstop: {samples: 4800}\n"
     )
     result = doll("compare", job, "--simulate", "--policies", "bsp,bounded_lead:lead=1", "--json")

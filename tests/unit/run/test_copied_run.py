@@ -80,7 +80,8 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = RunFolder(folder)
     (folder / "events").mkdir(parents=True)
     source = tmp_path_factory.mktemp("jobs") / "line.yaml"
-    source.write_text(JOB + "source: {kind: synthetic, features: 5, classes: 2}\nstop: {updates: 9}\n")
+    stream = "{kind: python, of: examples.synthetic.source:gaussians, args: {features: 5, classes: 2}}"
+    source.write_text(f"{JOB}source: {stream}\nstop: {{updates: 9}}\n")
     config = load(source, [f"checkpoint.folder={folder / 'checkpoints'}", "checkpoint.keep=3"])
     run.write_job(config)
     run.write_stack(Services("127.0.0.1:1", "redis://127.0.0.1:1/0"), kafka_kind="local")

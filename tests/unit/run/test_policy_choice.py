@@ -15,7 +15,7 @@ JOB = """
 job: line
 task: {class: 'my_task.py:MyTask'}
 data: {workers: 2, batch_size: 8}
-source: {kind: synthetic}
+source: {kind: python, of: examples.synthetic.source:gaussians}
 training: {policy: {name: doll, group_size: 3}}
 stop: {samples: 300}
 """

@@ -18,7 +18,7 @@ from doll.errors import BadRecordsError, ConfigError, SampleError
 from doll.model.flat_model import build, fingerprint
 from doll.producers import sources
 from doll.task.base import Task, load_task
-from doll.task.text import ENGLISH, TextTask, Vocabulary, write_vocabulary
+from doll.task.text import ENGLISH, TextTask, Vocabulary
 from examples.lda.task import Topics
 from examples.words.task import SkipGram
 from hypothesis import example, given
@@ -74,13 +74,6 @@ def test_a_bad_vocabulary_is_refused_with_its_line(tmp_path: Path, content: byte
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         Vocabulary.from_file(path)
-
-
-def test_a_vocabulary_is_written_by_falling_counts(tmp_path: Path) -> None:
-    path = tmp_path / "v.txt"
-    write_vocabulary(path, [b"tea tea cocoa", b"cocoa sugar sugar tea", b"rum"], (), 3)
-    assert path.read_text() == "tea 3\ncocoa 2\nsugar 2\n"
-    assert Vocabulary.from_file(path).ids(["rum", "sugar"]) == [2]
 
 
 @pytest.mark.parametrize("cls", [Topics, SkipGram])

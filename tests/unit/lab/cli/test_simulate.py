@@ -19,7 +19,7 @@ JOB = """
 job: line
 task: {class: 'my_task.py:MyTask'}
 data: {workers: 3, batch_size: 8}
-source: {kind: synthetic}
+source: {kind: python, of: examples.synthetic.source:gaussians}
 arrivals: {rate_per_s: [4.0, 8.0, 12.0]}
 training: {policy: {name: doll, group_size: 2}}
 stop: {updates: 40}

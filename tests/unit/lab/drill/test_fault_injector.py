@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from doll_lab.drill.recovery import InjectedFault
 JOB = """
 job: t
 task: {class: 'a:B'}
-source: {kind: digits}
+source: {kind: python, of: examples.synthetic.source:gaussians}
 data: {workers: 2}
 arrivals: {rate_per_s: 10}
 """
@@ -364,7 +365,7 @@ def test_poison_is_sent_to_its_stream(drill: Drill) -> None:
     drill.inject(fault("stream_poison"))
     drill.tick()
     ((partition, value),) = [sent for client in drill.clients for sent in client.sent]
-    assert (partition, value[0]) == (1, 255)
+    assert (partition, struct.unpack_from("<f", value, 80)) == (1, (2,)), "a class that does not exist"
     (entry,) = drill.injected
     assert entry.poison is not None
     assert (entry.poison.records, entry.poison.offsets) == (1, {0})

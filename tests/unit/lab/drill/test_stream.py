@@ -12,9 +12,10 @@ from doll_lab.drill.stream import poison_for
 pytestmark = pytest.mark.slow  # loads torch
 
 GAUSSIAN = (
-    'task: {class: "examples.synthetic.task:Gaussian", args: {features: 4}}\nsource: {kind: synthetic, features: 4}\n'
+    'task: {class: "examples.synthetic.task:Gaussian", args: {features: 4}}\n'
+    "source: {kind: python, of: examples.synthetic.source:gaussians, args: {features: 4}}\n"
 )
-DIGITS = 'task: {class: "examples.digits.task:Digits"}\nsource: {kind: digits}\n'
+DIGITS = 'task: {class: "examples.digits.task:Digits"}\nsource: {kind: python, of: examples.digits.task:samples}\n'
 
 
 @pytest.mark.parametrize("job", [GAUSSIAN, DIGITS])

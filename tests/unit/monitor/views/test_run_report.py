@@ -15,7 +15,7 @@ JOB = """
 job: digits
 task: {class: 'examples.digits.task:Digits'}
 data: {workers: 2, batch_size: 8}
-source: {kind: digits}
+source: {kind: python, of: examples.digits.task:samples}
 arrivals: {process: poisson, rate_per_s: 40}
 training: {policy: {name: doll, group_size: 2}}
 stop: {updates: 40}

@@ -14,7 +14,7 @@ JOB = """
 job: line
 task: {class: 'my_task.py:MyTask'}
 data: {workers: 2, batch_size: 8}
-source: {kind: synthetic}
+source: {kind: python, of: examples.synthetic.source:gaussians}
 stop: {samples: 300}
 """
 

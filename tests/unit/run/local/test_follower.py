@@ -13,7 +13,7 @@ from doll.records.control import AnyRecord, Finished, TermStarted
 from doll.run.local.follower import RunFollower
 from local_runs import local_run
 
-CONFIG = parse("job: j\ntask: {class: 'examples.digits.task:Digits'}\nsource: {kind: digits}\n")
+CONFIG = parse("job: j\ntask: {class: 'examples.digits.task:Digits'}\nsource: {kind: python, of: 'a:b'}\n")
 UPDATES = CONFIG.topic("updates")
 
 

@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from doll.producers.sources.images import values_of
+from doll.producers.sources import Stream
+from doll.task.records import values_of
 
 RADIUS = 3.0  # distance of every class mean from the origin, in standard deviations
 _BLOCK = 256
+_HUGE = 3e38  # fits into a float32; the sum of two does not
+
+
+def gaussians(stream: Stream, features: int = 20, classes: int = 2, drift_per_sample: float = 0.0) -> Iterator[bytes]:
+    """Records without end. All streams share the classes.
+
+    Args:
+        drift_per_sample: distance that the class means move with each sample of a stream.
+    """
+    if features < 1 or classes < 1 or drift_per_sample < 0:
+        raise ValueError(
+            f"expected features and classes above 0 and drift_per_sample of 0 or more, got {features}, {classes} and "
+            f"{drift_per_sample}"
+        )
+    return samples(class_planes(features, classes, stream.shared_rng()), drift_per_sample, stream.rng(), stream.sent)
+
+
+def poison(number: int, features: int = 20, classes: int = 2, **args: Any) -> list[bytes]:
+    """Records for fault `number` of `doll drill`: one of a class that does not exist if the number is odd, else one of
+    each class with features so large that its loss is not finite, unless the model classifies it correctly."""
+    values = [0.0] * features if number % 2 else [_HUGE, -_HUGE, *[_HUGE] * features][:features]
+    labels = [classes] if number % 2 else range(classes)
+    return [struct.pack(f"<{features + 1}f", *values, float(label)) for label in labels]
 
 
 def class_planes(features: int, classes: int, rng: np.random.Generator) -> tuple[npt.NDArray[np.float64], ...]:

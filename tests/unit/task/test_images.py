@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from doll.producers.sources.images import draw, homographies, warp
+from doll.task.images import draw, homographies, warp
+
+pytestmark = pytest.mark.slow  # loads torch
 
 
 def _images(count: int, side: int = 8) -> np.ndarray:
