@@ -1,9 +1,10 @@
-"""Figures as text for people: money and time, no more digits than they are worth, and tables. Pure."""
+"""Figures as text for people: numbers, money, sizes and time, no more digits than they are worth, and tables. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Final
 
 _MOST_DECIMALS: Final = 4  # of a dollar
@@ -77,6 +78,71 @@ def _range(value: float, sd: float, most_decimals: int = _MOST_DECIMALS) -> str:
 def _decimals_of(value: float) -> int:
     """The decimal places that show two significant digits."""
     return 0 if value == 0 else min(_MOST_DECIMALS, 1 - math.floor(math.log10(abs(value))))
+
+
+def known(value: float) -> bool:
+    """Whether there is a number to show."""
+    return math.isfinite(value)
+
+
+def or_nan(value: float | None) -> float:
+    """A number that JSON may have as null: NaN then."""
+    return math.nan if value is None else float(value)
+
+
+def number(value: float | None) -> str:
+    """Three significant digits, or all before the point; `?` if it is not known, `unlimited` if it is infinite."""
+    if value is None or math.isnan(value):
+        return "?"
+    return "unlimited" if math.isinf(value) else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def out_of(count: int, total: int | None) -> str:
+    """`45 of 1,300`, or `45` if no total is known."""
+    return f"{count:,}" if total is None else f"{count:,} of {total:,}"
+
+
+def byte_size(count: float) -> str:
+    """`512 B`, `3.1 kB`, `12.0 MB`; a kB is 1000 bytes.
+
+    >>> byte_size(512), byte_size(3_140), byte_size(12_000_000)
+    ('512 B', '3.1 kB', '12.0 MB')
+    """
+    size, units = float(count), ["B", "kB", "MB", "GB"]
+    while abs(size) >= 1000 and len(units) > 1:
+        size /= 1000
+        del units[0]
+    return f"{size:.0f} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
+
+
+def clock(seconds: float) -> str:
+    """`12 s`, `3:05` or `2:03:05`."""
+    if not known(seconds):
+        return ""
+    if round(seconds) < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def clock_range(seconds: float, sd_s: float) -> str:
+    """A time and its standard deviation, both in the units of `clock`.
+
+    >>> clock_range(42.1, 3.9), clock_range(262, 4.2), clock_range(2540, 180)
+    ('42 ± 4 s', '4:22 ± 0:04', '42:20 ± 3:00')
+    """
+    text = clock(seconds)
+    if not (known(seconds) and known(sd_s)) or sd_s <= 0:
+        return text
+    if round(seconds) < 60 and sd_s < 60:
+        return f"{seconds:.0f} ± {sd_s:.0f} s"
+    return f"{text} ± {f'0:{sd_s:02.0f}' if round(sd_s) < 60 else clock(sd_s)}"
+
+
+def date_time(unix_s: float) -> str:
+    """`2026-11-29 07:30:00`, in UTC."""
+    return f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%d %H:%M:%S}"
 
 
 def aligned(rows: Sequence[Sequence[str]], columns: str = "<>") -> list[str]:

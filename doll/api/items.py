@@ -71,7 +71,8 @@ def _values(source: Any, argument: str) -> Iterator[Any]:
     if hasattr(source, "iter_rows") and hasattr(source, "columns"):  # polars
         return iter(source.iter_rows(named=True))
     if hasattr(source, "iloc") and hasattr(source, "columns"):  # pandas
-        return _rows_of_pandas(source)
+        chunks = (source.iloc[begin : begin + _CHUNK] for begin in range(0, len(source), _CHUNK))
+        return (row for chunk in chunks for row in chunk.to_dict("records"))
     if getattr(source, "batch_sampler", None) is not None:  # a DataLoader, whose batches would be taken for samples
         raise ConfigError(
             f"{argument}: expected one sample at a time, got a {type(source).__name__} of batches: give its dataset, "
@@ -95,11 +96,6 @@ def _values(source: Any, argument: str) -> Iterator[Any]:
         f"{argument}: expected an iterable of samples, a DataFrame, a dataset, or a dict as in a job file "
         f"({{'kind': 'csv', 'path': ...}}), got {type(source).__name__}"
     )
-
-
-def _rows_of_pandas(frame: Any) -> Iterator[Any]:
-    for begin in range(0, len(frame), _CHUNK):
-        yield from frame.iloc[begin : begin + _CHUNK].to_dict("records")
 
 
 def _encoder(first: Any) -> Callable[[Any], bytes]:

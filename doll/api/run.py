@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import csv
-import json
 import queue
 import signal
 import subprocess
@@ -16,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from doll import errors
-from doll.api.events import Event, decoder
+from doll.api.child import Event, decoder
 from doll.api.feeder import Feeder
 from doll.api.views import WIDTH, View, html, in_notebook, make_view
 from doll.errors import ConfigError, DollError
 from doll.local.processes import spawn, tail
+from doll.process.files import read_json
 from doll.run.folder import RunFolder, display_path
 
 if TYPE_CHECKING:
@@ -94,8 +94,7 @@ class Run:
             raise ConfigError(
                 f"{display_path(self.folder)}: expected a run that has ended, got one without a report.json"
             )
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return content
+        return read_json(path)
 
     def wait(self, timeout_s: float | None = None, *, progress: bool = True) -> dict[str, Any]:
         """Wait until the run has ended, and show its progress meanwhile; returns the report.
@@ -194,7 +193,7 @@ class Run:
 
         path = self.folder / "audit.json"
         if not self.is_running and path.exists():
-            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            content = read_json(path)
             if not content["ok"]:
                 raise errors.AuditError(f"{display_path(path)}: the audit has failed")
             return content

@@ -86,7 +86,12 @@ def train(
         items, given = items_of(source), None
         # If nobody says how fast samples arrive, they come as fast as they are learned.
         content.setdefault("arrivals", {"process": "asap"})
-    for key, value in _settings(given, workers, policy, stop, init_from, settings).items():
+    chosen = {"name": policy} if isinstance(policy, str) else policy
+    named = {
+        "source": given, "data.workers": workers, "training.policy": chosen, "stop": stop,
+        "training.init_from": init_from,
+    }  # fmt: skip
+    for key, value in [*((key, value) for key, value in named.items() if value is not None), *(settings or {}).items()]:
         _set(content, key, value)
     if stop is None and job is None and items is None and source is None:
         raise ConfigError("source: expected the samples to learn from, or a job file (job=...)")
@@ -166,24 +171,6 @@ def _job_content(job: str | Path | None) -> dict[str, Any]:
     content = located(yaml.safe_load(read_text(target.path, max_bytes=4_000_000)), target.path.resolve().parent)
     content["base_folder"] = str(target.config.base_folder.resolve())
     return dict(content)
-
-
-def _settings(
-    source: Any,
-    workers: int | None,
-    policy: str | Mapping[str, Any] | None,
-    stop: Mapping[str, Any] | None,
-    init_from: str | Path | Mapping[str, Any] | None,
-    settings: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    named = {
-        "source": None if source is None else dict(source),
-        "data.workers": workers,
-        "training.policy": {"name": policy} if isinstance(policy, str) else policy and dict(policy),
-        "stop": None if stop is None else dict(stop),
-        "training.init_from": init_from,
-    }
-    return {**{key: value for key, value in named.items() if value is not None}, **(settings or {})}
 
 
 def _plain(value: Any) -> Any:

@@ -8,8 +8,9 @@ import time
 from typing import Any, Final, Protocol, Self
 
 from rich.console import Console
-from rich.live import Live
 from rich.text import Text
+
+from doll.monitor.views.display import LivePanel
 
 _LINE_EVERY_S: Final = 5.0
 _REDRAW_EVERY_S: Final = 0.5
@@ -69,17 +70,9 @@ class _Lines(_Silent):
             self.say(line)
 
 
-class _Terminal(_Silent):
-    def __enter__(self) -> Self:
-        self._live = Live(console=Console(stderr=True), auto_refresh=False, redirect_stdout=False)
-        self._live.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._live.stop()
-
+class _Terminal(LivePanel):
     def say(self, text: str) -> None:
-        self._live.console.print(text, markup=False, highlight=False)
+        self._print(text)
 
     def show(self, panel: str, line: str) -> None:
         self._live.update(Text.from_ansi(panel), refresh=True)

@@ -37,7 +37,7 @@ _COMMANDS: Final = {
     "example": Listed(_START, "List or copy the examples that ship with DOLL.", "job_files:example_app"),
     "config": Listed(_START, "Show or check a job file.", "job_files:config_app"),
     "status": Listed(_LOOK, "Show a job's status.", "inspect:status"),
-    "dashboard": Listed(_LOOK, "Serve the live page of a job, or the page of a run.", "dashboard:dashboard"),
+    "dashboard": Listed(_LOOK, "Serve the live page of a job, or the page of a run.", "inspect:dashboard"),
     "audit": Listed(_LOOK, "Verify that every sample is applied exactly once.", "inspect:audit"),
     "topics": Listed(_LOOK, "Show or create a job's Kafka topics.", "inspect:topics"),
     "export": Listed(_LOOK, "Write the model as safetensors, ONNX or torch.export.", "runs:export"),
@@ -52,7 +52,7 @@ _COMMANDS: Final = {
     "prometheus": Listed(_ROLES, "Serve a job's metrics to Prometheus.", "roles:prometheus"),
     "health": Listed(_ROLES, "Query the health probe of a process.", "roles:health"),
     "plan": Listed(_MONEY, "Plan spot and on-demand workers, cost and risk.", "plan:plan"),
-    "calibrate": Listed(_MONEY, "Estimate what doll plan needs from a run.", "calibrate:calibrate"),
+    "calibrate": Listed(_MONEY, "Estimate what doll plan needs from a run.", "plan:calibrate"),
     "spot": Listed(_MONEY, "Run a whole job on a spot market on this machine."),
     "backtest": Listed(_MONEY, "Backtest the planner on recorded markets."),
     "provision": Listed(_MONEY, "Provision machines for a job's workers.", "provision:provision_app"),
@@ -66,13 +66,13 @@ _COMMANDS: Final = {
 }
 
 
-class _Root(LazyGroup):
+class _RootGroup(LazyGroup):
     listed = _COMMANDS
 
 
 app = Commands(
     help=_HELP,
-    cls=_Root,
+    cls=_RootGroup,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},

@@ -18,19 +18,15 @@ def compare(
     policies: Annotated[
         list[str] | None,
         typer.Option(
-            "--policies",
             metavar="NAME[:KEY=VALUE...][,...]",
             help="Policies, each with its options after colons [default: every registered policy].",
-            show_default=False,
         ),
     ] = None,
     loss: Annotated[
         float | None,
         typer.Option(
-            "--loss",
             help="Loss to reach; a run ends when its held-out loss has [default: stop.loss of the job; else the best "
-            "that every policy reached].",
-            show_default=False,
+            "that every policy reached]."
         ),
     ] = None,
     simulate: Annotated[

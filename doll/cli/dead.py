@@ -35,16 +35,14 @@ class LetterOptions:
         list[str] | None,
         typer.Option("--offset", metavar="PARTITION/OFFSET", help="Only this record; may be repeated."),
     ] = None
-    reason: Annotated[
-        str, typer.Option(metavar="TEXT", help="Only records whose reason contains this.", show_default=False)
-    ] = ""
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Only records whose reason contains this.")] = ""
     code: Annotated[
         Literal["empty", "too_long", "unreadable", "not_packed", "undecodable", "harmful"] | None,
         typer.Option(help="Only records refused with this code."),
     ] = None
 
     def filters(self) -> dict[str, Any]:
-        """As `dead_records` takes them.
+        """The arguments of `dead_records`.
 
         Raises:
             BadParameter: an offset is not in its form.
@@ -120,7 +118,7 @@ def replay_(
 
 
 def _read_dead_records(job_target: Target, letters: LetterOptions) -> list[DeadRecord]:
-    """From the topic; of a run that has ended and whose broker is gone, from its folder."""
+    """The dead records of the topic; if the broker of a run that has ended is gone, those of its folder."""
     from doll.errors import ServiceUnavailableError
     from doll.ledger.dead_letters import MAX_SAVED, saved_dead_records
     from doll.run.status import reachable_kafka

@@ -41,7 +41,7 @@ class DollGroup(typer.core.TyperGroup):
                 formatter.write_dl(rows)
 
     def lines(self, width: int) -> dict[str, tuple[str, str]]:
-        """By the name of each command that help shows: its title, and what it does in less than `width` characters."""
+        """The title of each command that help shows, and what it does in less than `width` characters, by its name."""
         shown = {name: command for name, command in self.commands.items() if not command.hidden}
         limit = width - 6 - max(map(len, shown), default=0)
         return {name: ("Commands", command.get_short_help_str(limit)) for name, command in shown.items()}

@@ -1,15 +1,18 @@
-"""Commands that show the state of a job and of its services: audit, topics, status, doctor."""
+"""Commands that show the state of a job and of its services: audit, topics, status, dashboard, doctor."""
 
 from __future__ import annotations
 
 import dataclasses
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from doll.cli import output
 from doll.cli.options import JsonOption, RunFolderOption, RunOptions
-from doll.cli.output import emit
+from doll.cli.output import emit, emit_result
+from doll.extras import require
 
 
 def audit(
@@ -60,11 +63,61 @@ def status(job: RunOptions, as_json: JsonOption = False) -> None:
     from doll.run.status import status_of
 
     job_status = status_of(job.target())
-    emit(as_json, job_status.to_dict(), job_status.text())
+    emit_result(as_json, job_status)
+
+
+def dashboard(
+    job: RunOptions,
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port of the page; 0: one that is free.")] = 0,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; one that other machines reach needs --token-file.")
+    ] = "127.0.0.1",
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help="File with the secret that readers must know."),
+    ] = None,
+    model_server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Also show the doll serve of the job at this address, with the token of DOLL_SERVE_TOKEN.",
+        ),
+    ] = None,
+    run_folder: RunFolderOption = None,
+) -> None:
+    """Serve the live page of a job: whether it learns, is on time and on budget, is safe, and who works.
+
+    It only reads: the job's topics while they answer, else the folder of the run. Of a folder with several runs, such
+    as that of doll compare, it shows them side by side. It ends on Ctrl-C. doll up prints the address of a page that it
+    serves itself.
+
+    Example: doll dashboard runs/digits-20260101-120000
+    """
+    require("doll dashboard", "serve")
+    from doll.credentials import secret
+    from doll.dashboard.model_server import metrics_of
+    from doll.dashboard.runs_folder import is_runs_folder
+    from doll.process.connections import TOKEN_ENV
+    from doll.process.http_access import address_of, listen, read_token
+    from doll.run.page import serve_runs, serve_target
+
+    token = "" if token_file is None else read_token(token_file)
+    metrics = None if model_server is None else metrics_of(model_server, secret(TOKEN_ENV) or "")
+    target = None if job.job is not None and is_runs_folder(job.job) else job.target(run_folder)
+    with listen(host, port, token) as listener:
+        note = " (it asks for the token)" if token else ""
+
+        def say(text: str) -> None:
+            output.say(f"{text}: {address_of(listener)}{note}")
+
+        if target is not None:
+            serve_target(target, listener, token, say, metrics)
+        elif job.job is not None:
+            serve_runs(job.job, listener, token, say)
 
 
 class RoleName(StrEnum):
-    """As `doll.kafka.permissions.Role`."""
+    """The values of `doll.kafka.permissions.Role`."""
 
     producer = "producer"
     worker = "worker"
@@ -90,6 +143,6 @@ def doctor(
     from doll.run.doctor.gather import examine
 
     report = examine(job.target(), [role for role in ROLES if not roles or RoleName(role) in roles])
-    emit(as_json, report.to_dict(), report.text())
+    emit_result(as_json, report)
     if not report.ok:
         raise typer.Exit(1)

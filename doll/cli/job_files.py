@@ -31,13 +31,7 @@ def list_examples(as_json: JsonOption = False) -> None:
         for example, lacks_data in shipped
     ]
     content = [
-        {
-            "name": example.name,
-            "description": example.description,
-            "command": example.command,
-            "files": [str(file) for file in example.files],
-            "lacks_data": lacks_data,
-        }
+        {**example._asdict(), "files": [str(file) for file in example.files], "lacks_data": lacks_data}
         for example, lacks_data in shipped
     ]
     emit(as_json, content, "\n".join([*aligned(rows, "<"), "", "To change one: doll example copy NAME FOLDER"]))
@@ -45,12 +39,10 @@ def list_examples(as_json: JsonOption = False) -> None:
 
 @example_app.command("copy")
 def copy_example(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="As doll example list shows it.", show_default=False)],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="As doll example list shows it.")],
     to: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="[FOLDER]", help="Target folder; created if needed. [default: the example's]", show_default=False
-        ),
+        typer.Argument(metavar="[FOLDER]", help="Target folder; created if needed. [default: the example's]"),
     ] = None,
 ) -> None:
     """Copy an example and the files that it needs, to be changed. Existing files are not overwritten.

@@ -48,7 +48,7 @@ def duration(text: str, *names: str) -> Any:
 
     Args:
         text: its help.
-        names: its spelling, where the name of the variable is not it.
+        names: its spelling, if the name of the variable is not it.
     """
     return typer.Option(*names, parser=seconds, metavar=METAVAR, help=text, show_default=False)
 
@@ -106,11 +106,7 @@ class JobOptions:
 
     job: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="JOB.yaml",
-            help="Job file, or name of an example (doll example list). Same as --job.",
-            show_default=False,
-        ),
+        typer.Argument(metavar="JOB.yaml", help="Job file, or name of an example (doll example list). Same as --job."),
     ] = None
     job_option: JobOption = None
     overrides: SetOption = None
@@ -155,7 +151,7 @@ class RunOptions(JobOptions):
 
     job: Annotated[
         Path | None,
-        typer.Argument(metavar="JOB.yaml|RUN", help="A job file, or the folder of a run.", show_default=False),
+        typer.Argument(metavar="JOB.yaml|RUN", help="A job file, or the folder of a run."),
     ] = None
 
 
@@ -203,7 +199,7 @@ class StreamOptions:
         return rates
 
     def _given_rates(self) -> list[float] | None:
-        """The numbers of `--rate 125`, `--rate 10,20` or `--rate 10 --rate 20`; None where it is not given."""
+        """The numbers of `--rate 125`, `--rate 10,20` or `--rate 10 --rate 20`; None if it is not given."""
         if not self.rate:
             return None
         text = ",".join(self.rate)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from doll.process.files import json_safe
 from doll.redaction import redacted
@@ -23,28 +25,25 @@ def emit(as_json: bool, content: Any, text: str) -> None:
     sys.stdout.flush()
 
 
-class Advance(Protocol):
-    """Shows progress."""
+def emit_result(as_json: bool, result: Any) -> None:
+    """Print an object that has a `text()`; as JSON its `to_dict()`, or its fields if it has none."""
+    content = result.to_dict() if hasattr(result, "to_dict") else dataclasses.asdict(result)
+    emit(as_json, content, result.text())
 
-    def __call__(self, *, completed: float | None = None, advance: float | None = None, description: str) -> None:
-        """Show what was done in total (`completed`), or what was done more (`advance`)."""
+
+def say(text: str) -> None:
+    """Print a line to standard error."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 @contextmanager
-def progress_bar(description: str, total: float | None) -> Iterator[Advance]:
-    """A bar that disappears at the end of the context.
-
-    Args:
-        total: what `completed` is measured against.
-    """
+def progress_bar(description: str, total: float | None) -> Iterator[Callable[..., None]]:
+    """A bar that disappears at the end of the context. It is advanced by a call with `description`, and with what was
+    done in total of `total` (`completed`), or what was done more (`advance`)."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"))
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(description, total=total)
-
-        def advance(*, completed: float | None = None, advance: float | None = None, description: str) -> None:
-            bar.update(task, completed=completed, advance=advance, description=description)
-
-        yield advance
+        yield functools.partial(bar.update, bar.add_task(description, total=total))

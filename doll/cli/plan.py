@@ -1,4 +1,5 @@
-"""`doll plan`: whether a job can meet its goals, with which workers on spot, at what cost, before anything runs."""
+"""`doll plan`: whether a job can meet its goals, with which workers on spot, at what cost, before anything runs; and
+`doll calibrate`, which takes the constants of a plan from the folder of a run."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class GoalOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """What `--pipeline` plans."""
+    """Options of `--pipeline`."""
 
     pipeline: Annotated[
         Path | None,
@@ -161,3 +162,46 @@ def _save_charts(assessment: Assessment, path: Path) -> None:
     headline = f"{request.num_workers} workers, J = {request.updates:g}, availability {request.alpha:g}{limit}"
     with refuse_unwritable(path):
         save_panels("Plan", headline, panels, path)
+
+
+def calibrate(
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN|JOB.yaml", help="Folder of a run, or a job file: then its newest run."),
+    ],
+    target_error: Annotated[
+        float | None, typer.Option(help="Error target [default: the job's plan or stop section].")
+    ] = None,
+    measure: Annotated[
+        str | None, typer.Option(help="error_rate (1 - accuracy) or loss [default: plan.measure].")
+    ] = None,
+    runs_folder: Annotated[Path, typer.Option("--parent-folder", help="Where to look for runs of a job file.")] = Path(
+        "runs"
+    ),
+    as_json: options.JsonOption = False,
+) -> None:
+    """Estimate the inputs of `doll plan` from a run: J, the updates to the error target, and the service time.
+
+    Fits beta * rho^J + gamma (Eq. 10) to the held-out error of a run that has at least a dozen evaluations.
+
+    Example: doll calibrate runs/digits-20260101-120000 --target-error 0.03
+    """
+    from doll.monitor.state.pilot_run import calibrate_run
+
+    if measure not in (None, "error_rate", "loss"):
+        raise typer.BadParameter(f"--measure: expected error_rate or loss, got {measure!r}")
+    folder = run if run.is_dir() else _newest_run(run, runs_folder)
+    calibration = calibrate_run(folder, measure, target_error)  # type: ignore[arg-type]  # checked above
+    emit(as_json, {"run": str(folder), **calibration.to_dict()}, f"{folder}\n{calibration.text()}")
+
+
+def _newest_run(job: Path, runs_folder: Path) -> Path:
+    """The newest run of the job file."""
+    from doll.errors import ConfigError
+    from doll.run.target import open_target
+
+    name = open_target(job, []).config.job
+    runs = [path.parent for path in runs_folder.glob(f"{name}-*/updates.csv")]
+    if not runs:
+        raise ConfigError(f"no run of {name} in {runs_folder}: make a pilot run with: doll up {job}")
+    return max(runs, key=lambda path: path.name)

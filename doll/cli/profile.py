@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from doll import extensions
-from doll.amounts import aligned
+from doll.amounts import aligned, byte_size
 from doll.cli import options
 from doll.cli.output import emit, progress_bar
 from doll.process.files import refuse_unwritable, write_atomically
 
 if TYPE_CHECKING:
-    from doll.pipeline.profiling.profile import Profile
+    from doll.pipeline.profiling.profile import LayerProfile, Profile
 
 
 def profile(
@@ -83,25 +83,17 @@ def _table(profile: Profile) -> str:
     rows = [("layer", "forward", "backward", "share", "parameters", "activations", "output")]
     for layer in layers:
         share = layer.compute_s / total_s if total_s else 0.0
-        rows.append(
-            (layer.name, _ms(layer.forward_s), _ms(layer.backward_s), f"{share:.1%}",
-             _size(layer.parameter_bytes), _size(layer.activation_bytes), _size(layer.output_bytes))
-        )  # fmt: skip
-    forward_s, backward_s = sum(layer.forward_s for layer in layers), sum(layer.backward_s for layer in layers)
-    parameter_bytes = sum(layer.parameter_bytes for layer in layers)
-    activation_bytes = sum(layer.activation_bytes for layer in layers)
-    rows.append(("all", _ms(forward_s), _ms(backward_s), "", _size(parameter_bytes), _size(activation_bytes), ""))
+        rows.append((layer.name, *_times(layer), f"{share:.1%}", *_sizes(layer), byte_size(layer.output_bytes)))
+    rows.append(("all", *_times(*layers), "", *_sizes(*layers), ""))
     title = f"{profile.model}: {len(layers)} layers, {profile.batch_size} samples, on {profile.device}"
     return "\n".join([title, *aligned(rows)])
 
 
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3f} ms"
+def _times(*layers: LayerProfile) -> tuple[str, str]:
+    forward_s, backward_s = sum(layer.forward_s for layer in layers), sum(layer.backward_s for layer in layers)
+    return f"{1e3 * forward_s:.3f} ms", f"{1e3 * backward_s:.3f} ms"
 
 
-def _size(num_bytes: float) -> str:
-    """As in 1.2 MB."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes:.0f} B"
+def _sizes(*layers: LayerProfile) -> tuple[str, str]:
+    parameters = sum(layer.parameter_bytes for layer in layers)
+    return byte_size(parameters), byte_size(sum(layer.activation_bytes for layer in layers))

@@ -119,7 +119,7 @@ def drain(job: JobOptions, run_folder: RunFolderOption = None, as_json: JsonOpti
     from doll.provisioner.main import drain as drain_fleet
     from doll.provisioner.main import publish_last
     from doll.provisioner.state_store import state_of
-    from doll.run.provisioning import machines_of
+    from doll.run.local.provisioning import machines_of
     from doll.services import Services
 
     at = job.target(run_folder)
@@ -151,13 +151,13 @@ def clear(job: JobOptions, run_folder: RunFolderOption = None) -> None:
     stops = clear_stops(at.config, at.run.path)
     lines = [f"cleared: {stop}" for stop in stops] or ["nothing is stopped"]
     if stops:
-        lines.append(f"to go on, where no supervisor starts it: doll provision run {at.path}")
+        lines.append(f"to go on, if no supervisor starts it: doll provision run {at.path}")
     emit(False, {}, "\n".join(lines))
 
 
 @provision_app.command(short_help="Show slots, markets, machines, cost and reasons.")
 def status(job: JobOptions, run_folder: RunFolderOption = None, as_json: JsonOption = False) -> None:
-    """Show what the provisioner last decided and why, from its journal, or from its state where it runs on another
+    """Show what the provisioner last decided and why, from its journal, or from its state if it runs on another
     machine. It changes nothing, and needs neither Kafka nor Redis.
 
     Example: doll provision status my.yaml
@@ -178,8 +178,7 @@ def _provisioner(
     from doll.config import load
     from doll.process.signals import Interrupts
     from doll.provisioner.main import ProvisionerProcess, ProvisionerSetup
-    from doll.run.local.provisioning import settings_of
-    from doll.run.provisioning import machines_of, pass_on
+    from doll.run.local.provisioning import machines_of, pass_on, settings_of
 
     with Interrupts() as interrupts:
         setup = ProvisionerSetup(

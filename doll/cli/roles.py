@@ -51,11 +51,7 @@ def worker(
     slot: Annotated[
         int | None,
         typer.Option(
-            "--worker",
-            envvar="DOLL_WORKER",
-            min=0,
-            help="The slot n, 0 .. data.max_workers - 1 [default: 0].",
-            show_default=False,
+            "--worker", envvar="DOLL_WORKER", min=0, help="The slot n, 0 .. data.max_workers - 1 [default: 0]."
         ),
     ] = None,
     any_slot: Annotated[
@@ -87,7 +83,10 @@ def worker(
     if slot is not None and slot >= (places := job_target.config.data.places):
         raise typer.BadParameter(f"--worker: expected 0 .. {places - 1} (data.max_workers), got {slot}")
     if slot is None and any_slot:
-        raise typer.Exit(JobProcess.alone(job_target, "worker").any_worker())
+        from doll.consumers.any_slot import run_any_worker
+
+        process = JobProcess.alone(job_target, "worker")
+        raise typer.Exit(run_any_worker(process.config, process.services, process.run_folder))
     slot = slot or 0
     raise typer.Exit(JobProcess.alone(job_target, f"worker-{slot}").worker(slot))
 
@@ -142,15 +141,15 @@ def prometheus(job: JobOptions) -> None:
 
     Example: doll prometheus my.yaml
     """
+    from doll.monitor.views.prometheus import serve_metrics
     from doll.run.local.roles import JobProcess
 
-    raise typer.Exit(JobProcess.alone(job.target(), "prometheus", redis="unused").prometheus())
+    process = JobProcess.alone(job.target(), "prometheus", redis="unused")
+    raise typer.Exit(serve_metrics(process.config, process.services))
 
 
 def health(
-    port: Annotated[
-        int | None, typer.Option("--port", help="Port of its probes [default: $DOLL_HEALTH_PORT].", show_default=False)
-    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port of its probes [default: $DOLL_HEALTH_PORT].")] = None,
     ready: Annotated[
         bool, typer.Option("--ready", help="Check that it can do its work, not only that it is alive.")
     ] = False,
@@ -180,5 +179,5 @@ def health(
 
 
 def _printable(text: str) -> str:
-    """Without control characters: any process of this machine may have taken the port."""
+    """The text without control characters: any process of this machine may have taken the port."""
     return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)

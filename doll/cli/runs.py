@@ -20,7 +20,7 @@ from doll.cli.options import (
     VersionOption,
     duration,
 )
-from doll.cli.output import emit
+from doll.cli.output import emit, emit_result, say
 
 
 def up(
@@ -30,10 +30,8 @@ def up(
     fleet: Annotated[
         Literal["processes", "ray"] | None,
         typer.Option(
-            "--fleet",
-            help="Run the workers as processes of this machine, or as actors of Ray, which it starts where "
-            "fleet.address names no cluster [default: ray where fleet.kind is ray, else processes].",
-            show_default=False,
+            help="Run the workers as processes of this machine, or as actors of Ray, which it starts if "
+            "fleet.address names no cluster [default: ray if fleet.kind is ray, else processes]."
         ),
     ] = None,
     page: PageOption = True,
@@ -54,7 +52,7 @@ def up(
 
 
 def resume(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.", show_default=False)],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
     overrides: SetOption = None,
     page: PageOption = True,
     as_json: JsonOption = False,
@@ -73,20 +71,16 @@ def resume(
 
 def regrid(
     job: RunOptions,
-    batch_size: Annotated[
-        int | None, typer.Option("--batch-size", "-b", min=1, help="b: samples per batch.", show_default=False)
-    ] = None,
+    batch_size: Annotated[int | None, typer.Option("--batch-size", "-b", min=1, help="b: samples per batch.")] = None,
     group_size: Annotated[
         int | None,
-        typer.Option("--group-size", "-K", min=1, help="K: batches per update, under policy doll.", show_default=False),
+        typer.Option("--group-size", "-K", min=1, help="K: batches per update, under policy doll."),
     ] = None,
     policy: Annotated[
         str | None,
-        typer.Option(metavar="NAME[:KEY=VALUE...]", help="Policy, with its options after colons.", show_default=False),
+        typer.Option(metavar="NAME[:KEY=VALUE...]", help="Policy, with its options after colons."),
     ] = None,
-    workers: Annotated[
-        int | None, typer.Option("--workers", "-N", min=1, help="How many workers.", show_default=False)
-    ] = None,
+    workers: Annotated[int | None, typer.Option("--workers", "-N", min=1, help="How many workers.")] = None,
     run_folder: RunFolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -101,14 +95,12 @@ def regrid(
 
     Example: doll regrid runs/digits-20260101-120000 --batch-size 256 --group-size 8
     """
-    import dataclasses
-
     from doll.run.local.regrid import NewGrid, regrid_deployed, regrid_run
 
     target = job.target(run_folder)
     new = NewGrid(batch_size=batch_size, group_size=group_size, policy=policy, workers=workers)
     if target.is_run_folder:
-        report = regrid_run(target, job.overrides or [], new, lambda text: typer.echo(text, err=True))
+        report = regrid_run(target, job.overrides or [], new, say)
         _finish(report, as_json)
     if new != NewGrid():
         raise typer.BadParameter(
@@ -116,29 +108,25 @@ def regrid(
             "doll up"
         )
     result = regrid_deployed(target)
-    emit(as_json, dataclasses.asdict(result), result.text())
+    emit_result(as_json, result)
 
 
 def rollback(
     job: RunOptions,
     to: Annotated[
         str,
-        typer.Option(
-            "--to", metavar="VERSION", help="A version that is kept: a number or an alias.", show_default=False
-        ),
+        typer.Option(metavar="VERSION", help="A version that is kept: a number or an alias."),
     ],
     skip: Annotated[
         bool | None,
-        typer.Option(
-            "--skip/--again", help="What was learned since: leave it out, or learn it again.", show_default=False
-        ),
+        typer.Option("--skip/--again", help="What was learned since: leave it out, or learn it again."),
     ] = None,
     run_folder: RunFolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Let training go on from an earlier version.
 
-    The earlier model gets the number behind the newest one, and is the newest one from then on. With --again the
+    The earlier model gets the number after the newest one, and is the newest one from then on. With --again the
     samples that were learned since are learned again; with --skip they are left out, and doll audit counts them as
     skipped. The versions since stay as long as others. A run that has ended is then resumed; a killed rollback leaves
     it as it was, or rolled back. To serve an earlier version: doll versions alias.
@@ -148,27 +136,21 @@ def rollback(
 
     Example: doll rollback runs/digits-20260101-120000 --to 120 --skip
     """
-    import dataclasses
-
-    from doll.run.local.rollback import rollback_deployed, rollback_run
+    from doll.run.local.regrid import rollback_deployed, rollback_run
 
     if skip is None:
         raise typer.BadParameter("expected --again, to learn again what was learned since, or --skip, to leave it out")
     target = job.target(run_folder)
     if target.is_run_folder:
-        _finish(rollback_run(target, to, skip=skip, say=lambda text: typer.echo(text, err=True)), as_json)
+        _finish(rollback_run(target, to, skip=skip, say=say), as_json)
     result = rollback_deployed(target, to, skip=skip)
-    emit(as_json, dataclasses.asdict(result), result.text())
+    emit_result(as_json, result)
 
 
 def replay_(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.", show_default=False)],
-    to: Annotated[
-        str, typer.Option("--to", metavar="VERSION", help="latest, a number, or an alias.", show_default=False)
-    ],
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Output folder [default: replayed/ in the run folder].")
-    ] = None,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
+    to: Annotated[str, typer.Option(metavar="VERSION", help="latest, a number, or an alias.")],
+    out: Annotated[Path | None, typer.Option(help="Output folder [default: replayed/ in the run folder].")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Make a version again from the event log of its run, to the bit, and write it as doll export does.
@@ -178,21 +160,17 @@ def replay_(
 
     Example: doll replay runs/digits-20260101-120000 --to 120
     """
-    import dataclasses
-
     from doll.run.replay import replay_version
     from doll.run.target import open_target
 
     target = open_target(run, [])
     made = replay_version(target.run, to, out or target.run.path / "replayed")
-    emit(as_json, dataclasses.asdict(made), made.text())
+    emit_result(as_json, made)
 
 
 def scale(
     job: RunOptions,
-    workers: Annotated[
-        int, typer.Option("--workers", "-N", min=1, help="How many workers the job is to have.", show_default=False)
-    ],
+    workers: Annotated[int, typer.Option("--workers", "-N", min=1, help="How many workers the job is to have.")],
     timeout_s: Annotated[
         float | None, duration("How long to wait until the partitions have moved [default: 60].", "--timeout")
     ] = None,
@@ -206,20 +184,16 @@ def scale(
 
     Example: doll scale runs/digits-20260101-120000 --workers 7
     """
-    import dataclasses
-
     from doll.run import scale as scaling
 
     wait_s = scaling.TIMEOUT_S if timeout_s is None else timeout_s
-    scaled = scaling.scale(job.target(), workers, timeout_s=wait_s, say=lambda text: typer.echo(text, err=True))
-    emit(as_json, dataclasses.asdict(scaled), scaled.text())
+    scaled = scaling.scale(job.target(), workers, timeout_s=wait_s, say=say)
+    emit_result(as_json, scaled)
 
 
 def export(
     job: RunOptions,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Output folder [default: model/ in the run folder].")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Output folder [default: model/ in the run folder].")] = None,
     average: Annotated[
         bool | None,
         typer.Option("--average/--weights", help="The average of training.ema, or the weights [default: the average]."),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from doll.cli.options import RunFolderOption, RunOptions, duration
+from doll.cli.output import say
 from doll.extras import require
 from doll.storage.version_marks import LATEST, checked_alias
 
@@ -25,14 +25,13 @@ def serve(
     job: RunOptions,
     version: Annotated[
         str | None,
-        typer.Option(help="latest, an alias (doll versions alias) or a number [default: latest].", show_default=False),
+        typer.Option(help="latest, an alias (doll versions alias) or a number [default: latest]."),
     ] = None,
     split: Annotated[
         str | None,
         typer.Option(
             metavar="VERSION=PERCENT,...",
             help="Several versions, and the share of requests that each answers, as in stable=95,latest=5.",
-            show_default=False,
         ),
     ] = None,
     host: Annotated[
@@ -40,9 +39,7 @@ def serve(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="Port; 0: one that is free.")] = 8000,
     processes: Annotated[int, typer.Option(min=1, max=256, help="Processes that share the port.")] = 1,
-    name: Annotated[
-        str, typer.Option(help="Name of the model in requests [default: that of the job].", show_default=False)
-    ] = "",
+    name: Annotated[str, typer.Option(help="Name of the model in requests [default: that of the job].")] = "",
     max_batch: Annotated[int, typer.Option(min=1, help="Samples that the model gets at once, at most.")] = 64,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are answered 429.")] = 1024,
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="MB of a request; more are answered 413.")] = 16.0,
@@ -61,11 +58,11 @@ def serve(
     ] = None,
     log_answers: Annotated[
         str,
-        typer.Option(metavar="TOPIC", help="Send answers to this topic, with version and id.", show_default=False),
+        typer.Option(metavar="TOPIC", help="Send answers to this topic, with version and id."),
     ] = "",
     token_file: Annotated[
         Path | None,
-        typer.Option(help="File with the token of requests [default: that of DOLL_SERVE_TOKEN].", show_default=False),
+        typer.Option(help="File with the token of requests [default: that of DOLL_SERVE_TOKEN]."),
     ] = None,
     page_port: Annotated[
         int | None,
@@ -73,7 +70,6 @@ def serve(
             min=0,
             max=65_535,
             metavar="PORT",
-            show_default=False,
             help="Also serve the live page of the job, on this machine, at this port; 0: one that is free.",
         ),
     ] = None,
@@ -108,11 +104,9 @@ def serve(
             return nullcontext()
         from doll.run.page import page_beside
 
-        return page_beside(target, page_port, lambda: metrics.page().decode(), partial(typer.echo, err=True))
+        return page_beside(target, page_port, lambda: metrics.page().decode(), say)
 
-    raise typer.Exit(
-        run_serve(served, options, say=lambda address: typer.echo(address + path, err=True), beside=beside)
-    )
+    raise typer.Exit(run_serve(served, options, say=lambda address: say(address + path), beside=beside))
 
 
 def _wanted(version: str | None, split: str | None) -> dict[str, float]:
@@ -145,7 +139,7 @@ def _plain(version: str) -> str:
 
 
 def _services(target: Target) -> Services | None:
-    """The job's services now; None where none are known: a server goes on with checkpoints."""
+    """The job's services now; None if none are known: a server goes on with checkpoints."""
     from doll.errors import ConfigError, ServiceUnavailableError
 
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,18 +18,23 @@ if TYPE_CHECKING:
 
 versions_app = Commands(help="List the versions of a job, compare them, and give them names.")
 
-TargetArgument = Annotated[
-    Path, typer.Argument(metavar="JOB.yaml|RUN", help="A job file, or the folder of a run.", show_default=False)
-]
-VersionArgument = Annotated[
-    str, typer.Argument(metavar="VERSION", help="latest, a number, or an alias.", show_default=False)
-]
+VersionArgument = Annotated[str, typer.Argument(metavar="VERSION", help="latest, a number, or an alias.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptOptions:
+    """The job whose versions a command is about."""
+
+    job: Annotated[Path, typer.Argument(metavar="JOB.yaml|RUN", help="A job file, or the folder of a run.")]
+    overrides: SetOption = None
+    run_folder: RunFolderOption = None
+
+    def target(self) -> Target:
+        return JobOptions(job=self.job, overrides=self.overrides).target(self.run_folder)
 
 
 @versions_app.command("list")
-def list_(
-    job: TargetArgument, overrides: SetOption = None, run_folder: RunFolderOption = None, as_json: JsonOption = False
-) -> None:
+def list_(job: KeptOptions, as_json: JsonOption = False) -> None:
     """List the versions that are kept: samples, errors, cost, aliases and pins.
 
     checkpoint.keep, checkpoint.history_s, aliases and pins say which are kept. Errors are those that the evaluator and
@@ -40,17 +46,14 @@ def list_(
     from doll.run.versions import list_versions
     from doll.storage.stores import checkpoint_location
 
-    target = _target(job, overrides, run_folder)
+    target = job.target()
     lines = list_versions(target)
     location = str(checkpoint_location(target.config, target.run.path))
     emit(as_json, [line.to_dict() for line in lines], versions_table(lines, location))
 
 
 @versions_app.command("show")
-def show(
-    job: TargetArgument, version: VersionArgument, overrides: SetOption = None, run_folder: RunFolderOption = None,
-    as_json: JsonOption = False,
-) -> None:  # fmt: skip
+def show(job: KeptOptions, version: VersionArgument, as_json: JsonOption = False) -> None:
     """Show one version: offsets by partition, samples, policy, recipe, errors, cost, fingerprint of code and job.
 
     Example: doll versions show runs/digits-20260101-120000 stable
@@ -58,19 +61,12 @@ def show(
     from doll.monitor.views.versions import version_text
     from doll.run.versions import show_version
 
-    line = show_version(_target(job, overrides, run_folder), version)
+    line = show_version(job.target(), version)
     emit(as_json, line.to_dict(), version_text(line))
 
 
 @versions_app.command("diff")
-def diff(
-    job: TargetArgument,
-    a: VersionArgument,
-    b: VersionArgument,
-    overrides: SetOption = None,
-    run_folder: RunFolderOption = None,
-    as_json: JsonOption = False,
-) -> None:
+def diff(job: KeptOptions, a: VersionArgument, b: VersionArgument, as_json: JsonOption = False) -> None:
     """Show what lies between two versions: offsets, samples, errors, settings, how far tensors and rows have moved.
 
     Example: doll versions diff runs/digits-20260101-120000 stable latest
@@ -78,44 +74,34 @@ def diff(
     from doll.monitor.views.versions import diff_text
     from doll.run.versions import diff_versions
 
-    between = diff_versions(_target(job, overrides, run_folder), a, b)
+    between = diff_versions(job.target(), a, b)
     emit(as_json, between.to_dict(), diff_text(between))
 
 
 @versions_app.command("pin")
-def pin_(
-    job: TargetArgument, version: VersionArgument, overrides: SetOption = None, run_folder: RunFolderOption = None,
-    as_json: JsonOption = False,
-) -> None:  # fmt: skip
+def pin_(job: KeptOptions, version: VersionArgument, as_json: JsonOption = False) -> None:
     """Keep a version until it is unpinned, however many newer ones there are.
 
     Example: doll versions pin runs/digits-20260101-120000 latest
     """
-    _pin(_target(job, overrides, run_folder), version, True, as_json)
+    _pin(job.target(), version, True, as_json)
 
 
 @versions_app.command("unpin")
-def unpin(
-    job: TargetArgument, version: VersionArgument, overrides: SetOption = None, run_folder: RunFolderOption = None,
-    as_json: JsonOption = False,
-) -> None:  # fmt: skip
+def unpin(job: KeptOptions, version: VersionArgument, as_json: JsonOption = False) -> None:
     """Keep a version no longer than others. One that has an alias is kept all the same.
 
     Example: doll versions unpin runs/digits-20260101-120000 120
     """
-    _pin(_target(job, overrides, run_folder), version, False, as_json)
+    _pin(job.target(), version, False, as_json)
 
 
 @versions_app.command("alias")
 def alias_(
-    job: TargetArgument,
-    alias: Annotated[str, typer.Argument(metavar="ALIAS", help="A name such as stable.", show_default=False)],
-    version: Annotated[
-        str | None, typer.Argument(metavar="[VERSION]", help="latest, a number, or an alias.", show_default=False)
-    ] = None,
+    job: KeptOptions,
+    alias: Annotated[str, typer.Argument(metavar="ALIAS", help="A name such as stable.")],
+    version: Annotated[str | None, typer.Argument(metavar="[VERSION]", help="latest, a number, or an alias.")] = None,
     delete: Annotated[bool, typer.Option("--delete", help="No version has this alias any more.")] = False,
-    overrides: SetOption = None,
-    run_folder: RunFolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Give a version a name, or give the name to another version. A version with an alias is kept.
@@ -128,7 +114,7 @@ def alias_(
 
     if delete == (version is not None):
         raise typer.BadParameter("expected a version that gets the alias, or --delete")
-    marks = set_alias(_target(job, overrides, run_folder), alias, version)
+    marks = set_alias(job.target(), alias, version)
     text = f"{alias} is deleted" if delete else f"{alias} is version {marks.aliases[alias]}"
     emit(as_json, _content(marks), text)
 
@@ -142,7 +128,3 @@ def _pin(target: Target, name: str, pinned: bool, as_json: bool) -> None:
 
 def _content(marks: VersionMarks) -> dict[str, object]:
     return {"aliases": marks.aliases, "pins": marks.pins}
-
-
-def _target(job: Path, overrides: list[str] | None, run_folder: Path | None) -> Target:
-    return JobOptions(job=job, overrides=overrides).target(run_folder)

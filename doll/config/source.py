@@ -52,8 +52,7 @@ class SourceSection(Section, ABC):
         """
 
     def format_problem(self, given: FormatSection | None) -> str:
-  "", "Why `data.format` does not decode what this source sends; ", " if it does, or the task decides.", "", " if it
-  does, or if the task decides.",
+        """Why `data.format` does not decode what this source sends; "" if it does, or if the task decides."""
         return ""
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable, MutableMapping
 from http.cookies import CookieError, SimpleCookie
-from typing import Any, Final, NamedTuple
+from typing import Final
+
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from doll.process.http_access import host_name, is_loopback, is_token
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 LOGIN: Final = "/login"
 COOKIE: Final = "doll_page"
@@ -31,16 +28,8 @@ _HEADERS: Final = [
 ]
 
 
-class Refusal(NamedTuple):
-    """The answer to a request that is refused."""
-
-    status: int
-    text: str
-    headers: tuple[tuple[bytes, bytes], ...] = ()
-
-
 def cookie_of(token: str) -> str:
-    """What a browser keeps in place of a token."""
+    """The cookie that a browser keeps in place of a token."""
     return hashlib.sha256(f"doll page {token}".encode()).hexdigest()
 
 
@@ -51,11 +40,11 @@ class Access:
         token: "": names of the loopback interface are answered, without a token.
     """
 
-    def __init__(self, app: App, token: str = "") -> None:
+    def __init__(self, app: ASGIApp, token: str = "") -> None:
         self._app = app
         self._token = token
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -67,31 +56,23 @@ class Access:
                     message["headers"].append((b"cache-control", b"no-store"))
             await send(message)
 
-        refusal = self._refusal(scope)
-        if refusal is None:
-            await self._app(scope, receive, send_with_headers)
-            return
-        headers = [(b"content-type", b"text/plain; charset=utf-8"), *refusal.headers]
-        await send_with_headers({"type": "http.response.start", "status": refusal.status, "headers": headers})
-        await send_with_headers({"type": "http.response.body", "body": f"{refusal.text}\n".encode()})
+        await (self._refusal(scope) or self._app)(scope, receive, send_with_headers)
 
-    def _refusal(self, scope: Message) -> Refusal | None:
-        """The answer to a request that is refused; None where it is not."""
+    def _refusal(self, scope: Scope) -> Response | None:
+        """The answer to a request that is refused; None if it is not."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         path, method = scope["path"], scope["method"]
         if method not in ("GET", "HEAD") and (path, method) != (LOGIN, "POST"):
-            return Refusal(405, "this page only answers: expected GET", ((b"allow", b"GET, HEAD"),))
+            return PlainTextResponse("this page only answers: expected GET\n", 405, {"Allow": "GET, HEAD"})
         if not self._token:
             name = host_name(headers.get(b"host", ""))
             if not is_loopback(name):
-                return Refusal(421, f"expected localhost or 127.0.0.1 as Host, got {name[:100]!r}")
+                return PlainTextResponse(f"expected localhost or 127.0.0.1 as Host, got {name[:100]!r}\n", 421)
         elif path not in _OPEN and not self._knows_token(headers):
             if path == "/":
-                return Refusal(303, "log in", ((b"location", LOGIN.encode()),))
-            return Refusal(
-                401, "expected the token of this page: Authorization: Bearer TOKEN, or log in at /login",
-                ((b"www-authenticate", b"Bearer"),),
-            )  # fmt: skip
+                return RedirectResponse(LOGIN, 303)
+            text = "expected the token of this page: Authorization: Bearer TOKEN, or log in at /login\n"
+            return PlainTextResponse(text, 401, {"WWW-Authenticate": "Bearer"})
         return None
 
     def _knows_token(self, headers: dict[bytes, str]) -> bool:

@@ -10,18 +10,17 @@ from typing import Any
 
 import msgspec
 
+from doll.amounts import or_nan
 from doll.config import JobConfig
 from doll.errors import ConfigError
 from doll.ledger.dead_letters import saved_dead_records
-from doll.monitor.state.csv_file import read_rows
-from doll.monitor.state.folder_logs import DecisionLog
+from doll.monitor.state.csv_file import rows_if_any
+from doll.monitor.state.folder_logs import DecisionLog, saved_updates
 from doll.monitor.state.history import History
 from doll.monitor.state.policy_summary import PolicySummary
 from doll.monitor.state.progress import DeadLetterCounts, JobSnapshot, WorkerLine
-from doll.monitor.state.updates_file import saved_updates
 from doll.monitor.state.watched_job import MAX_EVENTS, MAX_LETTERS, Decisions, Event, PageState
 from doll.process.files import read_json
-from doll.records.control import DeadLetter
 from doll.theory.queueing import Stability
 
 
@@ -34,8 +33,9 @@ def ended_run(config: JobConfig, folder: Path) -> PageState:
     path = folder / "report.json"
     report = read_json(path) if path.exists() else {}
     try:
-        history = History.of_rows(_rows(folder / "updates.csv"), _rows(folder / "evaluations.csv"))
-        updates = saved_updates(folder)
+        history = History.of_rows(rows_if_any(folder / "updates.csv"), rows_if_any(folder / "evaluations.csv"))
+        updates, dead = saved_updates(folder), folder / "dead.json"
+        letters = saved_dead_records(dead) if dead.exists() else []
         decisions = Decisions()
         for decision in DecisionLog(folder, config.job).read():
             decisions.add(decision)
@@ -48,7 +48,7 @@ def ended_run(config: JobConfig, folder: Path) -> PageState:
             is_live=False,
             report=report,
             updates=updates,
-            letters=_letters(folder / "dead.json"),
+            letters=[item.letter for item in letters[-MAX_LETTERS:]],
             events=list(_events(report, history))[-MAX_EVENTS:],
             next_offsets={member.partition: member.hi for update in updates for member in update.members},
             served_by={member.partition: member.worker for update in updates for member in update.members},
@@ -59,22 +59,10 @@ def ended_run(config: JobConfig, folder: Path) -> PageState:
         raise ConfigError(f"{path}: expected a report of this release ({type(error).__name__}: {error})") from error
 
 
-def _rows(path: Path) -> list[dict[str, float]]:
-    try:
-        return read_rows(path)
-    except OSError:
-        return []
-
-
-def _letters(path: Path) -> list[DeadLetter]:
-    return [item.letter for item in saved_dead_records(path)[-MAX_LETTERS:]] if path.exists() else []
-
-
 def _events(report: Mapping[str, Any], history: History) -> Iterator[Event]:
     """Their times in the report count from the start of its session, of which the first update is near."""
     for event in report.get("events", []):
-        at_s = event["at_s"]
-        yield (math.nan if at_s is None else history.first_time_s + at_s), str(event["text"])
+        yield history.first_time_s + or_nan(event["at_s"]), str(event["text"])
 
 
 def _snapshot(config: JobConfig, report: Mapping[str, Any], history: History) -> JobSnapshot:
@@ -88,34 +76,24 @@ def _snapshot(config: JobConfig, report: Mapping[str, Any], history: History) ->
     ]
     return JobSnapshot(
         job=config.job,
-        seconds=_number(report.get("seconds")),
+        seconds=or_nan(report.get("seconds")),
         version=history.version,
         samples=history.samples_total,
         prequential=history.prequential.windowed(),
         held_out_version=int(evaluation["version"]) if evaluation else None,
         held_out_loss=evaluation.get("loss", math.nan),
         held_out_accuracy=evaluation.get("accuracy", math.nan),
-        rate_measured=_number(report.get("update_rate_measured_per_s")),
-        rate_predicted=_number(report.get("update_rate_predicted_per_s")),
+        rate_measured=or_nan(report.get("update_rate_measured_per_s")),
+        rate_predicted=or_nan(report.get("update_rate_predicted_per_s")),
         rate_stated=bool(report.get("arrival_rates_stated", True)),
-        margin=Stability(_number(proposition.get("margin")), _number(proposition.get("margin_necessary"))),
-        service_s=_number(proposition.get("batch_service_s")),
+        margin=Stability(or_nan(proposition.get("margin")), or_nan(proposition.get("margin_necessary"))),
+        service_s=or_nan(proposition.get("batch_service_s")),
         durable_version=None if not report or report["error"] else history.version,
-        waiting_batches=None,
         workers=tuple(workers or map(WorkerLine, range(config.data.workers))),
-        sent=None,
-        send_rate_per_s=math.nan,
-        eta_s=math.nan,
-        eta_sd_s=math.nan,
         ps_restarts=report.get("ps_resumes", 0),
-        events=(),
         finished=report.get("reason", ""),
         policy=None if measures is None else msgspec.convert(measures, PolicySummary, strict=False),
         updates=history.learned_updates,
         dead=DeadLetterCounts(tuple((item["reason"], item["letters"]) for item in report.get("dead_reasons", []))),
         skipped=tuple((item["reason"], item["samples"]) for item in report.get("skipped", [])),
     )
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)

@@ -1,4 +1,4 @@
-"""What has changed between two JSON values, as a merge patch (RFC 7386). Pure."""
+"""The difference of two JSON values as a merge patch (RFC 7386). Pure."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from doll.dashboard.sources import JobSource
+from doll.dashboard.sources import JobSource, thread_within
 from doll.errors import ConfigError
 from doll.monitor.state.served_model import Reading, ServedModel
 from doll.monitor.state.watched_job import KeptVersions, PageState
@@ -55,20 +55,14 @@ class WithModelServer:
     @contextmanager
     def watched(self, every_s: float = EVERY_S) -> Iterator[None]:
         """Watch the server within the context."""
-        stopped = threading.Event()
 
-        def watch() -> None:
+        def watch(stopped: threading.Event) -> None:
             while not stopped.is_set():
                 self.look(time.monotonic())
                 stopped.wait(every_s)
 
-        thread = threading.Thread(target=watch, name="model-server", daemon=True)
-        thread.start()
-        try:
+        with thread_within(watch, "model-server"):
             yield
-        finally:
-            stopped.set()
-            thread.join()
 
     def look(self, now_s: float) -> None:
         """Read the metrics once."""
@@ -120,7 +114,7 @@ def metrics_of(address: str, token: str) -> Callable[[], str]:
 
 
 def reading_of(text: str, now_s: float) -> Reading:
-    """What a page of metrics says.
+    """The reading of a page of metrics.
 
     Raises:
         ValueError, KeyError: it is none of a model server.

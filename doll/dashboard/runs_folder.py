@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from doll.config import load
-from doll.dashboard.sources import EndedRun
+from doll.dashboard.sources import EndedRun, file_stamp
 from doll.errors import ConfigError, DollError
-from doll.monitor.views.comparison import Comparison, PolicyRun, read_run, workers_usd_per_h
-from doll.monitor.views.comparison_page import comparison_page
+from doll.monitor.views.comparison import Comparison, PolicyRun, comparison_page, read_run, workers_usd_per_h
 from doll.process.files import read_json
 
 MAX_RUNS: Final = 50  # the newest
@@ -33,7 +32,7 @@ class RunsFolder:
         self._opened: dict[str, EndedRun] = {}
 
     def page(self) -> dict[str, Any]:
-        """What the page of the runs shows; where they cannot be compared, why."""
+        """The page of the runs; if they cannot be compared, it says why."""
         try:
             return comparison_page(self.comparison())
         except DollError as error:
@@ -45,16 +44,17 @@ class RunsFolder:
         Raises:
             ConfigError: `comparison.json` is not as this release writes it.
         """
-        plain = self._plain()
+        saved = self._folder / _COMPARISON
+        plain = read_json(saved) if saved.exists() else {}
         try:
             rows = [(Path(row["folder"]).name, str(row["policy"])) for row in plain.get("policies", ())]
             not_run = [*map(str, plain.get("not_run", ()))]
             target = float(plain["target_loss"]) if plain.get("target_given") else None
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"{self._folder / _COMPARISON}: expected a comparison of this release ({type(error).__name__}: {error})"
+                f"{saved}: expected a comparison of this release ({type(error).__name__}: {error})"
             ) from error
-        paths = sorted(self._folder.glob(f"*/{_JOB}"), key=_age)
+        paths = sorted(self._folder.glob(f"*/{_JOB}"), key=lambda path: file_stamp(path) or (0, 0))
         labels = dict(rows)
         # A run that failed at its start has no folder in the table, and one that is under way no row.
         others = iter([*(policy for name, policy in rows if not name), *not_run])
@@ -71,7 +71,7 @@ class RunsFolder:
         return Comparison(job, [run for _, run in read], target, [*(policy for _, policy in rows), *not_run], notes)
 
     def opened(self, name: str) -> EndedRun | None:
-        """The run in the folder of this name, once it has ended; None where there is none.
+        """The run in the folder of this name, once it has ended; None if there is none.
 
         Raises:
             ConfigError: its report cannot be read.
@@ -83,13 +83,9 @@ class RunsFolder:
             self._opened[name] = EndedRun(load(folder / _JOB), folder)
         return self._opened[name]
 
-    def _plain(self) -> dict[str, Any]:
-        path = self._folder / _COMPARISON
-        return read_json(path) if path.exists() else {}
-
     def _run(self, folder: Path, label: str) -> tuple[str, PolicyRun]:
         """Its job, and the run."""
-        stamp = (label, *(_stamp(folder / name) for name in _FILES))
+        stamp = (label, *(file_stamp(folder / name) for name in _FILES))
         kept = self._read.get(folder)
         if kept is None or kept[0] != stamp:
             self._read[folder] = kept = (stamp, *_read(folder, label))
@@ -102,16 +98,3 @@ def _read(folder: Path, label: str) -> tuple[str, PolicyRun]:
         return config.job, read_run(label, folder, usd_per_h=workers_usd_per_h(config))
     except DollError as error:
         return "", PolicyRun(label, str(error), ok=False, folder=str(folder))
-
-
-def _age(path: Path) -> float:
-    stamp = _stamp(path)
-    return stamp[0] if stamp else 0.0
-
-
-def _stamp(path: Path) -> tuple[float, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime, status.st_size

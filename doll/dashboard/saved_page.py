@@ -15,9 +15,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from doll.monitor.state.formats import visible
 from doll.monitor.state.watched_job import PageState
-from doll.monitor.views.page import page
+from doll.monitor.views.page import page, visible
 from doll.monitor.views.page_details import detail
 from doll.monitor.views.panels import Panel
 from doll.process.files import write_atomically

@@ -34,8 +34,7 @@ from doll.dashboard.merge_patch import merge_patch
 from doll.dashboard.runs_folder import RunsFolder
 from doll.dashboard.sources import JobSource
 from doll.errors import DollError
-from doll.monitor.state.formats import visible
-from doll.monitor.views.page import page
+from doll.monitor.views.page import page, visible
 from doll.monitor.views.page_details import KINDS, Detail, detail
 from doll.process.connections import IDLE_S, BoundedProtocol, BoundedServer
 from doll.process.http_access import is_token
@@ -150,7 +149,7 @@ class JobPage:
         self._source = source
 
     def routes(self) -> list[Route]:
-        """Of an application that has this page alone."""
+        """The routes of an application that has this page alone."""
 
         async def own(request: Request) -> JobPage:
             return self
@@ -160,9 +159,15 @@ class JobPage:
     async def close(self) -> None:
         await self.streams.close()
 
-    async def opened(self, kind: str, key: str) -> Response:
-        """What a click opens."""
-        numbers = key.split("-")
+    async def index(self, request: Request) -> Response:
+        return _files()["index.html"]
+
+    async def events(self, request: Request) -> Response:
+        return self.streams.response()
+
+    async def opened(self, request: Request) -> Response:
+        """The answer to a click."""
+        kind, numbers = request.path_params["kind"], request.path_params["key"].split("-")
         if kind not in KINDS or not all(part.isascii() and part.isdecimal() and len(part) <= 18 for part in numbers):
             return JSONResponse({"error": f"expected one of {', '.join(KINDS)}, and its number"}, 404)
         opened = await asyncio.to_thread(self._open, kind, [*map(int, numbers)])
@@ -188,7 +193,7 @@ class RunsPage:
         self._pages: dict[str, JobPage] = {}
 
     def routes(self) -> list[Route]:
-        """Of an application that has these pages alone."""
+        """The routes of an application that has these pages alone."""
 
         async def index(request: Request) -> Response:
             return _files()["runs.html"]
@@ -222,7 +227,7 @@ FILE_ROUTE: Final = Route("/{name}", _file)
 def _job_routes(prefix: str, page_of: Callable[[Request], Awaitable[JobPage | None]]) -> list[Route]:
     """The routes of the pages below `prefix`."""
 
-    def found(answer: Callable[[JobPage, Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    def route(path: str, answer: Callable[[JobPage, Request], Awaitable[Response]]) -> Route:
         async def endpoint(request: Request) -> Response:
             try:
                 shown = await page_of(request)
@@ -232,21 +237,12 @@ def _job_routes(prefix: str, page_of: Callable[[Request], Awaitable[JobPage | No
                 return PlainTextResponse("there is no such run, or it has not ended\n", 404)
             return await answer(shown, request)
 
-        return endpoint
-
-    async def index(shown: JobPage, request: Request) -> Response:
-        return _files()["index.html"]
-
-    async def events(shown: JobPage, request: Request) -> Response:
-        return shown.streams.response()
-
-    async def opened(shown: JobPage, request: Request) -> Response:
-        return await shown.opened(request.path_params["kind"], request.path_params["key"])
+        return Route(f"{prefix}{path}", endpoint)
 
     return [
-        Route(prefix, found(index)),
-        Route(f"{prefix}events", found(events)),
-        Route(f"{prefix}api/{{kind}}/{{key}}", found(opened)),
+        route("", JobPage.index),
+        route("events", JobPage.events),
+        route("api/{kind}/{key}", JobPage.opened),
         Route(f"{prefix}{{name}}", _file),
     ]
 
@@ -275,7 +271,7 @@ def _application(shown: JobPage | RunsPage, token: str) -> Access:
 
 
 async def _form_token(request: Request) -> str:
-    """The field `token` of a short form; "" where there is none."""
+    """The field `token` of a short form; "" if there is none."""
     body = b""
     async for part in request.stream():
         body += part

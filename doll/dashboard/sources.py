@@ -1,4 +1,4 @@
-"""Where a page's state comes from: the topics of a job that runs, or the folder of a run that has ended."""
+"""Sources of a page's state: the topics of a job that runs, or the folder of a run that has ended."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
@@ -31,19 +32,19 @@ _AWAY_S: Final = 12.0
 
 
 class JobSource(Protocol):
-    """What a page asks for its state; from several threads."""
+    """A source of a page's state; safe to ask from several threads."""
 
     is_live: bool
 
     def read(self, view: Callable[[PageState], T]) -> T:
-        """What a view makes of the state; nothing changes meanwhile."""
+        """The result of a view of the state, which does not change meanwhile."""
 
     def kept_versions(self) -> KeptVersions | None:
-        """The versions in its checkpoints as they are now; None where these cannot be read."""
+        """The versions in its checkpoints as they are now; None if these cannot be read."""
 
 
 class EndedRun:
-    """The state of a run that has ended. Its report is read again where it has changed.
+    """The state of a run that has ended. Its report is read again if it has changed.
 
     Raises:
         ConfigError: its files are not as this release writes them.
@@ -52,12 +53,12 @@ class EndedRun:
     is_live = False
 
     def __init__(self, config: JobConfig, folder: Path) -> None:
-        self._stamp = _report_stamp(folder)
+        self._stamp = file_stamp(folder / "report.json")
         self._state = ended_run(config, folder)
         self._folder = folder
 
     def read(self, view: Callable[[PageState], T]) -> T:
-        if (stamp := _report_stamp(self._folder)) != self._stamp:
+        if (stamp := file_stamp(self._folder / "report.json")) != self._stamp:
             if stamp is None:
                 return view(replace(self._state, problem="this run goes on: open its page again (doll dashboard)"))
             self._stamp, self._state = stamp, ended_run(self._state.config, self._folder)
@@ -68,7 +69,7 @@ class EndedRun:
 
 
 class RunningJob:
-    """The state of a job by its topics, which a thread follows, and by its provisioner's journal where that is here.
+    """The state of a job by its topics, which a thread follows, and by its provisioner's journal if that is here.
 
     Once the run has left its report in the folder, the state is that of the folder. That the state is the newest one
     needs a proof, again and again: an answer of Kafka, and that the thread has gone on.
@@ -99,7 +100,7 @@ class RunningJob:
             )
 
     def _found_ended(self) -> EndedRun | None:
-        if _report_stamp(self._folder) is None:
+        if file_stamp(self._folder / "report.json") is None:
             self._ended = None
         elif self._ended is None:
             try:
@@ -109,7 +110,7 @@ class RunningJob:
         return self._ended
 
     def _problem(self, now_s: float) -> str:
-        """Why the state may not be the newest one; "" where it is."""
+        """Why the state may not be the newest one; "" if it is."""
         if self._stopped:
             return self._stopped
         if math.isnan(self._looked_s):
@@ -131,15 +132,8 @@ class RunningJob:
             ServiceUnavailableError: Kafka does not answer at the start. Later it is waited for.
         """
         topics = [self._config.topic(name) for name in ("updates", "metrics", "dead")]
-        stopped = threading.Event()
-        with Tail(self._config, services, topics) as tail:
-            thread = threading.Thread(target=self._follow, args=(tail, stopped), name="follow", daemon=True)
-            thread.start()
-            try:
-                yield
-            finally:
-                stopped.set()
-                thread.join()
+        with Tail(self._config, services, topics) as tail, thread_within(partial(self._follow, tail), "follow"):
+            yield
 
     def _follow(self, tail: Tail, stopped: threading.Event) -> None:
         try:
@@ -172,9 +166,23 @@ class RunningJob:
                 self._answered_s, self._looked_s = answered_s, time.monotonic()
 
 
-def _report_stamp(folder: Path) -> tuple[int, int] | None:
+@contextmanager
+def thread_within(target: Callable[[threading.Event], None], name: str) -> Iterator[None]:
+    """Within the context: a thread of `target`, which returns when the event is set."""
+    stopped = threading.Event()
+    thread = threading.Thread(target=target, args=(stopped,), name=name, daemon=True)
+    thread.start()
     try:
-        status = (folder / "report.json").stat()
+        yield
+    finally:
+        stopped.set()
+        thread.join()
+
+
+def file_stamp(path: Path) -> tuple[int, int] | None:
+    """Another one after the file was written again; None if there is none."""
+    try:
+        status = path.stat()
     except OSError:
         return None
     return status.st_mtime_ns, status.st_size

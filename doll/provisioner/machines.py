@@ -1,6 +1,6 @@
 """The fleet that a job file names, with its prices and its billing: where a new kind of fleet is added.
 
-Worker processes of this machine (`fleet.kind: processes`) need a fork server: `doll.run.provisioning` adds them.
+Worker processes of this machine (`fleet.kind: processes`) need a fork server: `doll.run.local.provisioning` adds them.
 """
 
 from __future__ import annotations

@@ -93,17 +93,11 @@ def run_ps(
 class _Launch:
     """The way of one server from its job file to the job's end; for the arguments see `run_ps`."""
 
-def _open(config: JobConfig, services: Services, run_folder: Path) -> tuple[FlatModel, str, CheckpointStore, str]:
-    """The model, its fingerprint, the checkpoint store and the checksum of the task's source, once services answer."""
-    torch.set_num_threads(1)
-    require_services(config, services)
-    store = open_store(config, run_folder)
-    topics.ensure(config, services, begins=not store.versions())
-    topics.check(config, services)
-    task = load_task(config)
-    model = build(config, task)
-    check_recipe(config.training, model)
-    return model, fingerprint(config, model), store, source_checksum(task)
+    def __init__(
+        self, config: JobConfig, services: Services, run_folder: Path, *, fresh: bool, after_term: int, run_id: str
+    ) -> None:
+        self._config, self._services, self._run_folder = config, services, run_folder
+        self._fresh, self._after_term, self._run_id = fresh, after_term, run_id
 
     def check(self) -> None:
         """Return if a server may serve the job; raises what `run` does before it claims a term, and as it resumes."""

@@ -1,5 +1,4 @@
 """Running a job on this machine, and reading what a run has left.
 
-`local` runs a whole job, `provisioning` has the machines of a provisioner. `folder`, `target`, `status`, `export`
-and `examples` find and read jobs and runs.
+`local` runs a whole job. `folder`, `target`, `status`, `export` and `examples` find and read jobs and runs.
 """

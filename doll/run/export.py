@@ -60,13 +60,13 @@ output = model(INPUTS)
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """What is written.
+    """The version that is written, and in which form.
 
     Attributes:
         version: `latest`, a number, or an alias.
         format: of the file.
         average: as of `newest_weights`.
-        samples: values of records that a graph is compared on, where the task holds none out.
+        samples: values of records that a graph is compared on, if the task holds none out.
     """
 
     version: str = LATEST

@@ -34,7 +34,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path: Final = path
         self.job: Final = path / JOB
-        self.next_job: Final = path / "job.next.yaml"  # while a regrid is under way (`doll.run.next_job`)
+        self.next_job: Final = path / "job.next.yaml"  # while a regrid is under way (`doll.run.target`)
         self.stack: Final = path / STACK
         self.roles: Final = path / "roles.json"
         self.health: Final = path / "health.json"
@@ -59,7 +59,7 @@ class RunFolder:
         write_json(self.stack, {**addresses, "folder": str(self.path), **fields})
 
     def recorded(self) -> dict[str, Any]:
-        """What `stack.json` says.
+        """The content of `stack.json`.
 
         Raises:
             ConfigError: it cannot be read.
@@ -67,7 +67,7 @@ class RunFolder:
         return read_json(self.stack)
 
     def earlier_place(self) -> Path | None:
-        """Where this folder was when the run was last started, if it was copied or moved since; else None.
+        """The place of this folder when the run was last started, if it was copied or moved since; else None.
 
         Raises:
             ConfigError: `stack.json` cannot be read.
@@ -173,7 +173,7 @@ def new_folder(runs: Path, prefix: str, now: datetime) -> Path:
 
 
 def display_path(path: Path) -> str:
-    """A path for messages: relative to the working directory where that is shorter."""
+    """A path for messages: relative to the working directory if that is shorter."""
     with contextlib.suppress(ValueError):
         return str(path.relative_to(Path.cwd()))
     return str(path)

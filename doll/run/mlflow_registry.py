@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 URI_ENV: Final = "MLFLOW_TRACKING_URI"
 _ARTIFACTS: Final = "model"
-_VERSION, _DIGEST, _FORMAT, _SHA256 = "doll.version", "doll.fingerprint", "doll.format", "doll.sha256"
+_VERSION, _FINGERPRINT, _FORMAT, _SHA256 = "doll.version", "doll.fingerprint", "doll.format", "doll.sha256"
 _MOST_CHARS: Final = 250  # of a parameter of MLflow's file store
 
 
@@ -72,7 +72,7 @@ def _register(client: Any, folder: Path, content: Mapping[str, Any], line: Versi
 
     name = str(content["job"])
     tags = {
-        _VERSION: str(line.version), _DIGEST: line.digest, _FORMAT: str(content["format"]),
+        _VERSION: str(line.version), _FINGERPRINT: line.digest, _FORMAT: str(content["format"]),
         _SHA256: sha256((folder / content["file"]).read_bytes()).hexdigest(),
     }  # fmt: skip
     with contextlib.suppress(MlflowException):  # it is there
@@ -91,9 +91,8 @@ def _new_version(
     experiment = client.get_experiment_by_name(name)
     experiment_id = client.create_experiment(name) if experiment is None else experiment.experiment_id
     run = client.create_run(experiment_id, run_name=f"{name} version {line.version}", tags=dict(tags)).info.run_id
-    for key, value in line.recipe.items():
+    for key, value in {**line.recipe, "offsets": str(line.offsets)}.items():
         client.log_param(run, key.replace("*", "_"), value[:_MOST_CHARS])
-    client.log_param(run, "offsets", str(line.offsets)[:_MOST_CHARS])
     client.log_metric(run, "samples", line.samples)
     for prefix, values in (("held_out", line.held_out), ("prequential", line.prequential)):
         for key, number in values.items():
@@ -108,7 +107,7 @@ def _new_version(
 
 
 def _copy(folder: Path, content: Mapping[str, Any], made: Path) -> None:
-    """What is registered: an ONNX graph in the form that MLflow loads, else the file as it is; and `model.json`."""
+    """Copy what is registered: an ONNX graph as MLflow loads it, else the file as it is; and `model.json`."""
     file = folder / content["file"]
     if content["format"] == "onnx":
         import mlflow.onnx

@@ -1,4 +1,4 @@
-"""What `doll dashboard` shows: a job by its topics while Kafka has them, else a run by its folder; or runs side by
+"""The page of `doll dashboard`: a job by its topics while Kafka has them, else a run by its folder; or runs side by
 side. And the page that `doll serve` carries."""
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def page_beside(target: Target, port: int, metrics: ReadMetrics, say: Say) -> It
 
 @contextlib.contextmanager
 def _opened(target: Target, metrics: ReadMetrics | None) -> Iterator[tuple[JobSource, str]]:
-    """Where the page's state comes from, and what it is."""
+    """The source of the page's state, and what it is."""
     with _job_or_run(target) as (source, what):
         if metrics is None:
             yield source, what

@@ -27,11 +27,11 @@ class PolicyChoice:
 
     @property
     def label(self) -> str:
-        """As it stands on the command line."""
+        """The choice as it stands on the command line."""
         return ":".join((self.name, *(f"{key}={value}" for key, value in self.options)))
 
     def overrides(self, own: str) -> list[str]:
-        """As `--set` has it, for a job file that names policy `own`, which keeps its other options."""
+        """The choice as overrides of a job file that names policy `own`, which keeps its other options."""
         section = [] if self.name == own else [f"training.policy={{name: {self.name}}}"]
         return section + [f"training.policy.{key}={value}" for key, value in self.options]
 

@@ -28,15 +28,15 @@ from doll.task.batches import SampleBatch
 Format = Literal["onnx", "torch.export"]
 FILES: Final[Mapping[str, str]] = {"onnx": "model.onnx", "torch.export": "model.pt2"}
 TOLERANCE: Final = 1e-5
-"""What an output may differ from torch's: relative to the largest output of its sample, or absolutely if that is below
-1."""
+"""The largest difference from torch's output: relative to the largest output of its sample, or absolute if that is
+below 1."""
 _OPERATOR: Final = re.compile(r"\b(?:aten|prims|prim|torchvision|quantized)(?:::|\.)[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)?")
 _TRACED_SAMPLES: Final = 4  # a number of samples that no layer's width or class is taken for
 _SIZES: Final = (1, 3)  # of batches that are compared beside all samples together
 
 
 class Graph(NamedTuple):
-    """What is written, and how far its outputs were from torch's on so many samples."""
+    """A graph that is written, and how far its outputs were from torch's on so many samples."""
 
     content: bytes
     inputs: list[str]
@@ -45,7 +45,7 @@ class Graph(NamedTuple):
 
 
 class _AsTheTaskUsesIt(torch.nn.Module):
-    """From the arrays of x to the output of `Task.forward`."""
+    """Computes the output of `Task.forward` from the arrays of x."""
 
     def __init__(self, task: Task, module: torch.nn.Module, structure: Any) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ def _outputs(output: Any) -> list[Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What exporters say on their way is no result of ours: refusals have the reason."""
+    """Silence what exporters say on their way: refusals have the reason."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "torch.fx", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     try:

@@ -30,7 +30,7 @@ Tensors = Mapping[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayOutcome:
     """A version that was made again.
 
     Attributes:
@@ -52,7 +52,7 @@ class Replayed:
         return f"version {self.version} from {self.log} (sha256 {self.sha256[:16]}): {equal}"
 
 
-class _MadeAgain(Exception):
+class _VersionMade(Exception):
     """The version that is asked for, at the moment when it is the model."""
 
     def __init__(self, tensors: Tensors) -> None:
@@ -60,7 +60,7 @@ class _MadeAgain(Exception):
         self.tensors = tensors
 
 
-def replay_version(run: RunFolder, to: str, out_folder: Path) -> Replayed:
+def replay_version(run: RunFolder, to: str, out_folder: Path) -> ReplayOutcome:
     """Make version `to` again from the event logs of a run, and write it to `out_folder` as `doll export` does.
 
     Args:
@@ -126,12 +126,12 @@ def _require_same_job(config: JobConfig, path: Path, saved: str | None) -> None:
 def _made_again(config: JobConfig, path: Path, version: int) -> Tensors | None:
     def note(made: int, parts: ModelParts) -> None:
         if made == version:
-            raise _MadeAgain({name: np.array(tensor) for name, tensor in parts.tensors().items()})
+            raise _VersionMade({name: np.array(tensor) for name, tensor in parts.tensors().items()})
 
     try:
         for _ in replay(config, path, on_update=note):
             pass
-    except _MadeAgain as made:
+    except _VersionMade as made:
         return made.tensors
     return None
 
@@ -146,7 +146,7 @@ def _equal(a: Tensors, b: Tensors) -> bool:
 
 def _written(
     config: JobConfig, path: Path, start: Start, version: int, tensors: Tensors, out_folder: Path, *, is_kept: bool
-) -> Replayed:  # fmt: skip
+) -> ReplayOutcome:  # fmt: skip
     digest = sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
@@ -160,4 +160,4 @@ def _written(
     content = write_model(
         config, task, model, weights_of(made, model, location=str(path)), out_folder, ExportOptions()
     )  # fmt: skip
-    return Replayed(version, start.term, path.name, digest.hexdigest(), is_kept, content)
+    return ReplayOutcome(version, start.term, path.name, digest.hexdigest(), is_kept, content)

@@ -22,8 +22,8 @@ _SAY_EVERY_S: Final = 5.0
 
 
 @dataclass(frozen=True)
-class Scaled:
-    """What came of it.
+class ScaleOutcome:
+    """The outcome of a change of the number of workers.
 
     Attributes:
         workers_before, workers: that the job was to have, and is to have.
@@ -55,7 +55,7 @@ class Scaled:
         )
 
 
-def scale(target: Target, workers: int, *, timeout_s: float, say: Callable[[str], object] = print) -> Scaled:
+def scale(target: Target, workers: int, *, timeout_s: float, say: Callable[[str], object] = print) -> ScaleOutcome:
     """Ask the parameter server of a job for another number of workers, and wait until its partitions have moved and a
     checkpoint has that number.
 
@@ -105,7 +105,7 @@ def scale(target: Target, workers: int, *, timeout_s: float, say: Callable[[str]
             raise ServiceUnavailableError(
                 f"the parameter server of job {config.job} has not answered for {timeout_s:g} s: is it running?"
             )
-        return Scaled(
+        return ScaleOutcome(
             config.job, before, workers, time.monotonic() - began_s, not status.moving_partitions,
             status.is_kept, status.moving_partitions, _missing(status),
         )  # fmt: skip
@@ -117,7 +117,7 @@ def _missing(status: ServerStatus) -> tuple[int, ...]:
 
 
 def _status_of(records: Sequence[AnyRecord], status: ServerStatus | None) -> ServerStatus | None:
-    """The newest status; None also where the job has ended since."""
+    """The newest status; None also if the job has ended since."""
     statuses = [record for record in records if isinstance(record, ServerStatus) and record.num_workers]
     status = max([*statuses, *filter(None, [status])], key=lambda record: record.time_s, default=None)
     ended_s = max((record.time_s for record in records if isinstance(record, Finished)), default=-math.inf)

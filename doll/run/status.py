@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from doll.amounts import aligned, clock
 from doll.config import JobConfig
 from doll.errors import ConfigError, DollError, ServiceUnavailableError
 from doll.kafka import topics
@@ -17,7 +18,6 @@ from doll.ledger.audit import audit
 from doll.ledger.balance import LedgerReport, named
 from doll.ledger.lineage import GenerationFilter, UpdatesRecord
 from doll.ledger.snapshot_counts import read_counts
-from doll.monitor.state.formats import clock
 from doll.monitor.state.heartbeats import RoleHeartbeats
 from doll.monitor.state.progress import JobSnapshot, ProgressModel, skipped_text
 from doll.monitor.views.run_report import summary
@@ -83,7 +83,7 @@ class JobStatus:
 
 
 @dataclass(frozen=True)
-class EndedRun:
+class FinalReport:
     """The state of a run that has ended: its report."""
 
     report: dict[str, Any]
@@ -95,7 +95,7 @@ class EndedRun:
         return summary(self.report)
 
 
-def status_of(target: Target) -> JobStatus | EndedRun:
+def status_of(target: Target) -> JobStatus | FinalReport:
     """The state of a job.
 
     Raises:
@@ -103,7 +103,7 @@ def status_of(target: Target) -> JobStatus | EndedRun:
         ConfigError: the report cannot be read.
     """
     if target.is_run_folder and target.run.report.exists():
-        ended = EndedRun(read_json(target.run.report))
+        ended = FinalReport(read_json(target.run.report))
         try:
             ended.text()
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -115,7 +115,7 @@ def status_of(target: Target) -> JobStatus | EndedRun:
     config = target.config
     model, heartbeats = ProgressModel(config, time.monotonic()), RoleHeartbeats()
     with Tail(config, services, (config.topic("updates"), config.topic("metrics"))) as tail:
-        for record in of_this_run(target, [entry.record for entry in tail.read_history()]):
+        for record in history_of(target, tail):
             model.feed(record)
             heartbeats.feed(record)
         bounds = tail.bounds_of_partitions(config.topic("samples"), sorted(model.next_offsets))
@@ -165,14 +165,13 @@ class JobTopics:
     def text(self) -> str:
         if not self.topics:
             return f"no topic of job {self.job} at {self.kafka}; create them with: doll topics JOB.yaml --create"
-        width = max(len(topic.name) for topic in self.topics)
-        lines = [f"{'topic':<{width}}  partitions     records  offsets"]
+        rows = [("topic", "partitions", "records", "offsets")]
         for topic in self.topics:
             records = sum(topic.high) - sum(topic.low)
             spans = ", ".join(f"{low}..{high}" for low, high in zip(topic.low[:8], topic.high[:8], strict=True))
             more = ", ..." if topic.partitions > 8 else ""
-            lines.append(f"{topic.name:<{width}}  {topic.partitions:>10}  {records:>10}  {spans}{more}")
-        return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
+            rows.append((topic.name, str(topic.partitions), str(records), f"{spans}{more}"))
+        return "\n".join([*aligned(rows, "<>><"), *(f"warning: {warning}" for warning in self.warnings)])
 
 
 def topics_of(target: Target, *, create: bool) -> JobTopics:
@@ -187,8 +186,9 @@ def topics_of(target: Target, *, create: bool) -> JobTopics:
     return JobTopics(target.config.job, services.kafka, topics.describe(target.config, services), warnings)
 
 
-def of_this_run(target: Target, records: list[AnyRecord]) -> list[AnyRecord]:
-    """Records of `updates` and `metrics`; of a run folder, without records of later runs on the same topics."""
+def history_of(target: Target, tail: Tail) -> list[AnyRecord]:
+    """The records of `updates` and `metrics`; for a run folder without those of later runs on the same topics."""
+    records = [entry.record for entry in tail.read_history()]
     checkpoint = open_store(target.config, target.run.path).load_newest(None) if target.is_run_folder else None
     if checkpoint is None:
         return records

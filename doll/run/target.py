@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from doll.config import JobConfig, load
+from doll.config import JobConfig, fingerprint, load
 from doll.errors import ConfigError
+from doll.ledger.snapshot_counts import decode_counts
+from doll.process.fault_points import fault_point
+from doll.process.files import write_atomically
 from doll.run import examples
 from doll.run.folder import JOB, STACK, RunFolder, cluster_of
-from doll.run.next_job import settle_job_file
 from doll.services import Services, resolve
-from doll.storage.stores import checkpoint_location
+from doll.storage.stores import checkpoint_location, open_store
 
 
 @dataclass(frozen=True)
@@ -76,3 +79,47 @@ def open_target(path: Path, overrides: list[str], run_folder: Path | None = None
     if run_folder is None:
         run_folder = path.parent.resolve() if is_run_folder else Path("runs") / config.job
     return Target(config, RunFolder(run_folder.resolve()), is_run_folder, path)
+
+
+def settle_job_file(run: RunFolder) -> None:
+    """Let the folder of a run whose regrid was killed hold one job file again: that of the newest checkpoint.
+
+    A regrid writes `job.next.yaml`, then the checkpoint of the new grid, which decides, and then makes `job.next.yaml`
+    the job file of the run.
+
+    Raises:
+        CheckpointError: the checkpoints cannot be read.
+        ConfigError: `job.next.yaml` cannot be read.
+        OSError: the folder cannot be written.
+    """
+    if not run.next_job.exists():
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(run.locked())
+        except ConfigError:
+            return  # the regrid is under way
+        settle_locked(run)
+
+
+def settle_locked(run: RunFolder) -> None:
+    """See `settle_job_file`; this process has locked the folder."""
+    if not run.next_job.exists():
+        return
+    wanted = load(run.next_job)
+    checkpoint = open_store(wanted, run.path).load_newest(None)
+    saved = {} if checkpoint is None else fingerprint.parse(checkpoint.fingerprint)
+    of_job = {key: value for key, value in saved.items() if key not in fingerprint.MODEL_KEYS}
+    if checkpoint is not None and of_job == fingerprint.job_fields(wanted):
+        counts = decode_counts(checkpoint.state)
+        take_next_job(run, 0 if counts is None else len(counts.earlier_grids))
+    else:
+        run.next_job.unlink()
+
+
+def take_next_job(run: RunFolder, grid: int) -> None:
+    """The newest checkpoint is of grid `grid`: `job.next.yaml` becomes the job file, and the one before is kept."""
+    write_atomically(run.path / f"job.grid-{grid - 1}.yaml", run.job.read_bytes())
+    fault_point("regrid.after_copy")
+    run.next_job.replace(run.job)
+    fault_point("regrid.after_job")

@@ -12,12 +12,19 @@ import numpy as np
 from doll.errors import CheckpointError, ServiceUnavailableError, VersionUnknownError
 from doll.kafka.reader import Tail
 from doll.monitor.state.csv_file import read_rows
-from doll.monitor.state.history import Table
+from doll.monitor.state.history import MetricTable
 from doll.monitor.state.progress import ProgressModel
 from doll.monitor.state.table_changes import table_changes
-from doll.monitor.state.version_lines import JobRecords, Row, VersionDiff, VersionLine, changes_between, version_line
+from doll.monitor.state.version_lines import (
+    Row,
+    VersionDiff,
+    VersionLine,
+    VersionRecords,
+    changes_between,
+    version_line,
+)
 from doll.records.control import ProvisionDecision
-from doll.run.status import of_this_run, reachable_kafka
+from doll.run.status import history_of, reachable_kafka
 from doll.run.target import Target, refuse_shared_checkpoints
 from doll.storage.checkpoints import Checkpoint, CheckpointStore, resolve_version
 from doll.storage.stores import open_store
@@ -30,7 +37,7 @@ _WEIGHTS = "weights"
 
 
 def list_versions(target: Target) -> list[VersionLine]:
-    """What is known of each version that is kept, oldest first; of those of which two are kept, of the newer one.
+    """The versions that are kept, oldest first. If two of one number are kept, the newer one is meant.
 
     Raises:
         CheckpointError: the store cannot be read.
@@ -39,7 +46,7 @@ def list_versions(target: Target) -> list[VersionLine]:
     return _lines(store, job_records(target))
 
 
-def _lines(store: CheckpointStore, records: JobRecords) -> list[VersionLine]:
+def _lines(store: CheckpointStore, records: VersionRecords) -> list[VersionLine]:
     marks = store.read_marks()
     newest = {item.version: item for item in store.stored()}
     lines = []
@@ -54,7 +61,7 @@ def _lines(store: CheckpointStore, records: JobRecords) -> list[VersionLine]:
 
 
 def show_version(target: Target, name: str) -> VersionLine:
-    """What is known of one version.
+    """The line of one version.
 
     Raises:
         VersionUnknownError: there is none of this name.
@@ -64,7 +71,7 @@ def show_version(target: Target, name: str) -> VersionLine:
     return _line(store, resolve_version(store, name), job_records(target))
 
 
-def _line(store: CheckpointStore, version: int, records: JobRecords) -> VersionLine:
+def _line(store: CheckpointStore, version: int, records: VersionRecords) -> VersionLine:
     whole = store.load_newest(None, version, in_place=True)
     item = next((item for item in store.stored() if whole is not None and item.key == (whole.term, version)), None)
     if item is None:
@@ -74,7 +81,7 @@ def _line(store: CheckpointStore, version: int, records: JobRecords) -> VersionL
 
 
 def diff_versions(target: Target, a: str, b: str) -> VersionDiff:
-    """What lies between two versions.
+    """The difference of two versions.
 
     Raises:
         VersionUnknownError: there is none of such a name.
@@ -92,7 +99,7 @@ def diff_versions(target: Target, a: str, b: str) -> VersionDiff:
 
 
 def _tensors(checkpoint: Checkpoint | None) -> dict[str, np.ndarray[Any, Any]]:
-    """Of the weights, by name, where the checkpoint names them."""
+    """The weights by name, if the checkpoint names them."""
     if checkpoint is None:
         return {}
     weights = checkpoint.tensors.get(_WEIGHTS, np.zeros(0, np.float32))
@@ -147,32 +154,32 @@ def _own_store(target: Target) -> CheckpointStore:
     return open_store(target.config, target.run.path)
 
 
-def job_records(target: Target) -> JobRecords:
-    """What the job's records say of its versions; of a run whose Kafka is gone, what its folder says; else nothing."""
+def job_records(target: Target) -> VersionRecords:
+    """The job's records; if the Kafka of a run is gone, those of its folder; else none."""
     if not (target.is_run_folder and target.run.report.exists()):
         with contextlib.suppress(ServiceUnavailableError):
             return _from_kafka(target)
     folder = target.run.path
-    return JobRecords(updates=_rows_of(folder / "updates.csv"), evaluations=_rows_of(folder / "evaluations.csv"))
+    return VersionRecords(updates=_rows_of(folder / "updates.csv"), evaluations=_rows_of(folder / "evaluations.csv"))
 
 
-def _from_kafka(target: Target) -> JobRecords:
+def _from_kafka(target: Target) -> VersionRecords:
     target, services = reachable_kafka(target)
     config = target.config
     model = ProgressModel(config, 0.0)
     spent: list[tuple[float, float]] = []
     with Tail(config, services, (config.topic("updates"), config.topic("metrics"))) as tail:
-        for record in of_this_run(target, [entry.record for entry in tail.read_history()]):
+        for record in history_of(target, tail):
             model.feed(record)
             if isinstance(record, ProvisionDecision):
                 spent.append((record.time_s, record.spent_usd))
     history = model.history
-    return JobRecords(
+    return VersionRecords(
         updates=_rows(history.updates), evaluations=_rows(history.evaluations), spent_usd=sorted(spent)
     )  # fmt: skip
 
 
-def _rows(table: Table) -> list[Row]:
+def _rows(table: MetricTable) -> list[Row]:
     return [table.row(index) for index in range(len(table))]
 
 

@@ -38,7 +38,7 @@ class AnswerLog:
     """Sends to one topic, which exists; a context manager.
 
     Args:
-        find_services: the job's services now; None where none are known.
+        find_services: the job's services now; None if none are known.
         on_logged: called for each answer that Kafka has taken.
         on_dropped: called for each answer that was not logged.
 
@@ -109,7 +109,7 @@ class AnswerLog:
             log.warning("answer_not_logged", topic=self._topic, reason=reason)
 
     def _poll(self) -> None:
-        """Report deliveries also where no request comes, and send to where the job's Kafka is."""
+        """Report deliveries also if no request comes, and send to where the job's Kafka is."""
         look_at_s = time.monotonic() + _LOOK_S
         while not self._stop.wait(_POLL_S):
             with self._lock:

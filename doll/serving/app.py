@@ -12,12 +12,13 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 import torch
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
@@ -49,7 +50,7 @@ _PATHS: Final = 256
 _LATER: Final = {"Retry-After": "1"}
 
 
-class Refusal(Exception):
+class RequestError(Exception):
     """A request that is answered with an error."""
 
     def __init__(self, status: int, reason: str, headers: Mapping[str, str] | None = None) -> None:
@@ -58,45 +59,21 @@ class Refusal(Exception):
         self.headers = headers
 
 
-class Asked:
+class ServeRequest(Request):
     """A request.
 
     Attributes:
-        params: of its path: `name` and `version`, where it has them.
         held_bytes: of its body, so far.
     """
 
-    __slots__ = ("_headers", "held_bytes", "params", "path", "receive")
+    held_bytes = 0
 
-    def __init__(self, scope: Scope, receive: Receive) -> None:
-        self.path: str = scope["path"]
-        self.receive = receive
-        self.params: Mapping[str, str] = {}
-        self.held_bytes = 0
-        self._headers: dict[bytes, bytes] = dict(scope["headers"])
-
-    def header(self, name: bytes) -> str:
-        """The value of a header, whose name is in lower case; "" where there is none."""
-        return self._headers.get(name, b"").decode("latin-1")
+    def header(self, name: str) -> str:
+        """The value of a header; "" if there is none."""
+        return self.headers.get(name, "")
 
 
-class Reply(NamedTuple):
-    """What a request is answered with."""
-
-    body: bytes
-    status: int = 200
-    headers: Mapping[str, str] = {}
-    media_type: str = _JSON
-
-    async def send(self, send: Send) -> None:
-        """Send it as ASGI says."""
-        headers = [(b"content-length", b"%d" % len(self.body)), (b"content-type", self.media_type.encode())]
-        headers += [(name.lower().encode(), value.encode()) for name, value in self.headers.items()]
-        await send({"type": "http.response.start", "status": self.status, "headers": headers})
-        await send({"type": "http.response.body", "body": self.body})
-
-
-Endpoint = Callable[[Asked], Awaitable[Reply]]
+Endpoint = Callable[[ServeRequest], Awaitable[Response]]
 
 
 class ServeApp:
@@ -145,56 +122,57 @@ class ServeApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, whatever becomes of it."""
         started_s = time.perf_counter()
-        asked = Asked(scope, receive)
+        request = ServeRequest(scope, receive)
         try:
-            self._refuse_strangers(asked)
-            endpoint, asked.params = self._route(scope["method"], scope["path"])
-            reply = await endpoint(asked)
+            self._refuse_strangers(request)
+            endpoint, scope["path_params"] = self._route(scope["method"], scope["path"])
+            reply = await endpoint(request)
         except ClientDisconnect:  # or the body did not come in time, and the connection was closed for it
             self._metrics.answered(408, time.perf_counter() - started_s)
             return
         except Exception as exc:
             reply = _reply_to(exc, scope)
         finally:
-            self._held_bytes -= asked.held_bytes
-        await reply.send(send)
-        self._metrics.answered(reply.status, time.perf_counter() - started_s)
+            self._held_bytes -= request.held_bytes
+        await reply(scope, receive, send)
+        self._metrics.answered(reply.status_code, time.perf_counter() - started_s)
 
     def _found(self, method: str, path: str) -> tuple[Endpoint, Mapping[str, str]]:
-        """What answers, and the parameters in the path."""
+        """The endpoint that answers, and the parameters in the path."""
         scope = {"type": "http", "method": method, "path": path, "root_path": ""}
         matches = [(route, *route.matches(scope)) for route in self._routes]
         for route, match, child in matches:
             if match is Match.FULL:
                 return route.endpoint, child["path_params"]
         if any(match is Match.PARTIAL for _, match, _ in matches):
-            raise Refusal(405, f"Method Not Allowed: {method} {path:.200}")
-        raise Refusal(404, f"Not Found: {method} {path:.200}")
+            raise RequestError(405, f"Method Not Allowed: {method} {path:.200}")
+        raise RequestError(404, f"Not Found: {method} {path:.200}")
 
-    def _refuse_strangers(self, asked: Asked) -> None:
+    def _refuse_strangers(self, request: ServeRequest) -> None:
         if self._access.token:
-            if asked.path.startswith(_HEALTH):
+            if request.scope["path"].startswith(_HEALTH):
                 return
-            scheme, _, given = asked.header(b"authorization").partition(" ")
+            scheme, _, given = request.header("authorization").partition(" ")
             if scheme.lower() != "bearer" or not is_token(given.strip(), self._access.token):
                 reason = "expected the header Authorization: Bearer TOKEN"
-                raise Refusal(401, reason, {"WWW-Authenticate": "Bearer"})
+                raise RequestError(401, reason, {"WWW-Authenticate": "Bearer"})
             return
-        host, origin = asked.header(b"host"), asked.header(b"origin")
+        host, origin = request.header("host"), request.header("origin")
         if not self._access.by_certificate and not _names_this_machine(host):
-            raise Refusal(421, f"expected localhost or 127.0.0.1 as Host, got {host!r:.60}: others need a token")
-        if is_of_a_foreign_page(origin, asked.header(b"sec-fetch-site"), host):  # it would come with a certificate, too
-            raise Refusal(
+            raise RequestError(421, f"expected localhost or 127.0.0.1 as Host, got {host!r:.60}: others need a token")
+        # A request of a foreign page would come with a certificate, too.
+        if is_of_a_foreign_page(origin, request.header("sec-fetch-site"), host):
+            raise RequestError(
                 403, "expected a request of a program, got one of a web site: a page has to ask its own server"
             )
 
     # --- answers
 
-    async def _infer(self, asked: Asked) -> Reply:
-        lane = self._lane(asked)
-        wanted, tensors = decode_request(await self._body(asked), asked.header(LENGTH_HEADER.lower().encode()) or None)
+    async def _infer(self, request: ServeRequest) -> Response:
+        lane = self._lane(request)
+        wanted, tensors = decode_request(await self._body(request), request.header(LENGTH_HEADER) or None)
         answer = await self._computed(lane, self._signature.of_tensors(tensors))
-        self._require_version(asked, lane, answer)
+        self._require_version(request, lane, answer)
         outputs = list(map(OutputTensor, trees.dotted_names("output", answer.structure), answer.leaves))
         version = str(answer.version.place.version)
         if self._answers is not None:
@@ -203,18 +181,18 @@ class ServeApp:
             self._answers.write(wanted.id, answer.version, content)
         data, length = encode_answer(wanted, self._name, version, outputs, self._facts(lane, answer.version))
         if length is None:
-            return Reply(data)
-        return Reply(data, headers={LENGTH_HEADER: str(length)}, media_type="application/octet-stream")
+            return Response(data, media_type=_JSON)
+        return Response(data, headers={LENGTH_HEADER: str(length)}, media_type="application/octet-stream")
 
-    async def _predict(self, asked: Asked) -> Reply:
-        lane = self._lane(asked)
-        records = _records(await self._body(asked))
+    async def _predict(self, request: ServeRequest) -> Response:
+        lane = self._lane(request)
+        records = _records(await self._body(request))
         features = self._signature.of_records([self._features(record) for record in records])
         answer = await self._computed(lane, features)
         predictions = _rows(self._predicted(answer), features.num_samples)
         content = {"model": self._name, "version": answer.version.place.version, "predictions": predictions}
         if self._answers is not None:
-            request_id = asked.header(b"x-request-id")[:_LONGEST_ID] or _new_id()
+            request_id = request.header("x-request-id")[:_LONGEST_ID] or _new_id()
             self._answers.write(request_id, answer.version, predictions)
             content["id"] = request_id
         return _json(content | self._facts(lane, answer.version))
@@ -225,7 +203,7 @@ class ServeApp:
         except (SampleError, SkipRecord):
             raise
         except RetryLater as exc:
-            raise Refusal(503, f"the task cannot decode records now: {exc}", _LATER) from exc
+            raise RequestError(503, f"the task cannot decode records now: {exc}", _LATER) from exc
         except Exception as exc:  # the user's code may raise anything
             raise SampleError(f"{type(exc).__name__}: {exc}") from exc
 
@@ -240,14 +218,14 @@ class ServeApp:
         try:
             return await self._batcher.submit(lane, features)
         except TimeoutError:
-            raise Refusal(503, f"not computed within {self._time_limit_s:g} s", _LATER) from None
+            raise RequestError(503, f"not computed within {self._time_limit_s:g} s", _LATER) from None
         except QueueFullError as exc:
-            raise Refusal(429, f"{exc}: send fewer at a time, or start more processes", _LATER) from None
+            raise RequestError(429, f"{exc}: send fewer at a time, or start more processes", _LATER) from None
         except LookupError:
-            raise Refusal(503, f"no version can answer: {lane.problem}", _LATER) from None
+            raise RequestError(503, f"no version can answer: {lane.problem}", _LATER) from None
 
     def _facts(self, lane: Lane, version: ServedVersion) -> dict[str, Any]:
-        """What each answer says of the version that it is from."""
+        """The facts in each answer on the version that it is from."""
         newest = self._newest_samples()
         left = lane.left if lane.left and version.place == lane.place else ""
         is_known = newest >= 0 and version.samples >= 0 and not left
@@ -263,43 +241,43 @@ class ServeApp:
             facts["left_behind"] = left
         return facts
 
-    def _lane(self, asked: Asked) -> Lane:
+    def _lane(self, request: ServeRequest) -> Lane:
         """Which lane answers: that of the version in the path, else one of all by its share."""
-        name, wanted = asked.params.get("name"), asked.params.get("version")
+        name, wanted = request.path_params.get("name"), request.path_params.get("version")
         if name not in (self._name, None):
-            raise Refusal(404, f"expected the model {self._name}, got {name!r:.60}")
+            raise RequestError(404, f"expected the model {self._name}, got {name!r:.60}")
         if wanted is None:
             return self._lanes[0] if len(self._lanes) == 1 else random.choices(self._lanes, self._shares)[0]
         for lane in self._lanes:
             if wanted == lane.wanted or (lane.place is not None and wanted == str(lane.place.version)):
                 return lane
-        raise Refusal(404, f"expected one of the versions {', '.join(self._versions())}, got {wanted!r:.60}")
+        raise RequestError(404, f"expected one of the versions {', '.join(self._versions())}, got {wanted!r:.60}")
 
-    def _require_version(self, asked: Asked, lane: Lane, answer: Answer) -> None:
+    def _require_version(self, request: ServeRequest, lane: Lane, answer: Answer) -> None:
         """Refuse an answer of another version than a request names by number."""
-        wanted = asked.params.get("version", lane.wanted)
+        wanted = request.path_params.get("version", lane.wanted)
         if wanted not in (lane.wanted, str(answer.version.place.version)):
             now = ", ".join(self._versions())
-            raise Refusal(404, f"version {wanted!r:.60} was replaced meanwhile: expected one of {now}")
+            raise RequestError(404, f"version {wanted!r:.60} was replaced meanwhile: expected one of {now}")
 
     def _versions(self) -> list[str]:
         served = {str(lane.place.version) for lane in self._lanes if lane.place is not None}
         return sorted({*served, *(lane.wanted for lane in self._lanes)})
 
-    async def _body(self, asked: Asked) -> bytes | bytearray:
+    async def _body(self, request: ServeRequest) -> bytes | bytearray:
         """The whole body. A connection whose body does not come in time is closed (`BoundedProtocol`)."""
-        if asked.header(b"content-encoding") not in ("", "identity"):
-            raise Refusal(415, "expected a body that is not compressed", {"Connection": "close"})
-        limit, length = self._max_body_bytes, asked.header(b"content-length")
+        if request.header("content-encoding") not in ("", "identity"):
+            raise RequestError(415, "expected a body that is not compressed", {"Connection": "close"})
+        limit, length = self._max_body_bytes, request.header("content-length")
         is_too_long = length.isdecimal() and int(length[:18]) > limit
         body: bytes | bytearray = b""
         is_whole = False
         while not is_whole and not is_too_long:
-            message = await asked.receive()
+            message = await request.receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
             chunk, is_whole = message.get("body", b""), not message.get("more_body", False)
-            self._hold(len(chunk), asked)
+            self._hold(len(chunk), request)
             if body:
                 body = body if isinstance(body, bytearray) else bytearray(body)
                 body += chunk
@@ -307,45 +285,45 @@ class ServeApp:
                 body = chunk
             is_too_long = len(body) > limit
         if is_too_long:
-            if asked.header(b"expect").lower() != "100-continue":  # else the client sends no body before it is told to
-                await _discard(asked.receive)
-            raise Refusal(413, f"expected a body of at most {limit} bytes", {"Connection": "close"})
+            if request.header("expect").lower() != "100-continue":  # else the client sends no body yet
+                await _discard(request.receive)
+            raise RequestError(413, f"expected a body of at most {limit} bytes", {"Connection": "close"})
         return body
 
-    def _hold(self, count: int, asked: Asked) -> None:
+    def _hold(self, count: int, request: ServeRequest) -> None:
         """A request has got so many bytes more."""
         if self._held_bytes + count > _BODIES * self._max_body_bytes:
             reason = f"other requests have {self._held_bytes} bytes in memory: send fewer at a time"
-            raise Refusal(429, reason, {**_LATER, "Connection": "close"})
+            raise RequestError(429, reason, {**_LATER, "Connection": "close"})
         self._held_bytes += count
-        asked.held_bytes += count
+        request.held_bytes += count
 
     # --- what there is
 
-    async def _live(self, asked: Asked) -> Reply:
+    async def _live(self, request: ServeRequest) -> Response:
         return _json({"live": True})
 
-    async def _ready(self, asked: Asked) -> Reply:
+    async def _ready(self, request: ServeRequest) -> Response:
         reasons = {lane.wanted: lane.problem for lane in self._lanes if lane.copy is None}
         return _json({"ready": False, "reasons": reasons}, 503) if reasons else _json({"ready": True})
 
-    async def _model_ready(self, asked: Asked) -> Reply:
-        lane = self._lane(asked)
+    async def _model_ready(self, request: ServeRequest) -> Response:
+        lane = self._lane(request)
         if lane.copy is None:
             return _json({"name": self._name, "ready": False, "reason": lane.problem}, 503)
         return _json({"name": self._name, "ready": True})
 
-    async def _server_metadata(self, asked: Asked) -> Reply:
+    async def _server_metadata(self, request: ServeRequest) -> Response:
         return _json({"name": "doll", "version": doll.__version__, "extensions": ["binary_tensor_data"]})
 
-    async def _model_metadata(self, asked: Asked) -> Reply:
-        self._lane(asked)
+    async def _model_metadata(self, request: ServeRequest) -> Response:
+        self._lane(request)
         tensors = {"inputs": self._signature.inputs, "outputs": self._signature.outputs}
         infos = {key: [info._asdict() for info in each] for key, each in tensors.items()}
         return _json({"name": self._name, "versions": self._versions(), "platform": "doll", **infos})
 
-    async def _page(self, asked: Asked) -> Reply:
-        return Reply(self._metrics.page(), media_type=CONTENT_TYPE)
+    async def _page(self, request: ServeRequest) -> Response:
+        return Response(self._metrics.page(), media_type=CONTENT_TYPE)
 
 
 async def _discard(receive: Receive) -> None:
@@ -366,14 +344,14 @@ def _new_id() -> str:
     return uuid.uuid4().hex
 
 
-def _json(content: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Reply:
-    return Reply(msgspec.json.encode(content), status, headers or {})
+def _json(content: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, _JSON)
 
 
-def _reply_to(error: Exception, scope: Scope) -> Reply:
-    """What a client gets for an error."""
+def _reply_to(error: Exception, scope: Scope) -> Response:
+    """The answer that a client gets for an error."""
     match error:
-        case Refusal():
+        case RequestError():
             return _json({"error": str(error)[:_LONGEST_REASON]}, error.status, error.headers)
         case MalformedError():
             return _json({"error": str(error)[:_LONGEST_REASON]}, 400)

@@ -38,7 +38,7 @@ class _Waiting(NamedTuple):
 
 
 class BatchTimes:
-    """Which thread computes: the event loop's own one where batches usually take less than `INLINE_S` there.
+    """Which thread computes: the event loop's own one if batches usually take less than `INLINE_S` there.
 
     On the other thread a batch waits for Python's lock, too. So what it takes there does not say what it would take
     here: now and then one is tried here, unless all of them are long. A loaded machine takes the processor away from
@@ -126,7 +126,7 @@ class Batcher:
         self.num_waiting += 1
         if not self._is_busy:
             self._is_busy = True
-            loop.call_soon(self._next, loop)  # behind what else this round of the loop reads
+            loop.call_soon(self._next, loop)  # after what else this round of the loop reads
         return await waiting.answer
 
     def _alone(self, lane: Lane, features: Features) -> Answer:
@@ -161,7 +161,7 @@ class Batcher:
             future.add_done_callback(lambda done: self._finish(loop, batch, *done.result(), here=False))
 
     def _take(self) -> tuple[Lane | None, list[_Waiting]]:
-        """The first requests of the queue whose turn it is; none where none wait."""
+        """The first requests of the queue whose turn it is; none if none wait."""
         batch: list[_Waiting] = []
         count = 0
         for key in list(self._queues):
@@ -173,7 +173,7 @@ class Batcher:
                     batch.append(waiting)
                     count += waiting.features.num_samples
             if queue:
-                self._queues[key] = queue  # behind the others
+                self._queues[key] = queue  # after the others
             if batch:
                 return key[0], batch
         return None, batch

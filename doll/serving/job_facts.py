@@ -1,6 +1,6 @@
-"""What a job's topics say of its versions: when each was made, of how many samples, and whether the job goes on. Pure.
+"""Facts on a job's versions from its topics: when each was made, of how many samples, and if the job goes on. Pure.
 
-It is told the time, in monotonic seconds, where it needs it.
+It is told the time, in monotonic seconds, if it needs it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from doll.records.control import AnyRecord, Finished, ServerStatus, Update
 _KEPT: Final = 1000  # versions: one that is served may be older than the newest by so many
 
 
-class Made(NamedTuple):
+class VersionOrigin(NamedTuple):
     """How a version was made: the Unix time of its update, and the usable samples that it has learned from."""
 
     time_s: float
@@ -40,7 +40,7 @@ class JobFacts:
         self._lineage = Lineage()
         self._silent_after_s = silent_after_s
         self._heard_s = now_s
-        self._made: OrderedDict[Place, Made] = OrderedDict()
+        self._origins: OrderedDict[Place, VersionOrigin] = OrderedDict()
 
     def feed(self, record: AnyRecord, now_s: float) -> None:
         """Process the next record."""
@@ -56,18 +56,18 @@ class JobFacts:
             self.is_finished = isinstance(record, Finished)
             if isinstance(record, Update):
                 self.samples = record.samples_total
-                self._made[Place(record.term, record.version)] = Made(record.time_s, record.samples_total)
-                if len(self._made) > _KEPT:
-                    self._made.popitem(last=False)
+                self._origins[Place(record.term, record.version)] = VersionOrigin(record.time_s, record.samples_total)
+                if len(self._origins) > _KEPT:
+                    self._origins.popitem(last=False)
 
     @property
     def term(self) -> int:
         """The newest one that is known; 0: none."""
         return self._lineage.newest_term
 
-    def made(self, place: Place) -> Made | None:
-        """How this version was made; None where its update was not seen."""
-        return self._made.get(place)
+    def origin(self, place: Place) -> VersionOrigin | None:
+        """How this version was made; None if its update was not seen."""
+        return self._origins.get(place)
 
     def silence(self, now_s: float) -> str:
         """Why no new version may be expected; "" while the parameter server is there, or the job has ended."""

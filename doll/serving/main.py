@@ -50,11 +50,11 @@ from doll.services import Services
 from doll.serving.answer_log import AnswerLog
 from doll.serving.app import ServeApp
 from doll.serving.batcher import Batcher
-from doll.serving.following import Following
 from doll.serving.metrics import ServeMetrics
 from doll.serving.model_copies import Lane, ModelCopies
 from doll.serving.predictor import Predictor
 from doll.serving.tensors import Signature
+from doll.serving.version_loader import VersionLoader
 from doll.task.base import load_task
 
 log = telemetry.get_logger(__name__)
@@ -104,10 +104,10 @@ class ServeOptions:
 
 @dataclass(frozen=True)
 class ServedJob:
-    """What is served.
+    """The job that is served.
 
     Attributes:
-        find_services, has_ended: as of `Following`.
+        find_services, has_ended: see `VersionLoader`.
     """
 
     config: JobConfig
@@ -124,7 +124,7 @@ def run_serve(
 
     Args:
         say: told the address, once it is listened on.
-        beside: runs in this process while it serves, where it is the only one.
+        beside: runs in this process while it serves, if it is the only one.
 
     Raises:
         ConfigError: the task or the address cannot be used, anybody could reach the server, or there cannot be several
@@ -168,18 +168,19 @@ def serve_here(
     lanes = [Lane(name, share) for name, share in options.wanted.items()]
     copies = ModelCopies(partial(build, config, task, with_rows=False), lanes)
     predictor = Predictor(task, signature, copies, options.max_batch)
-    following = Following(
+    loader = VersionLoader(
         config, job.run_folder, copies, find_services=job.find_services, has_ended=job.has_ended,
-        check=predictor.check, row_bytes=options.row_bytes, on_swap=metrics.swapped,
+        check=predictor.check, row_bytes=options.row_bytes, on_swap=partial(metrics.count, "swaps"),
     )  # fmt: skip
     with contextlib.ExitStack() as opened:
         executor = opened.enter_context(ThreadPoolExecutor(1, "compute"))
-        opened.enter_context(following)
+        opened.enter_context(loader)
         answers = None
         if options.log_topic:
             log_of_answers = AnswerLog(
                 config, job.find_services, options.log_topic, options.name,
-                on_logged=metrics.logged, on_dropped=metrics.unlogged,
+                on_logged=partial(metrics.count, "logged_answers"),
+                on_dropped=partial(metrics.count, "unlogged_answers"),
             )  # fmt: skip
             answers = opened.enter_context(log_of_answers)
         batcher = Batcher(
@@ -189,7 +190,7 @@ def serve_here(
         )  # fmt: skip
         app = ServeApp(
             task, signature, copies.lanes, batcher, metrics, name=options.name,
-            newest_samples=lambda: following.newest_samples, max_body_bytes=options.max_body_bytes,
+            newest_samples=lambda: loader.newest_samples, max_body_bytes=options.max_body_bytes,
             time_limit_s=options.time_limit_s, access=access, answers=answers,
         )  # fmt: skip
         uvicorn_config = uvicorn.Config(
@@ -201,7 +202,7 @@ def serve_here(
         server = BoundedServer(uvicorn_config)
 
         def observe() -> None:
-            metrics.observe(copies, following.newest_samples, batcher.num_waiting, following.row_bytes)
+            metrics.observe(copies, loader.newest_samples, batcher.num_waiting, loader.row_bytes)
             if heartbeat is not None:
                 heartbeat.beat("loop")
                 missing = [f"version {lane.wanted}: {lane.problem}" for lane in copies.lanes if lane.copy is None]
@@ -309,7 +310,7 @@ def _child(
 
 
 def _ended(pids: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Those of these children that have ended, with their exit codes."""
+    """The children that have ended, with their exit codes."""
     for pid in list(pids):
         with contextlib.suppress(ChildProcessError):
             ended, status = os.waitpid(pid, os.WNOHANG)

@@ -1,4 +1,4 @@
-"""What a server has answered, counted; and its pages for Prometheus, for all processes of one port together.
+"""Counters of a model server, and its page for Prometheus, for all processes of one port together.
 
 The numbers of all processes are in memory that they share, a row for each: whichever process is asked tells of all.
 """
@@ -9,7 +9,7 @@ import mmap
 import time
 from bisect import bisect_left
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
@@ -72,17 +72,9 @@ class ServeMetrics(Collector):
         self._own[_COLUMNS["batches"]] += 1
         self._own[_COLUMNS["compute_seconds"]] += seconds
 
-    def swapped(self) -> None:
-        """A version took the place of another one."""
-        self._own[_COLUMNS["swaps"]] += 1
-
-    def logged(self) -> None:
-        """An answer was logged."""
-        self._own[_COLUMNS["logged_answers"]] += 1
-
-    def unlogged(self) -> None:
-        """An answer could not be logged."""
-        self._own[_COLUMNS["unlogged_answers"]] += 1
+    def count(self, name: Literal["swaps", "logged_answers", "unlogged_answers"]) -> None:
+        """One more of what the page has under this name."""
+        self._own[_COLUMNS[name]] += 1
 
     def observe(self, copies: ModelCopies, newest_samples: int, waiting: int, row_bytes: int = 0) -> None:
         """Set the gauges of this process; of several lanes, those of the first one."""
@@ -98,11 +90,11 @@ class ServeMetrics(Collector):
         own[at["row_bytes"]] = row_bytes
 
     def page(self) -> bytes:
-        """For Prometheus."""
+        """The page for Prometheus."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
-        """As Prometheus' client library asks for it."""
+        """The metrics as Prometheus' client library asks for them."""
         total = dict(zip(_COLUMNS, self._rows.sum(axis=0).tolist(), strict=True))
         requests = CounterMetricFamily("doll_serve_requests", "Requests, by status.", labels=["job_name", "code"])
         for code in _CODES:

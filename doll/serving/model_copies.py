@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Final
 
 from doll.errors import TaskError
@@ -37,7 +36,7 @@ class ServedVersion:
 
 
 class Lane:
-    """What requests are answered with: a version that is wanted, by its number or by a name.
+    """A version that requests are answered with, by its number or by a name.
 
     Attributes:
         wanted: a number, an alias, or `latest`.
@@ -58,7 +57,7 @@ class Lane:
 
     @property
     def place(self) -> Place | None:
-        """Of the version that answers now."""
+        """The place of the version that answers now."""
         copy = self.copy
         return None if copy is None else copy.version.place
 
@@ -76,10 +75,6 @@ class ModelCopy:
     def __init__(self, model: FlatModel) -> None:
         self.model: Final = model
         self.users = 0
-
-
-def _is_unused(copy: ModelCopy) -> bool:
-    return not copy.users
 
 
 class ModelCopies:
@@ -158,7 +153,8 @@ class ModelCopies:
             served = self._served()
             spare = next((copy for copy in self._copies if copy not in served), None)
             if spare is not None:
-                self._changed.wait_for(partial(_is_unused, spare))
+                while spare.users:
+                    self._changed.wait()
         if spare is None:
             spare = ModelCopy(self._built())
             self._copies.append(spare)

@@ -27,7 +27,7 @@ class Answer(NamedTuple):
 
 
 class Predictor:
-    """Not thread-safe: one thread computes.
+    """Computes answers; not thread-safe.
 
     Args:
         max_samples: the model gets at most so many at once.
@@ -40,7 +40,7 @@ class Predictor:
         self._max_samples = max_samples
 
     def answer(self, lane: Lane, batch: Sequence[Features]) -> list[Answer | SampleError]:
-        """What `lane` answers to requests of one kind: each is answered as if it had come alone.
+        """The answers of `lane` to requests of one kind. Each is answered as if it had come alone.
 
         Raises:
             LookupError: no version has been read yet.

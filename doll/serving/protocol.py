@@ -1,6 +1,6 @@
 """Requests and answers of the Open Inference Protocol V2 over HTTP, in JSON and with its binary extension. Pure.
 
-https://github.com/kserve/open-inference-protocol, and for tensors behind the JSON
+https://github.com/kserve/open-inference-protocol, and for tensors after the JSON
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md. Where a request has
 such tensors, the header `Inference-Header-Content-Length` says how long the JSON in front of them is.
 """
@@ -55,7 +55,7 @@ class InferRequest(msgspec.Struct):
     parameters: dict[str, Any] | None = None
 
     def is_binary(self, wanted: WantedOutput | None) -> bool:
-        """Whether an output goes behind the JSON."""
+        """Whether an output goes after the JSON."""
         default = (self.parameters or _NONE).get("binary_data_output")
         own = None if wanted is None or wanted.parameters is None else wanted.parameters.get("binary_data")
         return bool(default if own is None else own)
@@ -116,7 +116,7 @@ def decode_request(body: bytes | bytearray, json_bytes: str | None) -> tuple[Inf
         expected = math.prod(item.shape) * dtype.itemsize
         if size != expected or isinstance(size, bool) or at + expected > len(body):
             raise SampleError(
-                f"{item.name}: expected {expected} bytes behind the JSON for {item.datatype} of shape "
+                f"{item.name}: expected {expected} bytes after the JSON for {item.datatype} of shape "
                 f"{item.shape!r:.60}, got {_SIZE} {size!r:.20} and {len(body) - at} bytes"
             )
         # A copy: its numbers are aligned, and torch may write to it.
@@ -155,7 +155,7 @@ def _from_json(item: InputTensor, dtype: np.dtype[Any]) -> Array:
 def encode_answer(
     request: InferRequest, model: str, version: str, outputs: Sequence[OutputTensor], parameters: Mapping[str, Any]
 ) -> tuple[bytes, int | None]:
-    """The body of an answer, and how long its JSON is where tensors follow.
+    """The body of an answer, and how long its JSON is if tensors follow.
 
     Raises:
         SampleError: the request asks for outputs that there are not, or in a form that there is not.

@@ -52,7 +52,7 @@ class Features(NamedTuple):
 
 
 class Signature:
-    """What a task's model takes, and what it has given.
+    """The inputs of a task's model, and its outputs so far.
 
     Attributes:
         outputs: of the model, as far as it has been computed.
@@ -80,7 +80,7 @@ class Signature:
 
     @property
     def inputs(self) -> tuple[TensorInfo, ...]:
-        """What the model takes."""
+        """The inputs of the model."""
         if self._form is None:
             return (TensorInfo("x", "FP32", (-1, -1)),)
         return tuple(
@@ -92,7 +92,7 @@ class Signature:
         )  # fmt: skip
 
     def of_tensors(self, tensors: Mapping[str, Array]) -> Features:
-        """x of the tensors of a request; in each, the samples are behind each other.
+        """x of the tensors of a request; in each, the samples follow each other.
 
         Raises:
             SampleError: they are not what the model takes; the message names the tensor.
@@ -145,7 +145,7 @@ class Signature:
         return SampleBatch(x, Ragged([y] * len(x)))
 
     def example_features(self) -> Features | None:
-        """x of a sample to try the model with; None where none is known."""
+        """x of a sample to try the model with; None if none is known."""
         if self.example is not None:
             return self.of_records([self.example.trees[0]])
         if self._form is None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from botocore.session import Session
 from botocore.validate import ParamValidator
-from doll.monitor.state.job_metrics import samples_of
+from doll.monitor.views.prometheus import samples_of
 from doll.provisioner.billing import LOCAL
 from doll.provisioner.controller import Controller
 from doll.provisioner.planning.state import PlannerSettings

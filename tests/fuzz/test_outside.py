@@ -24,8 +24,7 @@ from doll.consumers.lifecycle.spot_notices import Imds, NoticeWatcher
 from doll.errors import CheckpointError, ConfigError, RecordError, ServiceUnavailableError
 from doll.ledger.snapshot_counts import SnapshotCounts, read_counts
 from doll.monitor.state.csv_file import read_rows
-from doll.monitor.state.job_metrics import JobMetrics
-from doll.monitor.views.prometheus import JobCollector
+from doll.monitor.views.prometheus import JobMetrics
 from doll.process.health import Heartbeat, _serve
 from doll.producers.arrivals import parse_gaps
 from doll.provisioner.fleets.compose import ComposeFleet
@@ -376,11 +375,11 @@ def test_what_a_scrape_holds_is_always_readable() -> None:
         except (msgspec.MsgspecError, UnicodeDecodeError):
             continue
         read += 1
-        subject = JobMetrics(2)
+        subject = JobMetrics("j", 2)
         for received in (*known, record, Update(term=1, version=1, members=(), n_samples=1, loss=0.5)):
             call_or_none((), data, subject.feed, received)
         registry = CollectorRegistry()
-        registry.register(JobCollector("j", subject))
+        registry.register(subject)
         text = call_or_none((), data, generate_latest, registry).decode()
         seen: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
         for family in call_or_none((), data, lambda text=text: list(text_string_to_metric_families(text))):
@@ -392,14 +391,14 @@ def test_what_a_scrape_holds_is_always_readable() -> None:
 
 
 def test_sources_without_end_do_not_fill_the_memory() -> None:
-    subject = JobMetrics(2)
+    subject = JobMetrics("j", 2)
     with structlog.testing.capture_logs() as logs:
         for number in range(12_000):
             subject.feed(Metric(source=f"s{number}", values={"a": 1.0}, time_s=1.0))
         subject.feed(Metric(source="s1", values={"a": 7.0}, time_s=2.0))
         subject.feed(Metric(source="x" * 10_000, values={}, time_s=2.0))
     assert [entry["event"] for entry in logs] == ["too_many_sources", "metric_refused"]
-    served = {family.name: family.samples[0].value for family in JobCollector("j", subject).collect()}
+    served = {family.name: family.samples[0].value for family in subject.collect()}
     assert served["doll_s1_a"] == 7.0
     assert len(served) < 10_010
 

@@ -18,7 +18,7 @@ from doll.dashboard.model_server import WithModelServer
 from doll.dashboard.runs_folder import RunsFolder
 from doll.dashboard.saved_page import save_run
 from doll.monitor.state.watched_job import ProcessEvent
-from doll.monitor.views.panels import staleness_panel, timeline
+from doll.monitor.views.panels import staleness_panel
 from doll.records.control import Finished
 from doll.serving.metrics import ServeMetrics
 from page_feed import MadeUpJob, leave_run, served
@@ -163,7 +163,11 @@ def test_a_saved_page_needs_no_server_and_runs_no_text_of_a_record(
     hostile = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\">"
     made_up.refuse(131, hostile, b"")
     shown = [
-        timeline("Worker 0, measured", [("stage 0", [(0.0, 0.5, "F", "1"), (0.5, 1.0, "B", "1")])], 1.0),
+        {
+            "title": "Worker 0, measured",
+            "rows": [["stage 0", [[0.0, 0.5, "F", "1"], [0.5, 1.0, "B", "1"]]]],
+            "end": 1.0,
+        },
         staleness_panel({"reads": {-1: 3, 0: 1}}, bars=True),
     ]
     path = tmp_path / "report.html"

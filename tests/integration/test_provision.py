@@ -17,7 +17,7 @@ from doll.provisioner.fleets.port import LaunchError, Order
 from doll.provisioner.fleets.processes import ProcessFleet
 from doll.records.control import Finished, Leave, Metric
 from doll.run.folder import RunFolder
-from doll.run.provisioning import machines_of
+from doll.run.local.provisioning import machines_of
 from doll.run.status import JobStatus, status_of
 from doll.run.target import open_target
 from doll.services import KAFKA_ENV, REDIS_ENV

@@ -26,7 +26,7 @@ from doll.services import Services
 # What the fork server of the session loads: its roles' modules and the command line's.
 LOADED: Final = (
     *PRELOAD, "doll.cli.app", "doll.run.local.up", "doll.run.local.resume", "doll.run.local.regrid",
-    "doll.run.local.rollback", "doll.run.local.compare", "doll.ps.regrid", "doll.ps.rollback",
+    "doll.run.local.compare", "doll.ps.regrid", "doll.ps.rollback",
     "doll.dashboard.saved_page",
 )  # fmt: skip
 _LIMIT_S: Final = 800.0

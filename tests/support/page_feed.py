@@ -17,7 +17,7 @@ from doll.dashboard.server import JobPage, PageServer, RunsPage
 from doll.dashboard.sources import JobSource
 from doll.ledger.dead_letters import DeadRecord, save_dead_records
 from doll.monitor.state.csv_file import CsvFile
-from doll.monitor.state.updates_file import save_updates
+from doll.monitor.state.folder_logs import save_updates
 from doll.monitor.state.watched_job import KeptVersions, PageState, WatchedJob
 from doll.monitor.views.run_report import RunOutcome, build_report
 from doll.process.files import write_json

@@ -69,8 +69,10 @@ BANNED: Final = {
 
 # In folders of `doll/` that were gone through: add yours.
 PLAIN_FOLDERS: Final = (
-    *("api", "consumers", "control", "evaluation", "formats", "ledger", "model", "process", "ps", "records", "tables", "task", "theory", "pipeline", "config", "kafka", "local", "storage", "optim", "provisioner", "producers"),
-)
+    "api", "cli", "config", "consumers", "control", "dashboard", "evaluation", "formats", "kafka", "ledger",
+    "local", "model", "monitor", "optim", "pipeline", "process", "producers", "provisioner", "ps", "records",
+    "run", "serving", "storage", "tables", "task", "theory",
+)  # fmt: skip
 PLAIN: Final = {
     r'^\s*"""(Of|As|By|For|None|Nothing|What)\b': "a noun with its article, or a verb",
     r"\bdef of\b": "what the function does",

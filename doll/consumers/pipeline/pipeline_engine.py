@@ -347,7 +347,9 @@ class PipelineGradientEngine:
             self._call(self._judge_returned)
             return
         payload = messages.Payload(trees.mapped(for_link, x), trees.mapped(for_link, y), *flight.samples[2:])
-        header, arrays = payload.to_message(msgspec.structs.replace(message, weight=flight.samples.total_weight, seed=seed))
+        header, arrays = payload.to_message(
+            msgspec.structs.replace(message, weight=flight.samples.total_weight, seed=seed)
+        )
         self._send_down(header, arrays)
 
     def _send_down(self, message: messages.Forward | messages.StageOrders, arrays: Sequence[npt.NDArray[Any]]) -> None:

@@ -1,1 +1,1 @@
-"""What is known of a job: folds of its records, one subject per module. A page or an exporter would read these."""
+"""Folds of a job's records, one subject per module."""

@@ -43,13 +43,13 @@ class Calibration:
     """Measured constants of a run.
 
     Attributes:
-        fit: the fitted error curve; None where the run has too few evaluations (see `no_fit_reason`).
+        fit: the fitted error curve; None if the run has too few evaluations (see `no_fit_reason`).
         updates_to_target: J(ε) with its 90 % interval; None without a target or a fit.
         reached_at: update at which the run itself reached the target; None if it did not.
         service_s, service_sd_s: μ_C and σ_C, mean and standard deviation over updates of a batch's gradient time.
         update_rate_per_s: λ_U, steady part of the run.
         total_rate_per_s: samples applied per second, all streams.
-        mean_samples: that the task made of one record, on average (`plan.mean_samples`); 1 where it is that within 1 %.
+        mean_samples: that the task made of one record, on average (`plan.mean_samples`); 1 if it is that within 1 %.
         stability: Proposition 1 at these values.
         noise: constants of Eq. (10); None unless the optimizer is SGD on the mean gradient.
     """
@@ -224,7 +224,7 @@ def _updates_to(fit: CurveFit | None, reached: float | None, target: float) -> F
 
 
 def _service(rows: Rows) -> tuple[float, float]:
-    """Mean and standard deviation of a batch's gradient time over updates, seconds; NaN where none was recorded."""
+    """Mean and standard deviation of a batch's gradient time over updates, seconds; NaN if none was recorded."""
     pairs = [(row["mean_service_s"], row.get("batches", 1.0)) for row in rows if row.get("mean_service_s", 0) > 0]
     if not pairs:
         return math.nan, math.nan

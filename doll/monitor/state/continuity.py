@@ -23,7 +23,7 @@ class Continuity:
         until: per partition, one above the last offset in an update.
         offsets: that the updates hold, also those that a rollback has left.
         missing, twice: offsets that no update holds, or two.
-        problem: the first of them in words; "" where there is none.
+        problem: the first of them in words; "" if there is none.
     """
 
     def __init__(self) -> None:

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import io
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from doll.monitor.state.history import Table
+from doll.monitor.state.history import MetricTable
 from doll.process.files import replacing
 
-_ROWS = 1_000  # written at a time
 _INTEGER_COLUMNS = frozenset({"term", "version", "n_samples", "samples_total", "batches", "records", "void"})
 
 
 class CsvFile:
     """`table` at `path`. The first `sync` replaces a file of an earlier process."""
 
-    def __init__(self, path: Path, table: Table) -> None:
+    def __init__(self, path: Path, table: MetricTable) -> None:
         self.path = path
         self._table = table
         self._written = -1  # -1: before the first sync
@@ -33,7 +30,7 @@ class CsvFile:
         """
         if changed or self._written < 0:
             with replacing(self.path) as temporary, temporary.open("w", encoding="utf-8") as file:
-                file.write(_text([self._table.names]))
+                csv.writer(file, lineterminator="\n").writerow(self._table.names)
                 self._write(file, 0)
         elif len(self._table) > self._written:
             with self.path.open("a", encoding="utf-8") as file:
@@ -41,11 +38,10 @@ class CsvFile:
         self._written = len(self._table)
 
     def _write(self, file: IO[str], start: int) -> None:
-        """Write the rows from `start` on, in parts: as text, all rows of a long run would take 100 MB."""
-        names = self._table.names
-        for lo in range(start, len(self._table), _ROWS):
-            rows = (self._table.row(index) for index in range(lo, min(lo + _ROWS, len(self._table))))
-            file.write(_text([[_cell(name, row[name]) for name in names] for row in rows]))
+        """Write the rows from `start` on, one by one: as text, all rows of a long run would take 100 MB."""
+        rows = map(self._table.row, range(start, len(self._table)))
+        cells = ([_cell(name, row[name]) for name in self._table.names] for row in rows)
+        csv.writer(file, lineterminator="\n").writerows(cells)
 
 
 def read_rows(path: Path) -> list[dict[str, float]]:
@@ -65,15 +61,17 @@ def read_rows(path: Path) -> list[dict[str, float]]:
     return rows
 
 
+def rows_if_any(path: Path) -> list[dict[str, float]]:
+    """See `read_rows`; none if the file cannot be read."""
+    try:
+        return read_rows(path)
+    except OSError:
+        return []
+
+
 def _cell(name: str, value: float) -> str:
     if math.isnan(value):
         return ""
     if name in _INTEGER_COLUMNS:
         return str(int(value))
     return f"{value:.3f}" if name == "time_s" else f"{value:.6g}"
-
-
-def _text(rows: Sequence[Sequence[str]]) -> str:
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows(rows)
-    return out.getvalue()

@@ -1,28 +1,31 @@
-"""What goes into a run's folder line by line, read as it comes: its processes' events, its provisioner's decisions.
-
-Its topics tell of no broker's restart.
+"""Files of a run's folder beside its tables: events of its processes and decisions of its provisioner, line by line, of
+which its topics do not tell; and its newest updates with the offsets of their batches, which its page opens later.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from doll.monitor.state.watched_job import ProcessEvent
+from doll.process.files import write_atomically
 from doll.provisioner.state_store import FileStateStore
 from doll.records.bounded import json_object
+from doll.records.control import Update
 
 _EVENTS: Final = "events.jsonl"
+_UPDATES: Final = "newest_updates.msgpack"
+_MAX_UPDATES_BYTES: Final = 64_000_000
 _TAIL_BYTES: Final = 4_000_000  # that are read of a file which is there already
 _READ_BYTES: Final = 4_000_000  # at a time
 
 
 def append_event(folder: Path, event: ProcessEvent) -> None:
-    """Write one more. Where that fails, for a full disk, the run goes on without."""
+    """Write one more. If that fails, for a full disk, the run goes on without it."""
     with contextlib.suppress(OSError), (folder / _EVENTS).open("ab") as file:
         file.write(msgspec.json.encode(event) + b"\n")
 
@@ -78,3 +81,25 @@ class DecisionLog:
         for entry in self._lines.read():
             if entry.get("kind") == "decision" and isinstance(entry.get("actions"), list):
                 yield entry
+
+
+def save_updates(folder: Path, updates: Sequence[Update]) -> None:
+    """Keep them in the folder of a run.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    write_atomically(folder / _UPDATES, msgspec.msgpack.encode(list(updates)))
+
+
+def saved_updates(folder: Path) -> list[Update]:
+    """The updates that were kept; none if there is no such file.
+
+    Raises:
+        msgspec.MsgspecError: the file is not as this release writes it.
+    """
+    try:
+        with (folder / _UPDATES).open("rb") as file:
+            return msgspec.msgpack.decode(file.read(_MAX_UPDATES_BYTES), type=list[Update])
+    except OSError:
+        return []

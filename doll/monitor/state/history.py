@@ -26,7 +26,7 @@ UPDATE_COLUMNS = (
 EVALUATION_COLUMNS = ("time_s", "term", "version", "loss", "accuracy")
 
 
-class Table:
+class MetricTable:
     """Rows of numbers, stored by column; a column that a row does not have is NaN there."""
 
     def __init__(self, columns: Sequence[str]) -> None:
@@ -97,7 +97,7 @@ class Table:
         return None
 
 
-class Span(NamedTuple):
+class LearnedSpan(NamedTuple):
     """A part of a run: updates with samples, samples, and seconds of learning."""
 
     updates: int
@@ -109,21 +109,19 @@ class History:
     """The state of a run by the records of its `updates` topic. No I/O.
 
     Args:
-        window: updates in the windowed prequential mean.
         after_term: records of terms up to this one belong to earlier runs, and are ignored.
     """
 
-    def __init__(self, window: int = 50, *, after_term: int = 0) -> None:
-        self._window = window
+    def __init__(self, *, after_term: int = 0) -> None:
         self._after_term = after_term
         self._lineage = Lineage()
-        self.updates = Table(UPDATE_COLUMNS)
-        self.evaluations = Table(EVALUATION_COLUMNS)
-        self.prequential = Prequential(window)
-        self.loss_trend = LossTrend(window)
+        self.updates = MetricTable(UPDATE_COLUMNS)
+        self.evaluations = MetricTable(EVALUATION_COLUMNS)
+        self.prequential = Prequential()
+        self.loss_trend = LossTrend()
         self.term = 0
         self.run_id = ""
-        """Of the newest term, see `doll.records.control.TermStarted`."""
+        """The run id of the newest term, see `doll.records.control.TermStarted`."""
         self.version = 0
         self.samples_total = 0
         self.restarts = 0
@@ -201,9 +199,9 @@ class History:
 
     def _begin(self) -> bool:
         """Begin a new generation; returns whether rows were dropped."""
-        self.loss_trend = LossTrend(self.prequential.window)
+        self.loss_trend = LossTrend()
         dropped = [table.drop_below(self.generation) for table in (self.updates, self.evaluations)]
-        self.prequential = Prequential(self._window)
+        self.prequential = Prequential()
         self.term = self.restarts = self.version = self.samples_total = self._kept_version = 0
         self._left.clear()
         self.finished = None
@@ -257,18 +255,18 @@ class History:
         is_empty = (self.updates.valid("n_samples") == 0) & (self.updates.valid("batches") > 0)
         return self.version - int(is_empty.sum()) - sum(hi - lo for lo, hi in self._left)
 
-    def before(self, time_s: float) -> Span:
-        """What was learned before a Unix time: of the seconds, those between the first and the last update of each
+    def before(self, time_s: float) -> LearnedSpan:
+        """The part that was learned before a Unix time. Its seconds lie between the first and the last update of each
         term, so that the time between two sessions of a run does not count."""
         times, terms = self.updates.valid("time_s"), self.updates.valid("term")
         is_before = times < time_s
         samples, batches = self.updates.valid("n_samples")[is_before], self.updates.valid("batches")[is_before]
         seconds = sum(float(np.ptp(times[is_before & (terms == term)])) for term in np.unique(terms[is_before]))
-        return Span(int(((samples > 0) | (batches == 0)).sum()), int(samples.sum()), seconds)
+        return LearnedSpan(int(((samples > 0) | (batches == 0)).sum()), int(samples.sum()), seconds)
 
     def held_out_loss_trend(self) -> LossTrend:
         """The trend of the held-out loss."""
-        return LossTrend.of(self.evaluations.valid("version"), self.evaluations.valid("loss"))
+        return LossTrend.without_windows(self.evaluations.valid("version"), self.evaluations.valid("loss"))
 
     def service_s(self) -> float:
         """μ_C: mean seconds from a granted batch to its stored gradient (fetch + compute + store), over batches."""
@@ -283,5 +281,5 @@ def mean(values: Sequence[float]) -> float:
 
 
 def _records(member: Member) -> int:
-    """That its batch holds and that were not refused."""
+    """The records of a batch that were not refused."""
     return member.hi - member.lo - len(member.dead) - sum(hi - lo for lo, hi in (*member.gaps, *member.lost))

@@ -1,4 +1,4 @@
-"""What limits a job, in one line with the remedy. Pure."""
+"""The limit of a job, in one line with the remedy. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from doll.records.control import Limit, ServerStatus
 
 
 def limit_text(config: JobConfig, status: ServerStatus | None) -> str:
-    """Empty where nothing is known to limit the job."""
+    """The limit and the remedy; empty if nothing is known to limit the job."""
     if status is None or (item := status.limit) is None:
         return ""
     match item.kind:
@@ -24,9 +24,9 @@ def limit_text(config: JobConfig, status: ServerStatus | None) -> str:
                 f"{config.training.policy.name}): another machine for it, or a policy that does not wait (doll, asp)"
             )
         case "partition":
-            return _of_partition(item)
+            return _partition_text(item)
         case "workers":
-            return _of_workers(config, status, item)
+            return _workers_text(config, status, item)
         case "updates":
             return (
                 f"{item.unread:,} records are unread, and the workers compute {item.share:.0%} of the time: they wait "
@@ -35,7 +35,7 @@ def limit_text(config: JobConfig, status: ServerStatus | None) -> str:
             )
 
 
-def _of_partition(item: Limit) -> str:
+def _partition_text(item: Limit) -> str:
     others = item.num_partitions - 1
     rest = f"its {others} other partition{'s' * (others > 1)} may move to others (data.rebalance_s); " if others else ""
     return (
@@ -45,7 +45,7 @@ def _of_partition(item: Limit) -> str:
     )
 
 
-def _of_workers(config: JobConfig, status: ServerStatus, item: Limit) -> str:
+def _workers_text(config: JobConfig, status: ServerStatus, item: Limit) -> str:
     workers = status.num_workers or config.data.workers
     partitions = sum(worker.partitions for worker in status.workers)
     places = min(config.data.places, partitions)

@@ -16,7 +16,7 @@ MAX_POINTS: Final = 480
 
 
 @dataclass
-class Span:
+class MarketSpan:
     """A time in which a slot's worker ran on one market; seconds on the job's clock.
 
     Attributes:
@@ -39,19 +39,19 @@ class MarketPoint(NamedTuple):
 
 
 class MarketHistory:
-    """What became of each slot, and what it cost."""
+    """The machines of each slot over time, and what they cost."""
 
     def __init__(self) -> None:
         self._begin()
 
     def _begin(self) -> None:
-        self.spans: list[deque[Span]] = []
+        self.spans: list[deque[MarketSpan]] = []
         self._points = Thinned[MarketPoint](MAX_POINTS)
         self._newest_s = -math.inf
 
     @property
     def points(self) -> dict[int, MarketPoint]:
-        """Some of the decisions by their number."""
+        """Decisions by their number, thinned out."""
         return self._points.points
 
     def feed(self, decision: Mapping[str, Any]) -> None:
@@ -87,4 +87,4 @@ class MarketHistory:
             if last.begin_s == at_s:
                 spans.pop()
         if market:
-            spans.append(Span(at_s, market))
+            spans.append(MarketSpan(at_s, market))

@@ -1,4 +1,4 @@
-"""What a job's consistency policy gave and cost, from the parameter server's measures. Pure."""
+"""The reads, times and bytes of a job's consistency policy, from the parameter server's measures. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import msgspec
 
-from doll.monitor.state.formats import byte_size, known, number, of
+from doll.amounts import byte_size, known, number
 from doll.records.control import Measures
 from doll.theory.staleness import Histogram
 
@@ -42,17 +42,17 @@ class BytesSent(msgspec.Struct, frozen=True):
 
     @property
     def pushed(self) -> int:
-        """From workers: contributions, of tables as well, and requests for rows."""
+        """Bytes from workers: contributions, of tables as well, and requests for rows."""
         return self.gradients + self.row_requests
 
     @property
     def fetched(self) -> int:
-        """To workers: weights, and rows of tables."""
+        """Bytes to workers: weights, and rows of tables."""
         return self.weights + self.rows
 
 
 class PolicySummary(msgspec.Struct, frozen=True):
-    """Of all reads, pushes and updates so far.
+    """The sums over all reads, pushes and updates so far.
 
     Attributes:
         blocked_s: time for which workers held a complete batch, were idle and had no grant, added up over the workers.
@@ -69,7 +69,7 @@ class PolicySummary(msgspec.Struct, frozen=True):
     void_batches: int = 0
 
     @classmethod
-    def of(cls, measures: Iterable[Measures]) -> Self | None:
+    def total(cls, measures: Iterable[Measures]) -> Self | None:
         """The sum of several servers' measures, one for each term; None without measures."""
         histogram, parts = Histogram(), list(measures)
         if not parts:
@@ -94,7 +94,7 @@ class PolicySummary(msgspec.Struct, frozen=True):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """For `report.json`; `msgspec.convert` with `strict=False` reads it."""
+        """Plain values for `report.json`; `msgspec.convert` with `strict=False` reads them."""
         plain: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
         pushed, fetched = self.bytes.pushed, self.bytes.fetched
         plain["bytes"] |= {"pushed": pushed, "fetched": fetched, "both_ways": pushed + fetched}
@@ -119,12 +119,12 @@ class PolicySummary(msgspec.Struct, frozen=True):
 
     @property
     def void_text(self) -> str:
-        """Behind the blocked time; "" where no batch was void, as under most policies."""
-        return f", {of(self.void_batches, None)} batches void" if self.void_batches else ""
+        """The void batches, to follow the blocked time; "" if there are none, as under most policies."""
+        return f", {self.void_batches:,} batches void" if self.void_batches else ""
 
     @property
     def bytes_text(self) -> str:
-        """Gradients as sent, and before coding where that is more."""
+        """Gradients as sent, and before coding if that is more."""
         sent = byte_size(self.bytes.gradients)
         if self.bytes.gradients_dense <= self.bytes.gradients:
             return sent
@@ -137,7 +137,7 @@ class PolicySummary(msgspec.Struct, frozen=True):
         return f"{weights} and rows {byte_size(self.bytes.rows)}" if self.bytes.rows else weights
 
     def text(self) -> str:
-        """In one line."""
+        """The summary in one line."""
         return (
             f"staleness {self.staleness_text}, workers blocked {self.blocked_text} of the time{self.void_text}, "
             f"gradients {self.bytes_text}, weights {self.weights_text}"

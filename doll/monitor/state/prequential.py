@@ -128,7 +128,7 @@ class LossTrend:
         self.best_version: int | None = None
 
     @classmethod
-    def of(cls, versions: Iterable[float], losses: Iterable[float]) -> LossTrend:
+    def without_windows(cls, versions: Iterable[float], losses: Iterable[float]) -> LossTrend:
         """The trend of losses without windows, as of held-out samples, which are the same each time."""
         trend = cls(1)
         for version, loss in zip(versions, losses, strict=True):
@@ -152,7 +152,7 @@ class LossTrend:
 
     @property
     def diverged(self) -> str:
-        """How far the loss has risen, where it is a hundred times what it was at first and at best; "" where it is not.
+        """How far the loss has risen, if it is a hundred times what it was at first and at best; "" if it is not.
         A model that has learned nothing has a loss like the first one: only steps that are too long take it far above.
         """
         before = max(abs(self.first), abs(self.best)) if self.best_version is not None else math.nan

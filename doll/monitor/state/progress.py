@@ -6,14 +6,15 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
+from doll.amounts import or_nan
 from doll.config import JobConfig, StdinSource
 from doll.ledger import offset_ranges
 from doll.ledger.balance import Range, named
 from doll.ledger.offset_ranges import Span
 from doll.monitor.state.history import History
 from doll.monitor.state.limit_text import limit_text
-from doll.monitor.state.newest_updates import NewestUpdates
 from doll.monitor.state.policy_summary import PolicySummary
 from doll.monitor.state.prequential import Means
 from doll.monitor.state.rates import (
@@ -38,15 +39,17 @@ from doll.records.control import (
 from doll.theory.queueing import Stability
 
 EVENTS_KEPT = 6
-# A rate that is shown was measured over `DROP_S` behind the start, which takes as long, or more.
+# A rate that is shown was measured from `DROP_S` after the start, which takes as long, or more.
 MIN_SPAN_FOR_RATE_S = 2 * DROP_S
 MIN_UPDATES_FOR_RATE = 5
+MAX_UPDATES: Final = 200  # the newest ones, which are kept with their batches:
+MAX_MEMBERS: Final = 20_000  # one of a job with 1,000 workers may have as many
 STALL_REPORT_S = 10.0  # a worker that is replaced leaves the others short for a while
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLine:
-    """The state of one worker; None, NaN or "" where nothing is known.
+    """The state of one worker; None, NaN or "" if nothing is known.
 
     Attributes:
         is_live: None before the first process of this worker has joined.
@@ -117,7 +120,7 @@ class DeadLetterCounts:
 
 
 def skipped_text(skipped: Sequence[tuple[str, int]]) -> str:
-    """`1,008 samples skipped: 1,000 tombstone, 8 bot`; empty where none is."""
+    """`1,008 samples skipped: 1,000 tombstone, 8 bot`; empty if none is."""
     if not skipped:
         return ""
     total = sum(samples for _, samples in skipped)
@@ -142,15 +145,15 @@ class JobSnapshot:
     margin: Stability
     service_s: float
     durable_version: int | None
-    waiting_batches: int | None
     workers: tuple[WorkerLine, ...]
-    sent: int | None
-    send_rate_per_s: float
-    eta_s: float
-    eta_sd_s: float
     ps_restarts: int
-    events: tuple[tuple[float, str], ...]
     finished: str | None
+    waiting_batches: int | None = None
+    sent: int | None = None
+    send_rate_per_s: float = math.nan
+    eta_s: float = math.nan
+    eta_sd_s: float = math.nan
+    events: tuple[tuple[float, str], ...] = ()
     lost: tuple[Range, ...] = ()  # offsets that were deleted before they were learned
     costs: str = ""  # machines and their cost, if they are provisioned
     policy: PolicySummary | None = None  # what its consistency policy gave and cost
@@ -183,7 +186,8 @@ class ProgressModel:
         self._slow_workers: set[int] = set()
         self._waiting: dict[int, str] = {}  # for what a worker waits to decode records
         self._lost: dict[int, list[Span]] = {}
-        self._newest = NewestUpdates()
+        self._newest: deque[Update] = deque()
+        self._num_members = 0
         self.next_offsets: dict[int, int] = {}  # per partition: one above the last offset in an update
         self.served_by: dict[int, int] = {}  # per partition: the worker whose batch was in an update last
         self._events: deque[tuple[float, str]] = deque(maxlen=EVENTS_KEPT)
@@ -208,13 +212,14 @@ class ProgressModel:
             self._status = None
             self._measures.clear()
             self._gone_since_s.clear()
-            self._newest = NewestUpdates()
+            self._newest.clear()
+            self._num_members = 0
             self._worker_rates = WorkerRates()
         if isinstance(record, TermStarted) and record.resumed_version == 0:
             self.next_offsets = dict(enumerate(record.origins))
         elif isinstance(record, Update):
             if record.version == self.history.version:
-                self._newest.add(record)
+                self._keep(record)
             for member in record.members:
                 self.next_offsets[member.partition] = member.hi
                 self.served_by[member.partition] = member.worker
@@ -228,7 +233,13 @@ class ProgressModel:
     @property
     def newest_updates(self) -> Sequence[Update]:
         """The newest ones with their batches, oldest first."""
-        return self._newest.updates
+        return self._newest
+
+    def _keep(self, update: Update) -> None:
+        self._newest.append(update)
+        self._num_members += len(update.members)
+        while len(self._newest) > MAX_UPDATES or (self._num_members > MAX_MEMBERS and len(self._newest) > 1):
+            self._num_members -= len(self._newest.popleft().members)
 
     def _measured(self, record: Metric) -> None:
         self._metrics[record.source] = record.values
@@ -342,7 +353,7 @@ class ProgressModel:
         return steady_update_rate(times_s) if is_over else math.nan
 
     def margin(self) -> Stability:
-        """Proposition 1 with the measured service time of a batch; NaN where it does not hold."""
+        """Proposition 1 with the measured service time of a batch; NaN if it does not hold."""
         if not self.config.training.policy.serial_updates:
             return Stability(math.nan, math.nan)
         rates = self.arrival_rates_per_s()
@@ -390,8 +401,8 @@ class ProgressModel:
         return tuple(lines)
 
     def policy_summary(self) -> PolicySummary | None:
-        """What the policy gave and cost, over all terms; None before the first status."""
-        return PolicySummary.of(self._measures.values())
+        """The reads, times and bytes of the policy, over all terms; None before the first status."""
+        return PolicySummary.total(self._measures.values())
 
     def metric(self, source: str, name: str) -> float | None:
         """The last value of one metric of one process."""
@@ -402,6 +413,7 @@ class ProgressModel:
         history = self.history
         evaluation = history.evaluations.last()
         measured, left = self.rate_measured(), self.updates_left()
+        sent = self.metric(names.PRODUCER, names.DELIVERED_TOTAL)
         return JobSnapshot(
             job=self.config.job,
             seconds=now_s - self._started_s,
@@ -419,8 +431,8 @@ class ProgressModel:
             durable_version=None if self._status is None else self._status.durable_version,
             waiting_batches=None if self._status is None else self._status.waiting_batches,
             workers=self.worker_lines(),
-            sent=_int_or_none(self.metric(names.PRODUCER, names.DELIVERED_TOTAL)),
-            send_rate_per_s=_or_nan(self.metric(names.PRODUCER, names.RATE_PER_S)),
+            sent=None if sent is None or not math.isfinite(sent) else int(sent),
+            send_rate_per_s=or_nan(self.metric(names.PRODUCER, names.RATE_PER_S)),
             eta_s=left / measured if measured > 0 else math.nan,
             eta_sd_s=remaining_sd_s(history.updates.valid("time_s"), left),
             ps_restarts=history.restarts,
@@ -471,11 +483,3 @@ def _lost(record: Metric) -> Range | None:
         return None
     partition, lo, hi = map(int, lost)
     return Range(partition, lo, hi)
-
-
-def _int_or_none(value: float | None) -> int | None:
-    return None if value is None or not math.isfinite(value) else int(value)
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value

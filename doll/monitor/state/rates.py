@@ -50,7 +50,7 @@ def steady_update_rate(
 
 
 def remaining_sd_s(times_s: npt.NDArray[np.float64], updates_left: float) -> float:
-    """The standard deviation of the seconds that so many more updates take; NaN where no rate is known yet.
+    """The standard deviation of the seconds that so many more updates take; NaN if no rate is known yet.
 
     The gaps between updates count as independent: n of them differ from n times their mean, and the mean of the m
     measured ones is not exact. So the variance is s² (n + n²/m).
@@ -116,7 +116,7 @@ class _Batch(NamedTuple):
 
 
 class WorkerPace(NamedTuple):
-    """What a worker did over the last `RATE_WINDOW_S` of the job's updates; NaN before updates span any time.
+    """The pace of a worker over the last `RATE_WINDOW_S` of the job's updates; NaN before updates span any time.
 
     Attributes:
         samples_per_s: applied.
@@ -130,7 +130,7 @@ class WorkerPace(NamedTuple):
 
 
 class WorkerRates:
-    """What the batches of each worker took, of those that were applied in the last `RATE_WINDOW_S`."""
+    """The times of each worker's batches that were applied in the last `RATE_WINDOW_S`."""
 
     def __init__(self) -> None:
         self._batches: deque[_Batch] = deque()
@@ -155,7 +155,7 @@ class WorkerRates:
         sums[3] += sign * batch.waiting_s
 
     def pace(self, worker: int) -> WorkerPace:
-        """Of one worker."""
+        """The pace of one worker."""
         if not self._batches:
             return WorkerPace()
         span_s = min(RATE_WINDOW_S, self._batches[-1].time_s - self._first_s)

@@ -1,4 +1,4 @@
-"""What a model server says of itself over time: the versions that answer, requests, and how long they took. Pure."""
+"""The readings of a model server over time: versions that answer, requests, and how long they took. Pure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Reading:
 
 
 class Interval(NamedTuple):
-    """Between two readings; a latency is NaN where nothing was asked."""
+    """The time between two readings; a latency is NaN without requests."""
 
     at_s: float  # since the first reading
     per_s: float
@@ -60,7 +60,7 @@ class ServedModel:
     Attributes:
         newest: None before the first.
         last: the newest interval in which something was asked.
-        problem: why there is no newer reading; "" where there is.
+        problem: why there is no newer reading; "" if there is.
     """
 
     newest: Reading | None = None
@@ -71,7 +71,7 @@ class ServedModel:
 
     @property
     def intervals(self) -> Mapping[int, Interval]:
-        """Some of them by their number."""
+        """Intervals by their number, thinned out."""
         return self._intervals.points
 
     def add(self, reading: Reading) -> None:

@@ -1,4 +1,4 @@
-"""What of the rows of tables differs between two versions. Pure.
+"""The rows of tables that differ between two versions. Pure.
 
 Tables are read as they are in checkpoints (`doll.ps.tables`): `table.NAME.values` has the rows, and of a bounded table
 `table.NAME.ids` says which id each row is of; a negative one is of a free place.
@@ -7,7 +7,7 @@ Tables are read as they are in checkpoints (`doll.ps.tables`): `table.NAME.value
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ _CHUNK: Final = 65_536  # rows that are subtracted at once
 
 @dataclass(frozen=True, kw_only=True)
 class TableChange:
-    """Of one table, from an earlier version to a later one.
+    """The changes of one table, from an earlier version to a later one.
 
     Attributes:
         rows: that both have.
@@ -44,7 +44,7 @@ class TableChange:
 
 
 def table_changes(a: Tensors, b: Tensors) -> dict[str, TableChange]:
-    """What differs, by the name of each table of one of these checkpoints; tables whose rows have another width in `b`
+    """The changes by the name of each table of one of these checkpoints. Tables whose rows have another width in `b`
     are other tables: all rows are gone, and all are new."""
     before, after = _tables(a), _tables(b)
     nothing = Rows(np.zeros(0, np.int64), np.zeros((0, 0), np.float32))
@@ -76,7 +76,8 @@ def _change(a: Rows, b: Rows) -> TableChange:
         return TableChange(rows=0, changed=0, new=len(b.ids), gone=len(a.ids), largest=0.0, most=())
     ids, in_a, in_b = np.intersect1d(a.ids, b.ids, assume_unique=True, return_indices=True)
     changed, largest, most = 0, 0.0, list[tuple[float, int]]()
-    for chunk in _chunks(len(ids)):
+    for begin in range(0, len(ids), _CHUNK):
+        chunk = slice(begin, begin + _CHUNK)
         x, y = a.values[in_a[chunk]], b.values[in_b[chunk]]
         differs = (x != y).any(axis=1)
         changed += int(differs.sum())
@@ -84,15 +85,10 @@ def _change(a: Rows, b: Rows) -> TableChange:
         largest = max(largest, float(np.abs(step).max(initial=0.0)))
         lengths = np.linalg.norm(step, axis=1)
         furthest = np.argsort(-lengths, kind="stable")[:_TOP]
-        # The lower id first where two have moved as far.
-        found_here = zip(lengths[furthest].tolist(), (-ids[chunk][differs][furthest]).tolist(), strict=True)
-        most = heapq.nlargest(_TOP, [*most, *found_here])
+        # The lower id first if two have moved as far.
+        furthest_here = zip(lengths[furthest].tolist(), (-ids[chunk][differs][furthest]).tolist(), strict=True)
+        most = heapq.nlargest(_TOP, [*most, *furthest_here])
     return TableChange(
         rows=len(ids), changed=changed, new=len(b.ids) - len(ids), gone=len(a.ids) - len(ids), largest=largest,
         most=tuple((-number, length) for length, number in most),
     )  # fmt: skip
-
-
-def _chunks(count: int) -> Iterator[slice]:
-    for begin in range(0, count, _CHUNK):
-        yield slice(begin, begin + _CHUNK)

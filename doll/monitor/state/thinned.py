@@ -26,7 +26,7 @@ class Thinned(Generic[T]):
         self.replace(point)
 
     def replace(self, point: T) -> None:
-        """What is now known of the newest one."""
+        """Replace the newest one."""
         if self._number % self._step:
             return
         self.points[self._number] = point

@@ -1,4 +1,4 @@
-"""What is known of each version that a job keeps: its lineage, errors, cost and names. Pure.
+"""The versions that a job keeps: lineage, errors, cost and names of each. Pure.
 
 Nothing is measured here: a checkpoint says what its model has learned, the records of updates and of the evaluator have
 the errors, and the provisioner's decisions what had been spent by then.
@@ -28,7 +28,7 @@ _WINDOW: Final = 50  # updates of a prequential mean, as everywhere
 _PREQUENTIAL: Final = "prequential_"
 
 Row = Mapping[str, float]
-"""Of a `doll.monitor.state.history.Table`, or of the CSV file that one was written to."""
+"""A row of a `doll.monitor.state.history.MetricTable`, or of the CSV file that one was written to."""
 
 
 class _State(SnapshotCounts, frozen=True):
@@ -41,8 +41,8 @@ class _State(SnapshotCounts, frozen=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobRecords:
-    """What a job's records say of its versions.
+class VersionRecords:
+    """The records of a job that concern its versions.
 
     Attributes:
         updates, evaluations: rows of the tables of `doll.monitor.state.history`.
@@ -56,18 +56,18 @@ class JobRecords:
 
 @dataclass(frozen=True, kw_only=True)
 class VersionLine:
-    """One version that is kept. NaN, None or "" where something is not known.
+    """One version that is kept. NaN, None or "" if something is not known.
 
     Attributes:
         term: of the server that saved it.
         saved_s: Unix time.
-        offsets: of each partition, the first offset of the job and the one behind the last that was learned.
+        offsets: of each partition, the first offset of the job and the one after the last that was learned.
         policy, recipe: how it was learned: the name of the policy, and the keys of `training` in its fingerprint.
         elapsed_s: seconds of learning.
         prequential, held_out: losses and metrics by name. The first are means over the last 50 updates.
         cost_usd: of provisioned machines, until then.
         fingerprint: of the job file and the model.
-        code: digest of the task's source.
+        code: checksum of the task's source.
         aliases, is_pinned: its marks.
         notes: what else is to be known, one sentence each.
     """
@@ -101,8 +101,10 @@ class VersionLine:
         return asdict(self) | {"digest": self.digest}
 
 
-def version_line(item: StoredVersion, head: CheckpointHead, marks: VersionMarks, records: JobRecords) -> VersionLine:
-    """What is known of a stored checkpoint.
+def version_line(
+    item: StoredVersion, head: CheckpointHead, marks: VersionMarks, records: VersionRecords
+) -> VersionLine:
+    """The line of a stored checkpoint.
 
     Raises:
         CheckpointError: its state is of another release.
@@ -115,13 +117,13 @@ def version_line(item: StoredVersion, head: CheckpointHead, marks: VersionMarks,
         ) from exc
     fields = parse(head.fingerprint)
     updates = [row for row in records.updates if _counts(row, item, state.rollbacks)]
-    made = next((row for row in reversed(updates) if row["version"] == item.version), None)
+    until_s = next((row["time_s"] for row in reversed(updates) if row["version"] == item.version), item.saved_s)
     return VersionLine(
         version=item.version, term=item.term, saved_s=item.saved_s, size_bytes=item.size_bytes,
         samples=state.samples_total, offsets=tuple(zip(state.first_offsets, state.read_until, strict=True)),
         policy=state.policy, recipe={key: value for key, value in fields.items() if key.startswith("training.")},
         elapsed_s=state.elapsed_s, prequential=_prequential(updates), held_out=_held_out(records.evaluations, item),
-        cost_usd=_cost(records.spent_usd, item.saved_s if made is None else made["time_s"]),
+        cost_usd=next((usd for time_s, usd in reversed(records.spent_usd) if time_s <= until_s), math.nan),
         fingerprint=head.fingerprint, code=head.code, aliases=tuple(marks.aliases_of(item.version)),
         is_pinned=item.version in marks.pins, init_from=state.init_from, grid=len(state.earlier_grids),
         notes=tuple(rollback.text() for rollback in state.rollbacks),
@@ -129,7 +131,7 @@ def version_line(item: StoredVersion, head: CheckpointHead, marks: VersionMarks,
 
 
 def _counts(row: Row, item: StoredVersion, rollbacks: Sequence[Rollback] = ()) -> bool:
-    """Whether an update is in a version. One that was voided since is, where the same server saved the version."""
+    """Whether an update is in a version. One that was voided since is, if the same server saved the version."""
     term, version = row.get("term", 0), row.get("version", math.inf)
     is_void = bool(row.get("void")) and term != item.term
     return not is_void and version <= item.version and not is_left(rollbacks, int(term), int(version))
@@ -155,13 +157,9 @@ def _held_out(evaluations: Sequence[Row], item: StoredVersion) -> dict[str, floa
     return {}
 
 
-def _cost(spent_usd: Sequence[tuple[float, float]], until_s: float) -> float:
-    return next((usd for time_s, usd in reversed(spent_usd) if time_s <= until_s), math.nan)
-
-
 @dataclass(frozen=True, kw_only=True)
 class VersionDiff:
-    """What lies between two versions.
+    """The difference of two versions.
 
     Attributes:
         offsets: of each partition, what was learned from the earlier one's end to the later one's, and which offsets.
@@ -178,7 +176,7 @@ class VersionDiff:
 
     @property
     def offsets(self) -> tuple[tuple[int, int], ...]:
-        """Of each partition, the ends of what both have learned."""
+        """The ends of what both have learned, of each partition."""
         ends = [[end for _, end in line.offsets] for line in (self.a, self.b)]
         count = max(map(len, ends))
         first, last = ([*row, *[0] * (count - len(row))] for row in ends)
@@ -196,7 +194,7 @@ class VersionDiff:
 
 
 def changes_between(a: VersionLine, b: VersionLine) -> str:
-    """What of the job file and the model is another, in words."""
+    """The differences of job file and model, in words."""
     before, now = parse(a.fingerprint), parse(b.fingerprint)
     text = differences(before, now)
     code = "" if a.code == b.code or not (a.code and b.code) else f"code of the task: expected {a.code}, got {b.code}"
@@ -204,5 +202,5 @@ def changes_between(a: VersionLine, b: VersionLine) -> str:
 
 
 def model_fields(line: VersionLine) -> dict[str, str]:
-    """What the fingerprint says of the model."""
+    """The fields of the fingerprint that concern the model."""
     return {key: value for key, value in parse(line.fingerprint).items() if key in MODEL_KEYS}

@@ -1,4 +1,4 @@
-"""What a page shows of a job that runs: the state that the terminal shows, and the newest records behind it. Pure.
+"""The state of a running job for its page: what the terminal shows, and the newest records. Pure.
 
 It keeps a bounded number of updates, dead letters and decisions, so that it takes no more memory the longer a job runs.
 """
@@ -42,7 +42,7 @@ Event = tuple[float, str]  # Unix seconds, and what happened
 
 
 class ProcessEvent(msgspec.Struct, frozen=True):
-    """What happened to a process of a run on one machine.
+    """An event of a process of a run on one machine.
 
     Attributes:
         restarted: the role or service that was restarted; "": none was.
@@ -55,7 +55,7 @@ class ProcessEvent(msgspec.Struct, frozen=True):
 
 @dataclass
 class Decisions:
-    """What the provisioner has decided, as its journal has it (`doll.provisioner.decision.Decision.to_dict`).
+    """Decisions of the provisioner, as its journal has them (`doll.provisioner.decision.Decision.to_dict`).
 
     Attributes:
         newest: empty before the first.
@@ -103,21 +103,21 @@ class KeptVersions:
 
 @dataclass(frozen=True)
 class PageState:
-    """What a page is made of, of a job that runs or of a run that has ended.
+    """The state behind a page, of a job that runs or of a run that has ended.
 
     Attributes:
         now_s: Unix seconds of the newest record.
         is_live: records still come.
         report: `report.json`; empty before the end.
-        continuity: None where only a report is left.
+        continuity: None if only a report is left.
         silent_s: seconds since the last heartbeat of each role that is silent for longer than allowed.
         updates, letters, events: the newest ones, oldest first.
         last_events: of each worker.
         next_offsets, served_by: as of `ProgressModel`.
         restarts: of roles and services, as far as this machine started them.
-        kept: of its checkpoints, read where a version is opened; None: not read, or they cannot be.
+        kept: of its checkpoints, read when a version is opened; None: not read, or they cannot be.
         served: what its model server says; None: none is watched.
-        problem: why the page may not show the newest state; "" where it does.
+        problem: why the page may not show the newest state; "" if it does.
     """
 
     config: JobConfig
@@ -215,7 +215,7 @@ class WatchedJob:
             self._events.append((status.time_s, f"{subject}: {text}"))
 
     def state(self, now_s: float, unix_s: float, *, problem: str = "") -> PageState:
-        """At monotonic `now_s` and Unix `unix_s`; what it refers to changes with the next record."""
+        """The state at monotonic `now_s` and Unix `unix_s`; what it refers to changes with the next record."""
         progress, snapshot = self.progress, self.progress.snapshot(now_s)
         has_ended = snapshot.finished is not None
         return PageState(

@@ -1,1 +1,1 @@
-"""What people and Prometheus are shown of it: text, pages, reports, metrics."""
+"""Views for people and Prometheus: text, pages, reports, metrics."""

@@ -1,4 +1,5 @@
-"""Runs of one job under several policies, side by side: read from their run folders, as a table and as plain values."""
+"""Runs of one job under several policies, side by side: read from their run folders, as a table, as plain values, and
+as the page shows them."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from doll.amounts import usd
+from doll.amounts import aligned, clock, known, number, or_nan, usd
 from doll.config import JobConfig
 from doll.errors import ConfigError
-from doll.monitor.state.csv_file import read_rows
-from doll.monitor.state.formats import aligned, clock, known, number, of
+from doll.monitor.state.csv_file import rows_if_any
 from doll.monitor.state.policy_summary import PolicySummary
-from doll.monitor.views.panels import moving_mean
+from doll.monitor.views.page import points
+from doll.monitor.views.panels import moving_mean, staleness_panel
 from doll.process.files import json_safe, read_json
 from doll.theory.cost import SECONDS_PER_HOUR
 
@@ -31,16 +32,8 @@ COLUMNS: Final = (
     "policy", "step", "time to loss", "samples to loss", "time", "samples", "updates", "loss", "gradients", "weights",
     "staleness", "blocked", "USD",
 )  # fmt: skip
-_PLAIN: Final = (
-    "ok",
-    "outcome",
-    "seconds",
-    "samples",
-    "updates",
-    "usd",
-    "folder",
-    "step_factor",
-)  # for `--json`, as they are
+# For `--json`, as they are.
+_PLAIN: Final = ("ok", "outcome", "seconds", "samples", "updates", "usd", "folder", "step_factor")
 
 _UNEQUAL_STEPS: Final = (
     "the same training.optimizer.lr makes steps of different sizes here (column step): before you call a policy worse, "
@@ -79,7 +72,7 @@ class LossCurve:
 
     @property
     def last(self) -> float:
-        """The loss at the end, NaN also where it is not finite any more."""
+        """The loss at the end, NaN also if it is not finite any more."""
         return float(self.loss[-1]) if len(self.loss) else math.nan
 
     def reached(self, target: float) -> Reached | None:
@@ -121,7 +114,7 @@ class PolicyRun:
 
     @property
     def name(self) -> str:
-        """Of its folder; of a run that has none, its label."""
+        """The name of its folder, or its label if it has none."""
         return Path(self.folder).name or self.label
 
     @property
@@ -134,7 +127,7 @@ class PolicyRun:
 
 
 def workers_usd_per_h(config: JobConfig) -> float:
-    """Price of all workers; NaN where the job has none."""
+    """Price of all workers; NaN if the job has none."""
     price = config.plan.on_demand_usd_per_h
     return math.nan if price is None else config.data.workers * config.machines_per_worker * price
 
@@ -157,8 +150,7 @@ def read_run(label: str, folder: Path, *, usd_per_h: float) -> PolicyRun:
             label, NO_REPORT, ok=False, updates=updates, samples=samples, losses=losses, folder=str(folder)
         )
     error, audit = report.get("error"), report.get("audit")
-    seconds, measures = report.get("training_seconds"), report.get("measures")
-    seconds = math.nan if seconds is None else float(seconds)
+    seconds, measures = or_nan(report.get("training_seconds")), report.get("measures")
     return PolicyRun(
         label,
         str(error or report.get("reason", "")),
@@ -175,7 +167,10 @@ def read_run(label: str, folder: Path, *, usd_per_h: float) -> PolicyRun:
 
 
 def _losses(folder: Path) -> dict[LossKind, LossCurve]:
-    updates, evaluations = (_rows(folder / name) for name in ("updates.csv", "evaluations.csv"))
+    updates, evaluations = (
+        [row for row in rows_if_any(folder / name) if not row.get("void")]
+        for name in ("updates.csv", "evaluations.csv")
+    )
     if not updates:
         return {"held-out": NO_LOSSES, "prequential": NO_LOSSES}
     time_s, version, samples, n_samples, loss, weight = (
@@ -191,14 +186,6 @@ def _losses(folder: Path) -> dict[LossKind, LossCurve]:
     at = np.array([made[int(row["version"])] for row in known_rows], dtype=np.intp)
     held_out = LossCurve(since_s[at], samples[at], version[at], np.array([row["loss"] for row in known_rows]))
     return {"held-out": held_out, "prequential": prequential}
-
-
-def _rows(path: Path) -> list[dict[str, float]]:
-    """The rows of a table that are not void; none if there is no such file."""
-    try:
-        return [row for row in read_rows(path) if not row.get("void")]
-    except OSError:
-        return []
 
 
 @dataclass(frozen=True)
@@ -219,7 +206,7 @@ class Comparison:
 
     @property
     def kind(self) -> LossKind:
-        """Held-out loss where every policy that has learned has been evaluated, else prequential loss."""
+        """Held-out loss if every policy that has learned has been evaluated, else prequential loss."""
         learned = [run for run in self.runs if run.updates]
         return "held-out" if learned and all(len(run.loss("held-out").loss) for run in learned) else "prequential"
 
@@ -243,39 +230,38 @@ class Comparison:
 
     def text(self) -> str:
         """The table, with what its columns mean."""
-        columns = zip(COLUMNS, *map(self.cells, self.runs), strict=True)
-        known_columns = [column for column in columns if set(column[1:]) != {"-"}]
-        lines = [self.headline(), *aligned(list(zip(*known_columns, strict=True)))] if self.runs else []
+        lines = [self.headline(), *aligned(self.table())] if self.runs else []
         lines += [f"{run.label}: {'' if run.ok else 'failed: '}{_in_short(run.outcome)}" for run in self.runs]
         if self.missing:
             lines.append(f"not run: {', '.join(self.missing)}")
-        notes = [*self.notes, *([_UNEQUAL_STEPS] if self._has_unequal_steps else [])]
-        lines += [f"note: {note}" for note in notes]
-        return "\n".join(lines)
-
-    @property
-    def _has_unequal_steps(self) -> bool:
-        return len({f"{run.step_factor:.3g}" for run in self.runs if known(run.step_factor)}) > 1
+        factors = {f"{run.step_factor:.3g}" for run in self.runs if known(run.step_factor)}
+        notes = [*self.notes, *([_UNEQUAL_STEPS] if len(factors) > 1 else [])]
+        return "\n".join([*lines, *(f"note: {note}" for note in notes)])
 
     def headline(self) -> str:
-        """What the times are for."""
+        """The loss that the times are for."""
         if not known(self.target_loss):
             return f"{self.job}: no loss"
         why = "" if self.target is not None else ", the best that every policy reached"
         return f"{self.job}: time and samples to a {self.kind} loss of {number(self.target_loss)}{why}"
 
+    def table(self) -> list[tuple[str, ...]]:
+        """The header and a row for each run, without columns in which nothing is known."""
+        columns = zip(COLUMNS, *map(self.cells, self.runs), strict=True)
+        return list(zip(*(column for column in columns if set(column[1:]) != {"-"}), strict=True))
+
     def cells(self, run: PolicyRun) -> tuple[str, ...]:
-        """What the columns of `COLUMNS` say of a run; "-" for what is not known."""
-        reached, summary = self.reached(run), run.summary
+        """The cells of a run under `COLUMNS`; "-" for what is not known."""
+        reached, summary, last = self.reached(run), run.summary, run.loss(self.kind).last
         return (
             run.label,
             f"{run.step_factor:.3g} x bsp" if known(run.step_factor) else "-",
             "-" if reached is None else clock(reached.seconds),
-            "-" if reached is None else of(reached.samples, None),
+            "-" if reached is None else f"{reached.samples:,}",
             clock(run.seconds) or "-",
-            of(run.samples, None),
-            of(run.updates, None),
-            _or_dash(run.loss(self.kind).last),
+            f"{run.samples:,}",
+            f"{run.updates:,}",
+            number(last) if known(last) else "-",
             "-" if summary is None or not summary.bytes.gradients_dense else summary.bytes_text,
             "-" if summary is None or not summary.bytes.weights else summary.weights_text,
             "-" if summary is None or not summary.staleness.reads else summary.staleness_text,
@@ -284,7 +270,7 @@ class Comparison:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """For `--json`: numbers with their units in their names; None where nothing was measured."""
+        """Plain values for `--json`: numbers with their units in their names, and None if nothing was measured."""
         content: dict[str, Any] = json_safe(
             {
                 "job": self.job,
@@ -312,11 +298,38 @@ class Comparison:
         }
 
 
+def comparison_page(comparison: Comparison) -> dict[str, Any]:
+    """All that the page shows; what is known of no run has no column."""
+    runs, target = comparison.runs, comparison.target_loss
+    heads, *rows = comparison.table()
+    reads = {run.label: run.summary.staleness.histogram for run in runs if run.summary and run.summary.staleness.reads}
+    return {
+        "job": comparison.job,
+        "headline": comparison.headline().removeprefix(f"{comparison.job}: ") if runs else "no run yet",
+        "columns": [*heads, "outcome"],
+        "runs": {run.name: _row(run, row) for run, row in zip(runs, rows, strict=True)},
+        "curves": {run.name: _curves(run.loss(comparison.kind)) for run in runs},
+        "kind": comparison.kind,
+        **({"target": float(f"{target:.5g}")} if known(target) else {}),
+        "missing": comparison.missing,
+        "notes": list(comparison.notes),
+        "panels": [staleness_panel(reads)] if reads else [],
+    }
+
+
+def _row(run: PolicyRun, cells: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        "label": run.label,
+        "cells": [*cells, "no report yet" if run.is_open else run.outcome.strip().partition("\n")[0]],
+        "tone": "good" if run.ok else "none" if run.is_open else "bad",
+    }
+
+
+def _curves(curve: LossCurve) -> dict[str, Any]:
+    return {"seconds": points(curve.seconds, curve.loss), "samples": points(curve.samples, curve.loss)}
+
+
 def _in_short(text: str) -> str:
     """The first and the last line: between them an error has the end of a log."""
     first, *more = text.strip().splitlines() or [""]
     return f"{first} ... {more[-1].strip()}" if more else first
-
-
-def _or_dash(value: float) -> str:
-    return number(value) if known(value) else "-"

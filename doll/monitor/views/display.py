@@ -15,9 +15,8 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from doll.amounts import usd
+from doll.amounts import clock, known, number, out_of, usd
 from doll.config import StopConfig
-from doll.monitor.state.formats import clock, known, number, of
 from doll.monitor.state.progress import JobSnapshot
 from doll.monitor.views.text import TEXT_COLUMNS, WORKER_COLUMNS, one_line, verdict, worker_cells
 
@@ -71,10 +70,8 @@ class Display:
         return None
 
 
-class LiveDisplay(Display):
-    """A panel that is redrawn in place; messages scroll above it."""
-
-    _every_s = REFRESH_EVERY_S
+class LivePanel:
+    """A panel that is redrawn in place on standard error; messages scroll above it."""
 
     def __enter__(self) -> Self:
         # No refresh thread: `show` draws.
@@ -88,6 +85,12 @@ class LiveDisplay(Display):
     def _print(self, line: str) -> None:
         self._live.console.print(line, markup=False, highlight=False)
         self._live.refresh()
+
+
+class LiveDisplay(LivePanel, Display):
+    """Shows the progress of a job in a panel."""
+
+    _every_s = REFRESH_EVERY_S
 
     def _draw(self, snapshot: JobSnapshot) -> None:
         self._live.update(panel(snapshot, self._stop), refresh=True)
@@ -128,8 +131,8 @@ def _fields(snapshot: JobSnapshot, stop: StopConfig) -> list[tuple[str, str]]:
     source = "" if snapshot.rate_stated else " (λ measured)"
     means, policy = snapshot.prequential, snapshot.policy
     return [
-        ("updates", of(snapshot.updates, stop.updates)),
-        ("samples", of(snapshot.samples, stop.samples)),
+        ("updates", out_of(snapshot.updates, stop.updates)),
+        ("samples", out_of(snapshot.samples, stop.samples)),
         ("preq. loss", number(means.loss)),
         ("held-out loss", number(snapshot.held_out_loss) + loss_goal),
         ("preq. accuracy", number(means.metrics.get("accuracy", math.nan))),
@@ -140,7 +143,7 @@ def _fields(snapshot: JobSnapshot, stop: StopConfig) -> list[tuple[str, str]]:
         ("batch μ_C", f"{number(1000 * snapshot.service_s)} ms"),
         ("durable version", "?" if snapshot.durable_version is None else str(snapshot.durable_version)),
         ("waiting batches", "?" if snapshot.waiting_batches is None else str(snapshot.waiting_batches)),
-        ("samples sent", "?" if snapshot.sent is None else of(snapshot.sent, None)),
+        ("samples sent", "?" if snapshot.sent is None else f"{snapshot.sent:,}"),
         ("send rate", f"{number(snapshot.send_rate_per_s)} /s"),
         ("staleness", "?" if policy is None else policy.staleness_text),
         ("workers blocked", "?" if policy is None else policy.blocked_text + policy.void_text),

@@ -1,5 +1,5 @@
 """A job as the live page shows it at a glance, as plain values: four questions, the workers, curves, and lists of the
-records behind them. Pure.
+records. Pure.
 
 The texts and numbers come from the state that the terminal shows, and a browser only draws them. Numbers are rounded to
 what is shown, since the server sends what has changed. What is not known is left out.
@@ -9,22 +9,19 @@ what is shown, since the server sends what has changed. What is not known is lef
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from doll.amounts import usd, usd_range
+from doll.amounts import clock, clock_range, known, number, out_of, usd, usd_range
 from doll.ledger.balance import named
-from doll.monitor.state.formats import clock, clock_range, known, number, of
 from doll.monitor.state.history import EVALUATION_COLUMNS
-from doll.monitor.state.newest_updates import MAX_UPDATES
 from doll.monitor.state.policy_summary import PolicySummary
-from doll.monitor.state.progress import WorkerLine, skipped_text
+from doll.monitor.state.progress import MAX_UPDATES, WorkerLine, skipped_text
 from doll.monitor.state.watched_job import PageState
-from doll.monitor.views.page_market import market
-from doll.monitor.views.page_served import served
+from doll.monitor.views.page_parts import market, served
 from doll.monitor.views.panels import moving_mean
 from doll.monitor.views.text import table_lines, verdict
 from doll.monitor.views.verdicts import blind, elapsed_s, forecast_s, pause, silent_text, verdicts
@@ -36,12 +33,6 @@ Fact = tuple[str, str]  # what it is, and its value
 
 MAX_POINTS: Final = 240  # of a curve, up to twice as many; more points than pixels only take time
 LISTED: Final = 50  # of each list
-QUESTIONS: Final = {
-    "learning": "Is it learning?",
-    "progress": "Is it on time and on budget?",
-    "safety": "Is it safe?",
-    "work": "Who works?",
-}
 _MOST_METRICS: Final = 4
 
 
@@ -74,7 +65,7 @@ def _updates(state: PageState) -> dict[str, list[Any]]:
     void = state.history.updates.void_of(MAX_UPDATES)
     rows: dict[str, list[Any]] = {}
     for item in _newest(state.updates):
-        samples = of(item.n_samples, None) + (", void" if (item.term, item.version) in void else "")
+        samples = f"{item.n_samples:,}" + (", void" if (item.term, item.version) in void else "")
         rows[str(item.version)] = [samples, number(item.loss), len(item.members)]
     return rows
 
@@ -96,10 +87,9 @@ def _job(state: PageState) -> dict[str, Any]:
         "is_seen": not unseen,
         "time": clock(elapsed_s(state)),
         "now_s": round(state.now_s, 1),
-        "shape": f"{of(len(snapshot.workers), None)} workers, b = {data.batch_size}, K = {config.group_size}, "
-        f"policy {policy}",
-        "doing": f"{of(snapshot.updates, config.stop.updates)} updates, {of(snapshot.samples, config.stop.samples)} "
-        "samples",
+        "shape": f"{len(snapshot.workers):,} workers, b = {data.batch_size}, K = {config.group_size}, policy {policy}",
+        "doing": f"{out_of(snapshot.updates, config.stop.updates)} updates, "
+        f"{out_of(snapshot.samples, config.stop.samples)} samples",
     }
 
 
@@ -109,7 +99,9 @@ def _questions(state: PageState) -> dict[str, dict[str, Any]]:
         name: {"tone": tone, "verdict": text, "facts": [list(fact) for fact in facts[name](state) if fact[1]]}
         for name, (tone, text) in verdicts(state).items()
     }
-    shown["progress"]["bars"] = _bars(state)
+    limit_s = state.config.plan.deadline_s or state.config.stop.seconds or math.nan
+    bars = (_work_bar(state), _share_bar("time", elapsed_s(state), limit_s, clock), _cost_bar(state))
+    shown["progress"]["bars"] = [bar for bar in bars if bar]
     return shown
 
 
@@ -136,7 +128,7 @@ def _learning(state: PageState) -> list[Fact]:
 
 
 def _other_metrics(state: PageState) -> list[Fact]:
-    """What a task measures on held-out samples beside its loss and accuracy."""
+    """The measures of a task on held-out samples beside its loss and accuracy."""
     newest = state.history.evaluations.last() or {}
     known_ones = {name: value for name, value in newest.items() if name not in (*EVALUATION_COLUMNS, "void")}
     return [(f"held-out {name}", number(value)) for name, value in known_ones.items() if known(value)][:_MOST_METRICS]
@@ -160,13 +152,7 @@ def _progress(state: PageState) -> list[Fact]:
     return [("expected end", clock_range(finish_s, finish_sd_s) if is_open else ""), *_cost_facts(state)]
 
 
-def _bars(state: PageState) -> list[dict[str, Any]]:
-    limit_s = state.config.plan.deadline_s or state.config.stop.seconds or math.nan
-    bars = (_work_bar(state), _share_bar("time", elapsed_s(state), limit_s, clock), _cost_bar(state))
-    return [bar for bar in bars if bar]
-
-
-def _share_bar(label: str, value: float, most: float, text: Any) -> dict[str, Any] | None:
+def _share_bar(label: str, value: float, most: float, text: Any = "{:,}".format) -> dict[str, Any] | None:
     if not (known(value) and known(most) and most > 0):
         return None
     return {"label": label, "share": round(value / most, 3), "text": f"{text(value)} of {text(most)}"}
@@ -175,11 +161,10 @@ def _share_bar(label: str, value: float, most: float, text: Any) -> dict[str, An
 def _work_bar(state: PageState) -> dict[str, Any] | None:
     stop, snapshot, decision = state.config.stop, state.snapshot, state.decisions.newest
     if known(target := decision.get("target_samples", math.nan)):
-        return _share_bar("samples", snapshot.samples, target, lambda value: of(round(value), None))
+        return _share_bar("samples", snapshot.samples, target, lambda value: f"{round(value):,}")
     if stop.samples is not None:
-        return _share_bar("samples", snapshot.samples, stop.samples, lambda value: of(value, None))
-    planned = stop.updates or state.config.plan.updates
-    return _share_bar("updates", snapshot.updates, planned or math.nan, lambda value: of(value, None))
+        return _share_bar("samples", snapshot.samples, stop.samples)
+    return _share_bar("updates", snapshot.updates, stop.updates or state.config.plan.updates or math.nan)
 
 
 def _cost_bar(state: PageState) -> dict[str, Any] | None:
@@ -194,7 +179,7 @@ def _cost_bar(state: PageState) -> dict[str, Any] | None:
 
 
 def _cost_facts(state: PageState) -> list[Fact]:
-    """What machines cost; where none are provisioned, what they would have cost on EC2."""
+    """The cost of the machines; if none are provisioned, their cost on EC2."""
     decision, plan = state.decisions.newest, state.config.plan
     facts: list[Fact] = []
     rough = estimate(state.config, max(0.0, elapsed_s(state))) if known(elapsed_s(state)) else None
@@ -240,7 +225,7 @@ def _safety(state: PageState) -> list[Fact]:
 
 
 def _restarts(state: PageState) -> str:
-    """Of workers and the parameter server by the job's records; of what else this machine has started, by its own."""
+    """Restarts of workers and the parameter server by the job's records, and of other roles by this machine's own."""
     counts = {"workers": sum(line.restarts or 0 for line in state.snapshot.workers)}
     counts["parameter server"] = state.snapshot.ps_restarts
     counts |= {role: count for role, count in state.restarts.items() if role != "ps" and worker_of(role) is None}
@@ -253,11 +238,11 @@ def _audit_text(state: PageState) -> str:
             "applied once": audit["applied"], "not yet": audit["pending"], "missing": audit["missing"],
             "twice": audit["duplicate"],
         }  # fmt: skip
-        return ", ".join(f"{of(count, None)} {name}" for name, count in counts.items())
+        return ", ".join(f"{count:,} {name}" for name, count in counts.items())
     seen = state.continuity
     if seen is None:
         return ""
-    return f"{of(seen.offsets, None)} offsets in updates, {seen.missing} missing, {seen.twice} twice so far"
+    return f"{seen.offsets:,} offsets in updates, {seen.missing} missing, {seen.twice} twice so far"
 
 
 # --- who works
@@ -319,7 +304,7 @@ def _rounded(value: float, decimals: int) -> float | None:
 
 
 def _share(value: float) -> float | None:
-    """In percent: two digits below ten."""
+    """A share in percent: two digits below ten."""
     percent = 100 * value
     return _significant(percent, 2) if known(percent) and percent < 10 else _rounded(percent, 0)
 
@@ -381,3 +366,21 @@ def _versions(state: PageState) -> dict[str, list[str]]:
         for row in rows
         if not row["void"]
     }
+
+
+def visible(value: Any) -> Any:
+    r"""The same texts, lists and mappings, without characters that a reader does not see: control characters, and those
+    that turn the direction of a text. Each becomes its escape; an end of line stays.
+
+    >>> visible({"reason": ["abc\u202e", 1]})
+    {'reason': ['abc\\u202e', 1]}
+    """
+    if isinstance(value, str):
+        if value.isprintable():
+            return value
+        return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in value)
+    if isinstance(value, Mapping):
+        return {name: visible(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [visible(item) for item in value]
+    return value

@@ -1,20 +1,18 @@
-"""What a click on the live page opens: a worker, an update with its offsets, a dead letter, a decision of the
+"""Details that a click on the live page opens: a worker, an update with its offsets, a dead letter, a decision of the
 provisioner, a version. Pure.
 
-Each is a title, facts, and perhaps a table; None where there is no such thing, or its record is not kept any more.
+Each is a title, facts, and perhaps a table; None if there is no such thing, or its record is not kept any more.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any, Final
 
-from doll.amounts import usd, usd_range
+from doll.amounts import clock, clock_range, date_time, known, number, usd, usd_range
 from doll.config.pipeline import PipelineConfig
-from doll.monitor.state.formats import clock, clock_range, known, number, of
-from doll.monitor.state.newest_updates import MAX_UPDATES
+from doll.monitor.state.progress import MAX_UPDATES
 from doll.monitor.state.watched_job import KeptVersions, PageState
 from doll.monitor.views.text import worker_state
 from doll.records.control import Update
@@ -26,7 +24,7 @@ _PAYLOAD_CHARS: Final = 1_024
 
 
 def detail(state: PageState, kind: str, key: Sequence[int]) -> Detail | None:
-    """What a click opens.
+    """The details of one thing on the page.
 
     Args:
         kind: one of `KINDS`.
@@ -41,7 +39,7 @@ def _detail(title: str, facts: Mapping[str, str], **table: Any) -> Detail:
 
 
 def _time(unix_s: float) -> str:
-    return "" if not known(unix_s) or unix_s <= 0 else f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    return f"{date_time(unix_s)} UTC" if known(unix_s) and unix_s > 0 else ""
 
 
 def _worker(state: PageState, number_: int) -> Detail | None:
@@ -61,14 +59,14 @@ def _worker(state: PageState, number_: int) -> Detail | None:
         "computing": f"{100 * line.computing:.0f} % of the time" if known(line.computing) else "",
         "a batch waits": f"{number(line.waiting_s)} s for its turn" if known(line.waiting_s) else "",
         "a batch takes": f"{number(line.batch_s)} s from grant to push" if known(line.batch_s) else "",
-        "records not read": "" if line.lag_records is None else of(line.lag_records, None),
+        "records not read": "" if line.lag_records is None else f"{line.lag_records:,}",
         "batches not durable": "" if line.retained_batches is None else str(line.retained_batches),
         "slow": line.slow,
         "waits for": line.waiting_for,
         **_stages(state.config.worker.pipeline, number_),
     }
     served = sorted(partition for partition, worker in state.served_by.items() if worker == number_)
-    rows = [[str(partition), of(state.next_offsets.get(partition, 0), None)] for partition in served[:MAX_ROWS]]
+    rows = [[str(partition), f"{state.next_offsets.get(partition, 0):,}"] for partition in served[:MAX_ROWS]]
     return _detail(f"Worker {number_}", facts, columns=["partition", "learned below offset"], rows=rows)
 
 
@@ -93,10 +91,10 @@ def _update(state: PageState, version: int) -> Detail | None:
         where = f"in the topic {topic}; a page keeps those of the newest updates only, at most {MAX_UPDATES}"
         if not state.is_live:
             where += ", and so does the folder of a run that has ended"
-        return _detail(f"Update {version}", {**_row_facts(row or {}), "offsets": where})
+        return _detail(f"Update {version}", {**_row_facts(row), "offsets": where})
     is_void = (update.term, update.version) in state.history.updates.void_of(MAX_UPDATES)
     facts = {
-        "samples": of(update.n_samples, None),
+        "samples": f"{update.n_samples:,}",
         "void": "not in the model: a later server began before it, after a crash or doll rollback" if is_void else "",
         "prequential loss": number(update.loss),
         **{f"prequential {name}": number(value) for name, value in update.metrics.items()},
@@ -115,8 +113,8 @@ def _members(update: Update) -> list[list[str]]:
         without = {"dead": len(item.dead), "gaps": len(item.gaps), "lost": len(item.lost)}
         rows.append(
             [
-                str(item.partition), f"{of(item.lo, None)} to {of(max(item.lo, item.hi - 1), None)}",
-                of(item.n_samples, None), str(item.worker), str(item.base_version),
+                str(item.partition), f"{item.lo:,} to {max(item.lo, item.hi - 1):,}",
+                f"{item.n_samples:,}", str(item.worker), str(item.base_version),
                 f"{number(1000 * item.compute_s)} ms", f"{number(1000 * item.wait_s)} ms",
                 ", ".join(f"{count} {name}" for name, count in without.items() if count),
             ]
@@ -134,34 +132,36 @@ def _row_of(state: PageState, version: int) -> dict[str, float] | None:
     return None
 
 
-def _row_facts(row: Mapping[str, float]) -> dict[str, str]:
+def _row_facts(row: Mapping[str, float] | None) -> dict[str, str]:
+    if row is None:
+        return {}
     return {
-        "samples": of(int(row["n_samples"]), None) if "n_samples" in row else "",
-        "batches": of(int(row["batches"]), None) if "batches" in row else "",
-        "prequential loss": number(row.get("prequential_loss", math.nan)),
-        "samples so far": of(int(row["samples_total"]), None) if "samples_total" in row else "",
-        "term": str(int(row["term"])) if "term" in row else "",
-        "at": _time(row.get("time_s", math.nan)),
+        "samples": f"{row['n_samples']:,.0f}",
+        "batches": f"{row['batches']:,.0f}",
+        "prequential loss": number(row["prequential_loss"]),
+        "samples so far": f"{row['samples_total']:,.0f}",
+        "term": f"{row['term']:.0f}",
+        "at": _time(row["time_s"]),
     }
 
 
 def _letter(state: PageState, partition: int, offset: int) -> Detail | None:
-    found_letters = [item for item in state.letters if (item.partition, item.offset) == (partition, offset)]
-    if not found_letters:
+    at = (partition, offset)
+    item = next((item for item in reversed(state.letters) if (item.partition, item.offset) == at), None)
+    if item is None:
         return None
-    item = found_letters[-1]
     shown = item.payload[:_PAYLOAD_CHARS].decode("utf-8", "backslashreplace")
     facts = {
         "reason": item.reason,
         "code": item.code,
         "refused": "the whole record" if item.whole else f"{item.samples} of its samples",
         "worker": str(item.worker),
-        "size": f"{of(item.payload_bytes, None)} bytes",
+        "size": f"{item.payload_bytes:,} bytes",
         "at": _time(item.time_s),
         "content": "".join(char if char.isprintable() or char == "\n" else "�" for char in shown),
         "to do": "doll dead show and doll dead replay read it whole, and put it into the stream again",
     }
-    return _detail(f"Dead letter of partition {partition}, offset {of(offset, None)}", facts)
+    return _detail(f"Dead letter of partition {partition}, offset {offset:,}", facts)
 
 
 def _decision(state: PageState, turn: int) -> Detail | None:
@@ -202,7 +202,7 @@ def _version(state: PageState, version: int) -> Detail | None:
         "held-out accuracy": number(evaluation["accuracy"]) if evaluation and known(evaluation["accuracy"]) else "",
         "durable": "" if durable is None else "in a checkpoint, or a later one is" if version <= durable else "not yet",
         **_kept(state.kept, version),
-        **_row_facts(row or {}),
+        **_row_facts(row),
         "to do": f"doll versions show RUN {version} has its lineage; doll versions pin RUN {version} keeps it",
     }
     return _detail(f"Version {version}", facts)
@@ -228,4 +228,4 @@ KINDS: Final[Mapping[str, tuple[int, Callable[..., Detail | None]]]] = {
     "decision": (1, _decision),
     "version": (1, _version),
 }
-"""What can be opened, and how many numbers name it."""
+"""The kinds of things that can be opened, and how many numbers name one."""

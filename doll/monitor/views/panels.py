@@ -1,5 +1,4 @@
-"""Charts of any series, as plain values that `static/panels.js` draws: lines over an axis, or what ran when in rows.
-Pure.
+"""Charts of any series, as plain values that `static/panels.js` draws: lines over an axis. Pure.
 
 `moving_mean` smooths a series.
 """
@@ -7,7 +6,7 @@ Pure.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -16,7 +15,6 @@ import numpy.typing as npt
 Series = npt.NDArray[np.float64]
 Panel = dict[str, Any]
 Line = dict[str, Any]
-Span = tuple[float, float, str, str]  # from, to, one of the kinds of `static/timeline.js`, and a text
 
 # More points than pixels only make the file larger.
 _MAX_POINTS: Final = 2_000
@@ -39,11 +37,6 @@ def _rounded(values: Iterable[float]) -> list[float]:
 def panel(title: str, x_label: str, y_label: str, *lines: Line) -> Panel:
     """Lines over a common axis."""
     return {"title": title, "x_label": x_label, "y_label": y_label, "lines": list(lines)}
-
-
-def timeline(title: str, rows: Sequence[tuple[str, Sequence[Span]]], end_s: float) -> Panel:
-    """What ran when: by the label of each row, its spans in seconds."""
-    return {"title": title, "rows": [[label, [list(span) for span in spans]] for label, spans in rows], "end": end_s}
 
 
 def staleness_panel(counts: Mapping[str, Mapping[int, int]], *, bars: bool = False) -> Panel:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import doll
-from doll.amounts import usd
+from doll.amounts import aligned, clock, number, usd
 from doll.config.step_size import step_factor, step_text
 from doll.ledger.balance import LedgerReport
-from doll.monitor.state import spot_history
-from doll.monitor.state.formats import aligned, clock, number, of
 from doll.monitor.state.history import EVALUATION_COLUMNS
 from doll.monitor.state.progress import DeadLetterCounts, ProgressModel, skipped_text
 from doll.process.files import json_safe
@@ -47,7 +44,7 @@ class RunOutcome:
 
 
 def build_report(model: ProgressModel, outcome: RunOutcome, ledger: LedgerReport | None) -> dict[str, Any]:
-    """The content of `report.json`: numbers with units in their names; null where nothing was measured."""
+    """The content of `report.json`: numbers with units in their names; null if nothing was measured."""
     history, config = model.history, model.config
     evaluation = history.evaluations.last() or {}
     running, window = history.prequential.running(), history.prequential.windowed()
@@ -151,14 +148,14 @@ def audit_counts(ledger: LedgerReport) -> dict[str, Any]:
 def summary(report: Mapping[str, Any]) -> str:
     """A report in a few lines."""
     lines = [
-        f"{report['job']}: {of(report['updates'], None)} updates, {of(report['samples'], None)} samples "
+        f"{report['job']}: {report['updates']:,} updates, {report['samples']:,} samples "
         f"in {clock(report['seconds'])} ({report['reason']})"
     ]
     session = report.get("session")
     if session and session["seconds"] < report["seconds"]:
         lines.append(
-            f"  since it was resumed: {of(session['updates'], None)} updates, "
-            f"{of(session['samples'], None)} samples in {clock(session['seconds'])}"
+            f"  since it was resumed: {session['updates']:,} updates, "
+            f"{session['samples']:,} samples in {clock(session['seconds'])}"
         )
     error = _error_line(report)
     if error:
@@ -168,8 +165,8 @@ def summary(report: Mapping[str, Any]) -> str:
         lines.append(f"  warning: {diverged}; an earlier checkpoint may be better")
     elif report["loss_worsened"] and not diverged:
         lines.append(f"  warning: {_worsened(report)}")
-    measured, predicted = _number(report["update_rate_measured_per_s"]), _number(report["update_rate_predicted_per_s"])
-    margin = _number(report["proposition_1"]["margin"])
+    measured, predicted = number(report["update_rate_measured_per_s"]), number(report["update_rate_predicted_per_s"])
+    margin = number(report["proposition_1"]["margin"])
     lines.append(f"  update rate {measured}/s, by theory Nλ/(Kb) {predicted}/s; Proposition 1 margin {margin}")
     if report["restarts"]:
         roles = ", ".join(f"{role} {count}" for role, count in report["restarts_by_role"].items())
@@ -187,9 +184,8 @@ def summary(report: Mapping[str, Any]) -> str:
         lines.append(f"  {skipped_text([(item['reason'], item['samples']) for item in report['skipped']])}")
     if report["error"]:
         lines.append(f"  failed: {report['error']}")
-    if "cost_predicted_usd" in report:
-        lines.extend(spot_history.text_lines(report))
-    elif report.get("ec2_estimate"):
+    lines += report.get("lines", [])  # of what has accompanied the run
+    if report.get("ec2_estimate") and "cost_usd" not in report:
         lines.append(f"  {_on_ec2(report['ec2_estimate'])}")
     lines.extend(f"  note: {note}" for note in report["notes"])
     lines.extend(f"  {name}: {path}" for name, path in report["files"].items())
@@ -199,7 +195,7 @@ def summary(report: Mapping[str, Any]) -> str:
 
 
 def _on_ec2(estimate: Mapping[str, Any]) -> str:
-    """What the run would have cost, had its machines been on EC2 and as fast as these here."""
+    """The cost of the run, had its machines been on EC2 and as fast as these here."""
     place = f"{estimate['region']}, prices of {estimate['as_of']}"
     stack_usd = estimate["stack_usd_per_h"] * estimate["seconds"] / SECONDS_PER_HOUR
     return (
@@ -228,7 +224,7 @@ def _error_line(report: Mapping[str, Any]) -> str:
 def _worsened(report: Mapping[str, Any]) -> str:
     prequential = report["prequential"]
     bests = [
-        f"{name} loss {_number(best)} at version {version}"
+        f"{name} loss {number(best)} at version {version}"
         for name, best, version in (
             ("prequential", prequential["best_window_loss"], prequential["best_window_version"]),
             ("held-out", report["best_loss"], report["best_loss_version"]),
@@ -240,10 +236,6 @@ def _worsened(report: Mapping[str, Any]) -> str:
         "(doll dead list), a stream that has changed, or a learning rate that is too high (training.optimizer.lr, "
         "training.clip_norm); an earlier checkpoint may be better"
     )
-
-
-def _number(value: float | None) -> str:
-    return number(math.nan if value is None else value)
 
 
 def drill_lines(report: Mapping[str, Any]) -> list[str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from doll.amounts import aligned, clock, known, number, out_of
 from doll.config import StopConfig
 from doll.ledger.balance import count
-from doll.monitor.state.formats import aligned, clock, known, number, of
 from doll.monitor.state.progress import JobSnapshot, WorkerLine
 
 WORKER_COLUMNS = ("worker", "state", "market", "control", "restarts", "samples/s", "lag", "batches")
@@ -13,7 +13,7 @@ TEXT_COLUMNS = ("state", "market", "control")  # of these: left-aligned
 
 def one_line(snapshot: JobSnapshot, stop: StopConfig) -> str:
     """The state of the job in one line; what is not known yet is left out."""
-    parts = [f"update {of(snapshot.updates, stop.updates)}", f"samples {of(snapshot.samples, stop.samples)}"]
+    parts = [f"update {out_of(snapshot.updates, stop.updates)}", f"samples {out_of(snapshot.samples, stop.samples)}"]
     if known(snapshot.prequential.loss):
         parts.append(f"prequential loss {snapshot.prequential.loss:.3f}")
     if known(snapshot.held_out_accuracy):
@@ -45,7 +45,7 @@ def _readiness(snapshot: JobSnapshot) -> str:
 
 
 def verdict(snapshot: JobSnapshot) -> str:
-    """What Proposition 1 says about the job, in a word."""
+    """The verdict of Proposition 1 on the job, in a word."""
     margin = snapshot.margin
     if not known(margin.sufficient):
         return ""
@@ -64,7 +64,7 @@ def worker_state(line: WorkerLine) -> str:
 
 
 def worker_cells(line: WorkerLine) -> tuple[str, ...]:
-    """The cells of a worker under `WORKER_COLUMNS`; empty where nothing is known."""
+    """The cells of a worker under `WORKER_COLUMNS`; empty if nothing is known."""
     return (
         str(line.worker),
         worker_state(line),
@@ -88,5 +88,5 @@ def table_lines(snapshot: JobSnapshot) -> list[str]:
 
 def worker_table(snapshot: JobSnapshot) -> str:
     """One plain line per worker, under a header."""
-    left = [at for at, name in enumerate(WORKER_COLUMNS) if name in TEXT_COLUMNS]
-    return "\n".join(aligned([WORKER_COLUMNS, *map(worker_cells, snapshot.workers)], left))
+    columns = "".join("<" if name in TEXT_COLUMNS else ">" for name in WORKER_COLUMNS)
+    return "\n".join(aligned([WORKER_COLUMNS, *map(worker_cells, snapshot.workers)], columns))

@@ -1,8 +1,8 @@
 """The answers to the four questions of the page, from a job's records. Pure.
 
 An answer says what the records show. Where they are old (Kafka or the parameter server does not answer), it says that
-it is not known, and what it was before. A model learns where its error is better than at the start by more than noise;
-where it has an accuracy that is no better, a loss that falls shows no more than that it has found what guessing gives.
+it is not known, and what it was before. A model learns if its error is better than at the start by more than noise;
+if it has an accuracy that is no better, a loss that falls shows no more than that it has found what guessing gives.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from doll.amounts import usd
-from doll.monitor.state.formats import clock, clock_range, known, number, of
+from doll.amounts import clock, clock_range, known, number, out_of, usd
 from doll.monitor.state.watched_job import PageState
 from doll.process.metric_names import EVALUATOR, PRODUCER, PROVISIONER, worker_of
 from doll.provisioner.planning.planner import slot_ranges
@@ -23,7 +22,7 @@ Tone = str  # "good", "warn", "bad", or "none" where there is nothing to say, or
 
 _PS: Final = "ps"
 _ROLES: Final = {role: f"the {role}" for role in (EVALUATOR, PRODUCER, PROVISIONER)} | {_PS: "the parameter server"}
-_SLOW_S: Final = 2.0  # a forecast is "barely" if the deadline is less than this many standard deviations behind it
+_SLOW_S: Final = 2.0  # a forecast is "barely" if the deadline is less than this many standard deviations after it
 _PAUSE_S: Final = 30.0  # without an update, or ten times as long as one takes
 _PAUSE_UPDATES: Final = 10.0
 
@@ -35,7 +34,7 @@ _LEAST_FALL: Final = 0.05  # of a loss; untrained models begin a little above th
 _LEAST_RISE: Final = 0.02  # of an accuracy
 _ERRORS: Final = 4.0  # standard errors that are no chance
 _HELD_OUT_SAMPLES: Final = 360  # records do not say how many there are: as few as in a small example
-_MOST_GUESSED: Final = 0.6  # where the commonest label is so common, an accuracy cannot tell, and the loss does
+_MOST_GUESSED: Final = 0.6  # if the commonest label is so common, an accuracy cannot tell, and the loss does
 
 
 class Verdict(NamedTuple):
@@ -99,14 +98,14 @@ def elapsed_s(state: PageState) -> float:
 
 
 def _nothing_yet(state: PageState) -> Verdict:
-    """Before any update."""
+    """The answer before any update."""
     if state.is_live:
         return Verdict("none", "waiting for the first update")
     return Verdict("bad", "no: it has ended, and nothing was learned")
 
 
 def _refused(state: PageState) -> int:
-    """Records that were refused, where no sample could be used; 0 where one could."""
+    """Records that were refused if no sample could be used; 0 if one could."""
     return 0 if state.snapshot.updates else max(state.snapshot.dead.letters, len(state.letters))
 
 
@@ -133,15 +132,15 @@ class Change(NamedTuple):
     now: float
     is_better: bool
 
-    @property
-    def text(self) -> str:
-        return f"{self.name} {number(self.now)}, {number(self.start)} at the start"
+    def text(self, target: float | None = None) -> str:
+        of_target = "" if target is None else f" of {target:g}"
+        return f"{self.name} {number(self.now)}{of_target}, {number(self.start)} at the start"
 
 
 def _learning(state: PageState) -> Verdict:
     snapshot, history = state.snapshot, state.history
     if refused := _refused(state):
-        return Verdict("bad", f"no: all {of(refused, None)} records so far were refused")
+        return Verdict("bad", f"no: all {refused:,} records so far were refused")
     if not snapshot.version:
         return _nothing_yet(state)
     if not snapshot.updates:
@@ -158,17 +157,19 @@ def _learning(state: PageState) -> Verdict:
     updates = history.learned_updates
     changes = [change for change in (accuracy, loss) if change is not None]
     if not changes:
-        return Verdict("none", f"too early to say, after {of(updates, None)} updates")
+        return Verdict("none", f"too early to say, after {updates:,} updates")
     better = [change for change in changes if change.is_better]
     if accuracy is not None and not accuracy.is_better and accuracy.now < _MOST_GUESSED:
         better = []
     if better:
-        text = f"yes: {_with_target(state, better[0])}"
+        stop = state.config.stop
+        targets = {"held-out accuracy": stop.accuracy, "held-out loss": stop.loss}
+        text = f"yes: {better[0].text(targets.get(better[0].name))}"
         return Verdict("none", f"{text}; but {why}") if (why := pause(state)) else Verdict("good", text)
     if updates < _ENOUGH and state.is_live:
-        return Verdict("none", f"too early to say: {changes[0].text}")
-    after = f"no better after {of(updates, None)} updates"
-    return Verdict("warn" if state.is_live else "bad", f"no: {changes[0].text}: {after}")
+        return Verdict("none", f"too early to say: {changes[0].text()}")
+    after = f"no better after {updates:,} updates"
+    return Verdict("warn" if state.is_live else "bad", f"no: {changes[0].text()}: {after}")
 
 
 def _reached(state: PageState) -> str:
@@ -179,13 +180,6 @@ def _reached(state: PageState) -> str:
     if stop.loss is not None and snapshot.held_out_loss <= stop.loss:
         return f"held-out loss {number(snapshot.held_out_loss)} of {stop.loss:g}"
     return ""
-
-
-def _with_target(state: PageState, change: Change) -> str:
-    stop = state.config.stop
-    target = {"held-out accuracy": stop.accuracy, "held-out loss": stop.loss}.get(change.name)
-    of_target = "" if target is None else f" of {target:g}"
-    return f"{change.name} {number(change.now)}{of_target}, {number(change.start)} at the start"
 
 
 def _change(state: PageState, measure: str) -> Change | None:
@@ -244,7 +238,7 @@ def _progress(state: PageState) -> Verdict:
 
 
 def _over_budget(state: PageState) -> str:
-    """What is above the budget; "" where nothing is, or costs are not known."""
+    """The amount that is above the budget; "" if none is, or costs are not known."""
     budget, decision = state.config.plan.budget_usd, state.decisions.newest
     if not budget:
         return ""
@@ -291,7 +285,7 @@ def _on_time(state: PageState) -> Verdict:
 
 
 def forecast_s(state: PageState) -> tuple[float, float]:
-    """The expected end on the job's clock, and its standard deviation; NaN where it is not known."""
+    """The expected end on the job's clock, and its standard deviation; NaN if it is not known."""
     decision, snapshot = state.decisions.newest, state.snapshot
     finish_s = decision.get("expected_finish_s", elapsed_s(state) + snapshot.eta_s)
     sd_s = decision.get("expected_finish_sd_s", math.nan) if decision else snapshot.eta_sd_s
@@ -330,13 +324,13 @@ def _safety(state: PageState) -> Verdict:
     if away := _others(state):
         return Verdict("bad", f"no: {_not_heard(state, away)}")
     if refused := _refused(state):
-        return Verdict("bad", f"no: none of {of(refused, None)} records could be learned")
+        return Verdict("bad", f"no: none of {refused:,} records could be learned")
     if state.is_live and not snapshot.version:
         return _nothing_yet(state)
     if not state.is_live and not audit:
         return Verdict("none", "not known: it has ended, and there is no audit yet (doll audit)")
     if dead := snapshot.dead.letters:
-        return Verdict("warn", f"yes, but {of(dead, None)} record{'s' * (dead > 1)} could not be learned")
+        return Verdict("warn", f"yes, but {dead:,} record{'s' * (dead > 1)} could not be learned")
     if audit:
         return Verdict("good", "yes: by the audit each offset is in one update, none is missing")
     return Verdict("good", "yes: each offset is in one update, none is missing")
@@ -353,7 +347,7 @@ def _work(state: PageState) -> Verdict:
         return Verdict("none", f"{needed} workers took part")
     if snapshot.limit and not state.history.loss_trend.diverged:  # that is said of the learning
         return Verdict("warn", snapshot.limit)
-    text = f"{of(live, needed)} workers are live"
+    text = f"{out_of(live, needed)} workers are live"
     if why := pause(state):
         return Verdict("none" if live == needed else "warn" if live else "bad", f"{text}, and {why}")
     tone = "good" if live == needed else "warn" if live else "bad"

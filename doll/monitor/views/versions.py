@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 
-from doll.amounts import usd
-from doll.monitor.state.formats import aligned, byte_size, clock
+from doll.amounts import aligned, byte_size, clock, date_time, known, usd
 from doll.monitor.state.table_changes import TableChange
 from doll.monitor.state.version_lines import VersionDiff, VersionLine, model_fields
 
@@ -19,15 +16,15 @@ def versions_table(lines: Sequence[VersionLine], location: str) -> str:
     if not lines:
         return f"no version is kept in {location}: nothing has been learned yet"
     rows = [_COLUMNS, *(_row(line) for line in lines)]
-    return "\n".join(aligned(rows, left=(3, 8, 9)))
+    return "\n".join(aligned(rows, ">>><>>>><<"))
 
 
 def _row(line: VersionLine) -> tuple[str, ...]:
     names = [*line.aliases, *(["(pinned)"] if line.is_pinned else [])]
     return (
-        str(line.version), _time(line.saved_s), f"{line.samples:,}".replace(",", " "), line.policy,
+        str(line.version), date_time(line.saved_s), f"{line.samples:,}".replace(",", " "), line.policy,
         _number(line.prequential.get("loss")), _number(line.held_out.get("loss")),
-        _number(line.held_out.get("accuracy")), usd(line.cost_usd) if math.isfinite(line.cost_usd) else "-",
+        _number(line.held_out.get("accuracy")), usd(line.cost_usd) if known(line.cost_usd) else "-",
         line.digest, " ".join(names) or "-",
     )  # fmt: skip
 
@@ -37,14 +34,14 @@ def version_text(line: VersionLine) -> str:
     spans = ", ".join(f"{n}: {lo}..{hi}" for n, (lo, hi) in enumerate(line.offsets))
     marks = [*(f"alias {name}" for name in line.aliases), *(["pinned"] if line.is_pinned else [])]
     rows = [
-        ("saved", f"{_time(line.saved_s)} UTC by term {line.term}, {byte_size(line.size_bytes)}"),
+        ("saved", f"{date_time(line.saved_s)} UTC by term {line.term}, {byte_size(line.size_bytes)}"),
         ("marks", ", ".join(marks) or "none"),
         ("samples", f"{line.samples}, in {clock(line.elapsed_s)} of learning"),
         ("offsets", f"{spans} (partition: first..behind the last)"),
         ("policy", line.policy),
         ("prequential", _numbers(line.prequential)),
         ("held-out", _numbers(line.held_out)),
-        ("cost", f"{usd(line.cost_usd)} USD" if math.isfinite(line.cost_usd) else "not known"),
+        ("cost", f"{usd(line.cost_usd)} USD" if known(line.cost_usd) else "not known"),
         ("began with", line.init_from or "the task's own weights"),
         ("recipe", " ".join(f"{key.removeprefix('training.')}={value}" for key, value in line.recipe.items())),
         ("model", " ".join(f"{key}={value}" for key, value in model_fields(line).items())),
@@ -52,11 +49,11 @@ def version_text(line: VersionLine) -> str:
         ("code", line.code or "not known"),
         *(("note", note) for note in line.notes),
     ]
-    return "\n".join([f"version {line.version}", *(f"  {row}" for row in aligned(rows, left=(0, 1)))])
+    return "\n".join([f"version {line.version}", *(f"  {row}" for row in aligned(rows, "<"))])
 
 
 def diff_text(diff: VersionDiff) -> str:
-    """What lies between two versions."""
+    """The difference of two versions, as text."""
     a, b = diff.a, diff.b
     spans = ", ".join(f"{n}: {lo}..{hi}" for n, (lo, hi) in enumerate(diff.offsets) if lo != hi)
     rows = [
@@ -70,7 +67,7 @@ def diff_text(diff: VersionDiff) -> str:
         share = f", {change / length:.2%} of its length" if length else ""
         rows.append(("weights", f"{name}: changed by {change:.4g}{share}"))
     rows += [("table", f"{name}: {_rows_text(change)}") for name, change in diff.tables.items()]
-    return "\n".join([f"from version {a.version} to {b.version}", *(f"  {row}" for row in aligned(rows, left=(0, 1)))])
+    return "\n".join([f"from version {a.version} to {b.version}", *(f"  {row}" for row in aligned(rows, "<"))])
 
 
 def _rows_text(change: TableChange) -> str:
@@ -94,7 +91,3 @@ def _numbers(values: Mapping[str, float]) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
-
-
-def _time(unix_s: float) -> str:
-    return f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%d %H:%M:%S}"

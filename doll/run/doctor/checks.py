@@ -1,10 +1,13 @@
-"""Judges what was asked of a job's services. Pure: the answers are arguments."""
+"""Judges what was asked of a job's services, and the table of all judgements. Pure: the answers are arguments."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
+from doll.amounts import aligned
 from doll.kafka.permissions import Permission, Role, allow_command, lacking, needed
 from doll.kafka.topic_plan import (
     RECORD_LIMIT_BYTES,
@@ -28,7 +31,7 @@ _MAX_SKEW_S: Final = 2.0
 _DAY_S: Final = 86_400.0
 _CERTIFICATE_WARNING_S: Final = 14 * _DAY_S
 _FAR_S: Final = 0.005  # a round trip after which windows of TCP matter more than rates
-_WITH_REDIS: Final = frozenset({"worker", "server", "evaluator"})
+_COUNTED: tuple[Result, ...] = ("failed", "warning", "unknown")
 
 
 def check_certificate(name: str, left_s: float) -> Check:
@@ -56,7 +59,7 @@ def check_tcp(latency_s: float, settings: Mapping[str, str]) -> Iterator[Check]:
 
     Args:
         latency_s: of a round trip to Redis.
-        settings: of `/proc/sys/net/ipv4`, by name; none where this is not Linux.
+        settings: of `/proc/sys/net/ipv4`, by name; none if this is not Linux.
     """
     name, setting = "Redis: TCP window", "tcp_slow_start_after_idle"
     if latency_s < _FAR_S or setting not in settings or settings.get("tcp_congestion_control") == "bbr":
@@ -83,9 +86,7 @@ def check_kafka(
         return
     yield Check(log_in, "ok", " ".join(filter(None, (config.kafka.security, config.kafka.mechanism))))
     if facts.latency_s is not None:
-        slow = facts.latency_s > _SLOW_S
-        todo = "run near the brokers: control records wait for this with each batch" if slow else ""
-        yield Check("Kafka: latency", "warning" if slow else "ok", f"{1000 * facts.latency_s:.1f} ms", todo)
+        yield _check_latency("Kafka", facts.latency_s, "the brokers: control records wait for this")
     for role in roles:
         if role != "producer" or config.data.topic is None:  # its owner has one of his own
             yield _check_permissions(config, facts, role, principal)
@@ -94,6 +95,12 @@ def check_kafka(
     yield _check_kafka_clock(facts.newest_s, now_s)
     for problem in facts.problems:
         yield Check("Kafka: a question", "unknown", problem)
+
+
+def _check_latency(service: str, latency_s: float, near: str) -> Check:
+    slow = latency_s > _SLOW_S
+    todo = f"run near {near} with each batch" if slow else ""
+    return Check(f"{service}: latency", "warning" if slow else "ok", f"{1000 * latency_s:.1f} ms", todo)
 
 
 def _check_permissions(config: JobConfig, facts: KafkaFacts, role: Role, principal: str) -> Check:
@@ -231,9 +238,7 @@ def check_redis(facts: RedisFacts, now_s: float) -> Iterator[Check]:
         yield Check("Redis: log in", "failed", facts.refusal)
         return
     yield Check("Redis: log in", "ok", facts.described)
-    slow = facts.latency_s > _SLOW_S
-    todo = "run near Redis: workers wait for it with each batch" if slow else ""
-    yield Check("Redis: latency", "warning" if slow else "ok", f"{1000 * facts.latency_s:.1f} ms", todo)
+    yield _check_latency("Redis", facts.latency_s, "Redis: workers wait for it")
     if facts.denied:
         yield Check("Redis: permissions", "failed", f"refused: {'; '.join(facts.denied)}",
                     "ACL SETUSER NAME on >PASSWORD ~doll:* +@all -@dangerous")  # fmt: skip
@@ -255,6 +260,27 @@ def check_redis(facts: RedisFacts, now_s: float) -> Iterator[Check]:
         yield Check("Redis: eviction", "ok", "noeviction")
 
 
-def needs_redis(roles: Sequence[Role]) -> bool:
-    """Whether one of the roles uses Redis."""
-    return not _WITH_REDIS.isdisjoint(roles)
+@dataclass(frozen=True)
+class DoctorReport:
+    """All judgements about a job."""
+
+    job: str
+    checks: Sequence[Check]
+
+    @property
+    def ok(self) -> bool:
+        """Whether no check has failed."""
+        return all(check.result != "failed" for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"job": self.job, "ok": self.ok, "checks": [dataclasses.asdict(check) for check in self.checks]}
+
+    def text(self) -> str:
+        """A table, and a line that counts."""
+        rows = [("check", "result", "what is there; what to do")]
+        rows += [
+            (check.name, check.result, "; ".join(filter(None, (check.detail, check.todo)))) for check in self.checks
+        ]
+        counts = [f"{sum(check.result == result for check in self.checks)} {result}" for result in _COUNTED]
+        ended = "can run" if self.ok else "cannot run"
+        return "\n".join([*aligned(rows, "<"), f"{self.job} {ended}: {len(self.checks)} checks, {', '.join(counts)}"])

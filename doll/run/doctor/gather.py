@@ -25,15 +25,14 @@ from doll.provisioner.fleets.kubernetes.diagnosis import ask_kubernetes
 from doll.provisioner.fleets.ray.diagnosis import ask_ray
 from doll.records.check import Check
 from doll.run.doctor.checks import (
+    DoctorReport,
     check_certificate,
     check_kafka,
     check_redis,
     check_tcp,
     check_unasked,
-    needs_redis,
 )
-from doll.run.doctor.network import ask_address, environment_authority, tcp_settings, tls_context
-from doll.run.doctor.report import Report
+from doll.run.doctor.network import ask_address, tcp_settings, tls_context
 from doll.services import KAFKA_CA_ENV, REDIS_CA_ENV, REDIS_ENV, parse_redis
 from doll.storage.redis_diagnosis import ask_redis
 from doll.storage.stores import checkpoint_location, open_store
@@ -44,9 +43,10 @@ if TYPE_CHECKING:
     from doll.services import Services
 
 _MAX_BROKERS: Final = 30
+_WITH_REDIS: Final = frozenset({"worker", "server", "evaluator"})
 
 
-def examine(target: Target, roles: Sequence[Role] = ROLES) -> Report:
+def examine(target: Target, roles: Sequence[Role] = ROLES) -> DoctorReport:
     """The report of a job for these roles, with the credentials of this process. Nothing is changed: only a probe key
     is written to Redis, and deleted.
 
@@ -55,7 +55,7 @@ def examine(target: Target, roles: Sequence[Role] = ROLES) -> Report:
     """
     services = target.services(needs_redis=False)
     checks = [*_kafka(target.config, services, roles)]
-    if needs_redis(roles):
+    if not _WITH_REDIS.isdisjoint(roles):
         checks += _redis(target.config, services)
     if "worker" in roles and isinstance(section := target.config.data.format, AvroFormat):
         checks += _schemas(section, target.config)
@@ -65,11 +65,11 @@ def examine(target: Target, roles: Sequence[Role] = ROLES) -> Report:
         checks += ask_quotas(target.config)
     if "provisioner" in roles:
         checks += [replace(check, name=f"provisioner: {check.name}") for check in _fleet(target.config)]
-    return Report(target.config.job, checks)
+    return DoctorReport(target.config.job, checks)
 
 
 def _fleet(config: JobConfig) -> Sequence[Check]:
-    """What the owner of the workers' machines says, where there is one."""
+    """The checks of the owner of the workers' machines, if there is one."""
     match config.fleet:
         case KubernetesFleetConfig():
             return ask_kubernetes(config)
@@ -130,7 +130,7 @@ def _addresses(
     context = None
     if authority_env is not None:
         try:
-            context = tls_context(environment_authority(authority_env))
+            context = tls_context(os.environ.get(authority_env) or None)
         except OSError as exc:
             yield Check(f"{service}: {authority_env}", "failed", f"cannot be read: {exc.strerror or exc}",
                         "set it to a PEM file of certificates")  # fmt: skip
@@ -155,7 +155,7 @@ def _redis(config: JobConfig, services: Services) -> Iterator[Check]:
 
 
 def _schemas(section: AvroFormat, config: JobConfig) -> Iterator[Check]:
-    """What decodes the stream's Avro records."""
+    """The checks of what decodes the stream's Avro records."""
     try:
         require_format(section)
     except ConfigError as exc:

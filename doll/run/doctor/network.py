@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import socket
 import ssl
 import time
@@ -43,7 +42,7 @@ def tls_context(authority: str | None) -> ssl.SSLContext:
 def ask_address(
     service: str, address: str, context: ssl.SSLContext | None, *, advertised_by: str = ""
 ) -> Iterator[Check]:  # fmt: skip
-    """Connect to `host:port`, and shake hands where there is a TLS context; nothing is sent then.
+    """Connect to `host:port`, and shake hands if there is a TLS context; nothing is sent then.
 
     Args:
         advertised_by: the address that answers, and that sends clients to this one; "": it is configured.
@@ -98,7 +97,7 @@ def _ask_certificate(
 
 
 def tcp_settings() -> dict[str, str]:
-    """What this machine's TCP does, of those settings that doctor judges; nothing where it is not Linux."""
+    """The settings of this machine's TCP that doctor judges; none if it is not Linux."""
     return {
         name: path.read_text(encoding="ascii").strip()
         for name in TCP_SETTINGS
@@ -107,11 +106,6 @@ def tcp_settings() -> dict[str, str]:
 
 
 def _handshake(exc: OSError) -> str:
-    """Of a server that wants a certificate of ours (TLS 1.2), nothing: that is no problem of its certificate."""
+    """The problem of a handshake; "" if the server wants a certificate of ours (TLS 1.2): its own may hold."""
     text = str(exc)
     return "" if "CERTIFICATE_REQUIRED" in text or "HANDSHAKE_FAILURE" in text else f"no TLS handshake ({text})"
-
-
-def environment_authority(name: str) -> str | None:
-    """PEM, or a path, of $`name`; None where it is not set."""
-    return os.environ.get(name) or None

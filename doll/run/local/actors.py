@@ -1,4 +1,4 @@
-"""The workers of `doll up` as actors of Ray: a head of the run's own where none is given, and a provisioner."""
+"""The workers of `doll up` as actors of Ray: a head of the run's own if none is given, and a provisioner."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ class ActorWorkers(RunHook):
             self._head = RayHead(run.folder.path / "services" / _RAY, num_cpus=num_cpus, labels=HEAD_LABELS)
             self._head.start()
             address = self._head.address
-            say(f"Ray: {address}, started on this machine; logs of the workers: {self._logs(run)}")
+            logs = display_path(run.folder.path / "services" / _RAY / "session_latest" / "logs")
+            say(f"Ray: {address}, started on this machine; logs of the workers: {logs}")
         self._cluster = ActorCluster(address, self._head is not None, run.after_term)
         clear_stops(run.config, run.folder.path)  # a person starts this run, or resumes it
         supervisor.start(run.provisioner(address, is_own=self._cluster.is_own))
@@ -113,6 +114,3 @@ class ActorWorkers(RunHook):
         except ConfigError:  # it ended before its first decision
             return {"fleet": fields}
         return {"fleet": fields | {name: decision[name] for name in _REPORTED if name in decision}}
-
-    def _logs(self, run: LocalRun) -> str:
-        return display_path(run.folder.path / "services" / _RAY / "session_latest" / "logs")

@@ -16,8 +16,7 @@ from typing import Final
 from doll.config import JobConfig, StdinSource
 from doll.dashboard.saved_page import save_page
 from doll.errors import ConfigError, DollError
-from doll.monitor.views.comparison import Comparison, PolicyRun, read_run, workers_usd_per_h
-from doll.monitor.views.comparison_page import comparison_page
+from doll.monitor.views.comparison import Comparison, PolicyRun, comparison_page, read_run, workers_usd_per_h
 from doll.process.files import write_json
 from doll.process.signals import Interrupts
 from doll.run.folder import display_path, new_folder

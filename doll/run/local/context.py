@@ -1,4 +1,4 @@
-"""What the steps of one run share: its job, folder, display and services, how its roles start, what accompanies it."""
+"""The context of the steps of one run: its job, folder, display and services, how its roles start, and its hook."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RunHook:
 
     @property
     def advertised_ports(self) -> Sequence[Mapping[str, int]]:
-        """For each local broker, the ports that it advertises to single roles; see `LocalKafka`."""
+        """The ports that each local broker advertises to single roles; see `LocalKafka`."""
         return ({},)
 
     def services(self, role: str, stack: Stack) -> Services:
@@ -154,7 +154,7 @@ class LocalRun:
 
 
 def taken_health_ports(config: JobConfig) -> str | None:
-    """What to say where other programs hold ports of `health.base_port`; None: nothing."""
+    """A warning if other programs hold ports of `health.base_port`; None if none does."""
     names = ["ps", "evaluator", "producer", *(f"worker-{slot}" for slot in range(config.data.workers))]
     ports = {name: port for name in names if (port := assigned_port(config, name)) is not None}
     taken = ", ".join(f"{port} ({name})" for name, port in ports.items() if not is_free(port))

@@ -15,8 +15,8 @@ from doll.ledger.balance import LedgerReport
 from doll.ledger.dead_letters import dead_records, save_dead_records
 from doll.local.processes import describe_exit, tail
 from doll.monitor.state.csv_file import CsvFile
+from doll.monitor.state.folder_logs import save_updates
 from doll.monitor.state.progress import ProgressModel
-from doll.monitor.state.updates_file import save_updates
 from doll.monitor.views.run_report import RunOutcome, build_report
 from doll.process.files import unwritable, write_json
 from doll.records.bounded import short

@@ -20,7 +20,7 @@ READ_ENDS_EVERY_S = 1.0
 
 
 class RunFollower:
-    """What a run knows of its job.
+    """The knowledge of a run about its job.
 
     Args:
         tail: reads the topics `updates` and `metrics`.
@@ -59,7 +59,7 @@ class RunFollower:
             self._feed(entry.topic, entry.offset, entry.record)
 
     def unlearned(self) -> int | None:
-        """How many records of the stream are in no update, that is known of, yet; None where Kafka does not answer."""
+        """How many records of the stream are in no update, that is known of, yet; None if Kafka does not answer."""
         ends = self._tail.partition_ends(self._run.config.topic("samples"))
         if ends is None:
             return None

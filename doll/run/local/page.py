@@ -21,7 +21,7 @@ _GRACE_S: Final = 3.0
 
 
 def start_page(run: LocalRun) -> Role | None:
-    """Start the page, and say where it is; None where what serves it is not installed."""
+    """Start the page, and say where it is; None if what serves it is not installed."""
     if not is_installed(_EXTRA):
         run.display.say(str(lacking("the live page", _EXTRA)))
         return None
@@ -42,7 +42,7 @@ def end_page(role: Role) -> None:
 
 @contextlib.contextmanager
 def page_of_runs(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Within the context: the page of the runs in `folder`, side by side, where what serves it is installed."""
+    """Within the context: the page of the runs in `folder`, side by side, if what serves it is installed."""
     if not is_installed(_EXTRA):
         say(str(lacking("the live page", _EXTRA)))
         yield

@@ -60,7 +60,7 @@ def check_task(config: JobConfig) -> None:
 
 
 def check_pipeline(config: JobConfig) -> None:
-    """Where workers are pipelines, check that the model can be cut into their stages. Imports torch then.
+    """Check that the model can be cut into the stages of workers that are pipelines. Imports torch then.
 
     Raises:
         ConfigError: the task cannot be loaded, or its model cannot be cut so.
@@ -78,7 +78,7 @@ def check_pipeline(config: JobConfig) -> None:
 
 
 def check_devices(config: JobConfig) -> None:
-    """Where workers compute on other devices than the CPU, check that this machine has them. Imports torch then.
+    """Check that this machine has the devices of its workers, if these are not CPUs. Imports torch then.
 
     Raises:
         ConfigError: this machine lacks a device, or cannot fork stages.

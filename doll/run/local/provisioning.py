@@ -1,33 +1,43 @@
-"""The provisioner of a run of `doll up` whose workers are actors of Ray; it ends all of them with the run."""
+"""Parts that a provisioner gets from outside its package: worker processes as machines; and the provisioner of a run of
+`doll up` whose workers are actors of Ray, which ends all of them with the run."""
 
 from __future__ import annotations
 
 import socket
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from doll.config import JobConfig, RayFleetConfig, load
+from doll.config import JobConfig, ProcessesFleetConfig, RayFleetConfig, load
 from doll.errors import ConfigError
 from doll.extras import is_installed, lacking
 from doll.ledger.admission import AFTER_TERM_ENV
+from doll.local.forks import ForkServer
+from doll.local.supervisor import RoleSpec
 from doll.monitor.state.pilot_run import with_pilot
 from doll.process.signals import Interrupts
+from doll.provisioner.billing import LOCAL
+from doll.provisioner.fleets.port import Instance
+from doll.provisioner.fleets.processes import ProcessFleet
 from doll.provisioner.machines import Machines, check_machines, open_machines
 from doll.provisioner.main import ProvisionerProcess, ProvisionerSetup
 from doll.provisioner.prices.shipped import with_prices
 from doll.provisioner.settings import ControllerSettings, controller_settings
+from doll.provisioner.traces.market import MarketClock, TracePrices, make_market
+from doll.run.folder import RunFolder
 from doll.services import KAFKA_ENV, REDIS_ENV, Services, kafka_address, redis_address
 
 SPOT_LABEL, ON_DEMAND_LABEL = "doll-spot", "doll-on-demand"
 _YES: Final = "yes"
 HEAD_LABELS: Final = (f"{SPOT_LABEL}={_YES}", f"{ON_DEMAND_LABEL}={_YES}")
-"""Of the one node of a Ray that `doll up` starts: it stands for both markets."""
+"""Labels of the one node of a Ray that `doll up` starts: it stands for both markets."""
 
 
 def settings_of(config: JobConfig) -> tuple[ControllerSettings, list[str]]:
-    """What the job file asks of its provisioner, and notes on where its numbers come from.
+    """The settings of a job's provisioner, and notes on where its numbers come from.
 
     Raises:
         ConfigError: the work or the rates are not known, or a number is out of its range.
@@ -79,7 +89,7 @@ def _is_here(address: str) -> bool:
 
 @dataclass(frozen=True)
 class ActorCluster:
-    """Where the actors of a run are.
+    """The cluster of a run's actors.
 
     Attributes:
         address: of the head, host:port.
@@ -137,3 +147,48 @@ def run_provisioner(job: Path, services: Services, run_folder: Path, cluster: Ac
     if decision.phase == "failed":
         raise ConfigError("; ".join(decision.alarms) or "the provisioner cannot go on")
     return 0 if decision.finished else 1
+
+
+@contextmanager
+def machines_of(config: JobConfig, services: Services, run_folder: Path) -> Iterator[Machines]:
+    """The machines of the job.
+
+    Raises:
+        ConfigError: the fleet cannot be used as the job file describes it.
+    """
+    with ExitStack() as stack:
+        if isinstance(config.fleet, ProcessesFleetConfig):
+            yield _processes(config, config.fleet, services, RunFolder(run_folder), stack)
+        else:
+            yield stack.enter_context(open_machines(config, run_folder))
+
+
+def _processes(
+    config: JobConfig, fleet_config: ProcessesFleetConfig, services: Services, run: RunFolder, stack: ExitStack
+) -> Machines:
+    """Worker processes of this machine on a replayed market, which opens now. They end with this process."""
+    market, _ = make_market(config, fleet_config, config.seed)
+    run.logs.mkdir(parents=True, exist_ok=True)
+    run.write_job(config)
+    forks = stack.enter_context(ForkServer(run.logs / "forkserver.log"))
+    clock = MarketClock()
+    clock.open(time.time())
+
+    def spec(instance: Instance) -> RoleSpec:
+        arguments = [str(run.job), services.kafka, services.redis, str(run.path), instance.slot]
+        return RoleSpec(instance.id, "doll.run.local.roles:worker_role", run.logs / f"{instance.id}.log", arguments)
+
+    fleet = ProcessFleet(
+        forks, spec, run.path, market=market, market_clock=clock, boot_s=fleet_config.boot_s,
+        drain_s=config.worker.drain_s, job=config.job,
+    )  # fmt: skip
+    stack.callback(fleet.close)
+    return Machines(
+        fleet, TracePrices(market, clock), LOCAL, probe=lambda slot: market.is_up(slot, clock.since(time.time()))
+    )
+
+
+def pass_on(config: JobConfig, run_folder: Path) -> None:
+    """Let workers that are launched from now on read this job file; on machines elsewhere the fleet's owner does so."""
+    if isinstance(config.fleet, ProcessesFleetConfig):
+        RunFolder(run_folder).write_job(config)

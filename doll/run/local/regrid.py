@@ -1,12 +1,15 @@
 """`doll regrid`: a job goes on with batches of another size, or under another policy or optimizer, from its newest
 checkpoint.
 
-Of a run of `doll up`: 1. the folder is locked, and what is wanted is checked; 2. `job.next.yaml` is written; 3. the
+A run of `doll up`: 1. the folder is locked, and what is wanted is checked; 2. `job.next.yaml` is written; 3. the
 checkpoint of the new grid is saved, which decides (`doll.ps.regrid`); 4. `job.next.yaml` becomes the job file; 5. as
 `doll resume`. After a crash at any point the run can be resumed: with the settings before until 3 is done, and with the
-new ones from then on (`doll.run.next_job`).
+new ones from then on (`doll.run.target`).
 
-Of a job whose roles are started one by one, the job file has the new settings already: it is checked that no server
+`doll rollback`: training goes on from an earlier version, and what was learned since is learned again or skipped. The
+earlier version is saved once more as the newest checkpoint (`doll.ps.rollback`) in place of 2 to 4.
+
+The job file of a job whose roles are started one by one has the new settings already: it is checked that no server
 leads, and the checkpoint is saved. Then its roles are started as ever.
 """
 
@@ -23,23 +26,24 @@ from doll.ledger.admission import admit
 from doll.process.fault_points import fault_point
 from doll.ps.standby import LeaderCheck
 from doll.run.folder import RunFolder
-from doll.run.local.resume import on_same_broker, refuse_new_weights, resume_in
+from doll.run.local.resume import check_same_ledger, on_same_broker, refuse_new_weights, resume_in
 from doll.run.local.roles import JobProcess
 from doll.run.local.up import check_runnable
-from doll.run.next_job import settle_locked, take_next_job
 from doll.run.policy_choice import parse_choice
-from doll.run.target import Target
+from doll.run.target import Target, settle_locked, take_next_job
 from doll.storage.stores import checkpoint_location, open_store
+from doll.storage.version_marks import resolve_version
 
 if TYPE_CHECKING:
     from doll.ps.regrid import RegridOutcome
+    from doll.ps.rollback import RollbackOutcome
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class NewGrid:
-    """What `doll regrid` is asked for; None: as before."""
+    """The changes that `doll regrid` is asked for; None: as before."""
 
     batch_size: int | None = None
     group_size: int | None = None
@@ -47,7 +51,7 @@ class NewGrid:
     workers: int | None = None
 
     def overrides(self, config: JobConfig) -> list[str]:
-        """As `--set` has it.
+        """The changes as overrides of the job file.
 
         Args:
             config: the job as it is.
@@ -140,3 +144,45 @@ def _regrid(
     from doll.ps.regrid import regrid
 
     return regrid(config, open_store(config, run.path), above_term=above_term, checked=checked)
+
+
+def rollback_run(target: Target, to: str, *, skip: bool, say: Say) -> dict[str, Any]:
+    """Roll back the run of `target`, a run folder, and resume it; the report, as `run_up`.
+
+    Args:
+        to: `latest`, a number, or an alias.
+        skip: what was learned since is not learned again.
+
+    Raises:
+        VersionUnknownError: there is no such version, or the run has not gone through it.
+        ConfigError: the run is still running, or the job file does not fit.
+        CheckpointError: its checkpoints cannot be read.
+        ServiceUnavailableError: the records of the run are gone, or its services do not answer.
+    """
+    run, config = target.run, target.config
+    with run.locked():
+        check_runnable(config, begins=False)
+        check_same_ledger(run, config)
+        store = open_store(config, run.path)
+        version = resolve_version(store, to)
+        config = on_same_broker(run, config)
+        from doll.ps.rollback import rollback
+
+        result = rollback(config, store, version, skip=skip)
+        run.write_job(config)
+        say(result.text())
+        return resume_in(run, config)
+
+
+def rollback_deployed(target: Target, to: str, *, skip: bool) -> RollbackOutcome:
+    """Save the earlier version as the newest checkpoint of a job whose roles run elsewhere, and have ended.
+
+    Raises:
+        VersionUnknownError, ConfigError, CheckpointError, ServiceUnavailableError: as `rollback_run`; or a parameter
+            server leads.
+    """
+    version = resolve_version(open_store(target.config, target.run.path), to)
+    config, above_term = stopped_job(target, "rollback")
+    from doll.ps.rollback import rollback
+
+    return rollback(config, open_store(config, target.run.path), version, skip=skip, above_term=above_term)

@@ -38,7 +38,7 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class JobProcess:
-    """What one process of a job works with. A method runs a role in this process, and returns the exit code.
+    """One process of a job. A method runs a role in this process, and returns the exit code.
 
     Attributes:
         after_term: terms up to this one belong to earlier runs on the same topics, as the parent process has seen.
@@ -103,12 +103,6 @@ class JobProcess:
 
         return run_worker(self.config, self.services, slot, self.run_folder)
 
-    def any_worker(self) -> int:
-        """A worker in any slot that is free."""
-        from doll.consumers.any_slot import run_any_worker
-
-        return run_any_worker(self.config, self.services, self.run_folder)
-
     def parameter_server(
         self, *, standby: bool = False, takeover: bool = False, fresh: bool = False, check_only: bool = False
     ) -> int:
@@ -139,12 +133,6 @@ class JobProcess:
         from doll.evaluation.main import run_evaluator
 
         return run_evaluator(self.config, self.services, self.run_folder, after_term=self.after_term)
-
-    def prometheus(self) -> int:
-        """Serve the job's metrics to Prometheus."""
-        from doll.monitor.views.prometheus import serve_metrics
-
-        return serve_metrics(self.config, self.services)
 
     def page(self, port: int) -> int:
         """Serve the page of the job on loopback."""
@@ -177,25 +165,27 @@ def _role(entry: Callable[P, int]) -> Callable[P, int]:
     return run
 
 
-@_role
-def ps_role(job_path: str, kafka: str, redis: str, run_folder: str) -> int:
-    """The parameter server. It replaces one that is running."""
-    return JobProcess.forked("ps", job_path, kafka, redis, run_folder).parameter_server(takeover=True)
+def _forked(name: str, run: Callable[..., int]) -> Callable[..., int]:
+    """The entry point of a role: `run` gets its process, and what the entry point gets after the run folder.
+
+    Args:
+        name: of the process; `{}` is the first of these arguments.
+    """
+
+    @_role
+    def entry(job_path: str, kafka: str, redis: str, run_folder: str, *more: int) -> int:
+        return run(JobProcess.forked(name.format(*more), job_path, kafka, redis, run_folder), *more)
+
+    return entry
 
 
-@_role
-def ps_standby_role(job_path: str, kafka: str, redis: str, run_folder: str) -> int:
-    return JobProcess.forked("ps-standby", job_path, kafka, redis, run_folder).parameter_server(standby=True)
-
-
-@_role
-def worker_role(job_path: str, kafka: str, redis: str, run_folder: str, worker: int) -> int:
-    return JobProcess.forked(f"worker-{worker}", job_path, kafka, redis, run_folder).worker(worker)
-
-
-@_role
-def evaluator_role(job_path: str, kafka: str, redis: str, run_folder: str) -> int:
-    return JobProcess.forked("evaluator", job_path, kafka, redis, run_folder).evaluator()
+ps_role = _forked("ps", lambda process: process.parameter_server(takeover=True))
+"""The parameter server. It replaces one that is running."""
+ps_standby_role = _forked("ps-standby", lambda process: process.parameter_server(standby=True))
+worker_role = _forked("worker-{}", JobProcess.worker)
+evaluator_role = _forked("evaluator", JobProcess.evaluator)
+producer_role = _forked("producer", JobProcess.producer)
+page_role = _forked("page", JobProcess.page)
 
 
 @_role
@@ -206,16 +196,6 @@ def provisioner_role(job_path: str, kafka: str, redis: str, run_folder: str, ray
     process = JobProcess.forked("provisioner", job_path, kafka, redis, run_folder)
     cluster = ActorCluster(ray_address, is_own, process.after_term)
     return run_provisioner(Path(job_path), process.services, process.run_folder, cluster)
-
-
-@_role
-def producer_role(job_path: str, kafka: str, redis: str, run_folder: str) -> int:
-    return JobProcess.forked("producer", job_path, kafka, redis, run_folder).producer()
-
-
-@_role
-def page_role(job_path: str, kafka: str, redis: str, run_folder: str, port: int) -> int:
-    return JobProcess.forked("page", job_path, kafka, redis, run_folder).page(port)
 
 
 @_role

@@ -138,7 +138,7 @@ class Learning:
                 handle.terminate()
 
     def _note_full_disk(self) -> None:
-        """Say where a full disk begins to hold up the job; what fails by it says so in logs only."""
+        """Say when a full disk begins to hold up the job; what fails by it says so in logs only."""
         full = is_full(self._run.folder.path)
         if full != self._is_full:
             self._is_full = full

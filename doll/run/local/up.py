@@ -102,7 +102,10 @@ def run_in(
     with Interrupts() as interrupts, display or make_display(config.stop) as display:
         display.say(f"job {config.job}: run folder {display_path(folder.path)}")
         display.say(step_text(config))
-        accompanied_by = _own_hook(config) if hook is None else hook(folder, display)
+        if hook is not None:
+            accompanied_by = hook(folder, display)
+        else:
+            accompanied_by = ActorWorkers() if isinstance(config.fleet, RayFleetConfig) else RunHook()
         try:
             with (
                 _services_of(config, folder, display, interrupts, accompanied_by, fresh=fresh) as run,
@@ -262,14 +265,9 @@ def _resolved(config: JobConfig, run: RunFolder) -> JobConfig:
     return config.model_copy(update=resolved)
 
 
-def _own_hook(config: JobConfig) -> RunHook:
-    """What has the workers where nothing else accompanies the run."""
-    return ActorWorkers() if isinstance(config.fleet, RayFleetConfig) else RunHook()
-
-
 def _check_model(run: RunFolder, forks: ForkServer) -> str:
     """Build the model once, in a process of its own: a mistake in it is found before a service is started. Returns what
-    the job begins with, where these are given weights; else "".
+    the job begins with, if these are given weights; else "".
 
     Raises:
         ConfigError: the task or its model cannot be used.
@@ -332,25 +330,12 @@ def _check_topics(config: JobConfig, runs_folder: Path, *, fresh: bool) -> None:
 def _newest_run(runs_folder: Path, job: str, kafka: str) -> str:
     """The newest run of this job on this broker that has checkpoints; "" without such a run."""
     for path in sorted(runs_folder.glob(f"{job}-*/{STACK}"), key=lambda path: path.stat().st_mtime, reverse=True):
-        run = path.parent
-        if _recorded_kafka(path) == kafka and (run / JOB).is_file() and _is_run_of(run, job):
-            return str(run)
+        with contextlib.suppress(Exception):  # any folder may have such a name
+            if read_json(path)["kafka"] == kafka:
+                config = load(path.parent / JOB)
+                if config.job == job and open_store(config, path.parent).versions():
+                    return str(path.parent)
     return ""
-
-
-def _recorded_kafka(path: Path) -> str:
-    try:
-        return str(read_json(path).get("kafka", ""))
-    except (ConfigError, AttributeError):
-        return ""
-
-
-def _is_run_of(run: Path, job: str) -> bool:
-    try:
-        config = load(run / JOB)
-        return config.job == job and bool(open_store(config, run).versions())
-    except Exception:  # any folder may have such a name
-        return False
 
 
 class _Log(io.TextIOWrapper):

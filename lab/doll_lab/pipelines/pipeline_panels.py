@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from doll.config import JobConfig
-from doll.monitor.views.panels import Panel, line, panel, timeline
+from doll.monitor.views.panels import Panel, line, panel
 from doll.pipeline.planner.profiled import live_rule, load_profile, stops_by_profile
 
 from doll_lab.pipelines.measured import read_tasks, timeline_of
@@ -51,13 +51,13 @@ def pipeline_panels(config: JobConfig, run: Path) -> list[Panel]:
 def _tasks(title: str, item: Timeline, end_s: float) -> Panel:
     """The tasks of each stage; the last one is above, as in the paper's Figure 1."""
     rows = [
-        (
+        [
             f"stage {stage}",
-            [(at.start_s, at.end_s, at.kind, str(at.minibatch)) for at in item.of_stage(stage) if at.start_s < end_s],
-        )
+            [[at.start_s, at.end_s, at.kind, str(at.minibatch)] for at in item.of_stage(stage) if at.start_s < end_s],
+        ]
         for stage in reversed(range(item.num_stages))
     ]
-    return timeline(title, rows, end_s)
+    return {"title": title, "rows": rows, "end": end_s}
 
 
 def _kept(config: JobConfig, worker: int, name: str, item: Timeline, end_s: float) -> Panel:

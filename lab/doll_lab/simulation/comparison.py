@@ -79,7 +79,7 @@ def simulate_policy(
         samples=round(system.engine.samples_total * (config.plan.mean_samples or 1.0)),
         updates=system.version,
         usd=math.nan if price is None else system.usd,
-        summary=PolicySummary.of([system.measures.report()]),
+        summary=PolicySummary.total([system.measures.report()]),
         step_factor=step_factor(config),
     )
 

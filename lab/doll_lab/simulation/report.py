@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from doll.amounts import usd
+from doll.amounts import known, number, usd
 from doll.dashboard.saved_page import save_panels
-from doll.monitor.state.formats import known, number
 from doll.monitor.state.policy_summary import PolicySummary
 from doll.monitor.state.rates import (
     stability_margin,
@@ -170,7 +169,7 @@ def summarise(system: System, alpha: float) -> Summary:
 
 
 def _measured(system: System) -> PolicySummary | None:
-    return None if system.measures is None else PolicySummary.of([system.measures.report()])
+    return None if system.measures is None else PolicySummary.total([system.measures.report()])
 
 
 def _or_nan(value: float | None) -> float:

@@ -7,11 +7,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from doll.monitor.state.spot_history import Move
+from doll.amounts import clock, duration, usd
 
 if TYPE_CHECKING:
     from doll.provisioner.decision import Decision
     from doll.provisioner.fleets.processes import Machine
+
+_REASONS_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Move:
+    """A change of a slot's market by the planner; `at_s` on the job's clock."""
+
+    at_s: float
+    slot: int
+    to: str
+    reason: str
+
+    def text(self) -> str:
+        """A line such as `worker 2 to on-demand: <reason>`."""
+        to = self.to.replace("_", "-")
+        return f"worker {self.slot} to {to}: {self.reason.removeprefix('to ').removeprefix(f'{to}: ')}"
 
 
 @dataclass(frozen=True)
@@ -95,7 +112,7 @@ def report_section(
     timeline: MarketTimeline,
     machines: Sequence[Machine],
 ) -> dict[str, Any]:
-    """The fields of `report.json` about the market.
+    """The fields of `report.json` about the market, among them `lines` of text for its summary.
 
     Args:
         predictions: by policy.
@@ -105,7 +122,7 @@ def report_section(
     preempted = [machine for machine in machines if machine.preempted]
     percent = 100.0 * result.cost_usd / result.all_on_demand_usd
     predicted_percent = 100.0 * predicted.cost_usd / result.all_on_demand_usd
-    return {
+    section = {
         "planned_policy": planned,
         "deadline_met": result.reached and result.finish_s <= result.deadline_s,
         "deadline_s": result.deadline_s,
@@ -129,3 +146,34 @@ def report_section(
         "predictions": {name: asdict(prediction) for name, prediction in predictions.items()},
         "moves_log": [asdict(move) for move in timeline.moves],
     }
+    return {**section, "lines": text_lines(section)}
+
+
+def text_lines(report: Mapping[str, Any]) -> list[str]:
+    """The fields of `report_section` as lines of text."""
+    count = report["machines_per_worker"]
+    each = f", {count} machines each" if count > 1 else ""
+    met = "met" if report["deadline_met"] else "MISSED"
+    others = [prediction for name, prediction in report["predictions"].items() if name != report["planned_policy"]]
+    lines = [
+        f"  deadline {clock(report['deadline_s'])}: {met}, at {duration(report['finish_s'])} of "
+        f"{duration(report['deadline_s'])} (predicted {duration(report['finish_predicted_s'])})",
+        f"  cost {usd(report['cost_usd'])} USD, {report['cost_percent']:.1f} % of "
+        f"{usd(report['all_on_demand_usd'])} USD all on-demand; predicted {usd(report['cost_predicted_usd'])} USD, "
+        f"{report['cost_predicted_percent']:.1f} % "
+        f"({report['cost_error_points']:+.1f} points)",
+        *(
+            f"  predicted for {other['policy']}: {usd(other['cost_usd'])} USD, done at {duration(other['finish_s'])}"
+            + ("" if other["finish_s"] <= report["deadline_s"] else ": too late")
+            for other in others
+        ),
+        f"  {report['preemptions']} preemptions (predicted {report['preemptions_predicted']}), "
+        f"{report['preemptions_without_notice']} without notice; {report['preemptions_killed']} ended by SIGKILL, the "
+        f"others left in time; {report['instances']} instances in total{each}",
+        f"  {report['moves']} moves between the markets (predicted {report['moves_predicted']})",
+    ]
+    moves = report["moves_log"]
+    lines += [f"    {move['at_s']:6.1f} s  {Move(**move).text()}" for move in moves[:_REASONS_SHOWN]]
+    if len(moves) > _REASONS_SHOWN:
+        lines.append(f"    and {len(moves) - _REASONS_SHOWN} more: moves_log in report.json, provision-*.jsonl")
+    return lines

@@ -19,7 +19,7 @@ def test_a_reading_is_what_the_server_has_counted() -> None:
     for seconds in (0.0005, 0.004, 0.004, 7.0):
         metrics.answered(200, seconds)
     metrics.answered(429, 0.0001)
-    metrics.swapped()
+    metrics.count("swaps")
     reading = reading_of(metrics.page().decode(), 3.0)
     assert {code: count for code, count in reading.requests.items() if count} == {"200": 4, "429": 1}
     assert (reading.total, reading.swaps, reading.versions, reading.is_stale) == (5, 1, [], False)
@@ -33,9 +33,9 @@ def test_answers_that_were_not_logged_are_said() -> None:
     source = WithModelServer(MadeUpJob(), lambda: texts[0])
     source.look(1.0)
     assert "not logged" not in dict(source.read(page)["served"]["facts"])
-    metrics.unlogged()
+    metrics.count("unlogged_answers")
     metrics.use_row(1)
-    metrics.unlogged()
+    metrics.count("unlogged_answers")
     texts[0] = metrics.page().decode()
     source.look(3.0)
     assert dict(source.read(page)["served"]["facts"])["not logged"] == "2 answers"

@@ -21,7 +21,7 @@ from doll.provisioner.main import DRAIN_TIMEOUT_S, drain
 from doll.provisioner.prices.port import StatedPrices
 from doll.provisioner.reconcile import Launch
 from doll.provisioner.state_store import FileStateStore
-from doll.run import provisioning
+from doll.run.local import provisioning
 from doll.storage.file_checkpoints import FileCheckpointStore
 from fake_fleet import FakeFleet, VirtualClock
 from job_files import job

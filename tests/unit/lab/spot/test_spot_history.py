@@ -8,12 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from doll.monitor.state.spot_history import Move, text_lines
 from doll.provisioner.fleets.port import Instance, InstanceState
 from doll.provisioner.fleets.processes import Machine
 from paths import EXAMPLES
 
-from doll_lab.spot.spot_history import MarketTimeline, Prediction, SpotResult, report_section
+from doll_lab.spot.spot_history import MarketTimeline, Move, Prediction, SpotResult, report_section
 
 EXAMPLE = EXAMPLES / "digits" / "market.yaml"
 
@@ -70,7 +69,7 @@ def test_report_and_text_agree() -> None:
     assert (section["deadline_met"], section["preemptions"], section["preemptions_killed"]) == (True, 2, 1)
     assert (section["moves"], section["moves_predicted"], section["instances"]) == (11, 1, 4)
     assert section["cost_error_points"] == pytest.approx(2.0)
-    text = "\n".join(text_lines(json.loads(json.dumps(section))))
+    text = "\n".join(json.loads(json.dumps(section))["lines"])
     for words in ("met, at 95 s of 100 s", "70.0 % of 1.00 USD", "(+2.0 points)", "all-spot", "too late",
                   "2 preemptions (predicted 3), 1 without notice; 1 ended by SIGKILL", "and 3 more"):  # fmt: skip
         assert words in text
@@ -84,4 +83,4 @@ def test_workers_of_several_machines_are_reported_as_such() -> None:
     result = SpotResult(95.0, True, 100.0, 0.7, 0.75, 1.0)
     section = report_section(result, predictions, "adaptive", MarketTimeline(), [gang])
     assert section["machines_per_worker"] == 3
-    assert "1 instances in total, 3 machines each" in "\n".join(text_lines(section))
+    assert "1 instances in total, 3 machines each" in "\n".join(section["lines"])

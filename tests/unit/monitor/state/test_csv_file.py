@@ -6,11 +6,11 @@ import tracemalloc
 from pathlib import Path
 
 from doll.monitor.state.csv_file import CsvFile, read_rows
-from doll.monitor.state.history import UPDATE_COLUMNS, Table
+from doll.monitor.state.history import UPDATE_COLUMNS, MetricTable
 
 
-def filled(rows: int) -> Table:
-    table = Table(UPDATE_COLUMNS)
+def filled(rows: int) -> MetricTable:
+    table = MetricTable(UPDATE_COLUMNS)
     for version in range(rows):
         table.append({"time_s": 0.5 * version, "term": 1, "version": version, "apply_s": 0.001})
     return table

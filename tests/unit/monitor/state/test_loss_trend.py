@@ -55,10 +55,10 @@ def test_updates_without_samples_say_nothing() -> None:
 
 
 def test_held_out_losses_need_no_window() -> None:
-    assert not LossTrend.of([1, 2, 3], [2.0, 0.5, 0.6]).worsened
-    assert LossTrend.of([1, 2, 3], [2.0, 0.5, 1.9]).worsened
-    assert LossTrend.of([1, 2, 3], [2.0, 0.5, math.nan]).worsened
-    assert not LossTrend.of([], []).worsened
+    assert not LossTrend.without_windows([1, 2, 3], [2.0, 0.5, 0.6]).worsened
+    assert LossTrend.without_windows([1, 2, 3], [2.0, 0.5, 1.9]).worsened
+    assert LossTrend.without_windows([1, 2, 3], [2.0, 0.5, math.nan]).worsened
+    assert not LossTrend.without_windows([], []).worsened
 
 
 def test_a_loss_far_above_its_first_and_its_best_is_a_model_that_diverges() -> None:

@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 
 import pytest
+from doll.amounts import clock, number
 from doll.config import JobConfig, StopConfig, load, parse
-from doll.monitor.state import formats
 from doll.monitor.state.progress import ProgressModel
 from doll.monitor.views.display import Display, panel
 from doll.monitor.views.text import one_line, table_lines, worker_table
@@ -209,14 +209,14 @@ def test_a_bounded_table_has_a_line(running: ProgressModel) -> None:
 
 @pytest.mark.parametrize(("seconds", "shown"), [(7.2, "7 s"), (65, "1:05"), (7385, "2:03:05"), (math.nan, "")])
 def test_clock(seconds: float, shown: str) -> None:
-    assert formats.clock(seconds) == shown
+    assert clock(seconds) == shown
 
 
 @pytest.mark.parametrize(
     ("value", "shown"), [(math.nan, "?"), (math.inf, "unlimited"), (0.12345, "0.123"), (12345.6, "12,346")]
 )
 def test_number(value: float, shown: str) -> None:
-    assert formats.number(value) == shown
+    assert number(value) == shown
 
 
 def test_a_job_that_cannot_make_an_update_says_so_once() -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 from doll.monitor.state.served_model import Reading, ServedModel, quantile
-from doll.monitor.views.page_served import served
+from doll.monitor.views.page_parts import served
 
 
 def reading(at_s: float, fast: int, slow: int = 0, **fields: object) -> Reading:

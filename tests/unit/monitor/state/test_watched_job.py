@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from doll.monitor.state import newest_updates, watched_job
+from doll.monitor.state import progress, watched_job
 from doll.monitor.state.folder_logs import EventLog, append_event
 from doll.monitor.state.watched_job import Decisions, PageState, ProcessEvent
 from doll.records.control import Finished
@@ -39,16 +39,16 @@ def test_workers_that_come_and_go_are_events() -> None:
 
 def test_of_updates_the_newest_are_kept() -> None:
     made_up = MadeUpJob(workers=2, members=2)
-    made_up.run(newest_updates.MAX_UPDATES // 4 + 3)
+    made_up.run(progress.MAX_UPDATES // 4 + 3)
     updates = state_of(made_up).updates
-    assert len(updates) == newest_updates.MAX_UPDATES
-    assert updates[-1].version == newest_updates.MAX_UPDATES + 12
+    assert len(updates) == progress.MAX_UPDATES
+    assert updates[-1].version == progress.MAX_UPDATES + 12
 
 
 def test_of_large_updates_fewer_are_kept() -> None:
     made_up = MadeUpJob(workers=4, members=4)
     made_up.run(1)
-    many = update(1, 5, *[(0, batch) for batch in range(newest_updates.MAX_MEMBERS + 1)])
+    many = update(1, 5, *[(0, batch) for batch in range(progress.MAX_MEMBERS + 1)])
     made_up.feed(many)
     assert [item.version for item in state_of(made_up).updates] == [5]
 

@@ -39,7 +39,7 @@ def run_folder(folder: Path, losses: list[float], *, every_s: float, evaluate_ev
             "reason": "samples: reached", "error": None, "exit_code": 0, "audit": {"ok": True},
             "step_factor": 4.0,
             "training_seconds": every_s * (len(losses) - 1), "samples": 8 * len(losses), "updates": len(losses),
-            "measures": json_safe(PolicySummary.of([MEASURES]).to_dict()),  # type: ignore[union-attr]
+            "measures": json_safe(PolicySummary.total([MEASURES]).to_dict()),  # type: ignore[union-attr]
         }  # fmt: skip
         write_json(folder / "report.json", content | report)
     return folder
@@ -64,7 +64,7 @@ def test_a_run_is_read_from_its_folder(fast: PolicyRun) -> None:
     assert (fast.ok, fast.outcome, fast.updates, fast.samples) == (True, "samples: reached", 100, 800)
     assert fast.seconds == pytest.approx(49.5)
     assert fast.usd == pytest.approx(7.2 * 49.5 / 3600)
-    assert fast.summary == PolicySummary.of([MEASURES])
+    assert fast.summary == PolicySummary.total([MEASURES])
     curve = fast.loss("held-out")
     # When version 10 was made, not when it was evaluated: 9 updates after the first one.
     assert (curve.seconds[0], curve.samples[0]) == (4.5, 80)

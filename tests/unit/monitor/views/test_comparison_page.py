@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 from doll.monitor.state.policy_summary import PolicySummary
-from doll.monitor.views.comparison import Comparison, LossCurve, PolicyRun
-from doll.monitor.views.comparison_page import comparison_page
+from doll.monitor.views.comparison import Comparison, LossCurve, PolicyRun, comparison_page
 from doll.records.control import Measures
 
 
@@ -38,7 +37,7 @@ def test_of_an_error_the_first_line_is_shown() -> None:
 
 
 def test_the_staleness_of_those_that_measured_it_is_a_chart() -> None:
-    summary = PolicySummary.of([Measures(staleness={-1: 3, 0: 1})])
+    summary = PolicySummary.total([Measures(staleness={-1: 3, 0: 1})])
     shown = comparison_page(Comparison("x", [replace(run("ssp", 2.0), summary=summary), run("asp", 2.0)]))
     (staleness,) = shown["panels"]
     assert staleness["lines"] == [{"label": "ssp", "x": [-1.0, 0.0], "y": [75.0, 25.0], "style": "line"}]

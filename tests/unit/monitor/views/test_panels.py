@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from doll.monitor.views.panels import line, moving_mean, panel, staleness_panel, timeline
+from doll.monitor.views.panels import line, moving_mean, panel, staleness_panel
 
 
 def test_moving_mean_weighs_and_skips_the_unknown() -> None:
@@ -28,7 +28,3 @@ def test_the_staleness_of_a_run_is_a_panel() -> None:
 
 def test_panels_are_plain_values() -> None:
     assert panel("Spent", "hours", "USD") == {"title": "Spent", "x_label": "hours", "y_label": "USD", "lines": []}
-    rows = [("stage 0", [(0.0, 0.5, "F", "1")])]
-    assert timeline("Worker 0", rows, 2.0) == {
-        "title": "Worker 0", "rows": [["stage 0", [[0.0, 0.5, "F", "1"]]]], "end": 2.0,
-    }  # fmt: skip

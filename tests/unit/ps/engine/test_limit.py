@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from doll.config import parse
 from doll.config.policy import policy_section
-from doll.monitor.state.job_metrics import server_samples
 from doll.monitor.state.limit_text import limit_text
+from doll.monitor.views.prometheus import server_samples
 from doll.ps.engine.engine import Engine
 from doll.ps.engine.limit import STANDS_S, LimitWatch, limit_of
 from doll.ps.engine.settings import EngineSettings

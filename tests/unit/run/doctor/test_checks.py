@@ -8,12 +8,12 @@ from doll.kafka.permissions import Role, needed
 from doll.kafka.topic_plan import ActualTopic, plan_topics
 from doll.records.check import Check
 from doll.run.doctor.checks import (
+    DoctorReport,
     check_certificate,
     check_kafka,
     check_redis,
     check_tcp,
 )
-from doll.run.doctor.report import Report
 from doll.storage.redis_facts import RedisFacts
 from job_files import job
 
@@ -149,13 +149,13 @@ def test_a_certificate_is_renewed_in_time(days: int, result: str) -> None:
 
 
 def test_a_report_is_a_table_and_its_exit_follows_from_failures() -> None:
-    report = Report("j", [Check("one", "ok", "found"), Check("two", "failed", "this", "do that")])
+    report = DoctorReport("j", [Check("one", "ok", "found"), Check("two", "failed", "this", "do that")])
     assert report.text().splitlines() == [
         "check  result  what is there; what to do", "one    ok      found", "two    failed  this; do that",
         "j cannot run: 2 checks, 1 failed, 0 warning, 0 unknown",
     ]  # fmt: skip
     assert not report.ok
-    assert Report("j", [Check("one", "warning")]).ok
+    assert DoctorReport("j", [Check("one", "warning")]).ok
 
 
 def test_every_role_has_permissions_that_are_judged() -> None:

@@ -42,11 +42,11 @@ _END_S: Final = 1.0
 _MAX_SHARE: Final = 0.25  # of a processor that reading versions may take
 
 
-class Following:
+class VersionLoader:
     """Loads versions into `copies`; a context manager.
 
     Args:
-        find_services: the job's services now; None where none are known. A run that is resumed has others.
+        find_services: the job's services now; None if none are known. A run that is resumed has others.
         has_ended: whether the job has ended, as far as its run folder says.
         check: as of `ModelCopies.load`.
         row_bytes: of memory for changed rows of tables.
@@ -85,7 +85,7 @@ class Following:
             for target in (self._read_topics, self._read_versions)
         ]
 
-    def __enter__(self) -> Following:
+    def __enter__(self) -> VersionLoader:
         # First what checkpoints have: it is served at once, and says which run this is.
         self._refresh_all()
         for thread in self._threads:
@@ -135,7 +135,7 @@ class Following:
                 )
 
     def _look_for_rollbacks(self) -> None:
-        """What the newest checkpoint says of `doll rollback`, where it is of another server than the one before."""
+        """Read the rollbacks in the newest checkpoint, if it is of another server than the one before."""
         try:
             newest = max(self._store.versions(), default=None)
             if newest is not None and newest[0] != self._rollbacks_of_term:
@@ -158,7 +158,7 @@ class Following:
             if (copy := lane.copy) is None:
                 continue
             place = copy.version.place
-            if (made := self.facts.made(place)) is not None:
+            if (made := self.facts.origin(place)) is not None:
                 copy.version.made_s, copy.version.samples = made
             lane.left = next((each.text() for each in self._rollbacks if each.leaves(*place)), "")
         served = [lane.copy.version for lane in self._copies.lanes if lane.copy is not None]
@@ -184,7 +184,7 @@ class Following:
                 log.warning("version_not_served", wanted=lane.wanted, reason=problem, serving=lane.place)
 
     def _newer(self, lane: Lane) -> StoredWeights | None:
-        """The version that `lane` wants; None where it has it."""
+        """The version that `lane` wants; None if it has it."""
         if lane.wanted == LATEST:
             back = None if lane.place is None else self._follower.rolled_back(lane.place)
             return back or self._follower.newest(lane.place)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from doll.monitor.state.job_metrics import JobMetrics, Sample, samples_of
-from doll.monitor.views.prometheus import JobCollector
+from doll.monitor.views.prometheus import JobMetrics, MetricSample, samples_of
 from doll.records.control import Finished, Measures, Member, Metric, ServerStatus, TableStatus, TermStarted, Update
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,7 +13,7 @@ from statuses import gone_worker, live_worker, server_status
 def exposed(metrics: JobMetrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """By name and labels, read back from the text that a scrape gets."""
     registry = CollectorRegistry()
-    registry.register(JobCollector("j", metrics))
+    registry.register(metrics)
     text = generate_latest(registry).decode()
     return {
         (sample.name, frozenset(sample.labels.items()) - {("job_name", "j")}): sample.value
@@ -30,19 +29,21 @@ def key(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
 @pytest.mark.parametrize(
     ("source", "name", "expected"),
     [
-        ("ps", "version", Sample("doll_ps_version", (), 1.0)),
-        ("worker-3", "read_total", Sample("doll_worker_read_total", (("worker", "3"),), 1.0)),
-        ("producer", "rate_per_s", Sample("doll_producer_rate_per_second", (), 1.0)),
-        ("ps", "stalled_s", Sample("doll_ps_stalled_seconds", (), 1.0)),
-        ("evaluator", "top-5 accuracy", Sample("doll_evaluator_top_5_accuracy", (), 1.0)),
+        ("ps", "version", MetricSample("doll_ps_version", (), 1.0)),
+        ("worker-3", "read_total", MetricSample("doll_worker_read_total", (("worker", "3"),), 1.0)),
+        ("producer", "rate_per_s", MetricSample("doll_producer_rate_per_second", (), 1.0)),
+        ("ps", "stalled_s", MetricSample("doll_ps_stalled_seconds", (), 1.0)),
+        ("evaluator", "top-5 accuracy", MetricSample("doll_evaluator_top_5_accuracy", (), 1.0)),
     ],
 )
-def test_a_measurement_is_named_for_who_makes_it_and_what_it_is_of(source: str, name: str, expected: Sample) -> None:
+def test_a_measurement_is_named_for_who_makes_it_and_what_it_is_of(
+    source: str, name: str, expected: MetricSample
+) -> None:
     assert list(samples_of(source, {name: 1.0})) == [expected]
 
 
 def test_what_a_worker_reports_of_its_rows_does_not_replace_what_it_reports_of_its_link() -> None:
-    job = JobMetrics(1)
+    job = JobMetrics("j", 1)
     job.feed(Metric(source="worker-0", values={"control_refused_total": 2.0}, time_s=1))
     for evicted in (0.0, 7.0):
         values = {"row_state_bytes": 4096.0, "row_states_evicted_total": evicted}
@@ -54,7 +55,7 @@ def test_what_a_worker_reports_of_its_rows_does_not_replace_what_it_reports_of_i
 
 
 def test_the_newest_measurements_of_each_are_exposed_with_the_times_they_were_made() -> None:
-    job = JobMetrics(2)
+    job = JobMetrics("j", 2)
     job.feed(server_status([live_worker(0), gone_worker(1)], version=4, counters={"joined": 2}, time_s=1))
     job.feed(Metric(source="evaluator", values={"loss": 0.5}, time_s=2))
     workers = [live_worker(0, silent_s=0.5), live_worker(1, restarts=2, lag_records=7)]
@@ -74,7 +75,7 @@ def test_the_newest_measurements_of_each_are_exposed_with_the_times_they_were_ma
 
 
 def test_bounded_tables_are_exposed_by_their_names() -> None:
-    job = JobMetrics(1)
+    job = JobMetrics("j", 1)
     tables = [
         TableStatus(name=name, rows=5, admitted=9, evicted=3, expired=1, refused=n) for n, name in enumerate("ab")
     ]
@@ -92,7 +93,7 @@ def test_an_update_tells_its_loss_and_what_each_worker_took_for_it() -> None:
         Member(worker=n, partition=n, batch=0, lo=0, hi=8, n_samples=8, base_version=0, compute_s=0.25 * (n + 1))
         for n in (0, 1)
     )
-    job = JobMetrics(2)
+    job = JobMetrics("j", 2)
     job.feed(
         Update(term=1, version=1, members=members, n_samples=16, loss=0.7, metrics={"accuracy": 0.5}, apply_s=0.01)
     )
@@ -103,7 +104,7 @@ def test_an_update_tells_its_loss_and_what_each_worker_took_for_it() -> None:
 
 
 def test_a_job_that_goes_on_has_not_finished_any_more() -> None:
-    job = JobMetrics(1)
+    job = JobMetrics("j", 1)
     assert exposed(job)[key("doll_job_finished")] == 0
     job.feed(Finished(term=1, version=9, reason="updates: 9 reached", time_s=1))
     assert exposed(job)[key("doll_job_finished")] == 1
@@ -121,7 +122,7 @@ def test_a_new_generation_shows_nothing_of_the_run_before() -> None:
         return server_status(term=number, version=10 * number, time_s=1)
 
     finished = Finished(term=1, version=10, reason="r", time_s=0.0)
-    job = JobMetrics(2)
+    job = JobMetrics("j", 2)
     for record in (term_started(1), ps(1), Metric(source="producer", values={"sent_total": 7}, time_s=1), finished):
         job.feed(record)
     assert exposed(job)[key("doll_job_finished")] == 1
@@ -136,7 +137,7 @@ def test_a_new_generation_shows_nothing_of_the_run_before() -> None:
 
 
 def test_a_loss_far_above_its_best_is_a_number_to_be_alarmed_by() -> None:
-    job = JobMetrics(1)
+    job = JobMetrics("j", 1)
     for version in range(1, 41):
         job.feed(Update(term=1, version=version, members=(), n_samples=8, loss=0.5 if version < 30 else 1e9))
         assert exposed(job)[key("doll_job_loss_worsened")] == float(version >= 30)
@@ -147,7 +148,7 @@ def test_a_loss_far_above_its_best_is_a_number_to_be_alarmed_by() -> None:
 
 def test_the_age_of_each_roles_last_sign_of_life_is_exposed() -> None:
     now_s = 1000.0
-    job = JobMetrics(1, clock=lambda: now_s)
+    job = JobMetrics("j", 1, clock=lambda: now_s)
     job.feed(Metric(source="provisioner", values={"spent_usd": 2.0}, time_s=400.0))
     job.feed(Metric(source="provisioner", values={}, time_s=700.0))
     job.feed(server_status([live_worker(0, silent_s=4.0)], time_s=999.0))
@@ -161,7 +162,7 @@ def test_the_age_of_each_roles_last_sign_of_life_is_exposed() -> None:
 
 
 def test_reads_are_counted_by_staleness() -> None:
-    job = JobMetrics(2)
+    job = JobMetrics("j", 2)
     measures = Measures(staleness={-3: 1, -1: 99}, staleness_total=-102, blocked_s=2.5, weights_bytes=40)
     job.feed(server_status(measures=measures))
     values = exposed(job)
