@@ -31,8 +31,8 @@ from doll.run.local.roles import JobProcess
 from doll.run.local.up import check_runnable
 from doll.run.policy_choice import parse_choice
 from doll.run.target import Target, settle_locked, take_next_job
+from doll.storage.checkpoints import resolve_version
 from doll.storage.stores import checkpoint_location, open_store
-from doll.storage.version_marks import resolve_version
 
 if TYPE_CHECKING:
     from doll.ps.regrid import RegridOutcome
