@@ -376,7 +376,7 @@ class FunctionJob(TimedWorld):
         if not state.is_leaving:
             if self.engine.policy.exact_version:
                 self._read_next(worker)
-        elif rest is not None and (held := state.residual.of(rest.until)) is not None:
+        elif rest is not None and (held := state.residual.below(rest.until)) is not None:
             # A worker that leaves sends what it holds back first.
             state.residual.clear()
             key = f"{self._key_of(worker, rest.until)}/rest"

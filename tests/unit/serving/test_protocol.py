@@ -112,7 +112,7 @@ def test_what_is_no_request_is_malformed(data: bytes, length: str | None, said: 
         ({"name": "x", "datatype": "FP32", "shape": [1, 2]}, "expected data"),
         ({"name": "x" * 1000, "datatype": "FP32", "shape": [1, 2]}, "at most 200 characters"),
         ({"name": "x", "datatype": "FP32", "shape": [1], "parameters": {"binary_data_size": 4}}, "binary_data_size 4"),
-        ({"name": "x", "datatype": "FP32", "shape": [1], "parameters": {"binary_data_size": "4"}}, "bytes behind"),
+        ({"name": "x", "datatype": "FP32", "shape": [1], "parameters": {"binary_data_size": "4"}}, "bytes after"),
     ],
 )
 def test_a_tensor_that_is_not_what_it_says_is_refused_by_name(item: dict[str, Any], said: str) -> None:
