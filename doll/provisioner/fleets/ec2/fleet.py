@@ -23,7 +23,6 @@ from doll.provisioner.fleets.ec2.launch import Ec2Launcher, Offers, Override
 from doll.provisioner.fleets.ec2.notices import Ec2Notices
 from doll.provisioner.fleets.ec2.tags import TAGS, filters_of, instances_of
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchError, LaunchFailure, Order
-from doll.provisioner.planning.state import Market
 
 log = telemetry.get_logger(__name__)
 
@@ -45,11 +44,9 @@ class _Known:
     terminate_sent_s: float = float("-inf")
 
 
-_OrderKey = tuple[str, int, int, Market, int]
-
-
-def _key(order: Order) -> _OrderKey:
-    return (order.run, order.slot, order.incarnation, order.market, order.attempt)
+def _key(order: Order) -> Order:
+    """The order, whatever it avoids: a repetition may avoid other pools."""
+    return replace(order, avoid=frozenset())
 
 
 @dataclass(eq=False, repr=False)
@@ -95,9 +92,9 @@ class Ec2Fleet:
         )  # fmt: skip
         self._known: dict[str, _Known] = {}
         self._listed_s = float("-inf")
-        self._ids: dict[_OrderKey, str] = {}
+        self._ids: dict[Order, str] = {}
         # A repeated request must be the same to the byte, though the capacity cache has changed since.
-        self._choices: dict[_OrderKey, list[list[Override]]] = {}
+        self._choices: dict[Order, list[list[Override]]] = {}
 
     @property
     def cache(self) -> CapacityCache:
@@ -185,7 +182,7 @@ class Ec2Fleet:
         same = (instance.slot, instance.incarnation, instance.market) == wanted
         return instance.is_alive and same and (not instance.job or instance.job == self.job)
 
-    def _remember(self, key: _OrderKey, choices: list[list[Override]]) -> None:
+    def _remember(self, key: Order, choices: list[list[Override]]) -> None:
         self._choices[key] = choices
         for orders in (self._choices, self._ids):
             while len(orders) > _ORDERS_REMEMBERED:
