@@ -33,7 +33,7 @@ class Dropping(Residual):
 class Kept(Residual):
     """Never flushes."""
 
-    def of(self, until: int) -> Vector | None:
+    def below(self, until: int) -> Vector | None:
         return None
 
 
