@@ -70,7 +70,7 @@ demo: setup ## run JOB on this machine, with live progress
 demo-spot: setup ## run a job on a replayed spot market on this machine (SEED=n: another market)
 	@$(BIN)/doll spot market --seed $(SEED)
 
-test: setup ## run all tests but those of adapters' worlds (Ray, Kubernetes, ...): about 35 minutes on two cores
+test: setup ## run all tests but those of adapters' worlds (Ray, Kubernetes, ...): about 25 minutes on two cores
 	@$(BIN)/python -m pytest $(DISTRIBUTE) --worlds=none $(PYTEST)
 
 test-worlds: setup ## run the tests of the worlds (tests/worlds.toml) whose sources have changed since they last passed

@@ -11,7 +11,7 @@ import random
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Final
 
 import msgspec
@@ -46,6 +46,7 @@ _LONGEST_REASON: Final = 2000
 _LONGEST_ID: Final = 200
 _DISCARD_S: Final = 2.0
 _BODIES: Final = 8  # as large as they may be, in memory at once
+_LENGTH: Final = LENGTH_HEADER.lower().encode()
 _PATHS: Final = 256
 _LATER: Final = {"Retry-After": "1"}
 
@@ -68,9 +69,13 @@ class ServeRequest(Request):
 
     held_bytes = 0
 
-    def header(self, name: str) -> str:
-        """The value of a header; "" if there is none."""
-        return self.headers.get(name, "")
+    @cached_property
+    def _header_values(self) -> dict[bytes, bytes]:
+        return dict(self.scope["headers"])  # Starlette's own mapping compares all names for each that is asked for
+
+    def header(self, name: bytes) -> str:
+        """The value of a header, whose name is in lower case; "" if there is none."""
+        return self._header_values.get(name, b"").decode("latin-1")
 
 
 Endpoint = Callable[[ServeRequest], Awaitable[Response]]
@@ -152,16 +157,16 @@ class ServeApp:
         if self._access.token:
             if request.scope["path"].startswith(_HEALTH):
                 return
-            scheme, _, given = request.header("authorization").partition(" ")
+            scheme, _, given = request.header(b"authorization").partition(" ")
             if scheme.lower() != "bearer" or not is_token(given.strip(), self._access.token):
                 reason = "expected the header Authorization: Bearer TOKEN"
                 raise RequestError(401, reason, {"WWW-Authenticate": "Bearer"})
             return
-        host, origin = request.header("host"), request.header("origin")
+        host, origin = request.header(b"host"), request.header(b"origin")
         if not self._access.by_certificate and not _names_this_machine(host):
             raise RequestError(421, f"expected localhost or 127.0.0.1 as Host, got {host!r:.60}: others need a token")
         # A request of a foreign page would come with a certificate, too.
-        if is_of_a_foreign_page(origin, request.header("sec-fetch-site"), host):
+        if is_of_a_foreign_page(origin, request.header(b"sec-fetch-site"), host):
             raise RequestError(
                 403, "expected a request of a program, got one of a web site: a page has to ask its own server"
             )
@@ -170,7 +175,7 @@ class ServeApp:
 
     async def _infer(self, request: ServeRequest) -> Response:
         lane = self._lane(request)
-        wanted, tensors = decode_request(await self._body(request), request.header(LENGTH_HEADER) or None)
+        wanted, tensors = decode_request(await self._body(request), request.header(_LENGTH) or None)
         answer = await self._computed(lane, self._signature.of_tensors(tensors))
         self._require_version(request, lane, answer)
         outputs = list(map(OutputTensor, trees.dotted_names("output", answer.structure), answer.leaves))
@@ -192,7 +197,7 @@ class ServeApp:
         predictions = _rows(self._predicted(answer), features.num_samples)
         content = {"model": self._name, "version": answer.version.place.version, "predictions": predictions}
         if self._answers is not None:
-            request_id = request.header("x-request-id")[:_LONGEST_ID] or _new_id()
+            request_id = request.header(b"x-request-id")[:_LONGEST_ID] or _new_id()
             self._answers.write(request_id, answer.version, predictions)
             content["id"] = request_id
         return _json(content | self._facts(lane, answer.version))
@@ -266,9 +271,9 @@ class ServeApp:
 
     async def _body(self, request: ServeRequest) -> bytes | bytearray:
         """The whole body. A connection whose body does not come in time is closed (`BoundedProtocol`)."""
-        if request.header("content-encoding") not in ("", "identity"):
+        if request.header(b"content-encoding") not in ("", "identity"):
             raise RequestError(415, "expected a body that is not compressed", {"Connection": "close"})
-        limit, length = self._max_body_bytes, request.header("content-length")
+        limit, length = self._max_body_bytes, request.header(b"content-length")
         is_too_long = length.isdecimal() and int(length[:18]) > limit
         body: bytes | bytearray = b""
         is_whole = False
@@ -285,7 +290,7 @@ class ServeApp:
                 body = chunk
             is_too_long = len(body) > limit
         if is_too_long:
-            if request.header("expect").lower() != "100-continue":  # else the client sends no body yet
+            if request.header(b"expect").lower() != "100-continue":  # else the client sends no body yet
                 await _discard(request.receive)
             raise RequestError(413, f"expected a body of at most {limit} bytes", {"Connection": "close"})
         return body

@@ -1,4 +1,7 @@
-"""The end of a job, and a report when it cannot go on. Pure."""
+"""The end of a job, and a report when it cannot go on. Pure.
+
+`doll.records.refusals` has the rule by which bad records end a job.
+"""
 
 from __future__ import annotations
 
