@@ -212,7 +212,7 @@ class Process(worlds.Process):
         super().__init__(worker, name)
         self.expected, self._rng, self._world = world.expected, world.rng, world
         self.numbers: dict[int, int] = {}  # of the batches of the order, by the seeds of their random numbers
-        config = world.config
+        self.config = config = world.config
         self.model = replica(config, world.task, worker)
         self.computer = GradientComputer(world.task, self.model)
         self.num_parameters = self.model.num_parameters

@@ -8,10 +8,11 @@ import random
 from collections import Counter
 
 import pytest
-from channel_process import POLICIES, job_of, takes_tables
+from channel_process import POLICIES, Process, job_of, takes_tables
 from channel_world import World
 from doll.model.flat_model import build, fingerprint
 from doll.ps.regrid import regrid
+from doll.records.control import AnyRecord, Welcome
 from expected_model import Moment
 from memory_stores import MemoryCheckpointStore
 
@@ -48,6 +49,16 @@ class ManyGrids(World):
         self.expected.moments[self.term, result.version] = Moment(*before)
         self.start_server()
 
+    def receive(self, process: Process, record: AnyRecord) -> None:
+        """A process that has read the job file of the grid before ends at its first Welcome, as `doll.consumers.main`
+        does if its fingerprint is another one than the server's."""
+        is_first = process.core is None and isinstance(record, Welcome) and record.process == process.name
+        if is_first and process.config is not self.config:
+            self.counts["processes of another job file"] += 1
+            self.end(process)
+        else:
+            super().receive(process, record)
+
     @property
     def saved_by(self) -> int:
         """The term of the newest server whose moments have the saved version."""
@@ -78,6 +89,7 @@ def test_the_model_is_the_sum_of_its_batches_in_whichever_grid() -> None:
         except Exception as exc:
             raise AssertionError(f"seed {seed}: {type(exc).__name__}: {exc}") from exc
     seen = ("regrids", "regrids with void updates", "regrids between steps and gradients", "tables", "partitions added")
+    assert counts["processes of another job file"] > 0
     assert min(counts[name] for name in seen) > 0, counts
     assert counts["regrids"] > 60
     assert counts["updates"] > 400
