@@ -1,4 +1,4 @@
-"""Checkpoints of the parameter server: what they hold of the engine, and a thread that writes them one at a time."""
+"""Checkpoints of the parameter server: the engine's part of a checkpoint, and a thread that writes checkpoints."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _RETRY_S = 1.0
 
 
 def encode_snapshot(snapshot: EngineSnapshot) -> bytes:
-    """The engine's part of a checkpoint, `Checkpoint.state`."""
+    """Encode the engine's part of a checkpoint, `Checkpoint.state`."""
     return msgspec.msgpack.encode(snapshot)
 
 
 def decode_snapshot(checkpoint: Checkpoint) -> EngineSnapshot:
-    """The engine's part of a checkpoint. Raises CheckpointError if it holds none that this build reads."""
+    """Return the engine's part of a checkpoint. Raises CheckpointError if this build cannot read the part."""
     try:
         return msgspec.msgpack.decode(checkpoint.state, type=EngineSnapshot)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
@@ -36,9 +36,9 @@ def decode_snapshot(checkpoint: Checkpoint) -> EngineSnapshot:
 
 
 class CheckpointWriter:
-    """Writes checkpoints in a thread of its own, each only once the records of its updates are safe in Kafka.
+    """Writes checkpoints in a thread of its own. Each is written only after the records of its updates are in Kafka.
 
-    A save that fails is tried again: a store may be unreachable for a while.
+    A save that fails is tried again, because a store may be unreachable for a while.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class CheckpointWriter:
     ) -> None:
         """
         Args:
-            acknowledged: how many update records are safe in Kafka.
-            retry_timeout_s: how long saves may fail before that is an error.
+            acknowledged: returns the number of update records that Kafka has acknowledged.
+            retry_timeout_s: seconds for which saves may fail before this is an error.
             clock: monotonic seconds.
         """
         self._store = store
@@ -70,7 +70,7 @@ class CheckpointWriter:
         self._ordered = (after_records, checkpoint)
 
     def poll(self) -> int | None:
-        """Start due writes and collect those that are done. Returns the version that has become durable, or None.
+        """Start due writes and collect finished ones. Return the version that has become durable, or None.
 
         Raises:
             FencedError: a newer parameter server has claimed the job.
@@ -100,7 +100,7 @@ class CheckpointWriter:
         return checkpoint.version
 
     def wait(self) -> None:
-        """Wait for the save under way. That it fails is no error: the caller saves once more, or not at all. Raises
+        """Wait for the save under way. A failed save is no error here: the caller decides whether to save again. Raises
         FencedError if a newer parameter server has claimed the job."""
         if self._saving is not None:
             with suppress(CheckpointError):

@@ -1,7 +1,7 @@
-"""Every event of one parameter server, kept in a file, and the replay of the file: the same model, to the bit.
+"""The event log of one parameter server: a file with every event. Its replay makes the same model, bit for bit.
 
-The file is a sequence of length-prefixed MessagePack entries, each one event with its time and, for a fetched
-gradient, its blob. The first entry is what the server started from: the checkpoint, or the origins of a new job.
+The file is a sequence of length-prefixed MessagePack entries. Each entry is one event with its time and, for a fetched
+gradient, its blob. The first entry is the server's start: the checkpoint, or the origins of a new job.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class LogEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One event, its time on the server's monotonic clock (seconds), and its gradient blob or b\"\"."""
+    """One event, its time on the server's monotonic clock (seconds), and its gradient blob (b\"\": no gradient)."""
 
     event: Event
     now: float
@@ -39,7 +39,7 @@ class LogEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FileEventLog:
-    """Writes entries to `path`, which must not exist. An entry survives the end of the process, also by SIGKILL."""
+    """Writes entries to the file `path`, which must not exist yet. Written entries are kept even after SIGKILL."""
 
     def __init__(self, path: Path, start: Start) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,8 +59,8 @@ class FileEventLog:
 
 
 def read_log(path: Path) -> tuple[Start, Iterator[LogEntry]]:
-    """The start of a server, from its event log, and the log's entries; a torn last entry (it was killed) ends them.
-    Raises RecordError if it is not an event log of this build; of an entry, when its turn comes."""
+    """Return the server's start and the entries of its event log. A torn last entry (killed server) is left out. Raises
+    RecordError if the file is not an event log of this build; for an entry, when the entry is read."""
     items = _items(path)
     start = _decode(next(items, b""), Start, path)
     return start, (_decode(data, LogEntry, path) for data in items)
@@ -88,20 +88,20 @@ def _decode(data: bytes, kind: type[T], path: Path) -> T:
 def replay(
     config: JobConfig, path: Path, *, on_update: Callable[[int, ModelParts], Any] | None = None
 ) -> Iterator[Checkpoint]:
-    """Each checkpoint that the server of the event log at `path` ordered, in order, bit for bit.
+    """Yield each checkpoint that the server of the event log at `path` ordered, in order and bit for bit.
 
-    The last ones may never have been stored, if the server was killed. A checkpoint made on SIGTERM is not among
-    them: no event asked for it.
+    If the server was killed, the last checkpoints may never have been stored. A checkpoint made on SIGTERM is missing,
+    because no event asked for it.
 
     Args:
         config: the job file that the server ran with.
-        on_update: called for the first version and each later one, with its number and the model that is it; the model
-            goes on, so copy what is kept.
+        on_update: function that is called for the first version and each later one, with the number and the model of
+            the version. The same model object changes with the next update, so copy the arrays that you keep.
 
     Raises:
-        RecordError: not an event log of this build.
-        DivergedError: the log ends where the model diverged.
-        ConfigError: the task does not load.
+        RecordError: the file is not an event log of this build.
+        DivergedError: the log ends at an update that made the model diverge.
+        ConfigError: the task cannot be loaded.
     """
     start, entries = read_log(path)
     model = build(config, load_task(config))

@@ -60,26 +60,28 @@ def run_ps(
     run_id: str = "",
     check_only: bool = False,
 ) -> int:
-    """Serve the job until its stop rule is met (0), or until SIGTERM (0, after a checkpoint; the job can be resumed).
+    """Serve the job until its stop rule is met or until SIGTERM, and return the exit code 0.
 
-    A server that starts again on a job that has met its stop rule returns 0 at once: it claims and writes nothing. One
-    that replaces another (no `leader_check`, no `standby`) writes the end again, for those who wait for it.
+    After SIGTERM, the server saves a checkpoint, and the job can be resumed. If the stop rule is already met at the
+    start, the server returns 0 at once and writes nothing. But if it replaces another server (no `leader_check`, no
+    `standby`), it writes the end of the job again, for the processes that wait for it.
 
     Args:
-        standby: begin when no other server has written anything for `ps.lease_s`.
-        leader_check: has watched for another leader since the start of this process; None: there is none, or it is to
-            be replaced.
-        fresh: a new generation may begin if there is no checkpoint, or only one of a samples topic that was
+        standby: True: begin only after no other server has written anything for `ps.lease_s`.
+        leader_check: check for another leader, which runs since the start of this process. None: no check is needed,
+            or this server replaces the other leader.
+        fresh: True: begin a new generation if there is no checkpoint, or if the samples topic of the checkpoint was
             replaced.
-        after_term: if there is no checkpoint: terms up to this one are known to be of earlier runs on the same
-            topics, and a new generation may begin beside them.
-        run_id: what is shared is named by (docs/decisions/0045); "": that of the checkpoint, or a new one.
-        check_only: return before anything is claimed, if the job may be served.
+        after_term: highest term that is known to be of an earlier run on the same topics. If there is no checkpoint, a
+            new generation may begin after terms up to this one.
+        run_id: name of the run in keys and streams that are shared (docs/decisions/0045). "": the run id of the
+            checkpoint, or a new one.
+        check_only: True: check that the job may be served, and return before anything is claimed.
 
     Raises:
-        ConfigError: the topics hold another run than the checkpoints, or another stream.
+        ConfigError: the topics are of another run than the checkpoints, or the stream is another one.
         BadStreamError: too many records are refused (`data.on_bad_records`). The job has ended in order.
-        DollError: services do not answer, the task does not load, the checkpoint is of another job or model, another
+        DollError: services do not answer, the task cannot be loaded, the checkpoint is of another job or model, another
             server leads, a newer server has claimed the job, or the model diverged.
     """
     launch = _Launch(config, services, run_folder, fresh=fresh, after_term=after_term, run_id=run_id)
@@ -91,7 +93,7 @@ def run_ps(
 
 
 class _Launch:
-    """The way of one server from its job file to the job's end; for the arguments see `run_ps`."""
+    """The steps of one server from its job file to the end of the job. For the arguments see `run_ps`."""
 
     def __init__(
         self, config: JobConfig, services: Services, run_folder: Path, *, fresh: bool, after_term: int, run_id: str
@@ -100,7 +102,7 @@ class _Launch:
         self._fresh, self._after_term, self._run_id = fresh, after_term, run_id
 
     def check(self) -> None:
-        """Return if a server may serve the job; raises what `run` does before it claims a term, and as it resumes."""
+        """Return if a server may serve the job. Raises the errors that `run` raises before it claims a term."""
         self._open()
         checkpoint = self._store.load_newest(self._fingerprint)
         if checkpoint is None or self._fresh:
@@ -109,11 +111,11 @@ class _Launch:
         self._start(checkpoint)
 
     def run(self, heartbeat: Heartbeat, leader_check: LeaderCheck | None, *, standby: bool) -> int:
-        """Serve until the end; the exit code."""
+        """Serve until the end, and return the exit code."""
         signals = Signals()
         keep_freed_memory()
         self._open()
-        # Refused before the claim: a wrong job file must not fence the server that runs.
+        # These checks come before the claim: a wrong job file must not fence the server that runs.
         newest = self._store.load_newest(self._fingerprint)
         replaces = not standby and leader_check is None
         if newest is not None and not (self._fresh or replaces) and (reason := self._finished(newest)) is not None:
@@ -132,7 +134,7 @@ class _Launch:
         return self._lead(self._admit(), initial, signals, heartbeat)
 
     def _open(self) -> None:
-        """Have the model, its fingerprint, the checkpoint store and the task's code, once services answer."""
+        """Wait for the services, then open the model, its fingerprint, the checkpoint store and the task's code."""
         config, services = self._config, self._services
         torch.set_num_threads(1)
         require_services(config, services)
@@ -145,8 +147,8 @@ class _Launch:
         self._fingerprint, self._code = fingerprint(config, self._model), source_checksum(task)
 
     def _finished(self, newest: Checkpoint) -> str | None:
-        """Why the job of this checkpoint has ended by the stop rule of the job file, as all roles have been told; None:
-        it goes on, or they have not. After a rollback, a regrid or another server the checkpoint has a newer term."""
+        """Return why the job of this checkpoint has ended, if its stop rule is met and all roles have been told. None:
+        otherwise. After a rollback, a regrid or a new server, the checkpoint has a newer term, and None is returned."""
         reason = reached_before(self._config.stop, decode_snapshot(newest))
         if reason is None:
             return None
@@ -160,15 +162,15 @@ class _Launch:
         return admit(self._config, self._services, self._store, location, after_term)
 
     def _lead(self, lineage: Lineage, initial: WeightMatch | None, signals: Signals, heartbeat: Heartbeat) -> int:
-        """Claim a term, and serve in it."""
+        """Claim a term, and serve the job in this term."""
         config, services, model = self._config, self._services, self._model
         term = self._store.claim_term(lineage.newest_term)
         fault_point("ps.after_claim")
-        checkpoint = self._store.load_newest(self._fingerprint)  # from here on no earlier server can add one
+        checkpoint = self._store.load_newest(self._fingerprint)  # after the claim no earlier server can add one
         kafka = KafkaChannel(config, services)
 
         def give_up() -> bool:
-            heartbeat.beat("loop")  # the loop waits for Redis here, and a restart would not help
+            heartbeat.beat("loop")  # the loop waits for Redis here; a restart of this process would not help
             return signals.leave
 
         blobs = open_blobs(config, services, give_up=give_up)
@@ -225,15 +227,15 @@ class _Launch:
         return 0
 
     def _start(self, checkpoint: Checkpoint | None, term: int = 0, generation: int = 0) -> Start:
-        """Continue from the checkpoint, or begin `generation` at `data.start`; if `fresh`, begin also if the checkpoint
-        is of another samples topic: what it learned cannot be continued.
+        """Continue from the checkpoint, or begin `generation` at `data.start`. If `fresh` is set, also begin if the
+        checkpoint is of another samples topic, because its model cannot be continued there.
 
         Raises:
-            ReplacedSamplesError: the samples topic is not the checkpoint's.
+            ReplacedSamplesError: the samples topic is another one than that of the checkpoint.
         """
         config, services, now = self._config, self._services, time.monotonic()
-        # A consumer of its own: on the channel's, each request would wait behind the fetch of events (0.5 s a
-        # partition).
+        # This consumer is separate from the channel's: there, each request would wait for the fetch of events (0.5 s
+        # per partition).
         with RangeReader(config, services) as reader:
 
             def bounds_of(partitions: int) -> PrefetchedBounds:

@@ -1,14 +1,14 @@
-"""`doll regrid` at the checkpoint store: the newest checkpoint once more, with batches of another grid.
+"""The part of `doll regrid` at the checkpoint store: it saves the newest checkpoint again with another grid.
 
-A grid says which offsets a batch number means, and what workers make of a batch: batch size, policy, optimizer. The
-model goes on: its version, its origins in the ledger, its dead letters and its run id stay. The batches of a checkpoint
-are a prefix of each partition, their whole steps are in the model, and their update records are in Kafka: so the next
-grid begins at the offset after the last of them, and all later updates are void, as after any restart
+A grid determines which offsets a batch number means, and how workers compute a batch: batch size, policy, optimizer.
+The model continues: its version, its origins in the ledger, its dead letters and its run id stay. The batches of a
+checkpoint are a prefix of each partition, their whole steps are in the model, and their update records are in Kafka.
+So the next grid begins at the offset after the last of these batches. All later updates are void, as after any restart
 (docs/decisions/0085).
 
-Order of effects: 1. what is wanted is checked; 2. a term is claimed, which fences every server of the grid before; 3.
-the newest checkpoint is loaded, to which nobody can add from here on; 4. it is saved under the new term, as one file or
-object. A crash before 4 leaves the grid before, one after 4 the new grid.
+Order of effects: 1. The arguments are checked. 2. A term is claimed, which fences every server of the old grid. 3. The
+newest checkpoint is loaded; no server can add another one now. 4. It is saved under the new term, as one file or
+object. After a crash before step 4 the job has the old grid, after a crash later the new one.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class RegridOutcome:
     """The outcome of a regrid.
 
     Attributes:
-        grid: its number: how often the job has been regridded.
-        origins: of each partition, the offset at which its first batch begins.
-        changes: of the job file.
-        optimizer_state: what became of it, for people.
+        grid: number of the new grid, which is the number of regrids of the job.
+        origins: offset of the first batch of each partition.
+        changes: changes of the job file, as text.
+        optimizer_state: text that says whether the optimizer's state was kept.
     """
 
     job: str
@@ -81,16 +81,16 @@ class RegridOutcome:
 def regrid(
     config: JobConfig, store: CheckpointStore, *, above_term: int = 0, checked: Callable[[], object] = lambda: None
 ) -> RegridOutcome:
-    """Begin the grid of `config` at the newest checkpoint of `store`. No server may serve the job.
+    """Begin the grid of `config` at the newest checkpoint of `store`. No server may serve the job meanwhile.
 
     Args:
-        above_term: the highest term that was seen elsewhere.
-        checked: called when everything was checked, and nothing is changed yet.
+        above_term: highest term that is known from elsewhere.
+        checked: function that is called after all checks, before anything is changed.
 
     Raises:
         ConfigError: there is no checkpoint, `config` changes what a regrid cannot change, or its model cannot be built.
         CheckpointError: the store cannot be read or written, or its checkpoint does not fit.
-        FencedError: a server has claimed the job meanwhile; it goes on as before.
+        FencedError: a server has claimed the job meanwhile. The job continues with the old grid.
     """
     torch.set_num_threads(1)
     _begin(config, store, term=0)
@@ -105,7 +105,7 @@ def regrid(
 
 
 def _begin(config: JobConfig, store: CheckpointStore, *, term: int) -> tuple[Checkpoint, RegridOutcome]:
-    """The checkpoint that begins the new grid, checked as by the server that will go on from it; not saved yet."""
+    """Return the checkpoint that begins the new grid, checked as the next server will check it, and not saved yet."""
     before = store.load_newest(None)
     if before is None:
         raise ConfigError(
@@ -129,9 +129,9 @@ def _begin(config: JobConfig, store: CheckpointStore, *, term: int) -> tuple[Che
 def converted(
     config: JobConfig, store: CheckpointStore, before: Checkpoint, state: EngineSnapshot, *, term: int, command: str
 ) -> tuple[Checkpoint, str]:
-    """A checkpoint of `state`, a grid that begins with the model of `before` as `config` goes on with it; and what
-    became of the optimizer's state, for people. It is checked as by the server that will go on from it, and not saved.
-    `command`: for messages.
+    """Return a checkpoint of `state`, whose grid begins with the model of `before` under the settings of `config`, and
+    a text that says whether the optimizer's state was kept. The checkpoint is checked as the next server will check it,
+    and is not saved. `command`: name of the command, for error messages.
 
     Raises:
         ConfigError: `config` changes what a new grid cannot change, or its model cannot be built.
@@ -162,7 +162,7 @@ def converted(
 
 
 def closed(snapshot: EngineSnapshot) -> Grid:
-    """The grid of a snapshot, which ends with it."""
+    """Return the grid of `snapshot` as an earlier grid, which ends with the applied batches of `snapshot`."""
     return Grid(
         version=snapshot.version, records_per_batch=snapshot.records_per_batch, origins=snapshot.origins,
         applied=snapshot.applied, left_out=snapshot.left_out,
@@ -170,7 +170,7 @@ def closed(snapshot: EngineSnapshot) -> Grid:
 
 
 def regridded(snapshot: EngineSnapshot, records_per_batch: int, policy: str) -> EngineSnapshot:
-    """The same state in a new grid: its batches begin where those of `snapshot` end. Pure."""
+    """Return the same state in a new grid, whose batches begin where the batches of `snapshot` end. Pure."""
     grid = closed(snapshot)
     return msgspec.structs.replace(
         snapshot,
@@ -180,13 +180,13 @@ def regridded(snapshot: EngineSnapshot, records_per_batch: int, policy: str) -> 
         left_out=(),
         by_worker=(0,) * len(snapshot.sessions),
         policy=policy,
-        policy_state=None,  # clocks count batches, and begin again with them
+        policy_state=None,  # clocks count batches, and batches are counted from 0 again
         earlier_grids=(*snapshot.earlier_grids, grid),
     )
 
 
 def _require_fit(config: JobConfig, before: Checkpoint, state: EngineSnapshot) -> None:
-    """Refuse what the next server would refuse."""
+    """Raise CheckpointError if the next server would refuse this state."""
     try:
         Engine(engine_settings(config), make_policy(config.training.policy), term=0, now=0.0, snapshot=state)
     except ValueError as exc:
@@ -196,7 +196,7 @@ def _require_fit(config: JobConfig, before: Checkpoint, state: EngineSnapshot) -
 def _tensors(
     config: JobConfig, model: FlatModel, before: Checkpoint, *, keep_state: bool
 ) -> dict[str, npt.NDArray[Any]]:
-    """The weights and the rows of tables, and what the server's optimizer keeps."""
+    """Return the weights, the rows of tables and, if `keep_state`, the optimizer's state."""
     if not keep_state:
         try:
             model.load_weights(before.tensors[WEIGHTS])
@@ -209,20 +209,20 @@ def _tensors(
     if keep_state:
         parts.load(before.tensors)
     tensors = parts.tensors()
-    if AVERAGE in tensors and AVERAGE in before.tensors:  # of the weights, whatever made them
+    if AVERAGE in tensors and AVERAGE in before.tensors:  # the average depends on the weights alone
         tensors[AVERAGE] = before.tensors[AVERAGE]
     return tensors
 
 
 def _why_new(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-    """Why what the server's optimizer has kept does not fit the new settings; "": it does."""
+    """Return why the stored optimizer state does not fit the new settings; "" if it fits."""
     before, now = saved.get("pushes", _GRADIENTS), wanted["pushes"]
     if (before == _GRADIENTS) != (now == _GRADIENTS):
         return f"workers push {now}, before {before}"
     if now != _GRADIENTS:
         keys = {_POLICY}
     else:
-        may_change = () if _SCHEDULE in saved else _MAY_CHANGE  # a schedule has set the rates that are kept
+        may_change = () if _SCHEDULE in saved else _MAY_CHANGE  # a schedule has set the rates in the stored state
         of_optimizer = {key for key in {**saved, **wanted} if key.startswith(_OPTIMIZERS)}
         keys = {key for key in of_optimizer if not is_among(key, may_change)} | {_SCHEDULE}
     before_and_now = ({key: fields[key] for key in fields if key in keys} for fields in (saved, wanted))
@@ -230,7 +230,7 @@ def _why_new(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
 
 
 def _changes(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-    """`key BEFORE -> NOW`; what is gone with a policy or an optimizer, or follows from others, is left out."""
+    """Return `key BEFORE -> NOW` of each changed key. Keys that were removed or follow from others are left out."""
     changed = [key for key, value in wanted.items() if saved.get(key) != value and key != "pushes"]
     return ", ".join(f"{key} {saved.get(key, 'nothing')} -> {wanted[key]}" for key in changed)
 

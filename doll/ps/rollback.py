@@ -1,9 +1,10 @@
-"""`doll rollback` at the checkpoint store: an earlier version once more, as the newest checkpoint.
+"""The part of `doll rollback` at the checkpoint store: it saves an earlier version again, as the newest checkpoint.
 
-What was learned since is left behind, and not deleted: its checkpoints stay as long as others, and its updates stay in
-Kafka. The earlier model gets the next number, so that a number never names two models. It begins a grid of its own,
-as after `doll regrid` (`doll.ps.regrid`, whose order of effects this has): with the records after the earlier version,
-which are learned again, or after the newest one, and then what lies between is skipped (docs/decisions/0090).
+The updates after the earlier version are left behind, and not deleted: their checkpoints are kept as long as others,
+and their records stay in Kafka. The earlier model gets the next version number, so a number never means two models. It
+begins a new grid, as after `doll regrid` (`doll.ps.regrid`; the order of effects is the same). This grid begins after
+the earlier version, so later records are learned again, or after the newest version, so the records between the two
+versions are skipped (docs/decisions/0090).
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ class RollbackOutcome:
     """The outcome of a rollback.
 
     Attributes:
-        to: the earlier version.
-        left: the newest one before.
-        version: the number of the earlier one from now on.
-        records: that were learned since the earlier version: they are skipped, or learned again.
-        optimizer_state: what became of it, for people.
+        to: the earlier version, to which the job goes back.
+        left: the version that was the newest one before.
+        version: the new number of the earlier version.
+        records: number of records learned since the earlier version, which are skipped or learned again.
+        optimizer_state: text that says whether the optimizer's state was kept.
     """
 
     job: str
@@ -66,18 +67,18 @@ def rollback(
     config: JobConfig, store: CheckpointStore, to: int, *, skip: bool, above_term: int = 0,
     checked: Callable[[], object] = lambda: None,
 ) -> RollbackOutcome:  # fmt: skip
-    """Go on from version `to` of `store`. No server may serve the job.
+    """Make version `to` of `store` the newest version again. No server may serve the job meanwhile.
 
     Args:
-        skip: the samples since then are not learned again.
-        above_term: the highest term that was seen elsewhere.
-        checked: called when everything was checked, and nothing is changed yet.
+        skip: True: the samples since version `to` are not learned again.
+        above_term: highest term that is known from elsewhere.
+        checked: function that is called after all checks, before anything is changed.
 
     Raises:
-        VersionUnknownError: `to` is not kept, or was left behind by another rollback.
-        ConfigError: it is the newest one, or the job file does not fit it.
+        VersionUnknownError: version `to` is not kept, or was left behind by another rollback.
+        ConfigError: version `to` is the newest one, or the job file does not fit it.
         CheckpointError: the store cannot be read or written, or a checkpoint does not fit.
-        FencedError: a server has claimed the job meanwhile; it goes on as before.
+        FencedError: a server has claimed the job meanwhile. The job continues without the rollback.
     """
     torch.set_num_threads(1)
     _begin(config, store, to, skip=skip, term=0)
@@ -119,15 +120,15 @@ def _begin(
 def rolled_back(
     earlier: EngineSnapshot, newest: EngineSnapshot, records_per_batch: int, policy: str, *, term: int, skip: bool
 ) -> EngineSnapshot:
-    """The state of `earlier` once more, after that of `newest`, in a grid of its own. Pure.
+    """Return the state of `earlier` as the version after `newest`, in a new grid. Pure.
 
-    Of workers, partitions and time it is that of `newest`, and of the model that of `earlier`. `term`: of the
-    checkpoint that this is for. `skip`: the grid begins where `newest` ends.
+    The state of workers, partitions and time is taken from `newest`, the state of the model from `earlier`. `term`:
+    term of the checkpoint that will hold the state. `skip`: True: the grid begins where `newest` ends.
     """
     version, num = newest.version + 1, len(newest.origins)
     ends = _padded(_ends(earlier), num)
     skipped = tuple(until - end for until, end in zip(_ends(newest), ends, strict=True)) if skip else ()
-    # Numbers of grids are not given again either: whoever is of another grid ends (`Welcome.grid`).
+        # Grid numbers are not reused either: a process with another grid number ends (`Welcome.grid`).
     empty = Grid(version=earlier.version, records_per_batch=records_per_batch, origins=ends, applied=(0,) * num)
     grids = [*earlier.earlier_grids, closed(earlier), *[empty] * (newest.grid - earlier.grid)]
     grids[-1] = msgspec.structs.replace(grids[-1], skipped=skipped)
@@ -146,7 +147,7 @@ def rolled_back(
         samples_total=earlier.samples_total,
         empty_updates=earlier.empty_updates + version - earlier.version,
         refusals=newest.refusals if skip else earlier.refusals,
-        reached=None,  # by weights that are left behind
+        reached=None,  # the evaluation was of weights that are left behind
         rollbacks=(
             *earlier.rollbacks,
             Rollback(to=earlier.version, grid=earlier.grid, version=version, term=term, skipped=skip),
@@ -159,7 +160,7 @@ def _ends(snapshot: EngineSnapshot) -> tuple[int, ...]:
 
 
 def _padded(values: Sequence[int], num: int) -> tuple[int, ...]:
-    """Partitions that were added later begin at offset 0."""
+    """Return `values` with offset 0 for each partition that was added later."""
     return (*values, *[0] * (num - len(values)))
 
 

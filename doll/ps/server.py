@@ -1,20 +1,20 @@
-"""The parameter server without its transport: engine, model host, checkpoints and outbox put together.
+"""The parameter server without its transport: it connects the engine, the model host, the checkpoints and the outbox.
 
-Order of effects, and what a crash between any two does (docs/architecture.md):
+Order of effects, and the result of a crash after each step (docs/architecture.md):
 
-0. checkpoint of version 0, with the origins  - then crash: the next server keeps the origins
-1. weights of version J into the blob store   - then crash: nobody uses them, the next server has its own keys
-2. grant on `commands`                        - then crash: the next server sends Hello, workers announce again
+0. checkpoint of version 0, with the origins  - after a crash the next server keeps the origins
+1. weights of version J into the blob store   - after a crash nobody uses them: the next server has its own keys
+2. grant on `commands`                        - after a crash the next server sends Hello, workers announce again
 3. push on `events`, gradient fetched, update applied in memory
-4. grants of the new version                  - as 2; the next server refuses their pushes, which are of this term
-5. update record on `updates`, acknowledged   - then crash: the next server's TermStarted voids it, its batches are
-   applied again
-6. checkpoint saved, atomically               - then crash: the next server starts from it and sends it in Welcome
-7. `durable` on `commands`                    - then crash: the next Welcome repeats it
+4. grants of the new version                  - as 2; the next server refuses pushes of this term
+5. update record on `updates`, acknowledged   - after a crash the next server's TermStarted makes the update void, and
+   its batches are applied again
+6. checkpoint saved, atomically               - after a crash the next server starts from it and sends it in Welcome
+7. `durable` on `commands`                    - after a crash the next Welcome repeats it
 8. the worker acknowledges to Kafka           - so the committed offset is never ahead of the durable model
 
-Workers wait for 4 only. The record of an update (5) and what the model host clears away follow the grants; the record
-still comes before everything else, and a checkpoint (6) before which it is not acknowledged is not saved.
+Workers wait only for step 4. The record of an update (5) and the cleanup of the model host follow after the grants. The
+record still comes before all other effects: a checkpoint (6) is saved only after Kafka has acknowledged the record.
 """
 
 from __future__ import annotations
@@ -78,31 +78,31 @@ A = TypeVar("A")
 R = TypeVar("R")
 ChannelReport: TypeAlias = tuple[Mapping[int, str], Mapping[str, int]]
 
-# Leases and checkpoints fall due within seconds: twenty ticks a second are enough and cost nothing.
+# Leases and checkpoints are due within seconds: twenty ticks a second are enough and cost almost nothing.
 _POLL_S: Final = 0.05
-_READING_POLL_S: Final = 0.002  # while a gradient is on its way from a far store
-_PERIODIC_S: Final = 1.0  # at the latest, while gradients are on their way
-_FLUSH_S: Final = 2.0  # for the last records to be delivered: whoever sent SIGTERM will not wait long
+_READING_POLL_S: Final = 0.002  # while a gradient is being read from a far store
+_PERIODIC_S: Final = 1.0  # longest time between two periodic calls while gradients are being read
+_FLUSH_S: Final = 2.0  # time for the delivery of the last records; the sender of SIGTERM does not wait long
 _FAULT_POINTS: Final[Mapping[type, str]] = {Grant: "ps.after_grant", Durable: "ps.after_durable"}  # after sending
 
 
 class Outbox(Protocol):
-    """The port for the parameter server's records. Order is kept per destination."""
+    """The port for the parameter server's records. Each destination gets its records in the order of the calls."""
 
     def send_command(self, worker: int, record: AnyRecord) -> None:
-        """A record on `commands`, for one worker."""
+        """Send a record to one worker, on `commands`."""
 
     def send_update(self, record: AnyRecord) -> None:
-        """A record on `updates`."""
+        """Send a record on `updates`."""
 
     def send_status(self, record: ServerStatus) -> None:
-        """The server's status on `metrics`; may be lost."""
+        """Send the server's status on `metrics`; the record may be lost."""
 
     def updates_acknowledged(self) -> int:
-        """How many of the `send_update` records so far are safe in Kafka: the first so many, in order."""
+        """Return n, if Kafka has acknowledged the first n records of `send_update`."""
 
     def flush(self, timeout_s: float) -> int:
-        """Wait until everything is delivered; how many records are not when the time is over."""
+        """Wait until all records are delivered. Return how many are not delivered after `timeout_s` seconds."""
 
 
 class ParameterServer:
@@ -123,9 +123,9 @@ class ParameterServer:
         layout: WeightsLayout = NO_LAYOUT,
         code: str = "",
     ) -> None:
-        """`publish_workers`: tells processes that wait for a place how many workers the job is to have; whether they
-        can know it now. `channel_report`: what carries the grants of workers for which that is not Kafka, and counters.
-        `layout`, `code`: of the weights and of the task's source, for whoever reads a checkpoint without the model."""
+        """`publish_workers`: tells spare processes the job's number of workers; returns whether this has succeeded.
+        `channel_report`: returns the kind of control link by worker, without workers that use Kafka, and counters.
+        `layout`, `code`: layout of the weights and checksum of the task's source, for readers of checkpoints."""
         self.engine = engine
         self._config = config
         self._host = host
@@ -144,22 +144,22 @@ class ParameterServer:
             retry_timeout_s=config.checkpoint.retry_timeout_s,
             clock=clock,
         )
-        self._busy_s = 0.0  # spent on the update under way: fetch, add, step, publish
-        # The update that was applied last, and what makes its record.
+        self._busy_s = 0.0  # time spent on the update under way: fetch, add, step, publish
+        # The update that was applied last, and the function that makes its record.
         self._unreported: tuple[ev.ApplyUpdate, Callable[[], Update]] | None = None
         self._measures = PolicyMeasures(engine, weights_bytes=HEADER_BYTES + 4 * host.num_values)
         self._status_at_s = 0.0
         self._leader_since_s = time.time()
         self._stall = StallDetector(clock())
         self._limit = LimitWatch()
-        self._refused: Counter[str] = Counter()  # the engine's own are of its events alone, for a replay
+        self._refused: Counter[str] = Counter()  # the engine's counters depend on its events alone, for a replay
         self._welcomed: dict[int, int] = {}  # worker -> session of its last Welcome
 
     def open(self) -> None:
         """Announce this server: a TermStarted record, then Hello to every worker.
 
-        A new job's origins are made durable before anybody learns of them: if a restart took them again, records that
-        came meanwhile would be lost, and a batch of the same number would be other offsets.
+        The origins of a new job are made durable before any process learns of them. If a restart determined them again,
+        records that came meanwhile would be lost, and the number of a batch would mean other offsets.
 
         Raises:
             FencedError, CheckpointError: as in `run_periodic`.
@@ -187,23 +187,23 @@ class ParameterServer:
             self._outbox.send_command(worker, Hello(term=engine.term))
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being written, and end the thread that writes it."""
+        """Wait for a checkpoint that is being written, and end the thread that writes checkpoints."""
         self.checkpoints.close()
 
     def prefetch(self, events: Sequence[ev.Event | GetRows]) -> None:
-        """A hint: these events are fed now. Their gradients are read at the same time, if that is cheaper."""
+        """Prepare to feed `events` next: read their gradients at the same time, if this is cheaper."""
         pushes = [event for event in events if isinstance(event, Push) and self.engine.wants(event)]
         if pushes:
             coming = [push.key for push in pushes if push.is_on_its_way]
             self._timed(functools.partial(self._host.prefetch, coming=coming), [push.key for push in pushes])
 
     def waits_for(self, event: ev.Event | GetRows) -> bool:
-        """Whether `feed` would wait for the gradient of this event: it is on its way."""
+        """Return whether `feed` would wait for this event, because its gradient is still being read."""
         return isinstance(event, Push) and self._host.is_reading(event.key)
 
     def feed(self, event: ev.Event) -> None:
-        """Give one event to the engine and carry out its actions, with all that follows from them. Raises DivergedError
-        if the gradient is not finite, and FencedError if a newer parameter server has claimed the job."""
+        """Give one event to the engine and carry out its actions, and all events that result. Raises DivergedError if a
+        gradient is not finite, and FencedError if a newer parameter server has claimed the job."""
         if isinstance(event, Push | Nack | Evaluated) and event.term > self.engine.term:
             self.stop_if_superseded()
         pending: deque[tuple[ev.Event, Buffer | None]] = deque([(event, None)])
@@ -228,8 +228,8 @@ class ParameterServer:
         self._busy_s += self._clock() - started_s
 
     def send_rows(self, request: GetRows) -> None:
-        """Answer a worker that asks for rows of tables, as they are now. What cannot be answered is counted, and left
-        to the worker, which asks again."""
+        """Answer a worker that asks for the current rows of tables. A request that cannot be answered is only counted;
+        the worker asks again."""
         engine = self.engine
         is_current = request.term == engine.term and 0 <= request.worker < engine.settings.places
         if not is_current or engine.worker(request.worker).session != request.session:
@@ -251,8 +251,8 @@ class ParameterServer:
         )  # fmt: skip
 
     def stop_if_superseded(self) -> None:
-        """Ask the store for the newest term: a server with nothing to save would not learn that it has a successor.
-        Raises FencedError if it has one."""
+        """Raise FencedError if the checkpoint store has a newer term. Otherwise a server with nothing to save would not
+        notice its successor."""
         newest = self._store.newest_term()
         if newest > self.engine.term:
             raise FencedError(
@@ -261,7 +261,7 @@ class ParameterServer:
             )
 
     def run_periodic(self) -> None:
-        """Do what no record triggers: checkpoints that are written, timeouts, the status. Call it often.
+        """Do the work that no record triggers: finished checkpoints, timeouts, the status. Call it often.
 
         Raises:
             FencedError: a newer parameter server has claimed the job.
@@ -286,9 +286,9 @@ class ParameterServer:
                 self._workers_published = workers
 
     def save_now(self) -> None:
-        """Checkpoint the applied updates, due or not, and wait for it: this process is about to end.
+        """Save a checkpoint of the applied updates now and wait for it, because this process is about to end.
 
-        Nothing is saved while an update record is not safe in Kafka: the durable model would have no lineage.
+        Nothing is saved while an update record is not acknowledged: the durable model would have no lineage.
 
         Raises:
             FencedError, CheckpointError: as in `run_periodic`.
@@ -310,7 +310,7 @@ class ParameterServer:
             self._store.save(self._checkpoint(self.engine.version, self.engine.snapshot(self._clock())))
 
     def status(self) -> ServerStatus:
-        """The engine's state for other processes, for the `metrics` topic."""
+        """Return the engine's state for other processes, as sent on the `metrics` topic."""
         engine, now, time_s, measures = self.engine, self._clock(), time.time(), self._measures.report()
         kinds, counters = self._channel_report()
         return ServerStatus(
@@ -385,7 +385,7 @@ class ParameterServer:
                 assert_never(action)
 
     def _timed(self, call: Callable[[A], R], argument: A) -> R:
-        """Count the time of this call as the server's share of the update."""
+        """Call `call(argument)`, and add its time to the server's share of the update."""
         started_s = self._clock()
         try:
             return call(argument)
@@ -405,7 +405,7 @@ class ParameterServer:
             fault_point(point, self._flush_for_fault_point)
 
     def _note_welcome(self, record: Welcome) -> None:
-        if self._welcomed.get(record.worker) != record.session:  # a Join is repeated until it is answered
+        if self._welcomed.get(record.worker) != record.session:  # workers repeat a Join until it is answered
             self._welcomed[record.worker] = record.session
             self._measures.joined(record.worker)
             self._host.forget_rows(record.worker)
@@ -415,7 +415,7 @@ class ParameterServer:
             )  # fmt: skip
 
     def _with_rows(self, record: NewVersion) -> NewVersion:
-        """The record, with the rows of tables that its worker has asked for and that have changed."""
+        """Return the record with the key of the changed rows of tables that its worker has asked for."""
         self._measures.sent_version(record.worker, record.version)
         rows = self._host.changed_rows(record.worker, record.version)
         if rows is None:
@@ -432,7 +432,7 @@ class ParameterServer:
         self._busy_s = 0.0
 
     def _report_update(self) -> None:
-        """Measure the update that was applied last and send its record, if that is not done."""
+        """Measure the update that was applied last and send its record, unless this was done before."""
         if self._unreported is None:
             return
         (update, make_record), self._unreported = self._unreported, None
@@ -441,7 +441,7 @@ class ParameterServer:
         fault_point("ps.after_update", self._flush_for_fault_point)
 
     def _flush_for_fault_point(self) -> None:
-        """Wait until the records sent before have arrived, for fault points."""
+        """Wait until the records sent so far have arrived; for fault points."""
         self._outbox.flush(10.0)
 
     def _send_update(self, record: TermStarted | Update | Finished) -> None:
@@ -455,7 +455,7 @@ class ParameterServer:
         )  # fmt: skip
 
     def _finish(self, action: ev.Finish) -> None:
-        self._outbox.send_status(fitted(self.status()))  # with all that was measured
+        self._outbox.send_status(fitted(self.status()))  # with the final measurements
         self._send_update(
             Finished(
                 term=self.engine.term,
@@ -471,12 +471,12 @@ class ParameterServer:
 
 
 class Signals:
-    """SIGINT asks for the end of the job; SIGTERM only for the end of this process: a successor may continue."""
+    """The signals of this process. SIGINT requests the end of the job, SIGTERM the end of this process only."""
 
     end_job = False
     leave = False
     leave_reason = "SIGTERM"
-    partitions = 0  # of the samples topic, when it was looked at last
+    partitions = 0  # of the samples topic, at the last check
 
     def __init__(self) -> None:
         on_signal(signal.SIGINT, self._on_sigint)
@@ -489,30 +489,30 @@ class Signals:
         self.leave = True
 
     def stop_for_the_topic(self) -> None:
-        """The samples topic cannot be read any more as it was; from another thread."""
+        """Request the end of this process, because the samples topic was replaced. Called from another thread."""
         self.leave_reason = "the samples topic"
         self.leave = True
 
     def note_partitions(self, partitions: int) -> None:
-        """The samples topic has so many partitions by now; from another thread."""
+        """Note the current number of partitions of the samples topic. Called from another thread."""
         self.partitions = partitions
 
 
 def serve(
     server: ParameterServer, channel: ControlChannel, signals: Signals, lease_s: float, heartbeat: Heartbeat
 ) -> None:
-    """Run the server until the job has finished, or until SIGTERM (after a checkpoint).
+    """Run the server until the job has finished, or until SIGTERM; after SIGTERM, save a checkpoint.
 
     Raises:
         FencedError: a newer server has claimed the job.
-        CheckpointError: checkpoints cannot be saved, or this process paused for longer than its lease and the store
-            does not answer.
+        CheckpointError: checkpoints cannot be saved; or this process paused for longer than its lease, and the
+            checkpoint store does not answer.
         DivergedError: the model diverged.
     """
     engine = server.engine
     partitions = len(engine.start.origins)
     looped_s = checked_s = periodic_s = time.monotonic()
-    # Not fed yet, in order. If the gradient of the first one is on its way, those of others are asked for meanwhile.
+        # Events to feed, in order. While the gradient of the first one is being read, others are already requested.
     events: deque[ev.Event | GetRows] = deque()
     while engine.finished is None:
         incoming = channel.poll(_READING_POLL_S if events else _POLL_S)
@@ -549,14 +549,14 @@ def serve(
             server.save_now()
             log.info("leaving", version=engine.version, reason=f"{signals.leave_reason}; the job can be resumed")
             return
-        # Leases might run out while their renewals wait; but of many pushes, one is always on its way.
+        # Leases might expire while their renewals wait in `events`; and with many pushes `events` is never empty.
         if not events or now - periodic_s > _PERIODIC_S:
             periodic_s = now
             server.run_periodic()
 
 
 def deliver(channel: ControlChannel, signals: Signals, heartbeat: Heartbeat) -> None:
-    """Wait until Kafka has every record, or until SIGTERM: without the last one nobody learns of the job's end."""
+    """Wait until Kafka has every record, or until SIGTERM. The last record tells other processes the job's end."""
     warned = False
     while (undelivered := channel.flush(_FLUSH_S)) and not signals.leave:
         heartbeat.beat("loop")
@@ -568,7 +568,7 @@ def deliver(channel: ControlChannel, signals: Signals, heartbeat: Heartbeat) -> 
 
 
 def _decode(server: ParameterServer, values: Sequence[bytes | None]) -> list[ev.Event | GetRows]:
-    """Records of `events`; what does not belong there is counted and refused."""
+    """Decode records of `events`; records that do not belong on this topic are counted and refused."""
     events: list[ev.Event | GetRows] = []
     for value in values:
         try:
@@ -584,21 +584,21 @@ def _decode(server: ParameterServer, values: Sequence[bytes | None]) -> list[ev.
 
 
 def _check_fencing(server: ParameterServer, *, paused_s: float, lease_s: float) -> None:
-    """End this process if it has a successor: FencedError; CheckpointError if it paused for longer than its lease, and
-    the store does not answer."""
+    """Raise FencedError if this process has a successor. Raise CheckpointError if this process paused for longer than
+    its lease and the checkpoint store does not answer."""
     if paused_s > lease_s:
         log.warning("paused_beyond_lease", seconds=round(paused_s, 1))
     try:
         server.stop_if_superseded()
     except CheckpointError as exc:
         if paused_s > lease_s:
-            raise  # nothing may be written before it is known
+            raise  # nothing may be written before it is known whether there is a successor
         log.warning("store_unavailable", error=str(exc), action="trying again")
 
 
 def _update_record(update: ev.ApplyUpdate, *, term: int, num_samples: int, apply_s: float, now: float) -> Update:
-    """Lineage of one applied update, which has learned from `num_samples` and cost the server `apply_s`. `now`: when it
-    was applied, on the clock of the grants; monotonic seconds."""
+    """Return the record of one update, which has learned `num_samples` samples and took `apply_s` seconds at the
+    server. `now`: time at which the update was applied, in monotonic seconds of the clock of the grants."""
     batches = [batch for item in update.sets for batch in item.push.batches]
     names = sorted({name for batch in batches for name in batch.metric_sums})
     weight = sum(batch.total_weight for batch in batches)

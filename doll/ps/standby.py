@@ -1,9 +1,9 @@
 """A standby parameter server: it has loaded everything, and takes over when the leader's lease ends.
 
-The leader's heartbeat is what it writes anyway: `ServerStatus` once a second, and updates. Silence is no proof of
-failure (the leader may be frozen, or cut off); therefore the standby claims the next term in the checkpoint store, from
-which moment the old leader can save nothing, and a leader that paused for longer than the lease checks the store before
-anything else.
+The leader's heartbeat consists of records that it writes anyway: `ServerStatus` once a second, and updates. Silence is
+no proof of failure: the leader may be frozen or cut off. Therefore the standby claims the next term in the checkpoint
+store. After the claim the old leader cannot save anything. A leader that paused for longer than the lease checks the
+store before it does anything else.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class LeaderLease:
     """The end of a leader's lease. Pure: `now` is any monotonic time in seconds.
 
     Attributes:
-        term: of the newest leader; 0: none has written anything yet.
-        renewed_s: when it last wrote; before that, when this lease began.
-        finished: it has finished the job.
+        term: term of the newest leader; 0: no leader has written anything yet.
+        renewed_s: time of the leader's last record; before the first record, the time at which this lease began.
+        finished: True if the leader has finished the job.
     """
 
     def __init__(self, lease_s: float, now: float) -> None:
@@ -44,7 +44,7 @@ class LeaderLease:
         self.finished = False
 
     def feed(self, record: AnyRecord, now: float) -> None:
-        """A record of `updates` or `metrics`. What an earlier server than the newest writes does not count."""
+        """Take a record of `updates` or `metrics`. Records of earlier servers than the newest one are ignored."""
         match record:
             case ServerStatus() | TermStarted() | Update() | Finished():
                 term = record.term
@@ -57,16 +57,16 @@ class LeaderLease:
         self.renewed_s = now
 
     def restart(self, now: float) -> None:
-        """Kafka does not answer, so no leader could have renewed it: the lease begins again."""
+        """Begin the lease again: Kafka does not answer, so no leader could have renewed its lease."""
         self.renewed_s = now
 
     def is_over(self, now: float) -> bool:
-        """The leader has written nothing for the length of a lease."""
+        """Return whether the leader has written nothing for the length of a lease."""
         return now - self.renewed_s >= self._lease_s
 
 
 class _ServerListener:
-    """Reads what parameter servers write, from now on. Use it as a context manager.
+    """Reads the records that parameter servers write from now on. Use it as a context manager.
 
     Raises:
         ServiceUnavailableError: Kafka does not answer at the start.
@@ -83,7 +83,7 @@ class _ServerListener:
             lease.feed(timed.record, time.monotonic())
 
     def is_caught_up(self) -> bool:
-        """Whether Kafka holds nothing that was not read yet.
+        """Return whether all records in Kafka have been read.
 
         Raises:
             ServiceUnavailableError: Kafka does not answer.
@@ -98,8 +98,8 @@ class _ServerListener:
 
 
 def wait_for_lease(config: JobConfig, services: Services, should_stop: Callable[[], bool]) -> bool:
-    """Wait until the leader's lease is over (True); False when the job has finished, or `should_stop` returns True.
-    Raises ServiceUnavailableError if Kafka does not answer at the start."""
+    """Wait until the leader's lease is over, and return True. If the job finishes or `should_stop` returns True first,
+    return False. Raises ServiceUnavailableError if Kafka does not answer at the start."""
     with _ServerListener(config, services) as listener:
         lease = LeaderLease(config.ps.lease_s, time.monotonic())
         log.info("standby_waiting", lease_s=config.ps.lease_s)
@@ -120,10 +120,10 @@ def wait_for_lease(config: JobConfig, services: Services, should_stop: Callable[
 
 
 class LeaderCheck:
-    """Checks whether another parameter server leads, while this process still loads what it needs. A context manager.
+    """Checks whether another parameter server leads, while this process loads its model. A context manager.
 
-    Two servers under two supervisors would otherwise take the job from each other without end: the one that is fenced
-    ends, is started again, and fences the other.
+    Without this check, two servers under two supervisors would fence each other endlessly: a fenced server ends, is
+    restarted by its supervisor, and fences the other one.
     """
 
     def __init__(self, config: JobConfig, services: Services) -> None:
@@ -136,8 +136,8 @@ class LeaderCheck:
         self._thread = threading.Thread(target=self._run, name="leader_check", daemon=True)
 
     def require_no_leader(self, should_stop: Callable[[], bool]) -> bool:
-        """Return when no server leads (True), or when `should_stop` returns True (False). Raises FencedError if another
-        parameter server leads, and ServiceUnavailableError if Kafka does not answer."""
+        """Return True after the check has shown that no server leads; return False if `should_stop` returns True first.
+        Raises FencedError if another parameter server leads, and ServiceUnavailableError if Kafka does not answer."""
         while not self._done.wait(_POLL_S):
             if should_stop():
                 return False
@@ -159,7 +159,7 @@ class LeaderCheck:
             self._done.set()
 
     def _listen(self) -> int:
-        """The term of a live parameter server, 0 without one."""
+        """Return the term of a live parameter server; 0 if there is none."""
         with _ServerListener(self._config, self._services) as listener:
             if listener.topics_empty:
                 return 0
@@ -170,7 +170,7 @@ class LeaderCheck:
                 listener.listen(lease)
                 if lease.finished:
                     return 0
-                # What comes right away may have been on its way when its sender died.
+                # A record that comes at once may have been sent before its sender died.
                 if lease.renewed_s > began_s + _IN_FLIGHT_S:
                     return lease.term
                 if time.monotonic() > began_s + _IN_FLIGHT_S + silence_s and listener.is_caught_up():

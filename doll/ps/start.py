@@ -1,7 +1,7 @@
-"""The start of a parameter server: a checkpoint, or the origins of a new job; and the engine made from it.
+"""The start of a parameter server: a checkpoint, or the origins of a new job; and the engine that is made from it.
 
-A job may begin with weights of another run or of a file (`training.init_from`): the first server takes them before it
-saves version 0, and each later server goes on from a checkpoint (docs/decisions/0085).
+A job may begin with the weights of another run or of a file (`training.init_from`). The first server loads these
+weights before it saves version 0. Each later server continues from a checkpoint (docs/decisions/0085).
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from doll.storage.weight_sources import read_source
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True):
-    """The same start makes the same engine and weights, in a server and in a replay of its event log.
+    """The start of a server. The same start makes the same engine and weights, in a server and in a replay of its log.
 
     Attributes:
-        term: the server's own.
-        now: its monotonic clock, seconds.
+        term: term of the server.
+        now: time on the server's monotonic clock, in seconds.
         origins: first offset of the job in each partition; empty if there is a checkpoint.
-        checkpoint: as `encode_checkpoint` writes it, or b"" for a new job.
-        generation: of a new job, see `doll.ledger.lineage`; a checkpoint has its own.
-        samples_id: Kafka's id of the samples topic, for a job whose checkpoint has none; "": not known.
-        run_id: of the run: the checkpoint's; or drawn, for one that has none and for a session of `doll resume`
-            (docs/decisions/0045).
+        checkpoint: the checkpoint as `encode_checkpoint` writes it; b"" for a new job.
+        generation: generation of a new job (`doll.ledger.lineage`); for a resumed job, the checkpoint has it.
+        samples_id: Kafka's id of the samples topic, if the checkpoint has none; "": not known.
+        run_id: id of the run from the checkpoint, or a new random one if the checkpoint has none or `doll resume` has
+            started the server (docs/decisions/0045).
         job: in an event log, the job file that the server ran with, as in its run folder.
     """
 
@@ -57,11 +57,11 @@ class Start(msgspec.Struct, frozen=True, array_like=True):
 def make_engine(
     config: JobConfig, start: Start, load: Callable[[Mapping[str, npt.NDArray[Any]]], object], fingerprint: str = ""
 ) -> Engine:
-    """The engine at its start.
+    """Return the engine in its first state.
 
     Args:
-        load: takes over the checkpoint's tensors.
-        fingerprint: of the job file and the model, which workers must have as well.
+        load: function that loads the tensors of the checkpoint.
+        fingerprint: fingerprint of the job file and the model, which workers must have as well.
 
     Raises:
         CheckpointError: the checkpoint is torn, or does not fit the model, the policy or the number of workers.
@@ -105,18 +105,19 @@ def engine_settings(config: JobConfig, fingerprint: str = "") -> EngineSettings:
 
 
 def _takes_sum(training: TrainingConfig) -> bool:
-    """Workers that send steps have taken the mean or the sum of their samples themselves; an outer step is made of the
-    mean of these."""
+    """Return whether the server applies the sum of the contributions, not their mean. Workers that send steps have
+    already taken the mean or sum of their samples; an outer step is made of the mean of these steps."""
     if training.policy.sends_steps:
         return training.policy.outer_step is None
     return training.reduction == "sum"
 
 
 def matched(config: JobConfig, model: FlatModel) -> WeightMatch | None:
-    """The match of `training.init_from` with this model; None if the job file has none. The model stays as it is.
+    """Return the match of `training.init_from` with this model; None if the job file has no `init_from`. The model is
+    not changed.
 
     Raises:
-        ConfigError: there is no such file or run, or what it holds does not fit.
+        ConfigError: there is no such file or run, or its weights do not fit the model.
         CheckpointError: checkpoints cannot be read, or the version is not kept.
     """
     init = config.training.init_from
@@ -129,8 +130,8 @@ def matched(config: JobConfig, model: FlatModel) -> WeightMatch | None:
 def begun_with(
     config: JobConfig, start: Start, tensors: Mapping[str, npt.NDArray[Any]], fingerprint: str, source: str
 ) -> Start:
-    """The start of a new job, with the tensors of its model as version 0: a replay of its events begins with them too.
-    `source`: as `InitReport.source`."""
+    """Return the start of a new job with `tensors` as version 0, so that a replay of its events begins with the same
+    weights. `source`: as `InitReport.source`."""
     snapshot = first_snapshot(
         engine_settings(config, fingerprint), start.origins, policy=config.training.policy.name,
         generation=start.generation, samples_id=start.samples_id, run_id=start.run_id,

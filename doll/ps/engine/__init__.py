@@ -1,1 +1,1 @@
-"""The parameter server's decisions: events in, actions out, with time as an argument. Pure."""
+"""The parameter server's decisions: a pure state machine that takes events and the time, and returns actions."""

@@ -1,6 +1,6 @@
 """The assignment: which worker serves which partition of the samples topic. Pure.
 
-It is in every checkpoint (`EngineSnapshot.assignment`); `doll.ps.engine.moves` changes it while a job runs.
+The assignment is part of every checkpoint (`EngineSnapshot.assignment`); `doll.ps.engine.moves` changes it in a job.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from doll.ps.engine.membership import Worker
 from doll.ps.engine.partition_state import PartitionState
 from doll.ps.engine.settings import EngineSettings
 
-# A move must lower the larger load of the two workers by this share of the mean load: few partitions move.
+# A move must lower the larger load of the two workers by at least this share of the mean load, so few partitions move.
 _LEAST_GAIN: Final = 0.1
-# What each partition counts beside its load, as a share of the mean load of one: so idle ones are spread as well.
+# Base load of each partition, as a share of the mean load of a partition, so that idle partitions are spread as well.
 _BASE_LOAD: Final = 0.05
 
 
 def first_assignment(num_partitions: int, num_workers: int) -> tuple[int, ...]:
-    """The worker of each partition of a new job."""
+    """Return the worker of each partition in a new job."""
     return tuple(number % num_workers for number in range(num_partitions))
 
 
 def reassigned(current: Sequence[int | None], workers: Collection[int]) -> tuple[int, ...]:
-    """The assignment to these workers with the fewest moves by which none of them has two more than another.
+    """Return the balanced assignment to these workers that needs the fewest moves. The numbers of partitions of two
+    workers differ by at most one.
 
-    It is its own: assigned again to the same workers, nothing moves. `current` may name others, or nobody.
+    Assigning the result again to the same workers moves nothing. `current` may name other workers, or None.
 
     >>> reassigned((0, 1, 2, 0, 1), range(2))
     (0, 1, 0, 0, 1)
@@ -55,14 +56,15 @@ def reassigned(current: Sequence[int | None], workers: Collection[int]) -> tuple
 
 
 def reassigned_by_load(current: Sequence[int], workers: Collection[int], loads: Sequence[float]) -> tuple[int, ...]:
-    """The assignment to these workers by what each partition brings, with few moves.
+    """Return an assignment to these workers that balances the loads of the partitions with few moves.
 
-    Partitions of other workers go first, the largest to whoever has least. Then partitions go from the
-    worker with most to the one with least, as long as that lowers the larger of both loads by a tenth of the mean. Each
-    worker has a partition, if there are enough. It is its own: assigned again by the same loads, nothing moves.
+    Partitions of other workers are assigned first, the largest first, each to the worker with the lowest load. Then
+    partitions move from the worker with the highest load to the one with the lowest, as long as a move lowers the
+    larger of the two loads by a tenth of the mean. If there are enough partitions, each worker has one. Assigning the
+    result again by the same loads moves nothing.
 
     Args:
-        loads: of each partition, not negative, in any unit.
+        loads: load of each partition, at least 0, in any unit.
 
     >>> reassigned_by_load((0, 1, 0, 1, 0, 1), range(2), (90, 1, 40, 1, 40, 1))
     (1, 1, 0, 1, 0, 1)
@@ -92,7 +94,7 @@ def reassigned_by_load(current: Sequence[int], workers: Collection[int], loads: 
         giver = min(givers, key=lambda worker: (-totals[worker], worker))
         taker = min(served, key=lambda worker: (totals[worker], worker))
         gap = totals[giver] - totals[taker]
-        # The one that makes both most alike.
+        # The partition whose move makes the two loads most alike.
         number = min(served[giver], key=lambda number: (abs(gap / 2 - weights[number]), number), default=-1)
         gain = min(weights[number], gap - weights[number]) if number >= 0 else 0.0
         if giver == taker or len(served[giver]) < 2 or (gain < least_gain and served[taker]):
@@ -126,7 +128,7 @@ def first_snapshot(
 def partitions_by_worker(
     assignment: Sequence[int], partitions: Sequence[PartitionState], num_workers: int
 ) -> list[dict[int, PartitionState]]:
-    """The partitions that each worker serves, by number, in the order of the workers."""
+    """Return the partitions that each worker serves, by number, in the order of the workers."""
     served: list[dict[int, PartitionState]] = [{} for _ in range(num_workers)]
     for worker, partition in zip(assignment, partitions, strict=True):
         served[worker][partition.number] = partition
@@ -134,11 +136,12 @@ def partitions_by_worker(
 
 
 def for_workers(snapshot: EngineSnapshot, num_workers: int, max_workers: int) -> EngineSnapshot:
-    """The same state for the number of workers of a job file, or for that to which a job was scaled since it began with
-    this number. What is known of workers that are left out stays.
+    """Return the same state for another number of workers. This is the number in the job file; or, if that number has
+    not changed since `doll scale` changed the number of workers, the latter. The state of workers that are left out is
+    kept.
 
     Args:
-        max_workers: for how many there is place, at least as many.
+        max_workers: number of worker slots, at least `num_workers`.
 
     Raises:
         ValueError: the assignment does not name a worker for each partition.
@@ -172,7 +175,7 @@ def for_workers(snapshot: EngineSnapshot, num_workers: int, max_workers: int) ->
 def as_they_stand(
     snapshot: EngineSnapshot, partitions: Sequence[PartitionState], owners: Sequence[Worker], workers: Sequence[Worker]
 ) -> EngineSnapshot:
-    """`snapshot` with the present state of each partition, of its worker in `owners`, and of each worker."""
+    """Return `snapshot` with the current state of each partition, of its worker in `owners`, and of each worker."""
     return msgspec.structs.replace(
         snapshot,
         assignment=tuple(worker.number for worker in owners),
@@ -189,7 +192,7 @@ def as_they_stand(
 
 
 def require_fit(snapshot: EngineSnapshot, records_per_batch: int) -> None:
-    """Raises ValueError if the snapshot has no partitions, or batches of another size."""
+    """Raise ValueError if the snapshot has no partitions, or has batches of another size."""
     if not snapshot.origins or len(snapshot.origins) != len(snapshot.applied):
         raise ValueError(f"expected partitions, got origins {snapshot.origins} and applied {snapshot.applied}")
     if snapshot.records_per_batch != records_per_batch:

@@ -1,8 +1,8 @@
-"""The batches of one worker, whatever partitions they are of. Pure.
+"""The batches of one worker, over all its partitions. Pure.
 
-They are granted, received and applied in the order in which the worker announced them. Batch n of a *worker* is granted
-when n of its batches have been granted and not taken back; the Grant says which batch of which partition that is.
-Pushes name the worker's numbers, and the ledger those of partitions (docs/decisions/0069).
+Batches are granted, received and applied in the order in which the worker announced them. They have two numbers. Batch
+n of a *worker* is granted when n of its batches are granted and not taken back; the Grant says which batch of which
+partition it is. Pushes use the worker's numbers, and the ledger uses the numbers of partitions (docs/decisions/0069).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class ActiveGrant:
     """A grant whose batch is neither applied nor taken back.
 
     Attributes:
-        number: unique within one term.
-        worker: whose queue the batch was granted from.
-        partition, batch_id: which batch it is.
-        batch: its worker's number of it.
-        version: weights that were current when it was granted, which it names.
-        min_version: the oldest weights that the policy allows for it.
-        included: how many of its worker's batches are in `version`.
-        names: whether the weights of `version` are kept for it.
-        pushed: the set that its push came in, once that is accepted; the gradient is then being fetched.
-        held: the gradient is at the server.
+        number: number of the grant, unique in one term.
+        worker: number of the worker from whose queue the batch was granted.
+        partition, batch_id: the partition and the id of the batch.
+        batch: the worker's number of the batch.
+        version: version of the weights that the grant names, current when it was made.
+        min_version: version of the oldest weights that the policy allows for the batch.
+        included: number of the worker's batches that are in `version`.
+        names: True while the weights of `version` are kept for this grant.
+        pushed: the set of the push that has answered this grant; None: no push was accepted yet.
+        held: True if the gradient is at the server.
     """
 
     number: int
@@ -51,7 +51,7 @@ class ActiveGrant:
 
 
 def left_out_of(grants: Sequence[ActiveGrant]) -> tuple[tuple[int, int], ...]:
-    """The records that cuts of these batches leave out, as a Grant holds them (`Grant.left_out`)."""
+    """Return the records that cuts of these batches leave out, as in `Grant.left_out`."""
     if not any(grant.partition.cuts.total for grant in grants):
         return ()
     return tuple(grant.partition.cuts.at(grant.batch_id.number) for grant in grants)
@@ -59,7 +59,7 @@ def left_out_of(grants: Sequence[ActiveGrant]) -> tuple[tuple[int, int], ...]:
 
 @dataclass(slots=True, eq=False)
 class PushedSet:
-    """Consecutive batches whose gradients came as one sum: they are held, lost and applied together."""
+    """Consecutive batches whose gradients came as one sum. They are held, lost and applied together."""
 
     push: Push
     grants: tuple[ActiveGrant, ...]
@@ -76,7 +76,7 @@ class LatePush:
     """A push that came after the time limit of its grants. It answers the next grants of its batches.
 
     Attributes:
-        grants: the void ones that it names.
+        grants: the void grants that the push names.
     """
 
     push: Push
@@ -84,7 +84,7 @@ class LatePush:
 
 
 class WaitingBatch(NamedTuple):
-    """A batch that is announced and not granted."""
+    """A batch that is announced and not granted yet."""
 
     partition: PartitionState
     batch_id: BatchId
@@ -92,17 +92,17 @@ class WaitingBatch(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class BatchQueue:
-    """The batches of one worker in their order: held, computing, waiting.
+    """The batches of one worker in their order: first held, then computing, then waiting batches.
 
     Attributes:
-        partitions: that the worker serves, by number.
-        applied: how many of its batches have been granted, and are in the model: the number of the first held one.
-        settled: of batches below it nothing is held back: all of their steps are at the server.
-        whole: batches below it are in the model with their whole steps.
-        pending: batches that are announced and not durable.
-        timed_out: void grants whose time limit has passed: their batches wait before all others, and are granted to
-            nobody.
-        timed_out_since_s: when the limited time began.
+        partitions: partitions that the worker serves, by number.
+        applied: number of granted batches that are in the model, which is the number of the first held batch.
+        settled: number up to which the server has all steps: nothing of these batches is held back.
+        whole: number up to which the model has the whole steps of the batches.
+        pending: number of batches that are announced and not durable.
+        timed_out: void grants whose time limit has passed. Their batches wait first in the queue, and are not granted
+            again yet.
+        timed_out_since_s: time at which the time limit of these grants began.
     """
 
     partitions: dict[int, PartitionState]
@@ -137,8 +137,8 @@ class BatchQueue:
         return self.received + len(self.computing_grants)
 
     def announce(self, run: BatchRange, room: int) -> int | None:
-        """The batches of `run` are complete; how many of them are new, at most `room`. None: it leaves some out, or
-        those before it ended elsewhere. Raises KeyError if the worker does not serve the partition."""
+        """Add the complete batches of `run`; return how many are new, at most `room`. None: `run` leaves batches out,
+        or its earlier batches have other ends. Raises KeyError if the worker does not serve the partition."""
         partition = self.partitions[run.partition]
         begin = partition.announced
         count = max(0, min(run.until - begin, room))
@@ -151,7 +151,7 @@ class BatchQueue:
         return count
 
     def forget_waiting(self) -> None:
-        """Forget the batches that are announced and not granted: workers announce them again."""
+        """Forget the batches that are announced and not granted: workers will announce them again."""
         self.timed_out = ()
         self.pending -= len(self.waiting)
         for batch in self.waiting:
@@ -159,13 +159,13 @@ class BatchQueue:
         self.waiting.clear()
 
     def withdraw(self, partition: PartitionState) -> None:
-        """Forget one partition's batches that are announced and not granted: perhaps another worker announces them."""
+        """Forget one partition's announced batches without a grant, because another worker may announce them."""
         self.pending -= partition.announced - partition.granted
         partition.forget_waiting()
         self.waiting = deque(batch for batch in self.waiting if batch.partition is not partition)
 
     def give(self, partition: PartitionState, taker: BatchQueue) -> None:
-        """Let another worker serve a partition of which nothing is announced and not applied."""
+        """Give a partition to another worker. All of its announced batches must be applied."""
         taker.partitions[partition.number] = self.partitions.pop(partition.number)
         self.pending -= partition.unsaved
         taker.pending += partition.unsaved
@@ -181,14 +181,14 @@ class BatchQueue:
         return grant
 
     def begins_with(self, grants: Sequence[ActiveGrant]) -> bool:
-        """Whether these are the first computing ones, in order."""
+        """Return whether these grants are the first computing ones, in order."""
         if len(grants) == 1:
             return grants[0] is self.computing_grants[0]
         first = islice(self.computing_grants, len(grants))
         return len(grants) <= len(self.computing_grants) and all(map(is_, grants, first))
 
     def hold(self, pushed: PushedSet) -> None:
-        """The gradient of this set, whose batches are the first computing ones, is at the server."""
+        """Note that the gradient of this set is at the server. The set has the first computing batches."""
         for _ in pushed.grants:
             grant = self.computing_grants.popleft()
             grant.held = True
@@ -199,7 +199,8 @@ class BatchQueue:
             self.settled = self.received
 
     def take_back(self, batch: int) -> list[ActiveGrant]:
-        """Return `batch` and every later one without a gradient to the front of the queue: the latest first.
+        """Return `batch` and every later computing batch to the front of the queue, and return their grants, the latest
+        first.
 
         A later batch must not be applied before an earlier one of the same worker.
         """
@@ -212,7 +213,7 @@ class BatchQueue:
         return grants
 
     def give_back(self, batch_id: BatchId) -> ActiveGrant | None:
-        """Return a held batch to the front of the queue; None: it is not the last one under way."""
+        """Return a held batch to the front of the queue. None: it is not the last granted batch."""
         if self.computing_grants or not self.held_grants or self.held_grants[-1].batch_id != batch_id:
             return None
         grant = self.held_grants.pop()
@@ -224,14 +225,14 @@ class BatchQueue:
         self.waiting.appendleft(WaitingBatch(grant.partition, grant.batch_id))
 
     def answered_late(self, push: Push) -> tuple[ActiveGrant, ...]:
-        """The void grants that `push` answers: the first of those whose time limit has passed, with no other grant of
-        their batches since; none: it answers others."""
+        """Return the void grants that `push` answers: the first grants whose time limit has passed, if their batches
+        have no other grant since. (): the push answers other grants."""
         grants = self.timed_out[: len(push.batches)]
         named = [(item.grant_id, item.batch) for item in push.batches]
         return grants if named == [(grant.number, grant.batch) for grant in grants] else ()
 
     def apply(self, batch_id: BatchId) -> ActiveGrant | None:
-        """Count a batch as applied; None if it is not the first held one."""
+        """Count a batch as applied, and return its grant. None: it is not the first held batch."""
         if not self.held_grants or self.held_grants[0].batch_id != batch_id:
             return None
         partition = self.held_grants[0].partition
@@ -243,8 +244,8 @@ class BatchQueue:
         return self.held_grants.popleft()
 
     def skip(self, partition: PartitionState, until: int) -> int:
-        """The batches of this partition below `until` that are not applied hold no record, and none of them is
-        announced: they count as applied. How many they are."""
+        """Count the partition's batches below `until` as applied, because they hold no record. None of them may be
+        announced. Return how many they are."""
         count = until - partition.announced
         partition.applied = partition.announced = until
         partition.leader_epoch = -1

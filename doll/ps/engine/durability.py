@@ -1,10 +1,10 @@
-"""The times of checkpoints, what each makes durable, and what workers hold back, which the model needs before. Pure.
+"""The checkpoints of a job, and the settling of held-back steps before each checkpoint. Pure.
 
-Under a policy with a filter a batch is applied while a part of its step may still be at its worker. "Counted once" then
-means that its whole step is in the model, once. So a checkpoint is stored only when nothing is held back: the server
-lets the round under way end, starts none, asks every worker for its rest, and applies the rests as an update of their
-own. A worker that leaves sends its rest first. One that is lost takes its rest with it, and the model stays without it:
-the server begins again from the newest checkpoint, whose batches are all settled (docs/decisions/0035).
+Under a policy with a significance filter, a batch is applied while a part of its step may still be at its worker. Then
+"counted once" means that its whole step is in the model, once. So a checkpoint is stored only while nothing is held
+back. The server lets the current round end, starts no other round, asks every worker for its rest, and applies the
+rests as an update of their own. A worker that leaves sends its rest first. If a worker is lost with its rest, the
+server begins again from the newest checkpoint, in which all batches are settled (docs/decisions/0035).
 """
 
 from __future__ import annotations
@@ -20,63 +20,63 @@ from doll.ps.engine.membership import Worker
 from doll.ps.engine.partition_state import PartitionState
 from doll.records.control import Push, Settle
 
-_ASK_AGAIN_S: Final = 3.0  # if no answer has come: the message may be lost
+_ASK_AGAIN_S: Final = 3.0  # seconds without an answer, after which the message may be lost
 
 
 class Durability:
-    """The checkpoints of one engine: one at a time is under way.
+    """The checkpoints of one engine. At most one checkpoint is under way.
 
     Attributes:
-        version: of the newest stored checkpoint.
-        max_unsaved: of any worker: its batches in the model that are not durable.
+        version: version of the newest stored checkpoint.
+        max_unsaved: highest number of batches of one worker that are in the model and not durable.
     """
 
     def __init__(
         self, partitions: Sequence[PartitionState], owners: Sequence[Worker], *, version: int, now: float,
         every_updates: int, every_s: float, max_pending_batches: int, costs_rests: bool = False,
     ) -> None:  # fmt: skip
-        """`owners`: the worker that serves each partition. `costs_rests`: each checkpoint makes workers send what they
-        hold back: fewer are better."""
+        """`owners`: the worker that serves each partition. `costs_rests`: True if workers must send held-back steps for
+        each checkpoint, so fewer checkpoints are better."""
         self.version = version
         self.max_unsaved = 0
         self._partitions = partitions
         self._owners = owners
-        self._unsaved: Counter[int] = Counter()  # by worker: batches in the model that are not durable
+        self._unsaved: Counter[int] = Counter()  # by worker: number of batches in the model that are not durable
         self._every_updates = every_updates
         self._every_s = every_s
-        # Less than a worker may hold: it must not come to a halt only because a checkpoint is not due yet.
+        # This is less than a worker may hold, so that no worker has to wait for a checkpoint that is not due yet.
         self._crowded = max(1, 3 * max_pending_batches // 4 if costs_rests else max_pending_batches // 2)
-        # Of the checkpoint under way: its version, and the batches in it, by partition and by worker.
+        # The checkpoint under way: its version, and the number of batches in it, by partition and by worker.
         self._ordered: tuple[int, tuple[int, ...], dict[int, int]] | None = None
         self._ordered_at_s = now
         self._is_asked = self._must_keep = self._is_keeping = False
 
     @property
     def is_kept(self) -> bool:
-        """Whether a stored checkpoint holds all decisions that were made beside updates."""
+        """Whether a stored checkpoint holds all decisions of the engine, also those without an update."""
         return not (self._must_keep or self._is_keeping)
 
     def applied(self, worker: Worker, count: int) -> None:
-        """Note that so many batches of this worker have been applied."""
+        """Note that `count` batches of this worker have been applied."""
         self._unsaved[worker.number] += count
         self.max_unsaved = max(self.max_unsaved, self._unsaved[worker.number])
 
     def moved(self, giver: Worker, taker: Worker, count: int) -> None:
-        """A partition with so many batches in the model that are not durable goes from one worker to another."""
+        """Note that a partition goes from one worker to another. `count`: its batches in the model, not durable."""
         self._unsaved[giver.number] -= count
         self._unsaved[taker.number] += count
         self.max_unsaved = max(self._unsaved.values(), default=0)
 
     def ask(self) -> None:
-        """A checkpoint of the next version is due, so that nothing is held back then."""
+        """Request a checkpoint of the next version, so that workers send their held-back steps for it."""
         self._is_asked = True
 
     def keep(self) -> None:
-        """A checkpoint is due, also without another version: it keeps what the engine has decided beside updates."""
+        """Request a checkpoint, also of the same version: it keeps what the engine has decided without an update."""
         self._must_keep = True
 
     def is_due(self, version: int, now: float, *, final: bool) -> bool:
-        """Whether `version`, the current one, is to be stored now; `final`: the job ends with it."""
+        """Return whether the current version `version` must be stored now. `final`: the job ends with this version."""
         if self._ordered is not None:
             return False
         if final or self._must_keep:
@@ -88,7 +88,7 @@ class Durability:
         return overdue or self._is_asked or self.max_unsaved >= self._crowded or unsaved >= self._every_updates
 
     def order(self, version: int, now: float) -> None:
-        """A checkpoint of `version` is being stored."""
+        """Note that a checkpoint of `version` is being stored."""
         self._is_keeping = self._must_keep
         self._is_asked = self._must_keep = False
         by_worker = {worker.number: worker.queue.applied for worker in self._owners}
@@ -96,22 +96,22 @@ class Durability:
         self._ordered_at_s = now
 
     def stored(self, version: int) -> dict[Worker, tuple[dict[int, int], int, dict[int, int]]] | None:
-        """The checkpoint of `version` is stored: of each worker with more durable batches, how many these are now of
-        each partition that has more, and of the worker, and what cuts have left out of these partitions. None: it was
-        not ordered."""
+        """Note that the checkpoint of `version` is stored. Return for each worker with more durable batches: the
+        number of durable batches of each partition that has more of them, the number of the worker, and the records
+        that cuts have left out of these partitions. None: the checkpoint was not ordered."""
         if self._ordered is None or self._ordered[0] != version:
             return None
         _, applied, by_worker = self._ordered
         self._ordered, self._is_keeping = None, False
         self.version = version
         advanced: dict[Worker, tuple[dict[int, int], int, dict[int, int]]] = {}
-        # The checkpoint knows nothing of partitions that were added since.
+        # The checkpoint does not contain partitions that were added after it was ordered.
         for partition, worker, until in zip(self._partitions, self._owners, applied, strict=False):
             if (count := until - partition.durable) > 0:
                 left_out = partition.became_durable(until)
                 worker.queue.pending -= count
                 self._unsaved[worker.number] -= count
-                # A worker that has got its first partition meanwhile has no batch in it.
+                # A worker that got its first partition after the order has no batch in the checkpoint.
                 durable = advanced.setdefault(worker, ({}, by_worker.get(worker.number, 0), {}))
                 durable[0][partition.number] = until
                 if left_out:
@@ -122,32 +122,32 @@ class Durability:
 
 @dataclass(slots=True)
 class _Rest:
-    """A worker's rest on its way into the model."""
+    """A worker's rest that is not in the model yet."""
 
     number: int
     worker: Worker
     push: Push
     received_at_s: float
-    is_here: bool = False  # in the server's memory
+    is_here: bool = False  # whether it is in the server's memory
 
 
 class Settling:
-    """The workers that hold something back, and the rests that they have sent.
+    """The workers that hold back parts of their steps, and the rests that they have sent.
 
     Attributes:
-        is_under_way: a checkpoint waits for rests: no batch is started.
-        rests: the rests that are not in the model, by number.
+        is_under_way: True while a checkpoint waits for rests; then no batch is started.
+        rests: rests that are not in the model, by number.
     """
 
     def __init__(self, term: int) -> None:
         self.is_under_way = False
         self._term = term
-        self._is_last = False  # what is not applied yet never will be
-        self._unsettled: dict[int, Worker] = {}  # a part of a step is nowhere but with their processes
-        self._incomplete: dict[int, Worker] = {}  # of an applied batch a part of the step is not in the model
+        self._is_last = False  # True: batches that are not applied yet will never be applied
+        self._unsettled: dict[int, Worker] = {}  # workers whose processes alone have a part of a step
+        self._incomplete: dict[int, Worker] = {}  # workers with an applied batch whose step is not whole in the model
         self.rests: dict[int, _Rest] = {}
         self._asked_at_s: float | None = None
-        # Above those of all grants: a rest is never added to an update of gradients.
+        # Higher than the numbers of all grants: a rest is never added to an update of gradients.
         self._numbers = count(1 << 62)
 
     @property
@@ -156,16 +156,16 @@ class Settling:
         return not self._incomplete and not self.rests
 
     def holds_back(self, worker: Worker) -> bool:
-        """Whether a part of this worker's steps is nowhere but with its process."""
+        """Return whether only this worker's process has a part of its steps."""
         return worker.number in self._unsettled
 
     def is_whole(self, worker: Worker) -> bool:
-        """Whether the model has all of what came of this worker, and nothing more of it is to come."""
+        """Return whether the model has everything that this worker has pushed, and the worker holds nothing back."""
         is_coming = any(rest.worker is worker for rest in self.rests.values())
         return not (is_coming or worker.number in self._unsettled or worker.number in self._incomplete)
 
     def received(self, worker: Worker) -> None:
-        """Contributions of this worker have come."""
+        """Note that contributions of this worker have come."""
         if self._is_last:
             return
         queue = worker.queue
@@ -175,7 +175,7 @@ class Settling:
             self._unsettled[worker.number] = worker
 
     def applied(self, worker: Worker, push: Push) -> None:
-        """All batches of `push`, or the rest that it is, are in the model."""
+        """Note that all batches of `push`, or its rest, are in the model."""
         queue = worker.queue
         if not push.batches:
             queue.whole = max(queue.whole, push.settles)
@@ -187,12 +187,12 @@ class Settling:
             self._incomplete[worker.number] = worker
 
     def is_known(self, worker: Worker, until: int) -> bool:
-        """Whether what this worker had held back of batches below `until` is here already."""
+        """Return whether the held-back parts of this worker's batches below `until` are here already."""
         coming = any(rest.worker is worker and rest.push.settles >= until for rest in self.rests.values())
         return coming or until <= (worker.queue.whole if self._is_last else worker.queue.settled)
 
     def add(self, worker: Worker, push: Push, now: float) -> int:
-        """A rest is announced; without a key there is nothing to fetch. Returns its number."""
+        """Add a rest that was announced, and return its number. A rest without a key has nothing to fetch."""
         number = next(self._numbers)
         self.rests[number] = _Rest(number, worker, push, now)
         if not push.key:
@@ -200,7 +200,7 @@ class Settling:
         return number
 
     def fetched(self, number: int) -> None:
-        """The rest of this number is in the server's memory."""
+        """Note that the rest of this number is in the server's memory."""
         rest = self.rests[number]
         rest.is_here = True
         queue = rest.worker.queue
@@ -209,7 +209,7 @@ class Settling:
             self._unsettled.pop(rest.worker.number, None)
 
     def take(self) -> list[tuple[AppliedSet, Worker]]:
-        """The rests, once all that were announced or asked for are here, each with its worker."""
+        """Return the rests with their workers if all announced and requested rests are here; otherwise return []."""
         if (self.is_under_way and self._unsettled) or not all(rest.is_here for rest in self.rests.values()):
             return []
         rests, self.rests = self.rests, {}
@@ -218,7 +218,7 @@ class Settling:
         return [(AppliedSet(rest.push, rest.received_at_s, (), rest.number), rest.worker) for rest in rests.values()]
 
     def ask(self, now: float) -> list[Settle]:
-        """Ask for the held-back parts; again if no answer has come for a while."""
+        """Return requests for the held-back parts, again only after `_ASK_AGAIN_S` seconds."""
         if self._asked_at_s is not None and now - self._asked_at_s < _ASK_AGAIN_S:
             return []
         self._asked_at_s = now
@@ -229,7 +229,7 @@ class Settling:
         ]
 
     def stop(self) -> None:
-        """Apply nothing more, except for rests: what a contribution brings that is not applied is missing too."""
+        """Apply only rests from now on. Contributions that are not applied yet count as held back, too."""
         self._is_last = True
         coming = {rest.worker.number for rest in self.rests.values()}
         self._unsettled = {number: worker for number, worker in self._incomplete.items() if number not in coming}

@@ -1,9 +1,9 @@
 """The last records of a source that has ended: they are learned too, in batches and groups that are not full. Pure.
 
-A source says where the partitions ended when it had sent its last record (`SourceEnded`). Workers cut what they have
-read up to there. Once all of that is announced, no batch will come that a group could wait for, and policies are told
-how many are left (`PolicyView.num_left`). Another source may send more at any time: then all goes on as before
-(docs/decisions/0074).
+After its last record, a source reports the end offset of each partition (`SourceEnded`). Workers cut the records that
+they have read up to these offsets into batches. After all of these batches are announced, no batch will come for which
+a group could wait, and policies are told how many batches are left (`PolicyView.num_left`). Another source may send
+more records at any time: then batches and groups are filled as before (docs/decisions/0074).
 """
 
 from __future__ import annotations
@@ -16,32 +16,33 @@ from doll.ps.engine.membership import Worker
 from doll.ps.engine.partition_state import PartitionState
 from doll.records.control import Flush, Settle
 
-_ASK_AGAIN_S: Final = 0.5  # a worker that is computing does not answer
+_ASK_AGAIN_S: Final = 0.5  # seconds; a worker that is computing does not answer
 
 
 class Ending:
-    """The offsets at which sources have ended, and the number of batches that are left before them.
+    """The offsets at which sources have ended, and the number of batches that are left before these offsets.
 
     Attributes:
-        ends: of each partition, offsets, also of some that were added and that the engine does not know yet; () while
-            no source has ended.
-        num_left: batches that are announced and not in the model, if no more will come; None: more may.
+        ends: end offset of each partition, also of new partitions that the engine does not know yet; (): no source has
+            ended.
+        num_left: number of announced batches that are not in the model, if no more batches will come. None: more
+            batches may come.
     """
 
     def __init__(
         self, partitions: Sequence[PartitionState], records_per_batch: int, ends: tuple[int, ...] = ()
     ) -> None:
-        """`partitions`: for all parts of the engine; there may be more of them later."""
+        """`partitions`: the list that all parts of the engine share; partitions may be added to it later."""
         self.ends = ends
         self.num_left: int | None = None
         self._partitions = partitions
         self._size = records_per_batch
-        self._is_open = self._is_new = bool(ends)  # something before the ends is not in the model
-        self._behind: dict[int, int] = {}  # by worker: a partition of it that is not announced up to its end
+        self._is_open = self._is_new = bool(ends)  # True while some record before the ends is not in the model
+        self._behind: dict[int, int] = {}  # by worker: one of its partitions that is not announced up to its end
         self._asked_at_s = float("-inf")
 
     def end(self, ends: Sequence[int]) -> bool:
-        """A source has ended where the partitions ended there; whether that is after what was known."""
+        """Note that a source has ended at the offsets `ends`. Return whether an end is later than known before."""
         later = tuple(map(max, zip_longest(self.ends, ends, fillvalue=0)))
         if later == self.ends:
             return False
@@ -49,7 +50,7 @@ class Ending:
         return True
 
     def end_of(self, partition: int) -> int:
-        """The offset at which this partition ended; 0: nobody has reported its end."""
+        """Return the offset at which this partition ended; 0: no end was reported."""
         return self.ends[partition] if partition < len(self.ends) else 0
 
     def flushes(self, workers: Sequence[Worker], term: int) -> list[Flush]:
@@ -63,10 +64,10 @@ class Ending:
         ]  # fmt: skip
 
     def look(self, workers: Sequence[Worker], changed: Collection[int]) -> list[Worker]:
-        """Look at the workers whose counters have changed; returns those of which a policy may think otherwise now.
+        """Update the workers whose counters have changed; return the workers whose state has changed for policies.
 
-        Behind each worker that is not done, one partition is remembered: while that is not announced up to its end, the
-        others need not be looked at.
+        For each worker that is not done, one partition that is not announced up to its end is remembered. While this
+        stays so, the other partitions of the worker need not be checked.
         """
         if not self._is_open:
             return []
@@ -98,7 +99,7 @@ class Ending:
         return partition.bounds(self._size).lo(partition.announced) >= self.end_of(partition.number)
 
     def _count(self, workers: Sequence[Worker]) -> int | None:
-        """The announced batches outside the model, if all are announced; None: more may come, or none is left."""
+        """Return the number of announced batches outside the model. None: more may come, or none is left."""
         if self._behind or any(self.ends[len(self._partitions) :]):
             return None
         left = sum(len(worker.queue.waiting) + worker.computing + worker.held for worker in workers)
@@ -106,7 +107,7 @@ class Ending:
         return left or None
 
     def asks(self, workers: Sequence[Worker], term: int, now: float) -> list[Settle]:
-        """Ask workers for what they keep for a push of more batches, now and then: these will not come."""
+        """Return regular requests to workers for the batches that they keep for a push: no more batches will come."""
         if not self._is_open or now - self._asked_at_s < _ASK_AGAIN_S:
             return []
         self._asked_at_s = now

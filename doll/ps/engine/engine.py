@@ -1,15 +1,17 @@
-"""The parameter server's state machine: events in, actions out, no I/O, no clock.
+"""The parameter server's state machine: it takes events and returns actions, without I/O and without a clock.
 
-The engine knows where every batch of every partition stands, lets a policy decide which batches start and which
-gradients are applied together, and keeps one invariant: each batch is applied at most once and in its partition's
-order, so that one integer per partition is the whole ledger.
+The engine knows the state of every batch of every partition. A policy decides which batches start and which gradients
+are applied together. The engine guarantees that each batch is applied at most once and in its partition's order.
+Therefore one integer per partition is the whole ledger.
 
 A policy of exact versions grants a worker several batches at once, and gets their gradients as one sum: a set. A set is
-taken, held, lost and applied as one (docs/decisions/0025). So is a wave, the steps of several batches (0034).
+received, held, lost and applied as a whole (docs/decisions/0025). The same holds for a wave, which is the sum of the
+steps of several batches (0034).
 
-Order of effects: grant -> push -> fetched -> apply -> checkpoint -> durable -> acknowledge. A batch whose owner goes,
-times out or loses its gradient returns to the front of its worker's queue, together with every later batch of the
-worker that is still being computed. No event but a checkpoint takes time for every worker (docs/decisions/0019).
+Order of effects: grant -> push -> fetched -> apply -> checkpoint -> durable -> acknowledge. If a batch's worker leaves,
+its time limit passes or its gradient is lost, the batch returns to the front of its worker's queue, together with every
+later batch of the worker that is still being computed. The time for an event does not depend on the number of workers,
+except for checkpoints (docs/decisions/0019).
 """
 
 from __future__ import annotations
@@ -48,26 +50,26 @@ from doll.records.control import (
 )
 from doll.storage.blobs import scope_of, weights_key
 
-# Longer than `doll.ps.engine.stopping.STALL_REPORT_S`: workers that wait for a stream without records are reported
-# first.
+# This is longer than `doll.ps.engine.stopping.STALL_REPORT_S`, so that workers without records are reported first.
 DRY_ROUND_S: Final = 15.0
-VOID: Final = "requeued_void"  # the counter of batches that the policy let be computed again
-# Of a worker's grants that may use the weights of later ones. Two: while the newest is on its way, the worker knows of
-# the one before.
+VOID: Final = "requeued_void"  # counter of batches that are computed again because the policy made them void
+# How many of a worker's newest grants keep their weights, if the policy allows later weights. Two: while the newest
+# grant is being sent, the worker only knows the grant before it.
 _NAMING_GRANTS: Final = 2
 
 
 class Engine(EngineState):
-    """The engine's answers to events; the job's state changes only through `handle`."""
+    """The state machine of the parameter server. The state of the job changes only in `handle`."""
 
     def handle(self, event: ev.Event, now: float) -> list[ev.EngineAction]:
-        """Take one event at time `now` (seconds, monotonic) and return the actions to take, in this order.
+        """Take one event at time `now` (monotonic seconds), and return the actions in the order of their execution.
 
-        Refused messages (late, duplicate, fenced, out of range) change nothing but a counter.
+        Refused messages (late, duplicate, fenced, out of range) change only a counter.
 
         Raises:
-            IllegalEventError: the runner reports the outcome of something that was never ordered, which changes
-                nothing; or the policy wants what cannot be. Then the engine may have changed: end the process.
+            IllegalEventError: the runner reports the outcome of an action that was never ordered, which changes
+                nothing; or the policy demands something impossible. In this case the engine may have changed: end the
+                process.
         """
         self._recent_events.append((now, event))
         self._now, self._actions = now, []
@@ -95,7 +97,7 @@ class Engine(EngineState):
             case SourceEnded():
                 if self.ending.end(event.ends):
                     self._actions += self.ending.flushes(self._workers, self.term)
-                    self._durability.keep()  # a later server is to know of it
+                    self._durability.keep()  # a later server must know this
             case Evaluated():
                 self._on_evaluated(event)
             case Scale():
@@ -108,7 +110,7 @@ class Engine(EngineState):
                 self._on_grants_lost(event)
             case ev.CheckpointStored():
                 self._on_stored(event)
-            case ev.TopicGrew() if self.stopping is None:  # else the next server takes them up
+            case ev.TopicGrew() if self.stopping is None:  # otherwise the next server adds the partitions
                 self._welcome_again(self.moves.add_partitions(event.partitions, self._now))
             case ev.Tick():
                 self._on_tick()
@@ -132,10 +134,10 @@ class Engine(EngineState):
         self._actions.append(self._welcome(worker, event.incarnation))
 
     def _accept(self, number: int, session: int) -> Worker | None:
-        """The sender of a message, if it is of the worker's current session."""
+        """Return the sender of a message, if the message is from the worker's current session."""
         live = self._members.num_live
         worker = self._members.accept(number, session, self._now, self._actions)
-        if worker is not None and live != self._members.num_live:  # it was silent for longer than its lease
+        if worker is not None and live != self._members.num_live:  # the worker was silent for longer than its lease
             self._grants.note_change(worker)
         return worker
 
@@ -156,11 +158,11 @@ class Engine(EngineState):
             self.counters["refused_content"] += 1
         elif (event.workers, released) != (self.moves.num_workers, self.moves.released):
             self._welcome_again(self.moves.scale(event.workers, released, self._now))
-            self._durability.keep()  # a later server is to know of it
+            self._durability.keep()  # a later server must know this
 
     def _freeze(self, giver: Worker, partition: PartitionState) -> None:
-        """Grant nothing more of a partition that is to move, and take back what is computed of it, with what is after
-        it. A wave is taken back whole: without this partition it may never be full."""
+        """Stop grants for a partition that is to move, and requeue its batches that are being computed, with all later
+        batches. A wave is requeued as a whole, because it may never be full without this partition."""
         self._skips.pop(partition.number, None)
         self._forget_late(giver)
         takes_whole = self.policy.batches_per_push > 1
@@ -173,13 +175,13 @@ class Engine(EngineState):
         self._grants.note_change(giver)
 
     def _welcome_again(self, workers: Iterable[int]) -> None:
-        """Tell these workers which partitions they serve now. They go on with what they compute."""
+        """Send these workers a Welcome with the partitions that they serve now. Their computations continue."""
         for number in workers:
-            if (worker := self._workers[number]).joined:  # else it learns of it when it joins
+            if (worker := self._workers[number]).joined:  # otherwise the worker gets a Welcome when it joins
                 self._actions.append(self._welcome(worker, worker.incarnation))
 
     def _lose_rest(self, worker: Worker) -> None:
-        """The process that this worker was is gone."""
+        """Roll back if the worker's earlier process, which has ended, held back a part of its steps."""
         if self._settling.holds_back(worker):
             self._roll_back(f"worker {worker.number} is lost with a part of its steps")
 
@@ -196,7 +198,7 @@ class Engine(EngineState):
             self._requeue_from(worker, worker.queue.computing_grants[0].batch, cause)
 
     def _requeue_from(self, worker: Worker, batch: int, cause: str) -> None:
-        """Return batch `batch` and every later one of this worker that has no gradient yet to the queue."""
+        """Return batch `batch` and every later batch of this worker without a gradient to the queue."""
         taken = self._grants.take_back(worker, batch)
         self._limits.taken_back(worker)
         if len(taken) > 1:
@@ -210,12 +212,12 @@ class Engine(EngineState):
                 self._drop(grant.pushed.push, cause)
 
     def _release(self, grant: ActiveGrant) -> None:
-        """The weights that this grant names are not kept for it any more."""
+        """Stop keeping the weights that this grant names for this grant."""
         if self._grants.release(grant) and grant.version < self.version:
             self._actions.append(ev.ReleaseWeights(grant.version))
 
     def _forget_waiting(self, worker: Worker) -> None:
-        """Forget what this worker has announced or pushed late: its process holds other batches now."""
+        """Forget the announced and late batches of this worker, because its process holds other batches now."""
         self._forget_late(worker)
         worker.queue.forget_waiting()
         self._grants.note_change(worker)
@@ -226,20 +228,20 @@ class Engine(EngineState):
         worker = self._accept(event.worker, event.session)
         if worker is None:
             return
-        # A worker whose job file allows more announces the rest again later: it need not start again for that.
+        # If the worker's job file allows more pending batches, the worker announces the others again later.
         queue = worker.queue
         for run in event.runs:
             if not self.moves.serves(worker, run.partition) and 0 <= run.partition < len(self._partitions):
-                self.counters["refused_moved"] += 1  # its Welcome is on its way
+                self.counters["refused_moved"] += 1  # the Welcome that tells the worker is being sent
                 continue
             is_hole = run.partition not in queue.partitions or not is_possible(run, self.settings.records_per_batch)
             if not is_hole:
                 if queue.partitions[run.partition].lacks_room_before(run):
-                    continue  # it announces all that it holds again now and then
+                    continue  # the worker regularly announces all batches that it holds again
                 room = self.settings.max_pending_batches - queue.pending
                 is_hole = queue.announce(run, room) is None and room > 0
             if is_hole:
-                # It is out of step: let it join again.
+                # The worker's state does not fit the engine's state, so it must join again.
                 self.counters["refused_announce"] += 1
                 self._actions.append(ev.SendHello(event.worker))
                 break
@@ -255,7 +257,7 @@ class Engine(EngineState):
         elif event.until <= partition.applied:
             self.counters["refused_duplicate"] += 1
         elif not (event.first <= partition.applied == partition.announced and self._settling.is_whole(worker)):
-            # What is before it must be applied, with its whole steps: the worker sends it again.
+            # Earlier batches must be in the model with their whole steps first. The worker sends the Skip again.
             self.counters["refused_order"] += 1
         elif not partition.is_covered(event, self.settings.records_per_batch):
             self.counters["refused_content"] += 1
@@ -265,14 +267,14 @@ class Engine(EngineState):
     # --- pushes -------------------------------------------------------------------------------------------------------
 
     def wants(self, push: Push) -> bool:
-        """Whether the gradient of this push would be fetched: it is the first answer to a grant that stands."""
+        """Return whether the gradient of this push would be fetched: the push is the first answer to a valid grant."""
         if push.term != self.term or not push.batches or not push.key:
             return False
         grant = self._grants.get(push.batches[0].grant_id)
         return grant is not None and grant.pushed is None and grant.worker == push.worker
 
     def _find(self, worker: Worker, term: int, number: int, batch: int) -> ActiveGrant | None:
-        """The grant that a worker answers, if it still stands."""
+        """Return the grant that a worker answers, if the grant is still valid."""
         grant = self._grants.get(number)
         if term != self.term or grant is None or grant.worker != worker.number or grant.batch != batch:
             return None
@@ -294,19 +296,19 @@ class Engine(EngineState):
         elif grants[0].pushed is not None and tuple(standing) == grants[0].pushed.grants:
             self.counters["refused_duplicate"] += 1
         elif len(grants) < len(standing) or any(grant.pushed is not None for grant in grants):
-            # A part of the set does not stand any more, and a sum cannot be taken apart: the rest is computed again.
+            # Some grants of the set are not valid any more, and a sum cannot be split: the others are computed again.
             self.counters["refused_partly"] += 1
             if not any(grant.pushed is not None and grant.pushed.push.key == event.key for grant in grants):
                 self._drop(event, "partly void")
             if left := [grant.batch for grant in grants if grant.pushed is None]:
                 self._requeue_from(worker, min(left), "partly_void")
         elif not worker.queue.begins_with(grants):
-            # An earlier push of this worker is missing: what comes after it cannot be applied before it.
+            # An earlier push of this worker is missing, and must be applied before this one.
             self.counters["refused_order"] += 1
             self._drop(event, "order")
             self._requeue_from(worker, min(grant.batch for grant in grants), "order")
         elif not is_allowed(event, grants, self.policy, self.version):
-            # Of no use, and it would be the same again: the timeout brings the batches back.
+            # The push is useless, and another attempt would give the same: the timeout requeues the batches.
             self.counters["refused_content"] += 1
             self._drop(event, "content")
         else:
@@ -314,7 +316,7 @@ class Engine(EngineState):
             self._take(worker, PushedSet(event, grants, self._now))
 
     def _take(self, worker: Worker, pushed: PushedSet) -> None:
-        """The set's gradient is in the blob store, or it has none."""
+        """Accept a push whose gradient is in the blob store, or which has none."""
         push = pushed.push
         worker.market = push.market
         for grant in pushed.grants:
@@ -322,7 +324,7 @@ class Engine(EngineState):
             self._release(grant)
         self._limits.answered(worker)
         if push.key:
-            # Under a policy that holds back, rests may be applied before it at the end.
+            # Under a policy that holds back steps, rests may be applied before this set at the end of the job.
             is_ordered = self.policy.exact_version and not self.policy.holds_back
             in_order = is_ordered and self._grants.is_first_computing(pushed.number)
             self._actions.append(ev.FetchGradient(pushed.number, push.key, push.version, in_order))
@@ -330,7 +332,7 @@ class Engine(EngineState):
             self._hold(pushed)
 
     def _clear_stall(self, worker: Worker) -> None:
-        """The worker has answered a grant, in time or late, with a gradient or without: it can take another."""
+        """End the worker's stall: it has answered a grant, so it can get another one."""
         if worker.stalled:
             worker.stalled = False
             self._grants.note_change(worker)
@@ -345,7 +347,7 @@ class Engine(EngineState):
             return
         grant = self._grants.get(event.grant_id)
         if grant is None:
-            return  # its owner went down while the gradient was on its way: the batches are back in the queue
+            return  # the worker was lost while the gradient was being read: its batches are in the queue again
         if grant.pushed is None or grant.held or grant.pushed.number != event.grant_id:
             raise self._illegal(f"gradient of grant {event.grant_id} was not asked for")
         grant.pushed.max_change = event.max_change
@@ -380,8 +382,8 @@ class Engine(EngineState):
             self._published = self.version
             self._actions.append(ev.RepublishWeights(self.version))
         else:
-            # The worker does not hold a batch that it announced: it is out of step. Nothing is granted until it has
-            # joined.
+            # The worker lacks a batch that it has announced, so its state does not fit the engine's state. It gets no
+            # grant until it has joined again.
             self._forget_waiting(worker)
             self._actions.append(ev.SendHello(event.worker))
 
@@ -391,10 +393,11 @@ class Engine(EngineState):
     # --- pushes after their time limit -------------------------------------------------------------------------------
 
     def _on_late(self, worker: Worker, event: Push) -> None:
-        """Take a push that answers no grant that stands. If only a time limit has passed since, and nobody else has its
-        batches, it answers their next grants: else a batch that takes longer than the limit would never be learned.
+        """Handle a push whose grants are not valid any more. If only their time limit has passed and no other worker
+        has the batches, the push answers the next grants of the batches. Otherwise a batch that always takes longer
+        than the limit would never be learned.
 
-        Not if the policy says so: what a worker holds back may have been asked for since, or its view is too old.
+        Some policies do not allow this: a held-back part may have been requested since, or the weights are too old.
         """
         queue = worker.queue
         if queue.late is not None and queue.late.push.batches == event.batches:
@@ -408,7 +411,7 @@ class Engine(EngineState):
                 return
         longest_s = max(item.compute_s for item in event.batches)
         if 0 <= longest_s < math.inf:
-            # What a worker says: it has not computed for longer than it has been here.
+            # The worker's own report is bounded: it cannot have computed for longer than it has been live.
             worker.batch_s = max(worker.batch_s, min(longest_s, self._now - worker.live_since_s))
         self._refuse_late(event)
 
@@ -417,10 +420,10 @@ class Engine(EngineState):
         self._drop(push, "late")
 
     def _answer_late(self, worker: Worker, late: LatePush, grants: Sequence[ActiveGrant]) -> int:
-        """Take a late push as the answer to the first of `grants`, which are new; how many it answers: all that it
-        names, or none.
+        """Use a late push as the answer to the first of `grants`, which are new. Return how many it answers: all
+        that it names, or 0.
 
-        It is taken under their numbers: what is added and in which order is as if it had been asked for now.
+        The push gets the numbers of the new grants, so sums and their order are as if it had been requested now.
         """
         worker.queue.late = None
         new = tuple(grants[: len(late.grants)])
@@ -429,7 +432,7 @@ class Engine(EngineState):
             return 0
         for grant, void in zip(new, late.grants, strict=True):
             grant.granted_at_s = void.granted_at_s
-            if not self.policy.exact_version:  # what was allowed for the batch is allowed
+            if not self.policy.exact_version:  # the version that was allowed for the batch before is allowed again
                 grant.min_version = min(grant.min_version, void.min_version)
         answers = zip(late.push.batches, new, strict=True)
         batches = tuple(msgspec.structs.replace(item, grant_id=grant.number) for item, grant in answers)
@@ -442,7 +445,7 @@ class Engine(EngineState):
         return len(new)
 
     def _forget_late(self, worker: Worker) -> None:
-        """Forget what this worker has pushed late, or may yet."""
+        """Forget the late push of this worker, and accept none for its earlier grants."""
         queue = worker.queue
         queue.timed_out = ()
         if queue.late is not None:
@@ -452,7 +455,7 @@ class Engine(EngineState):
     # --- what workers hold back ---------------------------------------------------------------------------------------
 
     def _on_rest(self, worker: Worker, event: Push) -> None:
-        """Take the rest of a worker, which held it back of earlier batches: the worker leaves, or was asked."""
+        """Handle a rest: the held-back part of earlier batches, from a worker that leaves or was asked for it."""
         queue = worker.queue
         if not self.policy.holds_back:
             self.counters["refused_content"] += 1
@@ -460,10 +463,10 @@ class Engine(EngineState):
         elif event.term != self.term or self._settling.is_known(worker, event.settles):
             self.counters["refused_duplicate"] += 1
         elif not event.key and self._settling.holds_back(worker):
-            # It has pushed steps of which it holds a part back: that part is in another push, and must not be missed.
+            # The worker holds a part of its steps back, and this push lacks it. Another push must bring this part.
             self.counters["refused_empty_rest"] += 1
         elif not queue.applied <= event.settles <= queue.received:
-            # The worker has given it away, and it is of other batches than those that are here.
+            # The worker does not have the rest any more, and the rest belongs to other batches than the server has.
             self._roll_back(
                 f"worker {worker.number} settles batches below {event.settles}, and {queue.applied} to "
                 f"{queue.received} can be settled"
@@ -474,7 +477,7 @@ class Engine(EngineState):
                 self._actions.append(ev.FetchGradient(number, event.key, event.version))
 
     def _apply_rests(self) -> bool:
-        """Apply what workers had held back, as a version of its own: no batch under way may be computed before it."""
+        """Apply the rests as a version of their own, while no granted batch is open. Return whether it was made."""
         if not self._settling.rests or (self._grants and self.stopping is None):
             return False
         if not (rests := self._settling.take()):
@@ -490,7 +493,7 @@ class Engine(EngineState):
     # --- progress -----------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Follow the first rule that changes something, until none does: their order is that of effects."""
+        """Apply the first rule that changes something, and repeat until none does. The order of rules is fixed."""
         rules = (
             self._apply_rests, self._apply_skip, self._move_partitions, self._offer_version, self._compute_again,
             self._apply_group, self._start_batches,
@@ -500,7 +503,7 @@ class Engine(EngineState):
                 self._grants.note_change(worker)
             if self._grants.changed:
                 self._report_changes()
-            if not any(rule() for rule in (rules if self.stopping is None else rules[:1])):  # at the end only rests
+            if not any(rule() for rule in (rules if self.stopping is None else rules[:1])):  # at the end: rests only
                 break
         self._send_all_grants()
         if self._grants.changed:
@@ -508,18 +511,18 @@ class Engine(EngineState):
         self._save_if_due()
         if self._settling.is_under_way and self._settling.is_settled:
             self._settling.end()
-            self._advance()  # the checkpoint is ordered: the next round can start
+            self._advance()  # the checkpoint is ordered, so the next round can start
 
     def _move_partitions(self) -> bool:
-        # A gradient that is on its way is held in a moment: until then it cannot be taken back.
+        # A gradient that is being fetched will be held in a moment: until then its batch cannot be requeued.
         if not self.moves.targets or any(isinstance(item, ev.FetchGradient) for item in self._actions):
             return False
         self._send_all_grants()
         self._welcome_again(self.moves.carry_out(self._now, self._freeze))
-        return bool(self._grants.changed)  # also if what moves is only withdrawn yet: the policy must know
+        return bool(self._grants.changed)  # also if batches are only withdrawn so far: the policy must know
 
     def _offer_version(self) -> bool:
-        """Send a new version to the workers that the policy names, before a grant asks for it; it changes nothing."""
+        """Send a new version to the workers that the policy names, before they get a grant. Return False."""
         if self._offered_version != self.version:
             self._offered_version = self.version
             for number in self.policy.recipients(self):
@@ -527,7 +530,7 @@ class Engine(EngineState):
         return False
 
     def _compute_again(self) -> bool:
-        """Return the held batches to the queue whose gradients the policy does not let be applied."""
+        """Return held batches to the queue if the policy makes them void. Return whether there were any."""
         if not (void := self.policy.void(self)):
             return False
         self._send_all_grants()
@@ -547,7 +550,7 @@ class Engine(EngineState):
         return True
 
     def _start_batches(self) -> bool:
-        # A round that is open goes on: it must end before anything can be settled.
+        # An open round continues: it must end before rests can be settled.
         is_paused = self._settling.is_under_way and not self._grants
         starts = () if is_paused else self.policy.start(self)
         for number in starts:
@@ -555,10 +558,11 @@ class Engine(EngineState):
         return bool(starts) or self._send_all_grants()
 
     def _end_of_dry_round(self) -> Sequence[BatchId]:
-        """A round that a checkpoint waits for ends with the batches that came, if the others have long had nothing.
+        """Return the held batches as the last ones of a round, if a checkpoint waits for the round's end and the other
+        workers have had no records for a while.
 
-        Otherwise a stream that stops would keep what is in the model from becoming durable (docs/decisions/0035). A
-        worker whose partitions are to move has nothing to give, and is not waited for.
+        Otherwise a stream that stops would prevent a checkpoint of the model (docs/decisions/0035). A worker whose
+        partitions are to move has no batch to give, so the round does not wait for it.
         """
         is_waited_for = self._settling.is_under_way and not self.num_computing and self.num_held
         is_dry = is_waited_for and (self.moves.frozen or self._now - self._last_held_at_s >= DRY_ROUND_S)
@@ -585,7 +589,7 @@ class Engine(EngineState):
         return grant
 
     def _send_all_grants(self) -> bool:
-        """Send the new grants, except those that a late push answers; whether one did."""
+        """Send the new grants, except those that a late push answers. Return whether a late push has answered any."""
         is_answered = False
         granted, self._granted = self._granted, {}
         for number, grants in granted.items():
@@ -599,7 +603,7 @@ class Engine(EngineState):
     def _on_grants_lost(self, event: ev.GrantsLost) -> None:
         if 0 <= event.worker < len(self._workers):
             worker = self._workers[event.worker]
-            self._clear_stall(worker)  # it may never have had the grant whose time limit has passed
+            self._clear_stall(worker)  # the worker may never have got the grant whose time limit has passed
             if left := [grant for grant in worker.queue.computing_grants if grant.pushed is None]:
                 messages = tuple(self._grant_records(worker, left))
                 self.counters["grants_sent_again"] += len(messages)
@@ -643,14 +647,14 @@ class Engine(EngineState):
         self._actions.append(ev.ApplyUpdate(self.version, sets, scale, self.samples_total, self.batches_total, settled))
 
     def _apply_skip(self) -> bool:
-        """Count batches without a record as applied, as a version of its own that changes nothing (ADR 47)."""
+        """Count batches without a record as applied, as a version of its own with the same weights (ADR 47)."""
         if not self._skips or (self.policy.exact_version and self._grants):
             return False
         number, skip = self._skips.popitem()
         worker, size = self._owners[number], self.settings.records_per_batch
         partition, first = self._partitions[number], self._partitions[number].applied
         if not (first == partition.announced < skip.until and self._settling.is_whole(worker)):
-            return False  # something came meanwhile: the worker sends it again
+            return False  # other batches came meanwhile: the worker sends the Skip again
         lo, hi = partition.offsets(first, size)[0], partition.offsets(skip.until, size)[0]
         pushed = PushedBatch(
             batch=-1, grant_id=self._grants.next_number(), n_samples=0, loss_sum=0.0,
@@ -672,7 +676,7 @@ class Engine(EngineState):
         )
         return True
 
-    # --- records for workers; weights are published with the first one that names them ------------------------------
+    # --- records for workers; weights are published before the first record that names them --------------------------
 
     def _welcome(self, worker: Worker, incarnation: int) -> Welcome:
         served = tuple(part.served(self.ending.end_of(at)) for at, part in sorted(worker.queue.partitions.items()))
@@ -684,8 +688,8 @@ class Engine(EngineState):
         )  # fmt: skip
 
     def _grant_records(self, worker: Worker, grants: Sequence[ActiveGrant]) -> Iterator[ev.EngineAction]:
-        """Grants of consecutive batches of one worker, under a policy of exact versions in one message. One sent again
-        is the same message: its weights still live."""
+        """Yield grants of consecutive batches of one worker; under a policy of exact versions, as one message. A grant
+        that is sent again is the same message: its weights are still kept."""
         size = max(1, len(grants)) if self.policy.exact_version else 1
         for at in range(0, len(grants), size):
             first, sent = grants[at], grants[at : at + size]
@@ -705,7 +709,7 @@ class Engine(EngineState):
         )  # fmt: skip
 
     def _publish(self, version: int) -> Iterator[ev.EngineAction]:
-        """Each version is published once; an older one is already, or was."""
+        """Publish this version, unless it or a newer one was published before."""
         if version > self._published:
             self._published = version
             yield ev.PublishWeights(version)
@@ -735,9 +739,9 @@ class Engine(EngineState):
             durable = Durable(term=self.term, worker=worker.number, until=until, batches=batches, left_out=cut)
             self._actions.append(durable)
         if event.version == self.version:
-            # No worker asks for the last version of a stream that has gone quiet; evaluator and model server want it.
+            # On a quiet stream no worker asks for the last version, but evaluator and model server need it.
             self._actions += self._publish(self.version)
-        # A checkpoint that was under way when an evaluation met the target does not know of it: the next one does.
+        # A checkpoint that was ordered before the evaluation met the target lacks the evaluation; the next one has it.
         if self.stopping is not None and event.version == self.version and self._durability.is_kept:
             self.finished = self.stopping
             self._actions.append(ev.Finish(self.finished, event.version, self.error))
@@ -753,7 +757,7 @@ class Engine(EngineState):
             worker.queue.timed_out, worker.queue.timed_out_since_s = void, since_s
         if self.policy.batches_per_push > 1:
             self._actions += self.ending.asks(self._workers, self.term, self._now)
-        # A server that starts again on a finished job has nothing to add to it.
+        # A server that is started on a finished job must end at once.
         self._stop_by_progress()
         if self.reached is not None:
             self._stop(target_reached(self.settings.stop, self.reached))
@@ -766,7 +770,7 @@ class Engine(EngineState):
             return
         if (reason := target_reached(self.settings.stop, event)) is not None:
             self.reached = event
-            self._durability.keep()  # a later server is to know of it
+            self._durability.keep()  # a later server must know this
             self._stop(reason)
 
     def _stop_by_progress(self) -> None:
@@ -774,12 +778,12 @@ class Engine(EngineState):
         self._stop(progress_reached(self.settings.stop, updates=updates, samples_total=self.samples_total))
 
     def _stop_by_refusals(self) -> None:
-        """End a job whose records are refused: nobody may notice otherwise."""
+        """End the job if too many of its records are refused. Otherwise nobody might notice."""
         limit = self.settings.on_bad_records
         problem = self.refusals.problem(limit.share, limit.first_records)
         if problem is not None and self.stopping is None:
             self.error = problem
-            self.refusals.forget_recent()  # whoever resumes the job has read why it ended
+            self.refusals.forget_recent()  # after a resume, the same records must not end the job again
             self._stop("bad records")
 
     def _stop(self, reason: str | None) -> None:

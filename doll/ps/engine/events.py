@@ -1,8 +1,9 @@
 """The engine's input and output: events and actions.
 
-Events are records of workers and of the evaluator, and the ones below, which the parameter server makes. All of them
-can be encoded, so an event log can be kept and replayed. Actions are what the server does next, in this order: it sends
-a command, or does what is said below. The outcome of FetchGradient and StoreCheckpoint comes back as an event.
+Events are records of workers and of the evaluator, and the classes below, which the parameter server makes. All of
+them can be encoded, so an event log can be kept and replayed. Actions are the server's next steps, in this order: the
+server sends a command, or does what the docstring of the action says. The outcomes of FetchGradient and StoreCheckpoint
+come back as events.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ from doll.records.rollbacks import Rollback
 
 
 class GradientFetched(ControlRecord, frozen=True):
-    """The gradient of a set is in the parameter server's memory, checked."""
+    """The gradient of a set is in the parameter server's memory and has been checked."""
 
-    grant_id: int  # the set's first
+    grant_id: int  # the first one of the set
     max_change: float = 0.0  # see `doll.optim.optimizer.Updater.max_change`
 
 
 class GradientLost(ControlRecord, frozen=True):
     """The gradient of a set is not in the blob store, or is torn."""
 
-    grant_id: int  # the set's first
+    grant_id: int  # the first one of the set
     reason: str
 
 
 class GrantsLost(ControlRecord, frozen=True):
-    """Grants on their way to this worker, or its answers, may be lost: send again what it has not answered."""
+    """Grants to this worker, or its answers, may have been lost: send the unanswered grants again."""
 
     worker: int
 
@@ -66,7 +67,7 @@ class CheckpointStored(ControlRecord, frozen=True):
 
 
 class TopicGrew(ControlRecord, frozen=True):
-    """The samples topic has so many partitions by now. Those that the job does not know are read from offset 0."""
+    """The samples topic has `partitions` partitions now. New partitions are read from offset 0."""
 
     partitions: int
 
@@ -76,12 +77,12 @@ class Tick(ControlRecord, frozen=True):
 
 
 class StopRequested(ControlRecord, frozen=True):
-    """End the job in order: Ctrl-C or SIGTERM."""
+    """The job is to end in order: Ctrl-C or SIGTERM."""
 
     reason: str
 
 
-# Of other processes; the others are the server's own.
+# Records of other processes; all other events are made by the server itself.
 ReceivedEvent = Join | Announce | Skip | Push | Nack | Alive | Leave | SourceEnded | Evaluated | Scale
 Event = (
     ReceivedEvent | GradientFetched | GradientLost | GrantsLost | CheckpointStored | TopicGrew | Tick | StopRequested
@@ -94,17 +95,17 @@ Command = Welcome | Grant | NewVersion | Flush | Settle | Durable | Fence
 
 
 class Action(msgspec.Struct, frozen=True):
-    """Base of what the parameter server does beside sending commands."""
+    """Base class of the server's actions other than commands."""
 
 
 class SendHello(Action, frozen=True):
-    """Ask this worker to join again, by a Hello: its messages do not fit the state that the engine has of it."""
+    """Ask this worker to join again, with a Hello: its messages do not fit the engine's state of it."""
 
     worker: int
 
 
 class PublishWeights(Action, frozen=True):
-    """Put the weights of the current version into the blob store: the commands that follow name them."""
+    """Put the weights of the current version into the blob store. The commands that follow name these weights."""
 
     version: int
 
@@ -116,17 +117,17 @@ class RepublishWeights(Action, frozen=True):
 
 
 class ReleaseWeights(Action, frozen=True):
-    """No unanswered grant names the weights of this version any more, and it is not the newest."""
+    """Stop keeping the weights of this version: it is not the newest one, and no unanswered grant names it."""
 
     version: int
 
 
 class FetchGradient(Action, frozen=True):
-    """Get the gradient of a set; report GradientFetched or GradientLost.
+    """Get the gradient of a set, and report GradientFetched or GradientLost.
 
     Attributes:
-        grant_id: the set's first.
-        in_order: the gradients of all lower-numbered sets of its update are in, and it will be applied.
+        grant_id: first grant id of the set.
+        in_order: True if the gradients of all lower-numbered sets of its update are here, and it will be applied.
     """
 
     grant_id: int
@@ -136,10 +137,10 @@ class FetchGradient(Action, frozen=True):
 
 
 class DropGradient(Action, frozen=True):
-    """A gradient that will not be applied: delete its blob, and forget its values.
+    """Delete the blob of a gradient that will not be applied, and forget its values.
 
     Attributes:
-        held: number of the set whose values are at the server; 0: they are not.
+        held: number of the set whose values are at the server; 0: the values are not at the server.
     """
 
     key: str
@@ -148,7 +149,7 @@ class DropGradient(Action, frozen=True):
 
 
 class AppliedBatch(msgspec.Struct, frozen=True):
-    """One batch of an update, with what its worker reported; or `count` of them, which hold no record."""
+    """One batch of an update with its worker's report; or `count` consecutive batches without a record."""
 
     partition: int
     number: int
@@ -157,7 +158,7 @@ class AppliedBatch(msgspec.Struct, frozen=True):
     granted_at_s: float
     pushed: PushedBatch
     count: int = 1
-    cut: bool = False  # it ends before it is full
+    cut: bool = False  # whether the batch ends before it is full
 
 
 class AppliedSet(msgspec.Struct, frozen=True):
@@ -166,35 +167,35 @@ class AppliedSet(msgspec.Struct, frozen=True):
     push: Push
     received_at_s: float
     batches: tuple[AppliedBatch, ...]
-    number: int = 0  # if it has no batches: it is what a worker had held back of earlier ones
+    number: int = 0  # of a rest, which has no batches; 0: not a rest
 
     @property
     def grant_id(self) -> int:
-        """The first of its grants: the set's name."""
+        """The first grant id of the set, which names the set."""
         return self.number or self.push.batches[0].grant_id
 
     @property
     def base_version(self) -> int:
-        """The version of the oldest weights that a batch of it was computed on."""
+        """The oldest version of the weights that a batch of this set was computed on."""
         versions = (item.pushed.version for item in self.batches if item.pushed.version >= 0)
         return min(versions, default=self.push.version)
 
     @property
     def num_samples(self) -> int:
-        """Usable samples of all its batches."""
+        """The number of usable samples in all batches of the set."""
         return sum(item.n_samples for item in self.push.batches)
 
     @property
     def weight(self) -> float:
-        """Sum of the weights of these samples."""
+        """The sum of the weights of these samples."""
         return sum(item.total_weight for item in self.push.batches)
 
 
 class ApplyUpdate(Action, frozen=True):
-    """Sum these sets' gradients in this order, scale, step: the model becomes `version`, their batches are applied.
+    """Make `version`: add the gradients of the sets in this order, scale the sum, make a step, and count the batches.
 
     Attributes:
-        sets: in the order of their first grants.
+        sets: the sets of the update, in the order of their first grants.
     """
 
     version: int
@@ -206,20 +207,20 @@ class ApplyUpdate(Action, frozen=True):
 
 
 class StoreCheckpoint(Action, frozen=True):
-    """Save weights, optimizer and `snapshot` together; report CheckpointStored."""
+    """Save weights, optimizer state and `snapshot` together, and report CheckpointStored."""
 
     version: int
     snapshot: EngineSnapshot
 
 
 class RollBack(Action, frozen=True):
-    """Begin again from the newest checkpoint: a part of a step is lost that no other process has."""
+    """Begin again from the newest checkpoint, because a part of a step is lost and no other process has it."""
 
     reason: str
 
 
 class Finish(Action, frozen=True):
-    """The job has ended and its last version is durable: tell all processes, and exit."""
+    """Tell all processes that the job has ended, and exit. The last version is durable."""
 
     reason: str
     version: int
@@ -233,41 +234,41 @@ EngineAction = (
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's part of a checkpoint. Batches that are not applied are announced again by their workers."""
+    """The engine's part of a checkpoint. Workers announce batches that are not applied again."""
 
     version: int
     origins: tuple[int, ...]
     records_per_batch: int
-    applied: tuple[int, ...]  # batches of each partition in the model: always a prefix
-    assignment: tuple[int, ...]  # worker that serves each partition
-    sessions: tuple[int, ...]  # of each worker, as are the following
+    applied: tuple[int, ...]  # number of batches of each partition in the model: always the first ones
+    assignment: tuple[int, ...]  # worker of each partition
+    sessions: tuple[int, ...]  # of each worker; the following fields also have one item per worker
     processes: tuple[str, ...]
     samples_total: int
-    elapsed_s: float  # since the first update of the job that learned a sample
+    elapsed_s: float  # since the job's first update that learned a sample
     counters: dict[str, int]
     policy: str  # name of the policy that made `policy_state`
     policy_state: dict[str, Any] | None  # see `doll.ps.policies.base.Policy.state`
-    incarnations: tuple[int, ...]  # of each worker's machine, the highest seen
-    restarts: tuple[int, ...]  # of each worker's process
+    incarnations: tuple[int, ...]  # highest incarnation of each worker's machine so far
+    restarts: tuple[int, ...]  # number of restarts of each worker's process
     generation: int = 0  # see `doll.ledger.lineage`
     samples_id: str = ""  # Kafka's id of the samples topic; "": not known
-    run_id: str = ""  # see `doll.records.control.TermStarted`; "": of an earlier release
-    # Of `version`, those that learned no sample, and the numbers that rollbacks have left out.
+    run_id: str = ""  # see `doll.records.control.TermStarted`; "": written by an earlier release
+    # Versions that learned no sample, and version numbers that rollbacks have left out.
     empty_updates: int = 0
     refusals: RefusalState = RefusalState()
-    # Of the job; `sessions` and what follows may be of more, for which it has place, or had. 0: of as many.
+    # The job's number of workers; 0: the length of `sessions`. `sessions` etc. may have items for more workers.
     num_workers: int = 0
-    job_workers: int = 0  # of the job file when that number was set: one that is changed since then counts instead
-    released: tuple[int, ...] = ()  # workers below `num_workers` that are to serve nothing
-    # Batches in the model that each worker has computed or skipped; (): those of the partitions assigned to it.
+    job_workers: int = 0  # number in the job file when `num_workers` was set; another number there replaces both
+    released: tuple[int, ...] = ()  # workers below `num_workers` that must serve nothing
+    # Batches in the model that each worker has computed or skipped; (): those of its assigned partitions.
     by_worker: tuple[int, ...] = ()
     leader_epochs: tuple[int, ...] = ()  # of each partition's last applied batch (`PushedBatch`); (): not known
-    source_ends: tuple[int, ...] = ()  # of each partition, where sources had ended (`doll.ps.engine.ending`); (): none
-    left_out: tuple[int, ...] = ()  # records that cuts of each partition's applied batches have left out; (): none
-    earlier_grids: tuple[Grid, ...] = ()  # in their order; `origins` and `applied` are of the present one
-    init_from: str = ""  # the file or version that its first weights are of, and their sha256; "": of the task
+    source_ends: tuple[int, ...] = ()  # end offset of each partition's source (`doll.ps.engine.ending`); (): no end
+    left_out: tuple[int, ...] = ()  # records that cuts of each partition's applied batches have left out; (): 0 of each
+    earlier_grids: tuple[Grid, ...] = ()  # in their order; `origins` and `applied` are of the current grid
+    init_from: str = ""  # file or version of the first weights, and their sha256; "": the task has made them
     rollbacks: tuple[Rollback, ...] = ()  # in their order
-    reached: Evaluated | None = None  # the evaluation that met the stop rule; None: none has
+    reached: Evaluated | None = None  # the evaluation that met the stop rule; None: no evaluation has met it
 
     @property
     def grid(self) -> int:
@@ -275,11 +276,11 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def earlier_batches(self) -> int:
-        """How many batches of today's size the earlier grids hold: progress in the streams."""
+        """The number of batches in the earlier grids, in batches of the current size."""
         return sum(grid.num_records for grid in self.earlier_grids) // self.records_per_batch
 
     @property
     def rolled_back_to(self) -> int:
-        """The version that this one is again; -1: it was made by an update."""
+        """The version to which a rollback has gone to make this one; -1: an update made this version."""
         is_again = bool(self.rollbacks) and self.rollbacks[-1].version == self.version
         return self.rollbacks[-1].to if is_again else -1

@@ -1,6 +1,6 @@
-"""The grants of all workers: which of them stand, which are held, and the counts over all of them. Pure.
+"""The grants of all workers: the valid grants, the held ones, and counts over all workers. Pure.
 
-A grant stands from the moment at which its batch is granted until the batch is applied or taken back.
+A grant is valid ("standing") from the time at which its batch is granted until the batch is applied or taken back.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from doll.records.control import Push
 
 
 class Grants:
-    """Standing grants by number, and the counts that policies ask for. No call looks at all workers.
+    """The standing grants by number, and the counts that policies use. No call looks at all workers.
 
     Attributes:
-        num_waiting: batches that may be granted now, over all workers.
-        num_computing: batches whose gradients have not come.
-        num_held: batches whose gradients are at the server.
-        named_versions: versions that unanswered grants name, each with the number of these grants: their workers may
-            still have to read these weights. Of grants that may use those of later ones only the newest count.
-        changed: workers whose counters the policy does not know yet, in the order of the changes.
+        num_waiting: number of batches that may be granted now, over all workers.
+        num_computing: number of batches whose gradients have not come.
+        num_held: number of batches whose gradients are at the server.
+        named_versions: versions that unanswered grants name, each with the number of these grants. Their workers may
+            still have to read these weights. If the policy allows later weights, only the newest grants count.
+        changed: workers whose changed counters were not reported to the policy yet, in the order of the changes.
     """
 
     def __init__(self, workers: Sequence[Worker], owners: Sequence[Worker], policy: Policy) -> None:
@@ -39,8 +39,8 @@ class Grants:
         self._policy_name = policy.name
         self._is_exact = policy.exact_version
         self._standing: dict[int, ActiveGrant] = {}
-        self._held: dict[int, BatchId] = {}  # of the standing ones, those whose gradients are at the server
-        # Of a policy of exact versions: numbers of grants, increasing, also of grants that are not computed any more.
+        self._held: dict[int, BatchId] = {}  # standing grants whose gradients are at the server
+        # For a policy of exact versions: numbers of grants, increasing, some of which are not computed any more.
         self._computing_numbers: deque[int] = deque()
         self._numbers = count(1)
 
@@ -54,11 +54,11 @@ class Grants:
         return self._standing.get(number)
 
     def next_number(self) -> int:
-        """A number that no grant of this term has."""
+        """Return a number that no grant of this term has."""
         return next(self._numbers)
 
     def note_change(self, worker: Worker) -> None:
-        """Whatever may have changed a worker's counters ends with this."""
+        """Note that the worker's counters may have changed. Every method that changes them calls this last."""
         waiting = _grantable(worker)
         self.num_waiting += waiting - worker.waiting
         worker.waiting = waiting
@@ -75,7 +75,7 @@ class Grants:
         return grant
 
     def release(self, grant: ActiveGrant) -> bool:
-        """Keep no weights for this grant any more. Returns whether it was the last one that names its version."""
+        """Stop keeping weights for this grant. Return whether it was the last grant that names its version."""
         if not grant.names:
             return False
         grant.names = False
@@ -86,7 +86,7 @@ class Grants:
         return True
 
     def hold(self, pushed: PushedSet) -> Worker:
-        """The gradient of this set is at the server; returns the set's worker."""
+        """Note that the gradient of this set is at the server, and return the set's worker."""
         worker = self._workers[pushed.grants[0].worker]
         worker.queue.hold(pushed)
         self.num_computing -= len(pushed.grants)
@@ -97,7 +97,7 @@ class Grants:
         return worker
 
     def take_back(self, worker: Worker, batch: int) -> list[ActiveGrant]:
-        """Return `batch` and every later one of this worker without a gradient to the queue: the latest first."""
+        """Return `batch` and every later computing batch to the queue; return their grants, the latest first."""
         taken = worker.queue.take_back(batch)
         self.num_computing -= len(taken)
         for grant in taken:
@@ -106,8 +106,8 @@ class Grants:
         return taken
 
     def give_back(self, batch_id: BatchId) -> PushedSet:
-        """Return a held batch to the queue; returns its set. Raises IllegalEventError if the batch is not the last one
-        under way of its worker, or others are in its set."""
+        """Return a held batch to the queue, and return its set. Raises IllegalEventError if the batch is not the last
+        granted batch of its worker, or if other batches are in its set."""
         worker = self._owners[batch_id.partition]
         grant = worker.queue.give_back(batch_id)
         if grant is None or grant.pushed is None or len(grant.pushed.grants) > 1:
@@ -121,11 +121,11 @@ class Grants:
         return grant.pushed
 
     def apply(self, group: Iterable[BatchId]) -> list[PushedSet]:
-        """Count these batches as applied; returns their sets in the order of their first grants.
+        """Count these batches as applied, and return their sets in the order of their first grants.
 
         Raises:
             IllegalEventError: a batch is not the first held one of its worker, a set is not complete, or a gradient
-                of this version would be left behind.
+                of the current version would not be applied.
         """
         applied: dict[PushedSet, int] = {}
         for batch_id in group:
@@ -157,7 +157,7 @@ class Grants:
         return sorted(applied, key=lambda pushed: pushed.number) if len(applied) > 1 else list(applied)
 
     def is_first_computing(self, number: int) -> bool:
-        """Whether no grant below `number` waits for its gradient; of exact versions only."""
+        """Return whether no grant below `number` waits for its gradient. Only for policies of exact versions."""
         self._forget_answered()
         return self._computing_numbers[0] == number
 
@@ -168,7 +168,7 @@ class Grants:
 
 
 def is_allowed(push: Push, grants: Sequence[ActiveGrant], policy: Policy, version: int) -> bool:
-    """Whether what `push` says of itself fits the grants that it answers. `version`: that of the model."""
+    """Return whether the content of `push` fits the grants that it answers. `version`: version of the model."""
     takes_sets = policy.exact_version or policy.batches_per_push > 1
     if push.version > version or (len(grants) > 1 and not takes_sets):
         return False
@@ -184,5 +184,5 @@ def is_allowed(push: Push, grants: Sequence[ActiveGrant], policy: Policy, versio
 
 
 def _grantable(worker: Worker) -> int:
-    """Batches of this worker that may be granted now."""
+    """Return the number of this worker's batches that may be granted now."""
     return len(worker.queue.waiting) if worker.is_live and not worker.stalled else 0

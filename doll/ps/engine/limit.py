@@ -1,4 +1,4 @@
-"""The job's limit, as the server knows it: a partition, a worker, all workers, or the updates. Pure."""
+"""The limit of a job, as the server sees it: a partition, a worker, all workers, or the updates. Pure."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from doll.ps.engine.engine import Engine
 from doll.ps.engine.membership import Worker
 from doll.records.control import Limit
 
-STANDS_S: Final = 3.0  # for so long it must be the same: a batch more or less is nothing
-_NAMED: Final = 8  # partitions of a worker
-_SLOW: Final = 1.5  # times the median time of a batch
+STANDS_S: Final = 3.0  # seconds for which the limit must be the same before it is reported
+_NAMED: Final = 8  # maximum number of partitions that a limit names
+_SLOW: Final = 1.5  # factor of the median time of a batch
 _MOST: Final = 0.5  # share of the unread records
-_BACKLOG_BATCHES: Final = 4  # for each worker: fewer are on their way
+_BACKLOG_BATCHES: Final = 4  # per worker; fewer unread batches are normal
 _BUSY: Final = 0.75  # share of the workers
-_COMPUTING: Final = 0.5  # share of their time
+_COMPUTING: Final = 0.5  # share of the workers' time
 
 
 class LimitWatch:
-    """Reports the limit that the job has had for a while. Call `observe` about once a second."""
+    """Reports a limit after the job has had it for a while. Call `observe` about once a second."""
 
     def __init__(self) -> None:
         self._seen: tuple[str, int, tuple[int, ...]] | None = None
@@ -27,9 +27,9 @@ class LimitWatch:
         self._times = (0.0, 0.0)
 
     def observe(self, engine: Engine, now: float, *, computing_s: float = 0.0, idle_s: float = 0.0) -> Limit | None:
-        """The job's limit since `STANDS_S` or longer; None: it has none, or another one each time.
+        """Return the job's limit if it has been the same for `STANDS_S` seconds or longer; otherwise None.
 
-        `computing_s`, `idle_s`: of all workers since the server began (`doll.records.control.Measures`).
+        `computing_s`, `idle_s`: seconds of all workers since the server began (`doll.records.control.Measures`).
         """
         computed_s, waited_s = computing_s - self._times[0], idle_s - self._times[1]
         self._times = computing_s, idle_s
@@ -43,7 +43,7 @@ class LimitWatch:
 
 
 def limit_of(engine: Engine) -> Limit | None:
-    """The job's limit at this moment, by counters and heartbeats; None if nothing waits."""
+    """Return the job's limit at this moment, from counters and heartbeats; None if nothing waits."""
     live = [worker for worker in engine.workers() if worker.is_live]
     unread = sum(worker.lag for worker in live)
     for number in sorted(engine.policy.waits_for(engine)):
@@ -68,7 +68,7 @@ def limit_of(engine: Engine) -> Limit | None:
 
 
 def _why(worker: Worker, live: list[Worker]) -> Literal["dry", "slow"] | None:
-    """The reason why the others wait for this worker; None: it is its turn, as it is that of another in a moment."""
+    """Return why the others wait for this worker. None: for no lasting reason, they only wait for its turn."""
     if not (worker.lag or worker.queue.waiting or worker.computing):
         return "dry"
     others = [other.batch_s for other in live if other is not worker and other.batch_s]
@@ -76,7 +76,7 @@ def _why(worker: Worker, live: list[Worker]) -> Literal["dry", "slow"] | None:
 
 
 def _fullest_of(worker: Worker) -> int:
-    """Unread records of the partition of a worker that has most."""
+    """Return the number of unread records of the worker's partition that has the most."""
     return max((count for _, count in worker.most_unread), default=0)
 
 

@@ -1,6 +1,6 @@
-"""The consistency policy's gain and cost: staleness, blocked time, bytes; live and in simulations. Pure.
+"""The measures of a consistency policy: staleness, blocked time and bytes, in live jobs and simulations. Pure.
 
-A batch costs a few microseconds, one of exact versions about one, whatever the number of workers.
+The measures of a batch take a few microseconds (about one for exact versions), for any number of workers.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from doll.records.control import Measures
 from doll.storage.sections import WireSize
 from doll.theory.staleness import ALL_UP_TO, HISTORY, StalenessMeter
 
-_FIRST_READ: Final = -1
-_AS_PUSH: Final = -1  # a batch's version
+_FIRST_READ: Final = -1  # lower than every version
+_AS_PUSH: Final = -1  # version of a batch that has the version of its push
 
 
 class PolicyMeasures:
-    """Counts over one server's term.
+    """The measures over one server's term.
 
-    Staleness is of every batch that is applied, at the version that its push names. A worker is blocked while it holds
-    a complete batch, computes nothing, and has no grant; the time that a grant takes to arrive counts as blocked.
+    Staleness is measured for every applied batch, at the version that its push names. A worker is blocked while it
+    holds a complete batch, computes nothing, and has no grant. The time in which a grant is sent counts as blocked.
     """
 
     def __init__(self, engine: Engine, *, weights_bytes: int = 0) -> None:
-        """`weights_bytes`: of one version as workers read it, which is also the size of a dense gradient."""
+        """`weights_bytes`: size of one version as workers read it, which is also the size of a dense gradient."""
         self._engine = engine
         self._weights_bytes = weights_bytes
-        # Gradients of exact versions are of the newest one, and many: nothing is kept for them, and one comparison each
-        # is enough.
+        # Under exact versions, all gradients are of the newest version: no history is needed, and one comparison per
+        # gradient is enough.
         exact = engine.policy.exact_version
         self._learned = [worker.applied for worker in engine.workers()]  # batches of each worker in the model
         self._meter = StalenessMeter(
@@ -39,8 +39,8 @@ class PolicyMeasures:
             all_up_to=0 if exact else ALL_UP_TO,
             is_active=lambda number: engine.worker(number).is_live and engine.policy.is_waited_for(number),
         )
-        self._pushed_at_s: dict[int, float] = {}  # the last push of each worker's process
-        self._read: dict[int, int] = {}  # the newest version that each worker's process has read
+        self._pushed_at_s: dict[int, float] = {}  # time of the last push of each worker's process
+        self._read: dict[int, int] = {}  # newest version that each worker's process has read
         self.blocked_s = 0.0
         self.computing_s = 0.0
         self.idle_s = 0.0
@@ -48,26 +48,26 @@ class PolicyMeasures:
         self._row_bytes = self._plain_row_bytes = self._row_request_bytes = 0
 
     def joined(self, worker: int) -> None:
-        """The engine has welcomed a new process of this worker."""
+        """Note that the engine has welcomed a new process of this worker."""
         self._pushed_at_s.pop(worker, None)
         self._read.pop(worker, None)
         self._joined(worker)
 
     def _joined(self, worker: int) -> None:
-        """Nobody waits for what this worker has missed."""
-        if self._engine.version:  # else all begin at 0, and nobody has missed anything
+        """Set the worker's clock after a join: nobody waits for the batches that the worker has missed."""
+        if self._engine.version:  # at version 0 all workers begin at clock 0, and none has missed a batch
             offset = self._engine.policy.clock_offset(worker)
             self._meter.joined(worker, None if offset is None else self._learned[worker] + offset)
 
     def fetched(self, size_bytes: int, num_values: int = 0, plain_row_bytes: int = 0) -> None:
-        """The gradient of a set has come, in a blob of this size with so many numbers; those of tables' rows would be
-        `plain_row_bytes` without coding."""
+        """Note that the gradient of a set has come. `size_bytes`: size of its blob. `num_values`: numbers in the blob.
+        `plain_row_bytes`: size of its rows of tables without coding."""
         self._gradient_bytes += size_bytes
         self._gradient_values += num_values
         self._dense_gradient_bytes += self._weights_bytes + plain_row_bytes
 
     def sent_rows(self, size: WireSize, request_bytes: int = 0) -> None:
-        """A worker is sent rows of tables, for which it has asked in a blob of so many bytes."""
+        """Note that rows of tables are sent to a worker. `request_bytes`: size of the blob that asked for them."""
         self._row_request_bytes += request_bytes
         self._row_bytes += size.coded_bytes
         self._plain_row_bytes += size.plain_bytes
@@ -77,7 +77,7 @@ class PolicyMeasures:
         self._read[worker] = version
 
     def applied(self, update: ApplyUpdate) -> None:
-        """An update was applied. Call it once for each, in order."""
+        """Note that an update was applied. Call it once for each update, in order."""
         for worker in self._engine.policy.take_raised():
             self._joined(worker)
         for item in update.sets:
@@ -92,7 +92,7 @@ class PolicyMeasures:
             self._learned[push.worker] += len(push.batches)
             if push.batches[0].version in (_AS_PUSH, push.version):
                 self._meter.read(push.worker, push.version, clock, len(push.batches))
-            else:  # versions rise from batch to batch, and the push has the last one
+            else:  # versions rise from batch to batch, and the last one is the version of the push
                 for at, batch in enumerate(push.batches, clock):
                     version = push.version if batch.version == _AS_PUSH else batch.version
                     self._meter.read(push.worker, version, at)

@@ -1,7 +1,7 @@
-"""The process that embodies each worker: sessions, leases and fencing. Pure.
+"""The membership of worker processes: sessions, leases and fencing. Pure.
 
-A session is one process's membership. A process that joins fences the one before it; a machine's incarnation, which
-the provisioner numbers, fences every lower one whatever session it holds.
+A session is one process's membership in a worker slot. A process that joins fences the process before it. A machine's
+incarnation, which the provisioner numbers, fences every lower incarnation, whatever its session is.
 """
 
 from __future__ import annotations
@@ -16,48 +16,48 @@ from doll.ps.engine.events import EngineAction, SendHello
 from doll.ps.policies.base import BatchId
 from doll.records.control import Alive, Fence, Join
 
-# Sessions handed out by one parameter server lie in [term << 20, (term + 1) << 20): a later server's are always
-# higher, so it need not remember what its predecessor handed out after the last checkpoint.
+# The sessions that one parameter server assigns are in [term << 20, (term + 1) << 20). So a later server's sessions are
+# always higher, and it need not know which ones its predecessor assigned after the last checkpoint.
 _SESSION_BITS: Final = 20
 _FENCED_REMEMBERED: Final = 16
 
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One worker: the process that embodies it, and its queue of batches."""
+    """One worker: its slot, the process that holds the slot, and its queue of batches."""
 
     number: int
     queue: BatchQueue
     session: int
     process: str
-    incarnation: int  # the highest that has joined: machines of lower ones are fenced
-    restarts: int  # processes that have taken over from an earlier one
-    applied: int = 0  # of its batches, in the model
-    market: str = ""  # of its machine, from its last gradient
+    incarnation: int  # the highest incarnation that has joined; machines of lower ones are fenced
+    restarts: int  # number of processes that have replaced an earlier one
+    applied: int = 0  # number of its batches in the model
+    market: str = ""  # market of its machine, as in its last push
     fenced: deque[str] = field(default_factory=lambda: deque(maxlen=_FENCED_REMEMBERED))  # processes
-    joined: bool = False  # this server has seen its Join
-    present: bool = False  # heard of within its lease
-    left: bool = False  # it has sent Leave: only a new Join brings it back
-    stalled: bool = False  # it let a grant time out: it gets no other until it has answered one
+    joined: bool = False  # whether this server has received its Join
+    present: bool = False  # whether a message of it came within its lease
+    left: bool = False  # whether it has sent Leave; only another Join ends this
+    stalled: bool = False  # whether a grant of it has timed out; it gets no other grant until it has answered one
     last_heard_s: float = 0.0
     live_since_s: float = 0.0
-    waiting: int = 0  # batches that may be granted now; kept by `doll.ps.engine.grants`
-    batch_s: float = 0.0  # from a batch's grant to its push; 0: not known. It rises at once, and falls slowly.
-    moved: float = 0.0  # see `doll.ps.policies.base.WorkerCounters`; kept by the engine
-    retained: int = 0  # as in its last Alive, like `lag`
+    waiting: int = 0  # number of batches that may be granted now; set by `doll.ps.engine.grants`
+    batch_s: float = 0.0  # time from a batch's grant to its push; 0: not known. It rises at once, and falls slowly.
+    moved: float = 0.0  # see `doll.ps.policies.base.WorkerCounters`; set by the engine
+    retained: int = 0  # as in its last Alive, like the next three
     lag: int = 0
     most_unread: tuple[tuple[int, int], ...] = ()
     waiting_for: str = ""
-    is_done: bool = False  # see `doll.ps.policies.base.WorkerCounters`; kept by `doll.ps.engine.ending`
+    is_done: bool = False  # see `doll.ps.policies.base.WorkerCounters`; set by `doll.ps.engine.ending`
 
     @property
     def is_here(self) -> bool:
-        """Whether its process has joined, is heard of, and has not left."""
+        """Whether its process has joined, sends heartbeats, and has not left."""
         return self.joined and self.present and not self.left
 
     @property
     def is_live(self) -> bool:
-        """Whether it is here and serves a partition: nobody waits for a spare."""
+        """Whether the worker sends heartbeats and serves a partition. A spare is not live: nobody waits for it."""
         return self.present and not self.left and bool(self.queue.partitions)
 
     def heard(self, alive: Alive) -> None:
@@ -92,10 +92,10 @@ class Worker:
 
 
 class Membership:
-    """All workers of a job. Refused messages change nothing but a counter.
+    """All workers of a job. Refused messages change only a counter.
 
     Attributes:
-        usual: of the job's batches, as a worker has said last (`Alive.usual`).
+        usual: description of the job's usual batches from the last worker that sent one (`Alive.usual`).
     """
 
     def __init__(self, workers: Sequence[Worker], *, term: int, lease_s: float, counters: Counter[str]) -> None:
@@ -105,7 +105,7 @@ class Membership:
         self._counters = counters
         self.usual: tuple[float, ...] = ()
         self._sessions = 0
-        self._last_heard: OrderedDict[int, float] = OrderedDict()  # of workers that are here, in this order
+        self._last_heard: OrderedDict[int, float] = OrderedDict()  # of workers that are here, the oldest time first
         self._live: set[int] = set()
 
     @property
@@ -113,15 +113,15 @@ class Membership:
         return len(self._live)
 
     def admit(self, event: Join, now: float, actions: list[EngineAction]) -> Worker | None:
-        """Let a process join; None: it is fenced, or no such worker exists."""
+        """Let a process join, and return its worker. None: the process is fenced, or no such worker exists."""
         if not 0 <= event.worker < len(self._workers):
             self._counters["refused_unknown_worker"] += 1
             return None
         worker = self._workers[event.worker]
-        # A later machine wins whatever session it holds: a server that has no record of it may have given a higher one
-        # to an older machine since.
+        # A later machine replaces an older one even if its session is lower: a server that does not know the later
+        # machine may have given the older one a higher session.
         later = event.incarnation > worker.incarnation
-        # The current process may hold a session of an earlier server, whose Welcome came before ours.
+        # The current process may hold a session of an earlier server, whose Welcome came before that of this server.
         replaced = event.process != worker.process and (
             0 < event.incarnation < worker.incarnation or (0 < event.session < worker.session and not later)
         )
@@ -138,7 +138,7 @@ class Membership:
             worker.process = event.process
             worker.live_since_s = now
             worker.batch_s = 0.0
-            # A process that already holds a session (its server died before a checkpoint kept it) keeps that session.
+            # A process that already holds a session keeps it; its server died before a checkpoint held the session.
             worker.session = event.session if event.session >= max(worker.session, 1) else self._new_session()
             self._counters["joined"] += 1
         elif not worker.session:
@@ -151,7 +151,7 @@ class Membership:
         return worker
 
     def accept(self, number: int, session: int, now: float, actions: list[EngineAction]) -> Worker | None:
-        """The sender of a message, which is live now; None: it is not of the worker's current session."""
+        """Return the sender of a message, which is live now. None: the message is not of the current session."""
         if not 0 <= number < len(self._workers):
             self._counters["refused_unknown_worker"] += 1
             return None
@@ -160,7 +160,7 @@ class Membership:
             self._counters["refused_fenced"] += 1
             return None
         if not worker.joined:
-            # This server has restarted and the worker has not joined it yet: its Hello is on the way or was missed.
+            # This server has restarted, and the worker has not joined yet: the Hello is being sent or was missed.
             self._counters["refused_not_joined"] += 1
             actions.append(SendHello(number))
             return None
@@ -171,7 +171,7 @@ class Membership:
         return worker
 
     def remove(self, worker: Worker) -> None:
-        """The worker has left, or its lease has run out."""
+        """Remove a worker that has left, or whose lease has expired."""
         self._counters["workers_lost"] += 1
         worker.present = False
         self._last_heard.pop(worker.number, None)

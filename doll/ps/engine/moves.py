@@ -1,9 +1,9 @@
-"""Partitions that go from one worker to another while the job runs. Pure.
+"""Partitions that move from one worker to another while the job runs. Pure.
 
-A partition moves between two batches: nothing of it is being computed, no gradient of it is held, and its worker holds
-back no part of a step. Until then none of its batches is granted; what was being computed of it is computed again by
-the worker that takes it, which reads on from what is durable. It moves only to a worker that is here. A Welcome tells
-both workers what they serve now (docs/decisions/0073, 0093), also if a partition was added to the topic (0075).
+A partition moves between two batches: none of its batches is being computed or held, and its worker holds back no part
+of a step. Before the move, no batch of it is granted. Its batches that were being computed are computed again by the
+next worker, which reads on after the durable batches. A partition moves only to a worker that is here. A Welcome tells
+both workers which partitions they serve (docs/decisions/0073, 0093); the same happens if a partition is added (0075).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from doll.ps.engine.membership import Membership, Worker
 from doll.ps.engine.partition_state import PartitionState
 from doll.ps.engine.settings import EngineSettings
 
-_LOOKS: Final = 6  # at the counters, in one window
+_LOOKS: Final = 6  # number of observations in one window
 
 
 class PartitionLoads:
-    """The load of each partition, in records per second: what was learned of it in the last window, and what is unread
-    as if it were to be learned in another window.
+    """The load of each partition in records per second: the records learned in the last window, plus the unread records
+    as if they were learned in one more window.
 
-    So a partition that its worker keeps up with has its rate, and one that is behind has more than it gets.
+    So the load of a partition whose worker keeps up is its rate, and a partition with a backlog has a higher load.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class PartitionLoads:
         self._looks: deque[tuple[float, list[int]]] = deque()  # (when, batches of each partition in the model)
 
     def observe(self, now: float) -> None:
-        """Look at the counters if it is time. Times do not fall."""
+        """Read the counters if an observation is due. `now` must not decrease."""
         looks = self._looks
         if looks and now - looks[-1][0] < self._window_s / _LOOKS:
             return
@@ -49,11 +49,11 @@ class PartitionLoads:
             looks.popleft()
 
     def loads(self, now: float) -> list[float] | None:
-        """The load of each partition; None before a window has passed, and if nothing is learned and nothing waits."""
+        """Return the load of each partition. None before the first window has passed, or if all loads are 0."""
         if not self._looks or (seconds := now - self._looks[0][0]) < self._window_s:
             return None
         before = self._looks[0][1]
-        added = [0] * (len(self._partitions) - len(before))  # since: partitions may become more
+        added = [0] * (len(self._partitions) - len(before))  # partitions that were added since
         counts = zip(self._partitions, [*before, *added], strict=True)
         learned = [partition.applied - count for partition, count in counts]
         unread = self._unread()
@@ -64,8 +64,8 @@ class PartitionLoads:
         return loads if any(loads) else None
 
     def _unread(self) -> list[float]:
-        """Records of each partition that are not read: as its worker says, of those with the most, and of the others
-        what is left in equal parts."""
+        """Return the number of unread records of each partition. A worker reports its partitions with the most unread
+        records; the remaining records are divided equally among its other partitions."""
         each: dict[Worker, float] = {}
         most: dict[int, int] = {}
         for worker in dict.fromkeys(self._owners):
@@ -76,9 +76,9 @@ class PartitionLoads:
         return [most.get(number, each[worker]) for number, worker in enumerate(self._owners)]
 
 
-# Partitions move while the number of workers stays only if the largest load falls below this share of itself,
+# While the number of workers is the same, partitions move only if the largest load falls below this share of itself,
 _MOST_LEFT: Final = 0.8
-# and if its worker has so many batches of records unread: one that keeps up has no need of it.
+# and if its worker has at least this many batches of unread records: a worker that keeps up needs no move.
 _BACKLOG_BATCHES: Final = 4
 
 
@@ -86,10 +86,10 @@ class Moves:
     """The partitions that are to move, and their next workers.
 
     Attributes:
-        num_workers: how many workers the job is to have; the others, above, serve nothing, and wait as spares.
-        released: of these, workers that are to serve nothing either.
-        targets: the worker that each of these partitions goes to.
-        frozen: those of them of which nothing is granted any more.
+        num_workers: the job's number of workers. Workers with higher numbers serve nothing, and wait as spares.
+        released: workers below `num_workers` that must serve nothing either.
+        targets: next worker of each partition that is to move.
+        frozen: partitions of `targets` for which nothing is granted any more.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class Moves:
         released: Iterable[int], *, settings: EngineSettings, members: Membership, grants: Grants, settling: Settling,
         durability: Durability,
     ) -> None:  # fmt: skip
-        """`workers`: all for which there is place. `owners`: the worker that serves each partition, for all parts of
-        the engine, as are `partitions`."""
+        """`workers`: the workers of all slots. `owners`: the worker that serves each partition. All parts of the engine
+        share the lists `owners` and `partitions`."""
         self._backlog = _BACKLOG_BATCHES * settings.records_per_batch
         self._every_s = settings.rebalance_s
         self._balanced_at_s: float | None = None
@@ -114,28 +114,28 @@ class Moves:
         self._durability = durability
         self.targets: dict[int, Worker] = {}
         self.frozen: set[int] = set()
-        self._by_taker: dict[Worker, dict[int, None]] = {}  # `targets`, by worker
+        self._by_taker: dict[Worker, dict[int, None]] = {}  # `targets` by next worker
         self.num_workers, self.released = num_workers, frozenset(released)
         numbers = [worker.number for worker in owners]
-        # What was assigned by load before a restart stays. Other workers than before share by number, until loads are
-        # known.
+        # An assignment by load from before a restart is kept. If the set of workers has changed, partitions are
+        # assigned by number until loads are known.
         if not self._every_s or set(numbers) != set(self._serving):
             self._plan(reassigned(numbers, self._serving))
 
     def serves(self, worker: Worker, number: int) -> bool:
-        """Whether this worker serves a partition, and goes on to."""
+        """Return whether this worker serves a partition that is not frozen for a move."""
         return number in worker.queue.partitions and number not in self.frozen
 
     def scale(self, num_workers: int, released: frozenset[int], now: float) -> list[int]:
-        """Serve by `num_workers` workers without those that are released, with few moves from now. Workers that are to
-        learn of it: they keep a partition of which nothing was granted."""
+        """Plan moves to `num_workers` workers without the released ones, with few moves. Return the workers that need a
+        Welcome, because they keep a partition that was frozen."""
         self.num_workers, self.released, self._balanced_at_s = num_workers, released, now
         owners, serving = [worker.number for worker in self._owners], self._serving
         loads = self._loads.loads(now) if self._every_s else None
         return self._plan(reassigned(owners, serving) if loads is None else reassigned_by_load(owners, serving, loads))
 
     def balance(self, now: float) -> None:
-        """Plan moves if one worker has much more to learn than others, and is behind; now and then."""
+        """Plan moves if one worker has a much higher load than others and a backlog. Does this at regular times."""
         if not self._every_s:
             return
         self._loads.observe(now)
@@ -173,8 +173,8 @@ class Moves:
         return [number for number in range(self.num_workers) if number not in self.released]
 
     def add_partitions(self, count: int, now: float) -> list[int]:
-        """The samples topic has `count` partitions by now: those that are new begin at offset 0, and a checkpoint that
-        knows of them is due. Workers that are to learn of it: they serve a new one, or keep one that was to move."""
+        """Add the partitions of the samples topic up to `count`; new ones begin at offset 0. A checkpoint with them is
+        due. Return the workers that need a Welcome, because they serve a new partition or keep a frozen one."""
         first, met = len(self._partitions), set[int]()
         if count <= first:
             return []
@@ -189,22 +189,22 @@ class Moves:
             self._grants.note_change(worker)
             met.add(worker.number)
         self._durability.keep()
-        if self._every_s and self._loads.loads(now) is not None:  # the others stay where they are by load
+        if self._every_s and self._loads.loads(now) is not None:  # the load decides about the other partitions
             wanted = tuple(self.targets.get(number, worker).number for number, worker in enumerate(self._owners))
         else:
             wanted = reassigned([worker.number for worker in self._owners], self._serving)
         return sorted(met.union(self._plan(wanted)))
 
     def _taker(self, wanted: Worker) -> Worker:
-        """The next worker of a new partition: not one that has never been here, if another serves already."""
+        """Return the first worker of a new partition: `wanted`, or a serving worker if `wanted` was never here."""
         serving = [worker for number in self._serving if (worker := self._workers[number]).queue.partitions]
         if wanted.is_here or wanted in serving or not serving:
             return wanted
         return min(serving, key=lambda worker: (len(worker.queue.partitions), worker.number))
 
     def carry_out(self, now: float, freeze: Callable[[Worker, PartitionState], None]) -> list[int]:
-        """Move the partitions that can move now. Workers that are to learn of it: they serve others. `freeze`: called
-        once before a partition moves: nothing of it is announced or computed afterwards."""
+        """Move the partitions that can move now, and return the workers that need a Welcome. `freeze`: called once
+        before a partition moves; after the call, none of its batches is announced or computed."""
         met: set[int] = set()
         for taker, numbers in list(self._by_taker.items()):
             if taker.is_here:
@@ -212,7 +212,7 @@ class Moves:
                     giver = self._owners[number]
                     if self._move(number, giver, taker, now, freeze):
                         met |= {giver.number, taker.number}
-            elif self.frozen:  # it has gone meanwhile
+            elif self.frozen:  # the next worker has gone meanwhile
                 kept = self.frozen & numbers.keys()
                 self.frozen -= kept
                 met |= {self._owners[number].number for number in kept}
@@ -221,7 +221,7 @@ class Moves:
     def _move(
         self, number: int, giver: Worker, taker: Worker, now: float, freeze: Callable[[Worker, PartitionState], None]
     ) -> bool:
-        """Whether the partition has moved."""
+        """Move the partition if this is possible now, and return whether it has moved."""
         partition = self._partitions[number]
         if number not in self.frozen:
             self.frozen.add(number)
@@ -229,7 +229,7 @@ class Moves:
         if partition.held:
             return False
         if not self._settling.is_whole(giver):
-            self._durability.ask()  # nothing is held back then
+            self._durability.ask()  # for the next checkpoint, nothing is held back
             return False
         self._durability.moved(giver, taker, partition.unsaved)
         giver.queue.give(partition, taker.queue)

@@ -1,15 +1,15 @@
 """The state of one partition's batches. Pure.
 
-Batches are granted, received and applied in order, so four counters say where each of them stands:
+Batches are granted, received and applied in order, so four counters give the state of each batch:
 
     [0, applied)           in the model
     [applied, received)    gradient held
     [received, granted)    being computed
     [granted, announced)   waiting
 
-The applied batches of a partition are always a prefix of it, so `applied` in a checkpoint says which records the model
-of that checkpoint holds; `durable` is `applied` of the newest checkpoint. That a batch is cut is decided by the first
-announcement of it that counts (`doll.records.bounds`).
+The applied batches of a partition are always the first ones, so `applied` in a checkpoint shows which records the model
+of the checkpoint has learned. `durable` is `applied` of the newest checkpoint. The first valid announcement of a batch
+decides whether the batch is cut (`doll.records.bounds`).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from doll.records.control import BatchRange, Served, Skip
 
 @dataclass(slots=True, eq=False)
 class PartitionState:
-    """Counters of one partition; `BatchQueue` of the worker that serves it changes them.
+    """The counters of one partition. The `BatchQueue` of the worker that serves the partition changes them.
 
     Attributes:
         origin: offset at which the job began.
-        applied: batches in the model; at first all of them are durable.
-        leader_epoch: of the last applied batch, see `doll.records.control.PushedBatch`; -1: not known.
-        left_out: records that cuts of the applied batches had left out at the start.
-        cuts: of the announced batches that are not durable.
-        is_short: its worker has announced more of it than there was room for, and says so again within seconds.
-        held: batches whose gradient is at the server.
-        computing: batches granted whose gradient has not come.
+        applied: number of batches in the model; at the start all of them are durable.
+        leader_epoch: leader epoch of the last applied batch (`doll.records.control.PushedBatch`); -1: not known.
+        left_out: number of records that cuts of the applied batches had left out at the start.
+        cuts: cuts of the announced batches that are not durable.
+        is_short: True if the worker has announced more batches than there was room for; it announces them again.
+        held: number of batches whose gradient is at the server.
+        computing: number of granted batches whose gradient has not come.
     """
 
     number: int
@@ -62,19 +62,19 @@ class PartitionState:
 
     @property
     def unsaved(self) -> int:
-        """Batches in the model that no checkpoint holds yet."""
+        """The number of batches in the model that no checkpoint holds yet."""
         return self.applied - self.durable
 
     def bounds(self, records_per_batch: int) -> Bounds:
-        """The offsets of its batches, from the first on that is not durable."""
+        """Return the offsets of the partition's batches, from the first batch on that is not durable."""
         return Bounds(self.origin, records_per_batch, self.cuts)
 
     def offsets(self, batch: int, records_per_batch: int) -> tuple[int, int]:
-        """[lo, hi) of a batch."""
+        """Return the offset range [lo, hi) of a batch."""
         return self.bounds(records_per_batch).span(batch)
 
     def served(self, flush_until: int = 0) -> Served:
-        """The state from which its worker reads on. Batches after `decided` may be read and cut in another way."""
+        """Return the state from which the worker reads on. It may read and cut batches after `decided` differently."""
         return Served(
             partition=self.number, origin=self.origin, next_batch=self.durable, included=self.applied,
             leader_epoch=self.leader_epoch, decided=self.received, left_out=self.cuts.before(self.durable),
@@ -82,7 +82,7 @@ class PartitionState:
         )  # fmt: skip
 
     def announce(self, run: BatchRange, count: int) -> bool:
-        """The next `count` batches are complete, and end as `run` says; False: it is of other batches before these."""
+        """Add the next `count` batches with the ends in `run`. Return False if `run` has other ends of earlier ones."""
         begin = self.announced
         said = Cuts(run.left_out, run.cuts)
         if said.before(begin) != self.cuts.total:
@@ -93,23 +93,23 @@ class PartitionState:
         return True
 
     def lacks_room_before(self, run: BatchRange) -> bool:
-        """Whether there was no room for some of the batches before `run`, which were announced."""
+        """Return whether batches before `run` were announced and are missing, because there was no room for them."""
         return self.is_short and run.first > self.announced
 
     def forget_waiting(self) -> None:
-        """Forget the batches that are announced and not granted: they are announced again, perhaps with other cuts."""
+        """Forget the announced batches that are not granted. They are announced again, perhaps with other cuts."""
         self.is_short = False
         self.announced = self.granted
         self.cuts.forget_from(self.announced)
 
     def became_durable(self, until: int) -> int:
-        """Batches below `until` are in a checkpoint; returns how many records their cuts have left out."""
+        """Note that the batches below `until` are durable, and return how many records their cuts have left out."""
         self.durable = until
         self.cuts.forget_below(until)
         return self.cuts.before(until)
 
     def is_covered(self, skip: Skip, records_per_batch: int) -> bool:
-        """Whether what `skip` says of its offsets covers each of them once. No batch of it is cut."""
+        """Return whether the gaps and losses in `skip` cover each of its offsets once. None of its batches is cut."""
         left_out = self.cuts.total
         at, end = (self.origin + batch * records_per_batch - left_out for batch in (skip.first, skip.until))
         for lo, hi in sorted([*skip.gaps, *skip.lost]):
@@ -120,7 +120,7 @@ class PartitionState:
 
 
 def is_possible(run: BatchRange, records_per_batch: int) -> bool:
-    """Whether batches can be as `run` says."""
+    """Return whether a worker can have batches as `run` describes them."""
     at = run.first
     for batch, records in run.cuts:
         if not (at <= batch < run.until and 1 <= records < records_per_batch):
@@ -130,5 +130,5 @@ def is_possible(run: BatchRange, records_per_batch: int) -> bool:
 
 
 def behind(spans: Sequence[tuple[int, int]], offset: int) -> tuple[tuple[int, int], ...]:
-    """The parts of these ranges of offsets that are not below `offset`."""
+    """Return the parts of these offset ranges that are not below `offset`."""
     return tuple((max(lo, offset), hi) for lo, hi in spans if hi > offset)

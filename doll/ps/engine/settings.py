@@ -1,4 +1,4 @@
-"""The settings of an engine, which hold for its whole life."""
+"""The settings of an engine, which stay the same as long as the engine exists."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from doll.config.data import BadRecordsConfig
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Fixed for the life of an engine. Times in seconds."""
+    """The settings of an engine. Times are in seconds."""
 
-    num_workers: int  # of the job file
+    num_workers: int  # as in the job file
     records_per_batch: int
-    max_pending_batches: int  # how many batches that are not durable a worker holds at most
+    max_pending_batches: int  # maximum number of batches that a worker holds and that are not durable
     lease_s: float
     grant_timeout_s: float
     checkpoint_every_updates: int
     checkpoint_every_s: float
-    set_limit_s: float = 0.0  # a worker that has computed a set for so long begins no other batch of it
+    set_limit_s: float = 0.0  # after this time for a set, a worker begins no other batch of the set
     sum_reduction: bool = False  # apply the sum of the sample gradients, not their mean (the paper's literal rule)
     stop: StopConfig = field(default_factory=StopConfig)
     on_bad_records: BadRecordsConfig = field(default_factory=BadRecordsConfig)
-    job: str = ""  # its name, for the keys of weights
-    fingerprint: str = ""  # see `doll.config.fingerprint`: what a Welcome says
-    rebalance_s: float = 0.0  # how often partitions may move to balance the workers' loads; 0: never
-    max_workers: int = 0  # for so many there is place; 0: for as many as the job file has
+    job: str = ""  # name of the job, for the keys of weights
+    fingerprint: str = ""  # sent in each Welcome, see `doll.config.fingerprint`
+    rebalance_s: float = 0.0  # time between two moves of partitions that balance the workers' loads; 0: no moves
+    max_workers: int = 0  # number of worker slots; 0: as many as `num_workers`
 
     @property
     def places(self) -> int:

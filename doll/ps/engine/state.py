@@ -1,7 +1,7 @@
-"""The engine's state of a job, and the views of it for policies and the server. Pure.
+"""The engine's state of a job, and the views of this state for policies and the server. Pure.
 
-Nothing here changes anything: that is for `doll.ps.engine.engine`. No view looks at every worker or partition, except
-what a checkpoint keeps and what is asked once a second.
+The methods here change nothing: only `doll.ps.engine.engine` changes the state. No view looks at every worker or
+partition, except for snapshots and for views that are used once a second.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _RECENT_EVENTS: Final = 30
 
 
 class EngineState:
-    """The state of an engine. It is the `PolicyView` of the engine's policy.
+    """The state of an engine. For the engine's policy, this object is the `PolicyView`.
 
     Attributes:
-        moves: how many workers the job is to have, and which partitions go to others for it.
+        moves: the job's number of workers, and the partitions that move to other workers.
         ending: the batches that are left of a source that has ended.
-        start: what this engine began with.
-        reached: the evaluation that met the stop rule, in this engine or an earlier one; None: none has.
-        stopping: why the job ends after the checkpoint under way; None: it goes on.
-        finished: why this engine has ended: it takes no event any more.
-        error: why the job cannot go on, if that stops it.
+        start: the snapshot with which this engine began.
+        reached: the evaluation that met the stop rule, in this engine or an earlier one; None: no such evaluation.
+        stopping: reason why the job ends after the checkpoint under way; None: the job continues.
+        finished: reason why this engine has ended; then it ignores all events. None: it has not ended.
+        error: the problem that ends the job; "": no problem.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class EngineState:
         samples_id: str = "",
         run_id: str = "",
     ) -> None:
-        """A fresh engine (with `origins`: first offset of the job in each partition) or one restored from `snapshot`.
+        """Begin a new job (with `origins`: first offset of the job in each partition), or restore from `snapshot`.
 
-        `generation`, `samples_id` and `run_id` are a fresh engine's, see `EngineSnapshot`.
+        `generation`, `samples_id` and `run_id` are used for a new job only, see `EngineSnapshot`.
 
         Raises:
-            ValueError: neither or both are given, or the policy's state is not one of this policy.
+            ValueError: neither or both are given, or the policy's state is not a state of this policy.
         """
         if (origins is None) == (snapshot is None):
             raise ValueError("expected either origins (a new job) or a snapshot (a resumed one)")
@@ -94,7 +94,7 @@ class EngineState:
             snapshot.sessions, snapshot.processes, snapshot.incarnations, snapshot.restarts, snapshot.by_worker,
             strict=True,
         )  # fmt: skip
-        # Also workers for which there was place before: these serve nothing, and may not join.
+        # Also workers of slots that existed before: they serve nothing, and may not join.
         self._workers = [
             Worker(number, BatchQueue(served[number], of_process[-1]), *of_process)
             for number, of_process in enumerate(kept)
@@ -116,14 +116,14 @@ class EngineState:
         )  # fmt: skip
 
         self.ending = Ending(self._partitions, settings.records_per_batch, snapshot.source_ends)
-        self._published = -1  # the newest version that is in the blob store, by this server
+        self._published = -1  # the newest version that this server has put into the blob store
         self._skips: dict[int, Skip] = {}  # by partition, until they can be applied
-        # At this version, not sent yet: what a worker gets is one message.
+        # Grants at this version that are not sent yet: each worker gets its grants in one message.
         self._granted: dict[int, list[ActiveGrant]] = {}
-        self._last_held_at_s = now  # when the newest gradient came that was held
-        self._offered_version = snapshot.version  # the newest of which the policy has named the recipients
+        self._last_held_at_s = now  # arrival time of the newest held gradient
+        self._offered_version = snapshot.version  # the newest version for which the policy has named recipients
         self._first_update_at_s = None if snapshot.samples_total == 0 else now
-        # Of the event that is being handled.
+        # These belong to the event that is being handled.
         self._now = now
         self._actions: list[EngineAction] = []
         self._recent_events: deque[tuple[float, Event]] = deque(maxlen=_RECENT_EVENTS)
@@ -166,12 +166,12 @@ class EngineState:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the model has the whole steps of all applied batches: only then it may be stored."""
+        """Whether the model has the whole steps of all applied batches. Only then a checkpoint may be stored."""
         return self._settling.is_settled
 
     @property
     def named_versions(self) -> Collection[int]:
-        """Versions that unanswered grants name: their workers may still have to read these weights."""
+        """Versions that unanswered grants name. The workers may still have to read these weights."""
         return self._grants.named_versions.keys()
 
     @property
@@ -183,18 +183,18 @@ class EngineState:
         return self._durability.is_kept
 
     def workers(self) -> Iterable[Worker]:
-        """Every worker for which there is place, in order."""
+        """Return the worker of every slot, in order."""
         return self._workers[: self.settings.places]
 
     def time_limit_s(self, worker: Worker) -> float:
-        """After so long a push of this worker is not waited for any more; of a set, `set_limit_s` later."""
+        """Return the time limit of a push of this worker, in seconds; for a set, `set_limit_s` is added to it."""
         return self._limits.limit_s(worker)
 
     def shortfall(self) -> int:
-        """How many batches the next update needs beyond all that the live workers can offer; 0: it can be made.
+        """Return how many batches the next update lacks beyond all that the live workers can offer; 0: it is possible.
 
-        A worker offers what it has announced and what it still has room to announce; batches in the model make room
-        with the next checkpoint.
+        A worker offers the batches that it has announced, and as many as it still has room to announce. Batches in the
+        model make room with the next checkpoint.
         """
         offers = [
             Offer(
@@ -224,5 +224,5 @@ class EngineState:
         )
 
     def _elapsed_s(self, now: float) -> float:
-        """Since the job's first update with a sample."""
+        """Return the seconds since the job's first update with a sample."""
         return self.start.elapsed_s + (0.0 if self._first_update_at_s is None else now - self._first_update_at_s)

@@ -1,6 +1,6 @@
-"""The end of a job, and a report when it cannot go on. Pure.
+"""The end of a job, and the detection of a job that cannot continue. Pure.
 
-`doll.records.refusals` has the rule by which bad records end a job.
+`doll.records.refusals` has the rule that ends a job with too many bad records.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from doll.config import StopConfig
 from doll.ps.engine.events import EngineSnapshot
 from doll.records.control import Evaluated
 
-# A worker that dies and comes back leaves the others short for a while: that is not reported.
+# If a worker dies and is restarted, the others lack batches for a while: this is not reported.
 STALL_REPORT_S: Final = 10.0
 
 
 def progress_reached(stop: StopConfig, *, updates: int, samples_total: int) -> str | None:
-    """The reason why the job ends after these updates, each of at least one sample, and samples; None: it goes on."""
+    """Return why the job ends after this progress; None: it continues. `updates`: with at least one sample each."""
     if stop.updates is not None and updates >= stop.updates:
         return f"updates: {updates} reached"
     if stop.samples is not None and samples_total >= stop.samples:
@@ -25,14 +25,14 @@ def progress_reached(stop: StopConfig, *, updates: int, samples_total: int) -> s
 
 
 def time_reached(stop: StopConfig, elapsed_s: float) -> str | None:
-    """The reason why the job ends after these seconds since its first update with a sample; None: it goes on."""
+    """Return why the job ends `elapsed_s` seconds after its first update with a sample; None: it continues."""
     if stop.seconds is not None and elapsed_s >= stop.seconds:
         return f"seconds: {elapsed_s:.1f} passed"
     return None
 
 
 def target_reached(stop: StopConfig, evaluation: Evaluated) -> str | None:
-    """The reason why the job ends with this evaluation; None: it goes on."""
+    """Return why the job ends with this evaluation; None: it continues."""
     accuracy, loss, version = evaluation.accuracy, evaluation.loss, evaluation.version
     if stop.accuracy is not None and accuracy is not None and accuracy >= stop.accuracy:
         return f"accuracy: {accuracy:.4f} at version {version} reached {stop.accuracy}"
@@ -42,7 +42,7 @@ def target_reached(stop: StopConfig, evaluation: Evaluated) -> str | None:
 
 
 def reached_before(stop: StopConfig, snapshot: EngineSnapshot) -> str | None:
-    """Why a job that goes on from `snapshot` with this rule ends before anything is learned; None: it goes on."""
+    """Return why a job that continues from `snapshot` ends at once by this rule; None: it continues."""
     updates = snapshot.version - snapshot.empty_updates
     return (
         progress_reached(stop, updates=updates, samples_total=snapshot.samples_total)
@@ -52,21 +52,21 @@ def reached_before(stop: StopConfig, snapshot: EngineSnapshot) -> str | None:
 
 
 def is_target(reason: str) -> bool:
-    """Whether a job that ended for this reason has reached its loss or accuracy: what work was left is not needed."""
+    """Return whether a job with this reason has reached its loss or accuracy, so that remaining work is not needed."""
     return reason.startswith(("accuracy: ", "loss: "))
 
 
 class StallDetector:
-    """Since when no update can be made. Call `check` about once a second."""
+    """Detects that no update is possible any more. Call `check` about once a second."""
 
     def __init__(self, now: float) -> None:
         self._last_possible_s = now
         self._reported = False
 
     def check(self, missing: int, now: float) -> bool:
-        """Whether to report that the next update lacks `missing` batches (`Engine.shortfall`).
+        """Return whether to report that the next update lacks `missing` batches (`Engine.shortfall`).
 
-        Once, after `STALL_REPORT_S`; again only after an update was possible.
+        This is reported once, after `STALL_REPORT_S` seconds, and again only after an update was possible.
         """
         if not missing:
             self._last_possible_s, self._reported = now, False
@@ -76,5 +76,5 @@ class StallDetector:
         return False
 
     def stalled_s(self, now: float) -> float:
-        """The time for which no update has been possible; 0 while one is."""
+        """Return the seconds for which no update has been possible; 0 while an update is possible."""
         return now - self._last_possible_s

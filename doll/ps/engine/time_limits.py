@@ -1,4 +1,4 @@
-"""How long a push of a worker is waited for: what its batches have taken says so. Pure."""
+"""The time limits of pushes, which depend on the time that a worker's batches have taken so far. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from doll.ps.policies.base import Policy
 
 
 class TimeLimits:
-    """Since when each worker computes, and for how long it may. Times in seconds."""
+    """The start times of the workers' computations, and their time limits. Times are in seconds."""
 
     def __init__(self, policy: Policy, *, grant_timeout_s: float, set_limit_s: float) -> None:
         self._batches_per_push = policy.batches_per_push
@@ -18,11 +18,11 @@ class TimeLimits:
         self._grant_timeout_s = grant_timeout_s
         self._set_limit_s = set_limit_s
         self._batch_s = 0.0  # mean time of one batch, over all workers
-        # Workers whose first grant has no push yet, the longest running first, and since when.
+        # The workers whose first grant has no push yet, with the start of its time; the earliest start first.
         self._since_s: OrderedDict[Worker, float] = OrderedDict()
 
     def limit_s(self, worker: Worker) -> float:
-        """After so long a push of this worker is not waited for any more; of a set, `set_limit_s` later."""
+        """Return the time limit of a push of this worker, in seconds; for a set, `set_limit_s` is added to it."""
         return max(self._least_s, 2.0 * worker.batch_s * self._batches_per_push)
 
     @property
@@ -30,42 +30,42 @@ class TimeLimits:
         return max(self._grant_timeout_s, 5.0 * self._batch_s) * self._batches_per_push
 
     def granted(self, worker: Worker, grant: ActiveGrant, now: float) -> None:
-        """The worker has been given this grant, its last one."""
+        """Note that the worker has got this grant, which is its last one."""
         if grant is worker.queue.computing_grants[0]:
             self._since_s[worker] = now
         elif worker in self._since_s and (grant.batch + 1) % self._batches_per_push == 0:
-            # Until now no push was due: the worker may have waited for this grant.
+            # No push was due before this grant, because the worker may have waited for the grant.
             self._since_s[worker] = now
             self._since_s.move_to_end(worker)
 
     def answered(self, worker: Worker) -> None:
-        """The worker's first grants have a push."""
+        """Note that the worker's first grants have a push."""
         del self._since_s[worker]
 
     def next_began(self, worker: Worker, now: float) -> None:
-        """A set of the worker is held: the worker computes its sets one after the other."""
+        """Note that a set of the worker is held: the worker computes its next set from now on."""
         if worker.computing:
             self._since_s[worker] = now
 
     def taken_back(self, worker: Worker) -> None:
-        """Grants of the worker have been taken back."""
+        """Note that grants of the worker have been taken back."""
         if not worker.computing:
             self._since_s.pop(worker, None)
 
     def learn_from(self, worker: Worker, num_batches: int, now: float) -> None:
-        """The worker answers its first `num_batches` grants in time."""
+        """Note that the worker answers its first `num_batches` grants in time."""
         self.learn(worker, (now - self._since_s[worker]) / num_batches)
 
     def learn(self, worker: Worker, batch_s: float) -> None:
-        """A batch of this worker has taken so long."""
+        """Note that a batch of this worker has taken `batch_s` seconds."""
         self._batch_s += 0.2 * (batch_s - self._batch_s)
         worker.batch_s = max(batch_s, worker.batch_s + 0.2 * (batch_s - worker.batch_s))
 
     def overdue(self, now: float) -> list[tuple[Worker, float]]:
-        """Workers whose first push is due and has not come within their time limits, and since when they compute.
+        """Return the workers whose first push is overdue, each with the start of its time.
 
-        A set ends when it has taken `set_limit_s`, with the batch under way: it has the time of one batch more. A wave
-        does not end early: it has the time of all its batches.
+        A worker ends a set after `set_limit_s`, together with the current batch, so a set has the additional time of
+        one batch. A worker does not end a wave early, so a wave has the time of all its batches.
         """
         overdue = []
         least_s = self._least_s
@@ -79,6 +79,6 @@ class TimeLimits:
         return overdue
 
     def _is_push_due(self, worker: Worker) -> bool:
-        """Whether the worker has been granted what it waits for before it pushes (`PolicyConfig.batches_per_push`)."""
+        """Return whether the worker has all grants of its next push (`PolicyConfig.batches_per_push`)."""
         queue, size = worker.queue, self._batches_per_push
         return size == 1 or queue.granted // size > queue.received // size
