@@ -1,1 +1,1 @@
-"""How the server's records travel: through Kafka, and over control links if there are any."""
+"""The transport of the server's records: through Kafka, and over control links if there are any."""

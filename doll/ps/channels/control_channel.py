@@ -1,9 +1,9 @@
-"""The parameter server's channels as one: Kafka, and beside it control links for grants and pushes (ADR 0026).
+"""The parameter server's channels as one: Kafka, and control links for grants and pushes if there are any (ADR 0026).
 
-With links, the loop waits for them in a selector, and a thread reads `events` from Kafka: a push on a link is handled
-by the thread that received it. Messages of the two channels may overtake one another. Therefore each change of a
-worker's channel sends the worker's unanswered grants again (`GrantsLost`): the new channel then carries all of them, in
-order.
+With links, the main loop waits for them in a selector, and a thread reads `events` from Kafka. So a push on a link is
+handled in the thread that has received it. Messages of the two channels may overtake one another. Therefore, when a
+worker's channel changes, the worker's unanswered grants are sent again (`GrantsLost`): the new channel then carries all
+of them, in order.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from doll.telemetry import get_logger
 
 log = get_logger(__name__)
 
-_MAX_POLLS_AHEAD: Final = 4  # of Kafka; beyond, librdkafka keeps what comes
-_POLL_S: Final = 0.2  # how soon the thread that reads `events` sees that it must stop
+_MAX_POLLS_AHEAD: Final = 4  # polls of Kafka in the queue; more records stay in librdkafka
+_POLL_S: Final = 0.2  # maximum time until the thread that reads `events` notices that it must stop
 
 
 class Incoming(msgspec.Struct, frozen=True):
     """The events of one poll, to be handled in this order.
 
     Attributes:
-        records: from links.
+        records: records from links.
         changed: workers whose link was opened or closed.
-        values: from `events`. After the records: a worker sends its last push before its Leave.
+        values: values from `events`, handled after the records: a worker sends its last push before its Leave.
     """
 
     records: list[Push | Nack | GetRows]
@@ -49,10 +49,10 @@ class Incoming(msgspec.Struct, frozen=True):
 
 
 class ControlChannel:
-    """`Outbox` and inbox. Not thread-safe: one loop owns it."""
+    """The `Outbox` and inbox of the server. Not thread-safe: only the main loop may use it."""
 
     def __init__(self, kafka: KafkaChannel, links: ControlLinks | None = None) -> None:
-        """`links`: None: everything goes through Kafka."""
+        """`links`: control links; None: all records go through Kafka."""
         self._kafka = kafka
         self._links = links
         self._closed = threading.Event()
@@ -65,16 +65,16 @@ class ControlChannel:
         self._thread.start()
 
     def report(self) -> tuple[Mapping[int, str], Mapping[str, int]]:
-        """The kind of each worker's link, if it has one, and counts of links opened, broken and refused."""
+        """Return the kind of each worker's link, if it has one, and counts of opened, broken and refused links."""
         return ({}, {}) if self._links is None else (self._links.kinds(), self._links.counters)
 
     def poll(self, timeout_s: float) -> Incoming:
-        """The events that have come, after a wait of at most `timeout_s`. Raises ServiceUnavailableError if Kafka
-        refuses to serve this process."""
+        """Return the events that have come, after waiting at most `timeout_s` seconds. Raises ServiceUnavailableError
+        if Kafka refuses to serve this process."""
         if self._links is None:
             return Incoming([], [], self._kafka.poll(timeout_s))
         self._kafka.poll_deliveries()
-        changed, records = self._links.take()  # a link that broke when something was sent
+        changed, records = self._links.take()  # links that broke in a send
         if not changed and not records:
             self._links.poll(timeout_s if self._values.empty() else 0.0)
             changed, records = self._links.take()
@@ -107,7 +107,7 @@ class ControlChannel:
     def close(self) -> None:
         self._closed.set()
         if self._links is not None:
-            # What is left in the queue is not looked at: an error in it must not hide the one that ends this process.
+            # The rest of the queue is not read: an error there must not hide the error that ends this process.
             self._thread.join()
             self._links.close()
             self._wake.close()
@@ -145,8 +145,8 @@ class ControlChannel:
 
 
 def open_links(config: JobConfig, services: Services, term: int, run_id: str) -> ControlLinks | None:
-    """The links that `control.kind` allows; None for Kafka alone. Raises ServiceUnavailableError if `control.kind` is
-    local and there is no place for the socket."""
+    """Return the links that `control.kind` allows; None for Kafka alone. Raises ServiceUnavailableError if
+    `control.kind` is local and there is no place for the socket."""
     kind = config.control.kind
     if kind == "kafka":
         return None

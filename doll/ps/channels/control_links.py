@@ -1,8 +1,8 @@
-"""The parameter server's ends of all control links: who is attached to which, and what came.
+"""The parameter server's ends of all control links: which worker is attached to which link, and received records.
 
-A worker attaches with the session of its last Welcome. A link of another session, term or run is refused, and a worker
-has one link: a later one replaces it. What breaks or is refused is closed, counted and logged; its worker falls back to
-Kafka and tries again.
+A worker attaches with the session of its last Welcome. A link of another session, term or run is refused. Each worker
+has one link: a later link replaces it. Broken and refused links are closed, counted and logged; their workers use Kafka
+and try again.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from doll.telemetry import get_logger
 log = get_logger(__name__)
 
 _CHECK_EVERY_S: Final = 0.2
-_ATTACH_S: Final = 4.0  # a connection that does not say who it is
+_ATTACH_S: Final = 4.0  # seconds until a connection without an Attach is closed
 
 ServerLink = SocketLink | ServerStreamLink
 
 
 class LinkListener(Protocol):
-    """Makes links of one kind for `ControlLinks`, and reads them.
+    """A listener that makes links of one kind for `ControlLinks`, and reads them.
 
     Attributes:
-        endpoint: as in `Welcome.endpoints`.
+        endpoint: address, as in `Welcome.endpoints`.
     """
 
     endpoint: str
 
     def check(self, now: float) -> None:
-        """Called several times a second."""
+        """Check for timeouts; called several times a second."""
 
     def forget(self, link: ServerLink) -> None:
-        """The link has been closed."""
+        """Forget a link that has been closed."""
 
     def close(self) -> None:
-        """End everything."""
+        """Close the listener."""
 
 
 class _Peer:
@@ -72,12 +72,12 @@ class _Peer:
 
 
 class ControlLinks:
-    """Links of one server. Not thread-safe: one loop owns it.
+    """All links of one server. Not thread-safe: only the main loop may use it.
 
     Attributes:
-        selector: listeners register their descriptors here, each with a callback without arguments.
-        counters: of attachments, failures and refusals.
-        clock: monotonic seconds.
+        selector: selector in which listeners register their descriptors, each with a callback without arguments.
+        counters: numbers of attachments, failures and refusals.
+        clock: function that returns monotonic seconds.
     """
 
     def __init__(self, term: int, clock: Callable[[], float] = time.monotonic, *, run_id: str = "") -> None:
@@ -97,29 +97,29 @@ class ControlLinks:
     # --- for the channel ----------------------------------------------------------------------------------------------
 
     def add(self, listener: LinkListener) -> None:
-        """Offer the links of `listener` as well, as the slowest so far."""
+        """Add a listener. Workers prefer the links of listeners that were added earlier."""
         self._listeners.append(listener)
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """The addresses that `Welcome.endpoints` holds."""
+        """The addresses for `Welcome.endpoints`."""
         return tuple(listener.endpoint for listener in self._listeners)
 
     def kinds(self) -> dict[int, str]:
         return {worker: peer.link.kind for worker, peer in self._of_worker.items()}
 
     def poll(self, timeout_s: float) -> None:
-        """Read the records that have come, waiting for them at most `timeout_s`."""
+        """Read the records that have come, after waiting at most `timeout_s` seconds for the first one."""
         for key, _ in self.selector.select(timeout_s):
             key.data()
         now = self.clock()
         if now - self._checked_s >= _CHECK_EVERY_S:
-            # After reading: a server that was busy for long must not take its workers for silent.
+            # This comes after reading: a server that was busy for long must not consider its workers silent.
             self._checked_s = now
             self._check(now)
 
     def take(self) -> tuple[list[int], list[Push | Nack | GetRows]]:
-        """Since the last call: workers whose link was opened or closed, and records, in order."""
+        """Return the workers whose link was opened or closed since the last call, and the new records, in order."""
         changed, self._changed = list(self._changed), {}
         received, self._received = self._received, []
         return changed, received
@@ -132,9 +132,9 @@ class ControlLinks:
             self._end(peer, "replaced by a newer process", "replaced")
 
     def send(self, worker: int, record: Grant | NewVersion | RowsStored) -> bool:
-        """Send on the worker's link; False: it has to go through Kafka.
+        """Send on the worker's link, and return True. False: the record must be sent through Kafka.
 
-        A grant on a link that breaks at this moment is sent by the `GrantsLost` that follows, after those before it.
+        If the link breaks during the send of a grant, the `GrantsLost` that follows sends all grants again, in order.
         """
         peer = self._of_worker.get(worker)
         if peer is None or (not isinstance(record, NewVersion) and record.session != peer.session):
@@ -263,7 +263,7 @@ class LocalListener:
         try:
             connection = self._listening.accept()
         except OSError as exc:
-            # The socket stays readable: until the next check it is not waited for, or the loop would spin.
+            # The socket stays readable. It is not watched until the next check, because the loop would spin otherwise.
             log.warning("control_socket_busy", reason=str(exc), action="trying again")
             self._is_listening = False
             self._links.selector.unregister(self._listening)

@@ -1,7 +1,7 @@
-"""The parameter server's channel to Kafka: reads `events` from its end, writes `commands`, `updates` and `metrics`.
+"""The parameter server's channel to Kafka: it reads `events` from the end, and writes `commands`, `updates`, `metrics`.
 
-No consumer group and no committed offsets: what was sent while no server was there, workers send again after Hello.
-A source says once where it has ended, and goes: of the newest events before the end, only that is read.
+There are no consumer groups and no committed offsets. After a Hello, workers send again what they sent while no server
+was running. But a source sends its `SourceEnded` only once. So this record is also read from the newest older events.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from doll.services import Services
 
 _PER_POLL: Final = 500
 _LOOKUP_S: Final = 15.0
-_LOOK_BACK: Final = 20_000  # events: about 0.1 s
-_SOURCE_ENDED: Final = str(SourceEnded.__struct_config__.tag).encode()  # in each such record, and in few others
+_LOOK_BACK: Final = 20_000  # number of older events to read, which takes about 0.1 s
+_SOURCE_ENDED: Final = str(SourceEnded.__struct_config__.tag).encode()  # in each SourceEnded, and in few other records
 
 
 class KafkaChannel:
-    """`Outbox` and inbox over Kafka. Not thread-safe: one loop owns it; only `read` may be called by another thread.
+    """The `Outbox` and inbox over Kafka. Not thread-safe: only the main loop may use it, except for `read`.
 
     Raises:
         ServiceUnavailableError: Kafka does not answer.
@@ -44,7 +44,7 @@ class KafkaChannel:
         self._had_traffic = False
 
     def watermarks(self, topic: str, partition: int) -> tuple[int, int]:
-        """(low, high): offset of the first record held, and the offset that the next one gets. Raises
+        """Return (low, high): the offset of the first record, and the offset of the next new record. Raises
         ServiceUnavailableError if Kafka does not answer."""
         return self._reader.bounds(Partition(topic, partition))
 
@@ -53,12 +53,12 @@ class KafkaChannel:
         return self.read(timeout_s)
 
     def poll_deliveries(self) -> None:
-        """Handle what Kafka has acknowledged or refused. Raises ServiceUnavailableError if Kafka has refused a record
-        permanently."""
+        """Handle the acknowledgements and refusals of Kafka. Raises ServiceUnavailableError if Kafka has refused a
+        record permanently."""
         self._publisher.poll()
 
     def read(self, timeout_s: float) -> list[bytes | None]:
-        """Values that have come on `events`, waiting for the first one at most `timeout_s`. Raises
+        """Return new values of `events`, after waiting at most `timeout_s` seconds for the first one. Raises
         ServiceUnavailableError if Kafka refuses to serve this process."""
         messages = self._reader.messages(timeout_s, limit=_PER_POLL)
         self._had_traffic |= bool(messages)
@@ -67,7 +67,7 @@ class KafkaChannel:
         return [message.value for message in messages]
 
     def _is_for_this_server(self, message: Message) -> bool:
-        """Whether it came since this server began, or says where a source has ended in the topic that there is now."""
+        """Return whether the message is new, or is a SourceEnded that fits the current samples topic."""
         if message.offset >= self._reader.ends[self._events]:
             return True
         if message.value is None or _SOURCE_ENDED not in message.value:
@@ -75,7 +75,7 @@ class KafkaChannel:
         record = self._reader.decode(message)
         if not isinstance(record, SourceEnded):
             return False
-        # A topic that took the place of another one holds less than that one did.
+        # A topic that has replaced another one has fewer records than the old topic had.
         known = self._reader.partition_ends(self._samples_topic) or ()
         return len(record.ends) <= len(known) and all(map(int.__le__, record.ends, known))
 
@@ -103,7 +103,7 @@ class KafkaChannel:
         self._reader.close()
 
     def _on_record(self, delivery: Delivery) -> None:
-        if delivery.refusal:  # never for being late: no time limit is set, so this record can never be written
+        if delivery.refusal:  # not because of a timeout, since there is none: this record can never be written
             raise ServiceUnavailableError(
                 f"Kafka at {self._address} refused a record on {delivery.topic}: {delivery.refusal}"
             )

@@ -1,6 +1,6 @@
 """Control links of all workers over one stream in Redis: the parameter server's side.
 
-While Redis is away there are no links. It is asked again from a thread, so that the server's loop never waits for it.
+While Redis is unavailable there are no links. A thread tries to connect again, so the main loop never waits for Redis.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ log = get_logger(__name__)
 
 _RETRY_S: Final = 0.5
 _MAX_RETRY_S: Final = 8.0
-_STEADY_S: Final = 10.0  # after streams that held for this long there is no pause
+_STEADY_S: Final = 10.0  # after a connection that lasted this long, the next attempt is made without a pause
 _CLOSE_S: Final = 0.5
 
 
 class StreamListener:
-    """Links over Redis. The first connection is made by a thread as well."""
+    """A listener for links over Redis. A thread makes each connection, also the first one."""
 
     def __init__(self, links: ControlLinks, services: Services, scope: str, term: int, max_links: int) -> None:
         self._name = server_stream(scope, term)
@@ -40,7 +40,7 @@ class StreamListener:
         self._open: dict[bytes, ServerStreamLink] = {}
         self._opened: ControlStreams | None = None  # set by the thread
         self._opened_s = 0.0
-        self._pause_s = 0.0  # before the next attempt
+        self._pause_s = 0.0  # pause before the next attempt
         self._wake = WakeUp()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -101,14 +101,14 @@ class StreamListener:
         self._links.selector.register(replies, selectors.EVENT_READ, self._read_replies)
 
     def _fail(self, error: LinkError) -> None:
-        """Redis is gone: so are all links."""
+        """Close all links, because the connection to Redis has failed."""
         streams, self._streams = self._streams, None
         assert streams is not None
         self._unregister(streams)
         for link in list(self._open.values()):
             self._links.broken(link, error)
         streams.close()
-        # A Redis that takes connections and refuses commands must not be asked without a pause.
+        # If Redis accepts connections but refuses commands, there must be a pause before the next attempt.
         if self._links.clock() - self._opened_s >= _STEADY_S:
             self._pause_s = 0.0
         else:
@@ -153,7 +153,7 @@ class StreamListener:
             self._links.received(link, [record])
 
     def _new_link(self, key: bytes, frame: bytes, now: float) -> ServerStreamLink | None:
-        """A link for its first frame, an Attach; what comes on a link that was closed is answered with its end."""
+        """Return a link for its first frame, an Attach. A frame of a closed link is answered with the link's end."""
         assert self._streams is not None
         state = LinkState(TO_SERVER, now)
         link = ServerStreamLink(self._streams, key, state)

@@ -1,1 +1,1 @@
-"""The model at the server: the weights, their updater, and where both are kept."""
+"""The model at the server: the weights, their updater, and their publication."""

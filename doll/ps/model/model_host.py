@@ -1,4 +1,4 @@
-"""The model at the parameter server: it takes in gradients, makes versions and publishes weights."""
+"""The model at the parameter server: it collects gradients, makes versions and publishes weights."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ from doll.telemetry import get_logger
 
 log = get_logger(__name__)
 
-_PREFETCH_BYTES: Final = 16 << 20  # that are held for the gradients of one poll before they are added
+_PREFETCH_BYTES: Final = 16 << 20  # limit for the gradients of one poll that are read before they are added
 
 _LARGE_BYTES: Final = 1 << 20
-# A sparse gradient with NaN is refused, and its batch computed again. A model that has diverged gives another one.
+# A sparse gradient with NaN is refused, and its batch computed again. If the model has diverged, this gives NaN again.
 _MAX_NOT_FINITE: Final = 3
 
 
@@ -53,10 +53,10 @@ class FetchOutcome(NamedTuple):
     """The outcome of a FetchGradient.
 
     Attributes:
-        event: for the engine.
-        blob: the gradient as the worker stored it, for the event log; None if it was lost.
-        num_sent: numbers in the blob.
-        plain_row_bytes: of its rows of tables, before coding: 8 bytes for each key.
+        event: event for the engine.
+        blob: the gradient as the worker stored it, for the event log; None: it was lost.
+        num_sent: number of values in the blob.
+        plain_row_bytes: size of its rows of tables before coding, with 8 bytes for each key.
     """
 
     event: GradientFetched | GradientLost
@@ -68,8 +68,8 @@ class FetchOutcome(NamedTuple):
 class ModelHost:
     """The model of one term, in this process. Calls block until they are done; not thread-safe.
 
-    Every call may raise ServiceUnavailableError if the blob store is away and waiting for it is given up. If the store
-    has shared memory, each version is computed in memory of its own there, and published without a copy
+    Every call may raise ServiceUnavailableError, if the blob store is unavailable and the wait for it is given up. If
+    the store has shared memory, each version is computed in a part of this memory and published without a copy
     (docs/decisions/0029).
     """
 
@@ -77,7 +77,7 @@ class ModelHost:
         self, config: JobConfig, term: int, updater: Updater, blobs: Blobs, tables: TableStore | None = None, *,
         run_id: str = "",
     ) -> None:  # fmt: skip
-        """`tables`: of the model; None: it has no tables. `run_id`: see `doll.ps.start.Start`."""
+        """`tables`: the tables of the model; None: it has no tables. `run_id`: see `doll.ps.start.Start`."""
         self._scope = scope_of(config.job, run_id)
         self._term = term
         self._ttl_s = config.blobs.ttl_s
@@ -89,35 +89,35 @@ class ModelHost:
         self._table_shapes = {} if tables is None else tables.shapes
         self._rows = None if tables is None else RowServer(config, self._scope, term, tables, blobs)
         self._row_writer = None if tables is None else RowWriter(self._scope, term, blobs, self._ttl_s, tables)
-        self._is_published = False  # the model as it is now
+        self._is_published = False  # whether the current model is published
         self._contributions = ContributionBuffer(updater, tables)
         self._deltas: DeltaWriter | None = None
         if config.training.policy.publishes_deltas:
             self._deltas = DeltaWriter(self._scope, term, blobs, config.blobs.ttl_s, updater.num_parameters)
             if tables is not None:
                 tables.track_numbers()
-        self._coming: set[str] = set()  # keys of gradients that are on their way to the store, and not fetched
+        self._coming: set[str] = set()  # keys of gradients that may not be in the store yet, and are not fetched
         self._ahead = ReadsAhead(self._read, _PREFETCH_BYTES // (HEADER_BYTES + 4 * self.num_values))
-        self._published: deque[int] = deque()  # the newest
-        self._older: dict[int, None] = {}  # that grants name, the oldest first
+        self._published: deque[int] = deque()  # the newest published versions
+        self._older: dict[int, None] = {}  # older versions that grants name, the oldest first
         self._max_older = config.data.places * min(2, config.training.policy.pushes_under_way)
-        # The blob that the weights are in, its header not written yet; None: they are elsewhere, or published.
+        # The blob that has the weights but no header yet; None: the weights are elsewhere, or published.
         self._unpublished: memoryview | None = None
         self._may_rewrite = False
         self._deleted: set[str] = set()
         self._unused: list[str] = []  # keys of blobs that can be deleted
-        self._num_not_finite = 0  # sparse gradients since the last one that was finite
+        self._num_not_finite = 0  # number of sparse gradients since the last finite one
         self._pointed_at = -1  # version that `Latest` names
-        self._clearing: Future[None] | None = None  # of a far store, which is cleared while the server goes on
+        self._clearing: Future[None] | None = None  # cleanup of a far store, which runs while the server continues
 
     @property
     def num_values(self) -> int:
-        """Numbers in the flat vector."""
+        """The number of values in the flat vector."""
         return int(self._updater.weights.size)
 
     def fetch(self, order: FetchGradient) -> FetchOutcome:
         """Get this gradient and keep it until its update. A torn, foreign or missing one is reported as lost. Raises
-        DivergedError if too many in a row were not finite. The host must not be used any more."""
+        DivergedError if too many in a row were not finite; then the host must not be used any more."""
         blob = self._ahead.get(order.key)
         self._coming.discard(order.key)
         try:
@@ -140,7 +140,7 @@ class ModelHost:
         if self._tables is not None:
             max_change = max(max_change, self._tables.max_change(decoded.rows))
         self._contributions.put(order.grant_id, gradient, rows=decoded.rows, in_order=order.in_order)
-        if order.in_order and len(blob) >= _LARGE_BYTES:  # its memory can be used for the next one
+        if order.in_order and len(blob) >= _LARGE_BYTES:  # so its memory can be used for the next gradient
             self._blobs.delete(order.key)
             self._deleted.add(order.key)
         fetched = GradientFetched(grant_id=order.grant_id, max_change=max_change)
@@ -148,10 +148,10 @@ class ModelHost:
         return FetchOutcome(fetched, blob, decoded.num_sent, plain)
 
     def prefetch(self, keys: Sequence[str], coming: Sequence[str] = ()) -> None:
-        """Gradients under these keys will probably be fetched now. Those of `coming`, some of them, are on their way to
-        the store: `fetch` waits for them, for a while."""
+        """Prepare for calls of `fetch` with these keys. The keys of `coming`, which are some of them, may not be in the
+        store yet: `fetch` waits for these gradients for a limited time."""
         self._coming.update(coming)
-        if coming or self._blobs.is_far:  # a server may be near to a store that its workers are far from
+        if coming or self._blobs.is_far:  # the server may be near to a store that is far from its workers
             self._ahead.begin(keys)
             return
         count = min(len(keys), _PREFETCH_BYTES // (HEADER_BYTES + 4 * self.num_values))
@@ -162,12 +162,12 @@ class ModelHost:
         return self._blobs.get_soon(key) if key in self._coming else self._blobs.get(key)
 
     def is_reading(self, key: str) -> bool:
-        """Whether the gradient under this key is on its way since `prefetch`: `fetch` would wait for it."""
+        """Return whether the gradient under this key is being read since `prefetch`, so that `fetch` would wait."""
         return self._ahead.is_reading(key)
 
     def apply(self, update: ApplyUpdate) -> int:
-        """Make the version of `update` from its gradients; how many samples it learned from. Raises DivergedError if a
-        number is not finite. The host must not be used any more."""
+        """Make the version of `update` from its gradients, and return the number of samples it learned from. Raises
+        DivergedError if a value is not finite; then the host must not be used any more."""
         memory = self._unpublished if self._may_rewrite else None
         if memory is None and self.num_values:
             memory = self._blobs.reserve(HEADER_BYTES + 4 * self.num_values)
@@ -185,8 +185,8 @@ class ModelHost:
         return num_samples
 
     def publish(self, version: int) -> str:
-        """The blob key of the weights, which workers can read when this returns. May be repeated; costs nothing then.
-        `version`: that of the weights now; of an older one only the key is returned."""
+        """Publish the weights, and return their blob key; workers can read the blob then. A repeated call does nothing.
+        `version`: version of the current weights. For an older version, only the key is returned."""
         key = weights_key(self._scope, self._term, version)
         if not self._published or version > self._published[-1]:
             self._put_weights(key, version)
@@ -203,24 +203,24 @@ class ModelHost:
                 self._unused.append(delta_key(self._scope, self._term, version))
 
     def tidy(self, named: Container[int] = ()) -> None:
-        """Do what no worker waits for: point at the newest published weights, delete blobs that nobody needs now.
+        """Do the work for which no worker waits: update the pointer to the newest weights, and delete unused blobs.
 
-        Called after each event of the engine, when its grants are sent; costs nothing if nothing is to be done.
+        Call it after each event of the engine, after its grants are sent. A call without work costs nothing.
 
-        Published weights live while they are among the newest (`blobs.keep_versions`), and then while a grant names
-        them, until `release`. Of those older ones there is at most one for each worker, or two if it may have
-        several pushes under way: the oldest go first.
+        Published weights are kept while they are among the newest (`blobs.keep_versions`), and after this while a grant
+        names them, until `release`. There is at most one of these older versions for each worker, or two if a worker
+        may have several pushes under way. If there are more, the oldest are deleted first.
 
         Args:
             named: versions that grants name.
         """
         if self._clearing is not None and not self._clearing.done():
-            return  # of a far store: the next call, within a tick, finds it done
+            return  # cleanup of a far store; the next call, within a tick, will find it finished
         if self._clearing is not None:
             self._clearing = self._clearing.result()
         calls: list[Callable[[], None]] = []
         if self._published and (version := self._published[-1]) != self._pointed_at:
-            if self._row_writer is not None and self._is_published:  # before the pointer, by which readers go
+            if self._row_writer is not None and self._is_published:  # before the pointer, which readers follow
                 stores, unused_rows = self._row_writer.publish(version)
                 calls += stores
                 self._unused += unused_rows
@@ -231,7 +231,7 @@ class ModelHost:
             self._older[version := self._published.popleft()] = None
             if version not in named:
                 self.release(version)
-        while len(self._older) > self._max_older:  # only if workers have several grants, of several versions
+        while len(self._older) > self._max_older:  # only if workers have several grants with different versions
             self.release(next(iter(self._older)))
         if self._unused:
             unused, self._unused = self._unused, []
@@ -253,10 +253,10 @@ class ModelHost:
         self._blobs.put(key, parts, self._ttl_s)
 
     def republish(self, version: int) -> str:
-        """Publish a version again: a worker has not found its blob."""
+        """Publish a version again, because a worker has not found its blob."""
         if version in self._published:
             self._published.remove(version)
-        self._pointed_at = -1  # the pointer may be lost as well
+        self._pointed_at = -1  # the blob of the pointer may be lost as well
         return self.publish(version)
 
     def store_rows(self, request: GetRows, version: int, *, subscribes: bool) -> StoredRows:
@@ -270,7 +270,7 @@ class ModelHost:
         return None if self._rows is None else self._rows.changes(worker, version)
 
     def forget_rows(self, worker: int) -> None:
-        """A new process of `worker` has asked for no rows."""
+        """Forget the subscribed rows of `worker`, because its new process has asked for none."""
         if self._rows is not None:
             self._rows.forget(worker)
 
@@ -286,8 +286,8 @@ class ModelHost:
         self._blobs.delete(key)
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
-        """Weights and state by name, for a checkpoint. They stay as they are."""
-        self._may_rewrite = False  # weights in shared memory are handed out as they are
+        """Return weights and state by name, for a checkpoint. Later updates do not change these arrays."""
+        self._may_rewrite = False  # weights in shared memory are returned without a copy
         return self._parts.tensors()
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
@@ -301,9 +301,9 @@ def _call_all(calls: Sequence[Callable[[], None]]) -> None:
 
 
 class DeltaWriter:
-    """Publishes what each version of one term has changed, beside its weights.
+    """Publishes the difference between each version of one term and the version before, in addition to its weights.
 
-    It keeps a copy of the weights that it was given last.
+    It keeps a copy of the weights of the last call.
     """
 
     def __init__(self, scope: str, term: int, blobs: Blobs, ttl_s: float, num_parameters: int) -> None:
@@ -316,9 +316,9 @@ class DeltaWriter:
         self._version = -1  # of `_before`
 
     def put(self, weights: npt.NDArray[np.float32], version: int) -> None:
-        """Store what has changed since the version that this was called with before, if it is shorter than the whole.
-        `weights`: float32, shape (numel,)."""
-        if version <= self._version:  # published again
+        """Store the changes since the version of the last call, if they take less memory than all weights. `weights`:
+        float32, shape (numel,)."""
+        if version <= self._version:  # the version is published a second time
             return
         before, since = self._before, self._version
         if before is None:

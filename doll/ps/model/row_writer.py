@@ -1,6 +1,6 @@
-"""Publishes the rows of tables that each version has changed, while somebody follows them.
+"""The publication of the rows of tables that each version has changed, while a reader follows them.
 
-So it does at the beginning of a term: whoever has followed the term before goes on with its checkpoint at once.
+Publication is on at the beginning of a term: a reader of the previous term continues with its checkpoint at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = get_logger(__name__)
 
 _LOOK_S: Final = 1.0
 _MARK_S: Final = 60.0
-_KEPT_BYTES: Final = 64 << 20  # of changes in the blob store: a reader that is further behind waits for a checkpoint
+_KEPT_BYTES: Final = 64 << 20  # limit of changes in the blob store; a reader that is behind it waits for a checkpoint
 
 
 class _KeptChange(NamedTuple):
@@ -32,8 +32,8 @@ class _KeptChange(NamedTuple):
 
 
 class Publication(NamedTuple):
-    """The calls that a version still needs in the blob store: `stores`, to be made in this order before the version is
-    pointed at; and `unused`, keys of older changes, to be deleted."""
+    """The calls that a version still needs in the blob store. `stores`: calls in the order in which they must be made,
+    before the pointer names the version. `unused`: keys of older changes that can be deleted."""
 
     stores: list[Callable[[], None]]
     unused: list[str]
@@ -55,17 +55,18 @@ class RowWriter:
         self._clock = clock
         self._kept_bytes = kept_bytes
         self._look_at_s = self._mark_at_s = self._followed_until_s = float("-inf")
-        self._word = b""  # of readers, the last one
+        self._word = b""  # last message of a reader
         self._coming_word: Future[Buffer | None] | None = None
         self._began: int | None = None  # first version of the term
-        self._version: int | None = None  # up to which changes are published; None: nobody follows
-        self._kept: deque[_KeptChange] = deque()  # what is in the blob store
+        self._version: int | None = None  # version up to which changes are published; None: nobody follows
+        self._kept: deque[_KeptChange] = deque()  # changes in the blob store
         self._num_bytes = 0
 
     def publish(self, version: int) -> Publication:
-        """Publish what `version`, that of the tables now, has changed since this was called before, if anybody follows.
+        """Return the publication of the changes of `version`, the tables' current version, since the last call. It is
+        empty if no reader follows.
 
-        If a call of `stores` fails, readers find the chain broken, and wait for a checkpoint.
+        If a call of `stores` fails, readers find that a change is missing, and wait for a checkpoint.
         """
         stores: list[Callable[[], None]] = []
         unused: list[str] = []
@@ -99,8 +100,8 @@ class RowWriter:
         self._tables.follow(is_followed)
 
     def _is_followed(self, now_s: float, stores: list[Callable[[], None]]) -> bool:
-        """Whether a reader has said something new. What it says has a place that is always there: a store in shared
-        memory looks for a key that it lacks in Redis, which may be away without holding this job up."""
+        """Return whether a reader has sent a new message. The key for these messages always exists, because a store in
+        shared memory looks for a missing key in Redis, which may be unavailable while this job continues."""
         key = followed_key(self._scope)
         is_first = self._mark_at_s == float("-inf")
         if is_first or (now_s >= self._followed_until_s and now_s >= self._mark_at_s):
@@ -115,7 +116,7 @@ class RowWriter:
         return now_s < self._followed_until_s
 
     def _word_at(self, key: str) -> bytes:
-        """The last word of readers; of a far store, which nobody waits for, their word at the look before."""
+        """Return the last message of readers; for a far store, the message at the previous check, without a wait."""
         if not self._blobs.is_far:
             return bytes(self._blobs.get(key) or b"")
         coming = self._coming_word

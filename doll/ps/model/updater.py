@@ -1,4 +1,4 @@
-"""The parts of the model at the server, and the buffer of the contributions that make its next version."""
+"""The parts of the model at the server, and the buffer of the contributions from which its next version is made."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _NO_ROWS: Final[Mapping[str, Rows]] = {}
 class _WaitingSet(NamedTuple):
     values: Contribution
     rows: Mapping[str, Rows]
-    number: int  # of the set: its first grant
+    number: int  # number of the set: its first grant id
 
 
 class ContributionBuffer:
-    """Contributions that wait for their update, and the apply step: the one place that turns them into a version.
+    """The contributions that wait for their update, and the step that makes a version from them.
 
-    The order of addition is that of the update, whenever each contribution came: one that comes in order is added at
-    once and its memory is free, another one waits (docs/decisions/0029).
+    They are added in the order of the update, whatever the order of their arrival. A contribution that comes in order
+    is added at once, and its memory is free; any other one waits (docs/decisions/0029).
     """
 
     def __init__(self, updater: Updater, tables: TableStore | None = None) -> None:
-        """`tables`: of the model, changed together with the weights; None: no tables."""
+        """`tables`: the tables of the model, changed together with the weights; None: it has no tables."""
         self._updater = updater
         self._tables = tables
         self._waiting: dict[int, _WaitingSet] = {}
-        self._added: list[int] = []  # sets whose contributions are in the updater's sum, in order
+        self._added: list[int] = []  # sets whose contributions are already in the updater's sum, in order
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._added)
@@ -50,11 +50,11 @@ class ContributionBuffer:
     def put(
         self, grant_id: int, contribution: Contribution, *, rows: Mapping[str, Rows] = _NO_ROWS, in_order: bool = False
     ) -> None:
-        """Keep the sum of the set whose first grant is `grant_id` until its update comes. It is not copied.
+        """Keep the sum of the set whose first grant is `grant_id` until its update comes. The sum is not copied.
 
         Args:
-            rows: what the set adds to tables, by name.
-            in_order: those of all lower-numbered sets of its update are here, and this one will be applied: it is
+            rows: the set's contributions to tables, by name.
+            in_order: True if all lower-numbered sets of the update are here and this set will be applied. Then it is
                 added now, and its memory is not used after the call.
         """
         if not in_order:
@@ -69,15 +69,15 @@ class ContributionBuffer:
         del self._waiting[grant_id]
 
     def apply(self, update: ApplyUpdate, into: npt.NDArray[np.float32] | None = None) -> int:
-        """Make the version of `update`; how many samples it has learned from.
+        """Make the version of `update`, and return the number of samples it has learned from.
 
         Args:
             into: memory for the new weights; see `Updater.apply`.
 
         Raises:
             DivergedError: see `Updater.apply`.
-            KeyError: a push of the update has a gradient that was never put here.
-            RuntimeError: one that was added already is not of the update, or not the next in its order.
+            KeyError: the gradient of a push of the update was never put here.
+            RuntimeError: a contribution that was already added is not in the update, or not the next one in its order.
         """
         added, self._added = deque(self._added), []
         contributions: list[_WaitingSet] = []
@@ -98,7 +98,7 @@ class ContributionBuffer:
         if self._tables is not None:
             for waiting in contributions:
                 self._tables.add(waiting.rows, waiting.number)
-        # Before the tables: if gradients are clipped, it says how much, for both.
+        # This comes before the tables, because it computes the factor by which both are clipped.
         self._updater.apply(
             [waiting.values for waiting in contributions], update.scale, weight, into, _absent(update)
         )  # fmt: skip
@@ -108,7 +108,7 @@ class ContributionBuffer:
         return sum(item.num_samples for item in update.sets)
 
     def _authors(self, update: ApplyUpdate) -> dict[int, int]:
-        """The workers of the sets that their own processes know when they are applied; no worker keeps a rest."""
+        """Return the author numbers of the update's sets without rests: a worker does not keep a rest that it sends."""
         authors = None if self._tables is None else self._tables.authors
         if authors is None:
             return {}
@@ -130,7 +130,7 @@ class ContributionBuffer:
 
 
 def _absent(update: ApplyUpdate) -> int:
-    """Parameters that none of its contributions has."""
+    """Return the parameters that no contribution of the update has, as a bit mask."""
     named = [int.from_bytes(item.push.absent, "little") for item in update.sets if item.push.key]
     return reduce(and_, named) if named else 0
 
@@ -152,8 +152,8 @@ class ModelParts(NamedTuple):
 
 
 def make_parts(config: TrainingConfig, model: FlatModel) -> ModelParts:
-    """Make the parts that `training` asks for; they own the weights and the tables' rows of `model` from now on. Raises
-    ConfigError if an optimizer cannot be made, or cannot be used for tables."""
+    """Make the parts for the section `training`. From now on they own the weights and the rows of tables of `model`.
+    Raises ConfigError if an optimizer cannot be made, or cannot be used for tables."""
     tables = None
     if model.tables is not None:
         optimizers = None if config.policy.sends_steps else row_optimizers(config, model.tables.shapes)

@@ -1,4 +1,4 @@
-"""Consistency models, one per module; each answers which batches start and which gradients are applied together."""
+"""Consistency models, one per module. Each decides which batches start and which gradients are applied together."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ __all__ = ["Policy", "PolicySpec", "PolicyView", "make_policy", "policy_spec"]
 
 
 def policy_spec(name: str) -> PolicySpec:
-    """The registered policy of this name. Raises KeyError if there is no such policy, and ConfigError if it cannot be
-    loaded, or it is no policy."""
+    """Return the registered policy of this name. Raises KeyError if there is no such policy, and ConfigError if it
+    cannot be loaded or is not a policy."""
     policy_section(name)  # checks the object
     spec: PolicySpec = POLICIES.load(name)
     return spec

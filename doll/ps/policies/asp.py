@@ -1,4 +1,4 @@
-"""Asynchronous parallel: every gradient is applied as it comes, whatever version it was computed at."""
+"""Asynchronous parallel: every gradient is applied when it comes, whatever version it was computed at."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class AsynchronousConfig(PooledConfig):
 
 
 class AspPolicyConfig(AsynchronousConfig):
-    """Asynchronous: every gradient is applied as it comes."""
+    """Asynchronous: every gradient is applied when it comes."""
 
     name: Literal["asp"] = "asp"
     contribution: Literal["gradient", "step"] = Field(
@@ -33,7 +33,7 @@ class AspPolicyConfig(AsynchronousConfig):
 
 
 class Asp(Policy):
-    """The policy without waiting: one batch per worker under way, each gradient an update of its own."""
+    """The policy without waiting: one batch per worker is under way, and each gradient is an update of its own."""
 
     name: ClassVar[str] = "asp"
     exact_version: ClassVar[bool] = False
@@ -49,7 +49,7 @@ class Asp(Policy):
     def start(self, view: PolicyView) -> Sequence[int]:
         if not self._idle:
             return ()
-        # A new set: one that was large keeps its size, and to look through it costs as much as before.
+        # A new set is made, because a set that was large keeps its memory, and a loop over it would stay slow.
         idle, self._idle = self._idle, set()
         return sorted(idle)
 

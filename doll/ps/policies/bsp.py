@@ -1,4 +1,4 @@
-"""Bulk synchronous parallel: each update is one gradient of every live worker."""
+"""Bulk synchronous parallel: each update consists of one gradient of every live worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LockstepConfig(PolicyConfig):
         return num_workers
 
     def update_rate_per_s(self, rates_per_s: Sequence[float], batch_size: int) -> float:
-        """The slowest stream sets the pace.
+        """Return the update rate, which the slowest stream determines.
 
         >>> BspPolicyConfig().update_rate_per_s([100.0, 50.0], batch_size=10)
         5.0
@@ -53,17 +53,17 @@ class BspPolicyConfig(LockstepConfig):
 
 
 class Bsp(Policy):
-    """One batch of every live worker per round.
+    """Rounds of one batch of every live worker.
 
-    A worker that is lost leaves the round; the gradient that it pushed before stays in it.
+    A worker that is lost leaves the round. If it has pushed its gradient before, the gradient stays in the round.
     """
 
     name: ClassVar[str] = "bsp"
     exact_version: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        self._absent: set[int] = set()  # live workers without a held gradient, of which one may come
-        self._idle: set[int] = set()  # workers with a waiting batch and none in the round
+        self._absent: set[int] = set()  # live workers without a held gradient that may still deliver one
+        self._idle: set[int] = set()  # workers that have a waiting batch, and no batch in the round
 
     def changed(self, view: PolicyView, workers: Collection[int]) -> None:
         for number in workers:
@@ -76,7 +76,7 @@ class Bsp(Policy):
     def start(self, view: PolicyView) -> Sequence[int]:
         if not self._idle:
             return ()
-        # A new set: one that was large keeps its size, and to look through it costs as much as before.
+        # A new set is made, because a set that was large keeps its memory, and a loop over it would stay slow.
         idle, self._idle = self._idle, set()
         return sorted(idle)
 
@@ -87,8 +87,8 @@ class Bsp(Policy):
         return self._absent if view.num_held else ()
 
     def shortfall(self, view: PolicyView, offers: Sequence[Offer]) -> int:
-        """Workers that keep the round open and give no batch: they let a grant time out, or their streams have nothing
-        to read while every other worker is full."""
+        """Return the number of workers that keep the round open and give no batch: a grant of them has timed out, or
+        they have no records while every other worker is full."""
         if not offers:
             return super().shortfall(view, offers)
         absent = [offer for offer in offers if not offer.held and not offer.computing]

@@ -1,8 +1,9 @@
-"""Worker clocks for policies of bounded staleness: how far each active worker is, and the minimum. Pure.
+"""Worker clocks for policies of bounded staleness: the progress of each active worker, and the minimum. Pure.
 
 A worker is active while it is live and has batches that it may compute. Its clock is the number of its batches or waves
-in the model, without skipped ones, plus an offset that it gets when it becomes active after the others: then it starts
-at the minimum, so that nobody waits for what it missed (the ESSP paper). The minimum never falls.
+in the model, without skipped ones, plus an offset. A worker that becomes active after the others gets an offset with
+which it starts at the minimum, so that nobody waits for the batches that it missed (the ESSP paper). The minimum never
+decreases.
 """
 
 from __future__ import annotations
@@ -16,38 +17,38 @@ class WorkerClocks:
     """Clocks of the active workers. Each call takes constant time on average, whatever the number of workers.
 
     Attributes:
-        minimum: of the clocks of all active workers; it never falls, and stays while nobody is active.
-        raised: workers whose offset has become larger; whoever reads it may clear it.
+        minimum: lowest clock of all active workers. It never decreases, and stays the same while no worker is active.
+        raised: workers whose offset has increased. The reader of this set may clear it.
     """
 
     def __init__(self, history: int) -> None:
-        """`history`: for how many clocks below the minimum `version_of` is asked."""
+        """`history`: number of clocks below the minimum for which `version_of` may be called."""
         self.minimum = 0
         self.raised: set[int] = set()
         self._history = history
         self._offsets: dict[int, int] = {}  # clock - count, of the workers for which it is not 0
         self._clocks: dict[int, int] = {}  # of active workers
-        self._counts: dict[int, int] = {}  # active workers by clock
+        self._counts: dict[int, int] = {}  # number of active workers by clock
         self._heap: list[int] = []  # the keys of `_counts`, and earlier keys
-        # (clock, the version at which the minimum reached it), both increasing; the last is (minimum, ...).
+        # (clock, version at which the minimum reached it), both increasing. The last item is (minimum, ...).
         self._reached: list[tuple[int, int]] = [(0, 0)]
 
     def __contains__(self, worker: int) -> bool:
         return worker in self._clocks
 
     def slowest(self) -> list[int]:
-        """The active workers whose clock is the minimum. Looks at all of them."""
+        """Return the active workers whose clock is the minimum. Looks at all active workers."""
         return [worker for worker, clock in self._clocks.items() if clock == self.minimum]
 
     def offset(self, worker: int) -> int:
-        """The difference between the clock of this worker and the count of its batches."""
+        """Return the difference between the clock of this worker and the count of its batches."""
         return self._offsets.get(worker, 0)
 
     def shift(self, worker: int, change: int) -> None:
         self._offsets[worker] = self.offset(worker) + change
 
     def set(self, worker: int, count: int, *, is_active: bool) -> None:
-        """A worker's counters have changed: `count` units of its work are in the model. Followed by `advance`."""
+        """Set a worker's progress: `count` units of its work are in the model. Call `advance` afterwards."""
         before = self._clocks.get(worker)
         if not is_active:
             if before is not None:
@@ -66,7 +67,7 @@ class WorkerClocks:
                 self._count(before, -1)
 
     def advance(self, version: int) -> bool:
-        """Bring `minimum` up to date; whether it has moved. `version`: of the weights now."""
+        """Update `minimum`, and return whether it has changed. `version`: version of the current weights."""
         heap, counts = self._heap, self._counts
         while heap and heap[0] not in counts:
             heappop(heap)
@@ -75,21 +76,21 @@ class WorkerClocks:
         self.minimum = heap[0]
         self._reached.append((self.minimum, version))
         needless = bisect_left(self._reached, (self.minimum - self._history, 0))
-        if needless > self._history:  # now and then: it costs as much as what it removes
+        if needless > self._history:  # rarely: the deletion costs as much as the items that it removes
             del self._reached[:needless]
         return True
 
     def version_of(self, clock: int) -> int:
-        """The first version that holds every active worker's batches below `clock`, for a clock up to `minimum`."""
+        """Return the first version with every active worker's batches below `clock`, which is at most `minimum`."""
         return self._reached[bisect_left(self._reached, (clock, 0))][1]
 
     def state(self) -> dict[str, Any]:
-        """The clocks as a checkpoint keeps them: a later server has the same clocks for the same counts of batches."""
+        """Return the clocks for a checkpoint: a later server has the same clocks for the same counts of batches."""
         offsets = {str(worker): offset for worker, offset in self._offsets.items()}
         return {"minimum": self.minimum, "offsets": offsets, "reached": [list(item) for item in self._reached]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Raises ValueError if it is not what `state` returns."""
+        """Continue from `state`. Raises ValueError if it is not a result of the method `state`."""
         try:
             minimum = int(state["minimum"])
             reached = [(int(clock), int(version)) for clock, version in state["reached"]]
@@ -111,21 +112,21 @@ class WorkerClocks:
 
 
 class WaitingAtGate:
-    """Workers that may start once the minimum clock has reached what they need.
+    """Workers that may start after the minimum clock has reached the value that they need.
 
-    All whose turn has come start at once, also if the minimum has jumped over what they need.
+    All workers whose value is reached start at once, also if the minimum has skipped some values.
     """
 
     def __init__(self) -> None:
         self._needed: dict[int, int] = {}  # the minimum that each waiting worker needs
-        self._workers: dict[int, set[int]] = {}  # by what they need
+        self._workers: dict[int, set[int]] = {}  # by the minimum that they need
         self._heap: list[int] = []  # the keys of `_workers`, and earlier keys
 
     def __bool__(self) -> bool:
         return bool(self._needed)
 
     def set(self, worker: int, needed: int | None) -> None:
-        """The minimum that a worker needs; None: it does not wait."""
+        """Set the minimum that a worker needs; None: it does not wait."""
         before = self._needed.get(worker)
         if before == needed:
             return
@@ -142,7 +143,7 @@ class WaitingAtGate:
             self._workers[needed].add(worker)
 
     def open(self, minimum: int) -> list[int]:
-        """Workers that may start now, in order; they do not wait any more."""
+        """Return the workers that may start now, in order. They do not wait any more."""
         started: list[int] = []
         while self._heap and self._heap[0] <= minimum:
             for worker in self._workers.pop(heappop(self._heap), ()):

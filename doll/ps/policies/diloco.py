@@ -1,4 +1,4 @@
-"""DiLoCo: H batches of local steps at each worker, then one outer step on the mean of what these have changed."""
+"""DiLoCo: each worker makes local steps on H batches; then the server makes one outer step on the mean change."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MAX_LOCAL_BATCHES = 1_000
 
 
 class DilocoPolicyConfig(PolicyConfig):
-    """Rounds of local steps: each worker computes H batches from the same weights with its own optimizer and sends what
-    they have changed; the server makes one outer step on the mean. For slow networks and machines that come and go."""
+    """Rounds of local steps: each worker computes H batches from the same weights with its own optimizer and sends the
+    change; the server makes one outer step on the mean. For slow networks and machines that come and go."""
 
-    supports_tables: ClassVar[bool] = False  # rows would be as old as a round allows, and have no outer step
+    supports_tables: ClassVar[bool] = False  # rows would be as old as a round, and have no outer step
 
     name: Literal["diloco"] = "diloco"
     local_batches: PositiveInt = Field(
@@ -59,7 +59,7 @@ class DilocoPolicyConfig(PolicyConfig):
         return self.local_batches * num_workers
 
     def update_rate_per_s(self, rates_per_s: Sequence[float], batch_size: int) -> float:
-        """The slowest stream of the quorum sets the pace.
+        """Return the update rate, which the slowest stream of the quorum determines.
 
         >>> DilocoPolicyConfig(local_batches=4, quorum=0.5).update_rate_per_s([100.0, 40.0], batch_size=10)
         2.5
@@ -73,13 +73,14 @@ def _needed(quorum: float, num_live: int) -> int:
 
 
 class Diloco(Policy):
-    """An update is the H batches of each worker of a round, in pushes of their own.
+    """Rounds in which each worker pushes the change of H batches, and each round is one update.
 
-    A worker begins a round as soon as it has H waiting batches and nothing of it is at the server, on the newest
-    weights. The round ends when every live worker has delivered that is neither late nor was dry when the last round
-    ended; or a grace after a quorum has; or, if nobody computes any more because streams are dry, a grace after the
-    last one. The grace is as long as the round has taken so far, and at most `grace_s`. Who comes later is in the round
-    in which it comes, and its change counts less (`DilocoPolicyConfig.age_discount`): no sample is dropped.
+    A worker begins a round on the newest weights, as soon as it has H waiting batches and none of its batches is at the
+    server. The round ends when every live worker has delivered, except workers that are late or were dry at the end of
+    the last round. It also ends a grace time after a quorum has delivered; or, if nobody computes any more because
+    streams are dry, a grace time after the last delivery. The grace time is as long as the round has taken so far, at
+    most `grace_s`. A change that comes later is in the round in which it comes, and counts less
+    (`DilocoPolicyConfig.age_discount`): no sample is dropped.
 
     Source: Douillard et al., DiLoCo (arXiv 2311.08105); quorum and grace window: Decoupled DiLoCo (2604.21428); weights
     by age: 2605.09126.
@@ -89,7 +90,7 @@ class Diloco(Policy):
     exact_version: ClassVar[bool] = False
 
     def __init__(self, local_batches: int, *, quorum: float = 1.0, grace_s: float = 0.0) -> None:
-        """`local_batches`: H >= 1. `quorum`: above 0, at most 1. `grace_s`: at least 0."""
+        """`local_batches`: H >= 1. `quorum`: above 0, at most 1. `grace_s`: maximum grace time in seconds, >= 0."""
         if not (1 <= local_batches <= MAX_LOCAL_BATCHES and 0 < quorum <= 1 and grace_s >= 0):
             raise ValueError(
                 f"expected 1 to {MAX_LOCAL_BATCHES} local batches, a quorum in (0, 1] and a grace of 0 s or more, got "
@@ -98,14 +99,14 @@ class Diloco(Policy):
         self.batches_per_push = local_batches
         self._quorum = quorum
         self._grace_s = grace_s
-        self._to_start: dict[int, int] = {}  # workers, and how many batches each is granted next
+        self._to_start: dict[int, int] = {}  # workers, and the number of batches that each is granted next
         self._delivered: set[int] = set()  # workers with held batches
         self._computing: set[int] = set()  # workers with batches under way
-        self._late: set[int] = set()  # those of them that have delivered nothing since an update was made without them
+        self._late: set[int] = set()  # of `_computing`: workers without a delivery since an update without them
         self._idle: set[int] = set()  # live workers with neither
-        self._dry: set[int] = set()  # those of them that were idle when the last update was made
-        self._began_s: float | None = None  # since when batches of this round are computed
-        self._ends_since_s: float | None = None  # since when the round may end after its grace
+        self._dry: set[int] = set()  # of `_idle`: workers that were idle when the last update was made
+        self._began_s: float | None = None  # time at which the first batch of this round was granted
+        self._ends_since_s: float | None = None  # time from which the grace of the round counts
 
     def changed(self, view: PolicyView, workers: Collection[int]) -> None:
         for number in workers:
@@ -124,8 +125,8 @@ class Diloco(Policy):
                 self._to_start.pop(number, None)
 
     def _next_batches(self, worker: WorkerCounters) -> int:
-        """How many batches the worker may be granted: all that its push lacks, or, before its first, none; or all that
-        are left of a source that has ended."""
+        """Return how many batches the worker may be granted: all that its next push lacks; 0 until a whole first push
+        is waiting; or all batches that are left of a source that has ended."""
         if worker.held:
             return 0
         size = self.batches_per_push

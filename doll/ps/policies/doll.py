@@ -1,4 +1,4 @@
-"""DOLL: an update is K gradients of distinct batches, all computed at the same version (Algorithms 3 and 4)."""
+"""DOLL: an update is made of K gradients of distinct batches, all computed at the same version (Algorithms 3 and 4)."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ class DollPolicyConfig(PooledConfig):
 class Doll(Policy):
     """Groups of K batches.
 
-    The group is what is held or being computed. When a batch drops out, the next waiting batch takes its place at the
-    same version. Places go to workers with the fewest batches in the group, so that gradients are computed in parallel;
-    then by the grants since a worker's last one and the batches that it has waiting, added: a worker that joins or is
-    behind misses no group for others (docs/decisions/0093).
+    The group consists of the held batches and the batches being computed. When a batch drops out, the next waiting
+    batch takes its place at the same version. The next grant goes to the worker with the fewest batches in the group,
+    so that gradients are computed in parallel. Among equal workers, the number of grants since a worker's last one plus
+    the number of its waiting batches decides, so that a worker that joins or is behind is in every group
+    (docs/decisions/0093).
     """
 
     name: ClassVar[str] = "doll"
@@ -40,7 +41,7 @@ class Doll(Policy):
             raise ValueError(f"expected a group size K >= 1, got {group_size}")
         self.group_size = group_size
         self._candidates = _Candidates()
-        self._last_turns: dict[int, int] = {}  # by worker: which grant of this server was its last one
+        self._last_turns: dict[int, int] = {}  # by worker: number of its last grant, counted over all workers
         self._num_turns = 0
 
     def changed(self, view: PolicyView, workers: Collection[int]) -> None:
@@ -53,7 +54,7 @@ class Doll(Policy):
     def start(self, view: PolicyView) -> Sequence[int]:
         in_group, size = view.num_held + view.num_computing, self.batches_needed(view)
         if in_group == 0 and view.num_waiting < size:
-            return ()  # a group is opened only when it can be filled at once
+            return ()  # a group is opened only if it can be filled at once
         if in_group >= size or not view.num_waiting:
             return ()
         worker = self._candidates.first()
@@ -65,7 +66,7 @@ class Doll(Policy):
         return view.held_batches() if view.num_held and view.num_held >= self.batches_needed(view) else ()
 
     def batches_needed(self, view: PolicyView) -> int:
-        """K, or the number of batches that are left of a source that has ended."""
+        """Return K, or the number of batches that are left of a source that has ended."""
         return self.group_size if view.num_left is None else min(self.group_size, view.num_left)
 
 
@@ -77,7 +78,7 @@ class _Candidates:
         self._heap: list[tuple[tuple[int, float], int]] = []  # also entries that are out of date
 
     def set(self, worker: int, order: tuple[int, float] | None) -> None:
-        """The worker's place; None: it has no waiting batch."""
+        """Set the worker's place in the order; None: it has no waiting batch."""
         if order is None:
             self._order.pop(worker, None)
         elif self._order.get(worker) != order:
@@ -88,7 +89,7 @@ class _Candidates:
             heapify(self._heap)
 
     def first(self) -> int:
-        """The worker that is first; there must be one."""
+        """Return the first worker in the order; there must be one."""
         while self._order.get(self._heap[0][1]) != self._heap[0][0]:
             heappop(self._heap)
         return self._heap[0][1]

@@ -1,4 +1,4 @@
-"""Eager SSP: SSP's guarantee, and all workers are sent the weights whenever the slowest has moved on (ESSP paper)."""
+"""Eager SSP: SSP, with new weights sent to all workers whenever the slowest worker has advanced (ESSP paper)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from doll.ps.policies.ssp import BoundedStalenessConfig, Ssp
 
 
 class EsspPolicyConfig(BoundedStalenessConfig):
-    """Bounded staleness with eager weights: as ssp, and new weights are sent to all workers before they ask."""
+    """Bounded staleness with eager weights: like ssp, and new weights are sent to all workers before they ask."""
 
     name: Literal["essp"] = "essp"
 
 
 class Essp(Ssp):
-    """SSP that publishes when the minimum clock moves: staleness is usually one clock, whatever s is."""
+    """SSP that publishes when the minimum clock increases: staleness is usually one clock, for any s."""
 
     name: ClassVar[str] = "essp"
     sends_versions: ClassVar[bool] = True

@@ -1,7 +1,7 @@
 """Policies in which a worker waits for the slowest one: ssp, essp and wsp.
 
-The slowest of those that have batches to compute: a worker whose partitions are dry is not waited for, and its next
-batch is at the minimum of the clocks, as that of a worker that joins (docs/decisions/0077).
+Only workers with batches to compute count as the slowest: a worker whose partitions are dry is not waited for. Its next
+batch gets the minimum of the clocks, like the first batch of a worker that joins (docs/decisions/0077).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from doll.ps.policies.clocks import WaitingAtGate, WorkerClocks
 
 
 class GatedConfig(PooledConfig):
-    """The common options of these policies."""
+    """The common options of ssp, essp and wsp."""
 
     @property
     @abstractmethod
     def bound_text(self) -> str:
-        """The event that a worker waits for, in words: after "with policy NAME"."""
+        """The rule by which a worker waits, in words: the text after "with policy NAME"."""
 
     @property
     def sends_steps(self) -> bool:
@@ -36,33 +36,33 @@ class GatedConfig(PooledConfig):
 
 
 class GatedByClock(Policy):
-    """A batch starts when the minimum clock has reached what it needs, and is computed on weights that hold as much.
+    """A batch starts when the minimum clock has reached the value that it needs, on weights with all batches below it.
 
-    The gate is on the batch's own place in its stream, wherever the server's count of its worker stands. Each push is
-    an update of its own.
+    This value depends on the batch's own place in its stream, not on the number of applied batches of its worker. Each
+    push is an update of its own.
     """
 
     exact_version: ClassVar[bool] = False
-    whole_pushes: bool = True  # a push is begun once all of its batches are announced
+    whole_pushes: bool = True  # whether a push begins only after all of its batches are announced
 
     def __init__(self, history: int) -> None:
-        """`history`: how far below the minimum clock `needed` may be, for workers that are not behind it."""
+        """`history`: how far `needed` may be below the minimum clock, for workers that are not behind the minimum."""
         self._clocks = WorkerClocks(history)
         self._gate = WaitingAtGate()
         self._live: dict[int, None] = {}
 
     def max_under_way(self) -> int:
-        """How many batches of a worker may be granted and not applied; default: one."""
+        """Return how many batches of a worker may be granted and not applied. Default: 1."""
         return 1
 
     def clock(self, applied: int) -> int:
-        """The clock of a worker with `applied` batches in the model, without its offset; default: one per batch."""
+        """Return the clock of a worker with `applied` batches in the model, without its offset. Default: `applied`."""
         return applied
 
     @abstractmethod
     def needed(self, batch: int, offset: int) -> int:
-        """The minimum clock that batch `batch` of a stream needs. `offset`: added to the clocks of its worker, which
-        has joined after the others."""
+        """Return the minimum clock that batch `batch` of a stream needs. `offset`: clock offset of a worker that has
+        joined after the others."""
 
     def changed(self, view: PolicyView, workers: Collection[int]) -> None:
         for number in workers:
@@ -80,15 +80,15 @@ class GatedByClock(Policy):
             self._gate.set(number, self._needed_by(view, number) if may_start else None)
 
     def _least_to_start(self, worker: WorkerCounters) -> int:
-        """How many batches must wait before the next one starts: the first of a push needs the others of it, unless no
-        more will come."""
+        """Return how many batches must wait before the next one starts: for the first batch of a push, all batches of
+        the push, unless no more batches will come."""
         size = self.batches_per_push
         place = (worker.applied + worker.held + worker.computing) % size
         is_first = not place or not (worker.held or worker.computing)
         return size - place if self.whole_pushes and is_first and not worker.is_done else 1
 
     def _has_work(self, worker: WorkerCounters) -> bool:
-        """Whether the others wait for it: it has batches under way, or could begin some, also if it is stalled."""
+        """Return whether others wait for the worker: it has batches under way or could begin one, even if stalled."""
         return bool(worker.held or worker.computing) or worker.announced >= self._least_to_start(worker)
 
     def skipped(self, worker: int, batches: int) -> None:
@@ -123,7 +123,7 @@ class GatedByClock(Policy):
         self._clocks.restore(state)
 
     def shortfall(self, view: PolicyView, offers: Sequence[Offer]) -> int:
-        """Workers for which the others wait, and that give no batch."""
+        """Return the number of workers that give no batch and for which the others wait."""
         if not offers:
             return super().shortfall(view, offers)
         return 0 if view.num_computing or view.num_held else sum(offer.stalled for offer in offers)

@@ -1,4 +1,4 @@
-"""Insignificance-bounded synchronous parallel: bsp of the changes that matter (the MLLess paper, section 4)."""
+"""Insignificance-bounded synchronous parallel: bsp with significant changes only (the MLLess paper, section 4)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MAX_SIGNIFICANCE = 1_000.0
 
 
 class IspPolicyConfig(LockstepConfig):
-    """Bulk synchronous, with a significance filter: a worker sends a change of a number once it is larger than
-    significance / sqrt(t) of that number in round t, and keeps the rest of its steps until it is."""
+    """Bulk synchronous, with a significance filter: in round t, a worker sends the change of a number only if it is
+    larger than significance / sqrt(t) of the number. Smaller changes are added up at the worker until they are."""
 
     publishes_deltas: ClassVar[bool] = True
 
@@ -37,11 +37,11 @@ class IspPolicyConfig(LockstepConfig):
 
 
 class Isp(Bsp):
-    """The rounds of `Bsp`; what a worker holds back is settled before its batches become durable."""
+    """The rounds of `Bsp`. Steps that a worker holds back are settled before its batches become durable."""
 
     name: ClassVar[str] = "isp"
     holds_back: ClassVar[bool] = True
-    takes_late_pushes = False  # what it holds back may have been asked for since
+    takes_late_pushes = False  # the held-back part may have been requested since
 
 
 SPEC = PolicySpec("isp", IspPolicyConfig, lambda config: Isp())

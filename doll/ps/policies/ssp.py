@@ -46,11 +46,11 @@ class SspPolicyConfig(BoundedStalenessConfig):
 
 
 class Ssp(GatedByClock):
-    """A batch at clock t starts when the batches below t - s are in the model of every live worker that has batches,
-    and is computed on weights that hold these; each step is an update of its own.
+    """A batch at clock t starts when the model has all batches below t - s of every live worker that has batches. The
+    batch is computed on weights with these batches. Each step is an update of its own.
 
-    A worker may go on while its pushes are on their way. That changes no bound: the gate is on the batch's own clock,
-    and the minimum clock counts the worker's own batches in the model as well, so at most s + 1 of them are under way.
+    A worker may continue while its pushes are being sent. This does not change the bound: the rule uses the batch's own
+    clock, and the minimum clock includes the worker's own batches in the model, so at most s + 1 are under way.
     """
 
     name: ClassVar[str] = "ssp"

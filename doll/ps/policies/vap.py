@@ -1,4 +1,4 @@
-"""Value-bounded asynchronous parallel: no view is further than v_t from the model (the ESSP paper, section 3.2)."""
+"""Value-bounded asynchronous parallel: no view differs from the model by more than v_t (ESSP paper, section 3.2)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from doll.ps.policies.base import BatchId, Policy, PolicySpec, PolicyView
 
 
 class VapPolicyConfig(AsynchronousConfig):
-    """Asynchronous, with a bound on the values that a worker may miss: when its step is applied as update t, no number
-    of the weights that it was computed on is more than value_bound / sqrt(t) away from the model's."""
+    """Asynchronous, with a bound on the changes that a worker may miss: when its step is applied as update t, no number
+    of the weights that it was computed on differs from the model's by more than value_bound / sqrt(t)."""
 
     name: Literal["vap"] = "vap"
     value_bound: PositiveFloat = Field(
@@ -34,13 +34,13 @@ class VapPolicyConfig(AsynchronousConfig):
 
 @dataclass(slots=True)
 class _View:
-    """The view on which one batch under way is computed.
+    """The weights (view) on which one batch under way is computed.
 
     Attributes:
-        place: in the order of grants.
-        applied: `Vap._applied` when it was granted: the view holds all of that.
-        step: largest absolute value of its step; until that is known, of its worker's last one.
-        is_held: its step is at the server, and not applied.
+        place: place in the order of grants.
+        applied: value of `Vap._applied` when the batch was granted: the view has all these steps.
+        step: largest absolute value of the batch's step; until it is known, of the worker's last step.
+        is_held: True if the step is at the server and not applied.
     """
 
     place: int
@@ -50,45 +50,44 @@ class _View:
 
 
 class Vap(Policy):
-    """Each step is an update of its own, and a worker whose step would take another worker's view beyond v_t waits.
+    """Each step is an update of its own. A worker whose step would change another worker's view by too much waits.
 
-    Each batch is computed on the newest weights. Its view misses the steps that are applied while it is computed.
-    Condition (1) of the paper holds when a step is applied: no number of what the view of that step misses is larger
-    than v_t = v_0 / sqrt(t), t being the number of this update. Three rules keep it:
+    Each batch is computed on the newest weights. Its view misses the steps that are applied while it is computed. When
+    a step is applied, condition (1) of the paper holds: no number of the sum of the steps that its view misses is
+    larger than v_t = v_0 / sqrt(t), where t is the number of this update. Three rules ensure this:
 
-    - Steps are applied in the order of their grants as they come, each only if no older view misses more than v_t
-      then. Otherwise it waits until the steps of these views are applied.
-    - A step whose own view misses more than v_t, because a step of an older view had to be applied, is not applied: its
+    - Steps are applied in the order of their grants, when they come. A step is applied only if after it no older view
+      misses more than v_t. Otherwise it waits until the steps of these views are applied.
+    - A step whose own view misses more than v_t, because a step of an older view had to be applied, is not applied. Its
       batch is computed again (`void`).
-    - A batch is granted only if the steps under way are expected to keep the bound, each as large as the last one of
-      its worker: few batches are computed again.
-
-    The oldest view never misses too much, so a step always can be applied. What a view misses is measured by the sum of
-    the largest absolute values of the steps of all other workers that it misses: the bound holds in every coordinate,
-    and for all workers together (docs/decisions/0062).
+    - A batch is granted only if the steps under way are expected to keep the bound, each as large as the last step of
+      its worker. So few batches are computed again.
+    The oldest view never misses too much, so some step can always be applied. The amount that a view misses is the sum
+    of the largest absolute values of the missed steps of all other workers. So the bound holds in every coordinate, and
+    for all workers together (docs/decisions/0062).
     """
 
     name: ClassVar[str] = "vap"
     exact_version: ClassVar[bool] = False
 
     def __init__(self, value_bound: float) -> None:
-        """`value_bound`: v_0 > 0; may be infinite."""
+        """`value_bound`: v_0 > 0; it may be infinite."""
         if not value_bound > 0:
             raise ValueError(f"expected a value bound v_0 > 0, got {value_bound}")
         self.value_bound = value_bound
-        # A late push answers a later grant than the one that its view was made for: what that view misses is not known.
+        # A late push answers a later grant than the grant of its view, so the amount that its view misses is not known.
         self.takes_late_pushes = math.isinf(value_bound)
-        self._applied = 0.0  # sum of the largest absolute values of the steps applied
+        self._applied = 0.0  # sum of the largest absolute values of the applied steps
         self._moved: dict[int, float] = {}  # of each worker, see `WorkerCounters`
         self._views: OrderedDict[int, _View] = OrderedDict()  # by worker, in the order of their grants
         self._under_way = 0.0  # sum of the steps of `_views`
-        self._held: list[tuple[int, int]] = []  # heap of (place, worker): held steps, and some that were
+        self._held: list[tuple[int, int]] = []  # heap of (place, worker) of held steps, with outdated entries
         self._last_step: dict[int, float] = {}  # of each worker
         self._places = 0
-        self._idle: OrderedDict[int, None] = OrderedDict()  # may be granted a batch, the longest waiting first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # workers that may get a batch, the longest waiting first
 
     def bound(self, version: int) -> float:
-        """v_t = v_0 / sqrt(t) of the update that makes `version`, which is t."""
+        """Return v_t = v_0 / sqrt(t) for the update t that makes `version`, so t = version."""
         return self.value_bound / math.sqrt(version)
 
     def changed(self, view: PolicyView, workers: Collection[int]) -> None:
@@ -107,7 +106,7 @@ class Vap(Policy):
                 self._under_way -= mine.step
                 del self._views[number]
                 if not self._views:
-                    self._under_way = 0.0  # without what rounding has left
+                    self._under_way = 0.0  # removes rounding errors
             if not worker.waiting or number in self._views:
                 self._idle.pop(number, None)
             elif number not in self._idle:
@@ -143,23 +142,23 @@ class Vap(Policy):
         if number is None:
             return ()
         oldest = next(iter(self._views))
-        # After this update, the oldest view can be applied at the next one at the earliest.
+        # The oldest view can be applied at the update after this one at the earliest.
         if oldest != number and self._misses(oldest, number) > self.bound(view.version + 2):
             return ()
         return (view.worker(number).first_held,)
 
     def _will_miss(self, oldest: _View, step: float) -> float:
-        """The most that a view misses once all steps under way and then another one, `step`, are applied: the oldest
-        view, or that of the other one."""
+        """Return the most that a view misses after all steps under way and a new one, `step`, are applied. This is
+        either the oldest view or the view of the new step."""
         return max(self._under_way, self._applied - oldest.applied + self._under_way - oldest.step + step)
 
     def _misses(self, number: int, behind: int | None = None) -> float:
-        """The amount that this worker's view misses; with `behind`, once the held step of that worker is applied."""
+        """Return the amount that this worker's view misses; with `behind`, after that worker's held step is applied."""
         step = 0.0 if behind is None else self._views[behind].step
         return self._applied - self._views[number].applied + step
 
     def _first_held(self) -> int | None:
-        """The worker that was granted its batch first, among those whose steps are held."""
+        """Return the worker with the earliest grant among the workers whose steps are held."""
         while self._held:
             place, number = self._held[0]
             mine = self._views.get(number)

@@ -1,4 +1,4 @@
-"""Wave synchronous parallel: bounded staleness in waves of batches, pushed as one (the HetPipe paper, section 5)."""
+"""Wave synchronous parallel: bounded staleness for waves of batches, one push per wave (HetPipe paper, sec. 5)."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ class WspPolicyConfig(GatedConfig):
 
 
 class Wsp(GatedByClock):
-    """A worker's clock is the number of its whole waves in the model. A wave begins once all of its batches are
-    announced, except in a pipeline.
+    """The policy of waves. A worker's clock is the number of its whole waves in the model. A wave begins after all of
+    its batches are announced, except in a pipeline.
 
-    The batch at place p of its stream (p = 1, 2, ...) needs c - D + 1 waves of every live worker, c = floor(p / N_m) -
-    2, where c >= D: so a worker that has pushed a wave goes on with all of the next one but its last batch.
+    The batch at place p of its stream (p = 1, 2, ...) needs c - D + 1 waves of every live worker, where c = floor(p /
+    N_m) - 2, if c >= D. So a worker that has pushed a wave can compute all batches of the next one except the last.
     """
 
     name: ClassVar[str] = "wsp"
 
     def __init__(self, wave_batches: int, clock_distance: int, *, pipelined: bool = False) -> None:
-        """`wave_batches`: N_m >= 1. `clock_distance`: D >= 0. `pipelined`: a worker computes N_m batches at once,
-        begins one whenever another is done, and so is in the next wave before it has pushed the one before."""
+        """`wave_batches`: N_m >= 1. `clock_distance`: D >= 0. `pipelined`: True: a worker computes N_m batches at once
+        and begins one whenever another is done, so it begins the next wave before it has pushed the current one."""
         if not 1 <= wave_batches <= MAX_WAVE_BATCHES or not 0 <= clock_distance <= MAX_CLOCK_DISTANCE:
             raise ValueError(
                 f"expected waves of 1 to {MAX_WAVE_BATCHES} batches and a clock distance of 0 to {MAX_CLOCK_DISTANCE}, "

@@ -1,1 +1,1 @@
-"""Tables at the parameter server: rows, the optimizer state of touched rows, and changes."""
+"""Tables at the parameter server: rows, the optimizer state of touched rows, and the tracking of changes."""

@@ -1,9 +1,9 @@
-"""The ids of a bounded table that have rows: admitted when they have been named often enough, evicted if there is no
-room, expired when they are not named any more. Pure.
+"""The ids of a bounded table that have rows. An id is admitted when updates have named it often enough, is evicted if
+there is no room for another id, and expires when updates do not name it any more. Pure.
 
-Everything is decided by the ids that updates name, in the order of the updates: a replay decides the same. The ids with
-the lowest counts are evicted, of these the ones whose last use is the longest ago. All counts are halved now and then
-(LFU with ageing, as TinyLFU), so that an id that was frequent long ago makes room.
+All decisions depend only on the ids that updates name, in the order of the updates, so a replay decides the same. The
+ids with the lowest counts are evicted; among these, the ones whose last use is the longest ago. All counts are halved
+from time to time (LFU with ageing, as in TinyLFU), so that ids that were frequent long ago are evicted as well.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ _HALF: Final = np.uint64(32)
 
 
 class IdCounts:
-    """How often ids of a table of at most `max_rows` rows have been named, in memory that does not grow: a count-min
-    sketch that ages. Not thread-safe.
+    """Counts of the ids of a table with at most `max_rows` rows, in constant memory: a count-min sketch with ageing.
+    Not thread-safe.
 
-    Cormode and Muthukrishnan (2005), with conservative update (Estan and Varghese, 2002), and halved now and then, as
+    Cormode and Muthukrishnan (2005), with conservative update (Estan and Varghese, 2002), and regular halving, as in
     the sketch of TinyLFU (Einziger, Friedman, Manes, 2017). An estimate is never below the id's count since the sketch
-    was made, halved as often as the sketch; with four rows of at least 8 cells for each row of the table, halved every
-    2 counts for each row of the table, it is more than 1 above it with a probability below 2 %.
+    was made, halved as often as the sketch. The sketch has four rows, each with at least 8 cells per row of the table,
+    and is halved every 2 counts per row of the table. So an estimate is more than 1 too high with a probability below
+    2 %.
 
     Attributes:
         cells: uint8, shape (NUM_HASHES, a power of two).
-        num_added: counts since the cells were halved.
+        num_added: number of counts since the cells were last halved.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -43,7 +44,7 @@ class IdCounts:
         self.num_added = 0
 
     def add(self, ids: Ids, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Count `ids`, no one twice, so many times each; their estimates, of 255 at most."""
+        """Count each of the distinct `ids` by `counts`, and return their estimates, which are at most 255."""
         hashes = mixed(ids.astype(np.uint64))
         first, step, mask = hashes >> _HALF, hashes | np.uint64(1), np.uint64(self.cells.shape[1] - 1)
         places = [((first + np.uint64(row) * step) & mask).astype(np.int64) for row in range(NUM_HASHES)]
@@ -61,28 +62,28 @@ class IdCounts:
 Slots = npt.NDArray[np.int64]
 
 FREE: Final = -1
-_COUNTS_PER_ROW: Final = 8  # between two times that all counts are halved
+_COUNTS_PER_ROW: Final = 8  # counts per row of the table between two halvings
 _AT_ONCE: Final = (
-    64  # one in so many rows is evicted at once, and ttl_updates is looked at so often: a look at all costs
+    64  # one of 64 rows is evicted at once, and expiry is checked 64 times per ttl_updates: a check looks at all rows
 )
-_MAX_RANKED: Final = 2**22 - 1  # of a count, beside 2^40 versions in 63 bits
+_MAX_RANKED: Final = 2**22 - 1  # highest count in a rank, which has 63 bits with 2^40 versions
 
 
 class Totals(NamedTuple):
     """The totals of a bounded table since the job began."""
 
-    rows: int  # that there are now
+    rows: int  # current number of rows
     admitted: int
     evicted: int
     expired: int
-    refused: int  # gradients of ids without a row
+    refused: int  # number of gradients of ids without a row
 
 
 class BoundedIds:
     """The ids that have rows, each with the slot of its row. Not thread-safe.
 
     Attributes:
-        lost: ids whose rows were taken are added to it; None: nobody asks.
+        lost: list to which ids that have lost their rows are added; None: they are not recorded.
     """
 
     def __init__(self, bounds: TableBounds) -> None:
@@ -92,15 +93,15 @@ class BoundedIds:
         self._index = IdIndex(size)
         self._counts = np.zeros(size, np.int64)
         self._touched = np.full(size, FREE, np.int64)  # version of the last update that has named the id
-        self._free: Slots = np.arange(size)  # sorted: what a restart finds
-        self._num_slots = 0  # that have ever been used
+        self._free: Slots = np.arange(size)  # sorted, as after a restart
+        self._num_slots = 0  # number of slots that have ever been used
         self._waiting = IdCounts(size) if bounds.min_count > 1 else None
-        self._num_counted = 0  # since all counts were halved
+        self._num_counted = 0  # number of counts since all counts were halved
         self._admitted = self._evicted = self._expired = self._refused = 0
 
     @property
     def num_slots(self) -> int:
-        """Slots are below it."""
+        """The upper bound of all slots, exclusive."""
         return self._num_slots
 
     @property
@@ -109,26 +110,26 @@ class BoundedIds:
         return Totals(rows, self._admitted, self._evicted, self._expired, self._refused)
 
     def find(self, ids: Ids) -> Slots:
-        """The slot of each id; -1 if it has no row."""
+        """Return the slot of each id; -1 for ids without a row."""
         return self._index.find(ids)
 
     def ids_of(self, slots: Slots) -> Ids:
-        """The ids of slots that are in use."""
+        """Return the ids of slots that are in use."""
         return self._index.ids[slots]
 
     def last_touch(self, slots: Slots) -> npt.NDArray[np.int64]:
-        """The version in which the row of each slot was changed last."""
+        """Return the version in which the row of each slot was changed last."""
         return self._touched[slots]
 
     def begin_with(self, ids: Ids, counts: npt.NDArray[np.int64]) -> Slots:
-        """Give rows to these ids, `max_rows` at most and strictly increasing, as if version 0 had named them so often.
+        """Give rows to these ids, as if version 0 had named each of them `counts` times.
 
-        Returns their slots. No id has a row before.
+        `ids`: strictly increasing, at most `max_rows`; no id has a row before. Return their slots.
         """
         return self._admit(ids, counts, 0)
 
     def expire(self, version: int) -> None:
-        """Take the rows of ids that no update has named for more than `ttl_updates` updates."""
+        """Remove the rows of ids that no update has named for more than `ttl_updates` updates."""
         ttl = self._bounds.ttl_updates
         if ttl is None or version % max(1, ttl // _AT_ONCE):
             return
@@ -137,9 +138,9 @@ class BoundedIds:
         self._take(slots)
 
     def name(self, ids: Ids, counts: npt.NDArray[np.int64], version: int) -> Slots:
-        """The update that makes `version` names `ids`, strictly increasing, so many times each.
+        """Note that the update that makes `version` names each of `ids` `counts` times; `ids` is strictly increasing.
 
-        Returns the slots of ids that have got a row now.
+        Return the slots of ids that have got a row now.
         """
         slots = self._index.find(ids)
         is_here = slots >= 0
@@ -159,12 +160,12 @@ class BoundedIds:
         return admitted
 
     def _make_room(self, counts: npt.NDArray[np.int64], version: int) -> npt.NDArray[np.int64]:
-        """Have free slots for ids with these counts, or for as many as possible; which of them, in order."""
+        """Free slots for ids with these counts, or for as many as possible. Return the places of ids that get one."""
         if len(counts) > len(self._free):
             self._evict(len(counts) - len(self._free), version)
         if len(counts) <= len(self._free):
             return np.arange(len(counts))
-        # All others are in use in this update: the most frequent ones get rows.
+        # All rows are used in this update: the most frequent new ids get the free slots.
         return np.sort(np.argsort(-counts, kind="stable")[: len(self._free)])
 
     def _admit(self, ids: Ids, counts: npt.NDArray[np.int64], version: int) -> Slots:
@@ -177,7 +178,7 @@ class BoundedIds:
         return slots
 
     def _evict(self, count: int, version: int) -> None:
-        """Take `count` rows at least, or all that this update does not name."""
+        """Remove at least `count` rows, or all rows that this update does not name."""
         slots = np.flatnonzero((self._touched != FREE) & (self._touched < version))
         count = max(count, self._bounds.max_rows // _AT_ONCE)
         if len(slots) > count:
@@ -185,7 +186,7 @@ class BoundedIds:
             last = np.partition(ranks, count - 1)[count - 1]
             is_taken = ranks < last
             ties = np.flatnonzero(ranks == last)
-            is_taken[ties[: count - int(np.count_nonzero(is_taken))]] = True  # of equal ones, the first slots
+            is_taken[ties[: count - int(np.count_nonzero(is_taken))]] = True  # among equal ranks, the first slots
             slots = slots[is_taken]
         self._evicted += len(slots)
         self._take(slots)
@@ -201,7 +202,7 @@ class BoundedIds:
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, npt.NDArray[np.int64] | npt.NDArray[np.uint8]]:
-        """All of it, copied. `ids` is -1 in slots without a row."""
+        """Return all arrays as copies. `ids` is -1 in slots without a row."""
         used = slice(0, self._num_slots)
         counters = [self._num_counted, *self.totals[1:], 0 if self._waiting is None else self._waiting.num_added]
         touched = self._touched[used].copy()

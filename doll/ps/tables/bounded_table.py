@@ -1,10 +1,10 @@
-"""A table at the parameter server whose ids are too many for a row each: rows are made, evicted and expire.
+"""A table at the parameter server that has rows only for some ids: rows are made and evicted, and they expire.
 
-An id without a row is read as its initial row, which is computed from the id; gradients of it are dropped and counted.
-So a row that is evicted is read as its initial row again, and one that is admitted begins with it.
+An id without a row has its initial row, which is computed from the id. Its gradients are dropped and counted. So an
+evicted id has its initial row again, and an admitted id begins with its initial row.
 
-Contributions are gradients: under policies whose workers send steps, a worker would keep its own step on a row that the
-server refuses (docs/decisions/0084).
+Contributions are gradients. Policies whose workers send steps are not supported: a worker would keep its own step on a
+row even if the server has refused the step (docs/decisions/0084).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class BoundedTable(StoredTable):
     ) -> None:
         """
         Args:
-            shape: its `num_rows` is the number of ids that there may be.
-            first: what it begins with; None: no id has a row.
+            shape: shape of the table; its `num_rows` is the number of possible ids.
+            first: rows at the start; None: no id has a row.
         """
         super().__init__(name, np.zeros((0, shape.width), np.float32), optimizer)
         self.shape = shape
         self._bounds = bounds
         self._ids = BoundedIds(bounds)
-        self._changed: list[Ids] | None = None  # None: nobody asks
+        self._changed: list[Ids] | None = None  # None: changes are not recorded
         if first is not None:
             slots = self._ids.begin_with(first.ids, first.counts)
             self._begin(slots)
@@ -53,7 +53,7 @@ class BoundedTable(StoredTable):
         return self._ids.totals
 
     def read(self, ids: Ids) -> Rows:
-        """GET: these rows as they are now; a copy."""
+        """Return a copy of the current rows of these ids (GET)."""
         slots = self._ids.find(ids)
         is_here = slots >= 0
         values = np.empty((len(ids), self.shape.width), np.float32)
@@ -62,33 +62,33 @@ class BoundedTable(StoredTable):
         return Rows(ids, values)
 
     def answer(self, request: RowRequest, author: int = NOBODY) -> RowAnswer:
-        """The rows of `request.ids`, and of `request.known` those that may have changed after `request.since`, whoever
-        has changed them: a known id without a row may have lost it since, so it is sent."""
+        """Return the rows of `request.ids`, and the rows of `request.known` that may have changed after
+        `request.since`, by any author. Known ids without a row are included, because they may have lost it since."""
         known = request.known
         slots = self._ids.find(known)
         last_touch = np.where(slots >= 0, self._ids.last_touch(slots), self._version + 1)
-        is_of_term = np.less_equal(request.since, self._version)  # a later one is of an earlier term, and void
+        is_of_term = np.less_equal(request.since, self._version)  # a later version is of an earlier term, and void
         changed = known[(last_touch > request.since) | ~is_of_term]
         return RowAnswer(self.read(np.union1d(request.ids, changed) if len(changed) else request.ids))
 
     def follow(self, is_followed: bool = True) -> None:
-        """Follow changes: from now on, `changes` says what has changed since; False: nobody asks any more."""
+        """Start (True) or stop (False) the recording of changes for `changes`."""
         self._changed = self._ids.lost = [] if is_followed else None
 
     def changes(self) -> Rows:
-        """The rows that have changed since the last call or `follow`; initial ones for ids that have lost theirs."""
+        """Return the rows that have changed since the last call or `follow`; initial rows for ids that lost theirs."""
         changed = self._changed or []
         self.follow()
         return self.read(np.unique(np.concatenate(changed)) if changed else np.empty(0, np.int64))
 
     def apply(self, scale: float, version: int, authors: Mapping[int, int] | None = None) -> None:
-        """Make the rows of `version`: expire rows, admit ids, and one step on `scale` times the gradients' sum. Raises
-        DivergedError if a number is not finite."""
+        """Make the rows of `version`: expire rows, admit ids, and apply one optimizer step with the sum of the
+        gradients times `scale`. Raises DivergedError if a number is not finite."""
         self._version = version
         self._ids.expire(version)
         if not self._pending:
             return
-        # A stable sort merges what is sorted.
+        # A stable sort merges the parts, which are sorted.
         named = np.sort(np.concatenate([item.rows.ids for item in self._pending]), kind="stable")
         first = np.flatnonzero(np.diff(named, prepend=-1))
         self._begin(self._ids.name(named[first], np.diff(first, append=len(named)), version))
@@ -103,7 +103,7 @@ class BoundedTable(StoredTable):
         self._step(slots, slots, total, scale)
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
-        """All arrays by name, for a checkpoint. They stay as they are while updates go on."""
+        """Return all arrays by name, for a checkpoint. Later updates do not change them."""
         tensors: dict[str, npt.NDArray[Any]] = {
             "bounded": np.array([_FORMAT, self._version, self._num_steps], np.int64),
             **self._held(),
@@ -112,7 +112,7 @@ class BoundedTable(StoredTable):
         return {tensor_name(self.name, part): array for part, array in tensors.items()}
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Continue from what `tensors` has returned. Raises CheckpointError if it does not fit."""
+        """Continue from a result of `tensors`. Raises CheckpointError if it does not fit."""
         numbers = stored_tensor(tensors, self.name, "bounded", (3,))
         if numbers[0] != _FORMAT:
             raise CheckpointError(f"table {self.name!r}: expected format {_FORMAT}, got {numbers[0]}: update DOLL")
@@ -129,7 +129,7 @@ class BoundedTable(StoredTable):
         self._version, self._num_steps = int(numbers[1]), int(numbers[2])
 
     def _begin(self, slots: npt.NDArray[np.int64]) -> None:
-        """The ids of these slots have got their rows now."""
+        """Set the rows of newly admitted ids, which are in these slots."""
         for array in (self._values, *self._state.values()):
             array.extend(self._ids.num_slots)
         self._values.write(slots, self._bounds.initial.rows(self._ids.ids_of(slots)))
@@ -138,12 +138,12 @@ class BoundedTable(StoredTable):
 
 
 class CheckpointRows(NamedTuple):
-    """The rows of a bounded table in a checkpoint; its other ids have their initial rows.
+    """The rows of a bounded table in a checkpoint. All other ids have their initial rows.
 
     Attributes:
         ids: int64, shape (n,), strictly increasing.
-        places: of each of them in `all_values`.
-        all_values: float32, shape (any number, width); may be in a file.
+        places: place of each id's row in `all_values`.
+        all_values: float32, shape (any number, width); may be mapped from a file.
     """
 
     ids: Ids
@@ -152,11 +152,11 @@ class CheckpointRows(NamedTuple):
 
     @property
     def values(self) -> Floats:
-        """Float32, shape (n, width): a copy."""
+        """The rows of `ids`, float32, shape (n, width): a copy."""
         return self.all_values[self.places]
 
     def write_to(self, ids: Ids, values: Floats) -> None:
-        """Replace those of `values`, shape (k, width), the rows `ids`, that are here."""
+        """Overwrite the rows in `values`, shape (k, width), of those `ids` that have a row here."""
         if len(self.ids):
             at = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
             is_here = self.ids[at] == ids
@@ -164,7 +164,7 @@ class CheckpointRows(NamedTuple):
 
 
 def stored_bounded_rows(tensors: Mapping[str, npt.NDArray[Any]], name: str, width: int) -> CheckpointRows:
-    """The rows of bounded table `name` in a checkpoint. Raises CheckpointError if they are missing, or do not fit."""
+    """Return the rows of bounded table `name` in a checkpoint. Raises CheckpointError if they are missing or wrong."""
     ids: Ids = stored_tensor(tensors, name, "ids", None)
     values: Floats = stored_tensor(tensors, name, "values", (len(ids), width))
     order = np.argsort(ids, kind="stable")
@@ -173,8 +173,8 @@ def stored_bounded_rows(tensors: Mapping[str, npt.NDArray[Any]], name: str, widt
 
 
 def renumbered(tensors: Mapping[str, npt.NDArray[Any]], name: str, by: int) -> dict[str, npt.NDArray[Any]]:
-    """The tensors of bounded table `name` in a checkpoint that change if its version has a number that is `by` higher:
-    its rows are as old as before. Raises CheckpointError if it is missing."""
+    """Return the tensors of bounded table `name` that change if the version of its checkpoint is increased by `by`, so
+    that the age of its rows stays the same. Raises CheckpointError if the table is missing."""
     numbers, touched = stored_tensor(tensors, name, "bounded", (3,)), stored_tensor(tensors, name, "last_touch", None)
     return {
         tensor_name(name, "bounded"): numbers + np.array([0, by, 0], np.int64),

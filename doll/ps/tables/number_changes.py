@@ -1,7 +1,7 @@
-"""The numbers of rows that others than the asker have changed since a given version: answers hold these alone. Pure.
+"""The numbers of rows that other workers have changed since a version: answers to a worker hold only these. Pure.
 
-A worker knows its own pushes. What it has as of an older version, and what it has pushed since, give it every number
-that nobody else has changed, to the bit.
+A worker knows its own pushes. From its rows as of an older version and its own pushes since, it can compute every
+number that no other worker has changed, to the bit.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import numpy.typing as npt
 Slots = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-NOBODY: Final = 0  # the author of a change that no worker can make by itself
+NOBODY: Final = 0  # the author of a change that no worker can compute by itself
 _MAX_AUTHORS: Final = 2**16 - 1
 
 
 class Authors:
-    """Numbers of worker processes, from 1 on."""
+    """The numbers of worker processes as authors of changes, from 1 on."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, int], int] = {}
 
     def number(self, worker: int, session: int) -> int:
-        """The number of this process of a worker; `NOBODY` if there have been too many: it gets its own changes too."""
+        """Return the number of this worker process. `NOBODY`: there are too many; it gets its own changes too."""
         key = worker, session
         if key not in self._numbers and len(self._numbers) < _MAX_AUTHORS:
             self._numbers[key] = len(self._numbers) + 1
@@ -35,12 +35,12 @@ class Authors:
 class NumberChanges:
     """The last change of each number of a table's touched rows, by their slots (`TouchedRows`). Not thread-safe.
 
-    10 bytes for each number: the version and the author of its last change, and the version of the last change by
-    another one than this author. Versions are kept as differences to `start`, in 32 bits.
+    Each number takes 10 bytes: the version and the author of its last change, and the version of the last change by
+    any other author. Versions are kept as differences to `start`, in 32 bits.
     """
 
     def __init__(self, width: int, start: int) -> None:
-        """`start`: every number counts as changed in this version, until it changes."""
+        """`start`: version in which every number counts as changed, until it changes."""
         self._start = start
         self._at = np.zeros((0, width), np.uint32)
         self._author = np.zeros((0, width), np.uint16)
@@ -51,8 +51,8 @@ class NumberChanges:
         return self._at.nbytes + self._author.nbytes + self._by_others.nbytes
 
     def note(self, slots: Slots, is_changed: Bools, version: int, author: int) -> None:
-        """Note that `author` changes these numbers in `version`, the newest: shape (len(slots), width), each slot once.
-        Raises OverflowError 2^32 versions after `start`."""
+        """Note that `author` changes these numbers in `version`, the newest one. `is_changed`: shape (len(slots),
+        width); each slot occurs once. Raises OverflowError 2^32 versions after `start`."""
         self._make_room(int(slots.max(initial=-1)) + 1)
         width = self._at.shape[1]
         places = (slots[:, None] * width + np.arange(width)).reshape(-1)[np.flatnonzero(is_changed)]
@@ -63,7 +63,7 @@ class NumberChanges:
         at[places] = np.uint32(version - self._start)
 
     def since(self, slots: Slots, since: npt.NDArray[np.int64], author: int) -> Bools:
-        """The numbers that others than `author` have changed after version `since` of their row, shape (n, width)."""
+        """Return which numbers other authors have changed after version `since` of their row, shape (n, width)."""
         self._make_room(int(slots.max(initial=-1)) + 1)
         at = self._at[slots]
         if author != NOBODY:

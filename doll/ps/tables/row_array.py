@@ -1,7 +1,7 @@
-"""Rows that change while somebody reads them as they were: copy on write, by row. Pure.
+"""Rows that change while a reader sees them as they were: copy on write, by row. Pure.
 
-A checkpoint is written by a thread of its own while updates go on. `hold` gives out the memory itself, and rows that
-change while it is held are kept beside it, until the last view of the given array is gone.
+A checkpoint is written by a thread of its own while updates continue. `hold` returns the memory itself without a copy.
+Rows that change while it is held are stored separately, until the last view of the returned array is gone.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from doll.tables.rows import Floats, Ids
 
 
 class RowArray:
-    """float32 rows of one width, whose number can grow. Not thread-safe; what `hold` gives out is for any thread."""
+    """Float32 rows of one width, whose number can grow. Not thread-safe; arrays from `hold` are for any thread."""
 
     def __init__(self, values: Floats) -> None:
-        """`values`: float32, shape (num_rows, width), C-contiguous. It is used as it is, not copied."""
+        """`values`: float32, shape (num_rows, width), C-contiguous. The array is used directly, not copied."""
         if values.dtype != np.float32 or values.ndim != 2 or not values.flags.c_contiguous:
             raise ValueError(
                 f"expected contiguous float32 of shape (num_rows, width), got {values.dtype} of shape {values.shape}"
             )
         self._memory = values
         self._num_rows = len(values)
-        self._held: Callable[[], npt.NDArray[Any] | None] | None = None  # what was given out, while a view of it is
+        self._held: Callable[[], npt.NDArray[Any] | None] | None = None  # weak reference to the array of `hold`
         self._num_held = 0
         self._moved_ids: Ids = np.empty(0, np.int64)
         self._moved = np.empty((0, self.width), np.float32)
         self._num_moved = 0
-        self._place = np.empty(0, np.int32)  # by row of what is held: 1 + its place in `_moved`; 0: where it was
+        self._place = np.empty(0, np.int32)  # by held row: 1 + its place in `_moved`; 0: it has not changed
 
     def __len__(self) -> int:
         return self._num_rows
@@ -42,7 +42,7 @@ class RowArray:
         return int(self._memory.shape[1])
 
     def read(self, ids: Ids) -> Floats:
-        """A copy of these rows, float32, shape (n, width)."""
+        """Return a copy of these rows, float32, shape (n, width)."""
         self._settle()
         rows = self._memory[ids]
         if self._num_moved:
@@ -53,7 +53,7 @@ class RowArray:
         return rows
 
     def write(self, ids: Ids, rows: Floats) -> None:
-        """Set these rows to `rows`, shape (n, width). No row stands twice in `ids`."""
+        """Set these rows to `rows`, shape (n, width). No row occurs twice in `ids`."""
         self._settle()
         if self._held is None:
             self._memory[ids] = rows
@@ -72,7 +72,7 @@ class RowArray:
         self._moved[place - 1] = rows
 
     def extend(self, num_rows: int) -> None:
-        """Have at least `num_rows` rows; new ones are zero."""
+        """Extend the array to at least `num_rows` rows; new rows are zero."""
         if num_rows <= self._num_rows:
             return
         if num_rows > len(self._memory):
@@ -83,7 +83,7 @@ class RowArray:
         self._num_rows = num_rows
 
     def replace(self, values: Floats) -> None:
-        """Have the rows `values`, float32, shape (any number, width); they are copied."""
+        """Replace all rows by a copy of `values`, float32, shape (any number, width)."""
         self._settle()
         if self._held is not None or len(values) > len(self._memory):
             self._memory = np.zeros(values.shape, np.float32)
@@ -93,9 +93,9 @@ class RowArray:
         self._num_rows = len(values)
 
     def hold(self) -> Floats:
-        """All rows as they are now, float32, shape (num_rows, width), read-only: they stay so while a view is held.
+        """Return all current rows, float32, shape (num_rows, width), read-only. They do not change while held.
 
-        Not a copy, unless an earlier one is still held and rows have changed since.
+        The result is not a copy, unless an earlier result is still held and rows have changed since.
         """
         self._settle()
         shape = (self._num_rows, self.width)
@@ -109,8 +109,8 @@ class RowArray:
             self._copy_to(copied)
             copied.flags.writeable = False
             return copied
-        # Views of an array whose memory comes from a buffer have that array as their base, however they are made: it
-        # lives as long as any of them.
+        # All views of an array whose memory comes from a buffer have that array as their base, however they are made.
+        # So the array exists as long as any of them.
         owner = np.frombuffer(self._memory[: self._num_rows].data.cast("B"), np.float32)
         owner.flags.writeable = False
         self._held, self._num_held = weakref.ref(owner), self._num_rows
@@ -119,7 +119,7 @@ class RowArray:
         return owner.reshape(shape)
 
     def _settle(self) -> None:
-        """Move rows to their places, if nobody holds these any more."""
+        """Move changed rows to their places in the memory, if no held array exists any more."""
         if self._held is not None and self._held() is None:
             moved = self._moved_ids[: self._num_moved]
             self._memory[moved] = self._moved[: self._num_moved]

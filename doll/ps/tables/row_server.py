@@ -1,6 +1,6 @@
-"""Answers to workers that ask for rows of tables, and the rows that they are sent without asking (ESSP).
+"""Answers to workers that ask for rows of tables, and changed rows that are sent to workers without a request (ESSP).
 
-The rows go through the blob store, as weights do: a record on the control channel names the blob.
+The rows go through the blob store, like weights: a record on the control channel names the blob.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from doll.tables.rows import Ids, Rows
 
 
 class Subscriptions:
-    """Rows that workers have asked for. A bit for each row and worker, in pages that take memory once they are used.
+    """The rows that workers have asked for: a bit for each row and worker, in pages that take memory when used.
 
     Dai et al., "High-Performance Distributed ML at Scale through Parameter Server Consistency Models" (AAAI 2015): the
-    first GET of a row registers a call-back. Here a push holds only the rows that have changed since the one before it.
+    first GET of a row registers a call-back. Here a push holds only the rows that have changed since the last push.
     """
 
     def __init__(self, tables: TableStore) -> None:
         self._tables = tables
         self._rows: dict[int, dict[str, npt.NDArray[np.bool_]]] = {}
-        self._sent: dict[int, int] = {}  # worker -> version up to which it has been sent its rows
+        self._sent: dict[int, int] = {}  # worker -> version up to which its rows have been sent
 
     def subscribe(self, worker: int, name: str, ids: Ids, version: int) -> None:
-        """`worker` is being sent these rows of a table as they are in `version`, the newest."""
+        """Note that these rows of a table, as of `version`, the newest one, are being sent to `worker`."""
         rows = self._rows.setdefault(worker, {})
         if name not in rows:
             rows[name] = np.zeros(self._tables.shapes[name].num_rows, np.bool_)
@@ -40,8 +40,8 @@ class Subscriptions:
         self._sent.setdefault(worker, version)
 
     def due(self, worker: int, version: int) -> tuple[int, dict[str, Rows]] | None:
-        """The version up to which `worker` has been sent its rows, and those that have changed since, up to `version`,
-        the newest; None if it has not asked for any row. They count as sent."""
+        """Return the version up to which the rows of `worker` have been sent, and its rows that have changed from then
+        up to `version`, the newest one. These count as sent. None: the worker has not asked for any row."""
         since = self._sent.get(worker)
         if since is None:
             return None
@@ -63,8 +63,8 @@ class StoredRows(NamedTuple):
     """Rows in the blob store.
 
     Attributes:
-        since: only rows that have changed after this version; without meaning in an answer.
-        request_bytes: of the blob that asked for them; 0: nobody has.
+        since: version after which the rows have changed; without meaning in an answer to a request.
+        request_bytes: size of the blob with the request; 0: there was no request.
     """
 
     key: str
@@ -74,7 +74,7 @@ class StoredRows(NamedTuple):
 
 
 class RowServer:
-    """The rows of one term's tables. Not thread-safe."""
+    """Sends the rows of one term's tables to workers. Not thread-safe."""
 
     def __init__(self, config: JobConfig, scope: str, term: int, tables: TableStore, blobs: Blobs) -> None:
         """`scope`: as in `doll.storage.blobs.scope_of`."""
@@ -86,14 +86,14 @@ class RowServer:
         self._subscriptions = Subscriptions(tables)
 
     def answer(self, request: GetRows, version: int, *, subscribes: bool) -> StoredRows:
-        """Store the rows that `request` asks for, as they are in `version`, the newest.
+        """Store the rows that `request` asks for, as they are in `version`, the newest one.
 
         Args:
-            subscribes: the worker is to be sent these rows again when they have changed (`changes`).
+            subscribes: True: the worker gets these rows again after they have changed (`changes`).
 
         Raises:
-            BlobError: the request is not in the blob store, is not one of this job's tables, or asks for a version that
-                does not exist.
+            BlobError: the request is not in the blob store, does not fit the tables of this job, or asks for a version
+                that does not exist.
         """
         blob = self._blobs.get(request.key)
         if blob is None:
@@ -115,7 +115,7 @@ class RowServer:
         return self._store(key, encoded)._replace(request_bytes=len(blob))
 
     def changes(self, worker: int, version: int) -> StoredRows | None:
-        """Store what `worker` is to be sent now that `version` is the newest; None if it has asked for no row."""
+        """Store the changed rows for `worker`, as of `version`, the newest one; None if it has asked for no row."""
         changes = self._subscriptions.due(worker, version)
         if changes is None:
             return None

@@ -1,8 +1,8 @@
-"""The tables of a model at the parameter server: GET, and the sum of what workers have pushed applied as one update.
+"""The tables of a model at the parameter server. Workers read rows (GET), and updates apply what workers have pushed.
 
-Contributions are gradients, on which the optimizer makes a step, or steps that workers have computed and that are added
-(INC). Either way they are taken in the order in which they are added here, which is that of the update, so the tables
-are the same bit for bit in a replay. Rows that no contribution names are not touched, nor is there state for them.
+Contributions are gradients, with which the optimizer makes a step, or steps that workers have computed and that are
+added (INC). They are taken in the order in which they are added here, which is the order of the update. So a replay
+makes the same tables, bit for bit. Rows that no contribution names are not changed and have no optimizer state.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Table(StoredTable):
     def __init__(self, name: str, values: Floats, optimizer: RowOptimizer | None) -> None:
         super().__init__(name, values, optimizer)
         self._touched = TouchedRows(len(values))
-        self._said = 0  # `changes` has said what had changed up to this version
+        self._said = 0  # version up to which `changes` has returned the changes
         self._numbers: NumberChanges | None = None
 
     def track_numbers(self) -> None:
-        """Track numbers: from now on, answers hold the numbers of known rows that have changed, and not these rows."""
+        """Track numbers: from now on, answers hold the changed numbers of known rows, not these rows as a whole."""
         self._numbers = NumberChanges(self.shape.width, self._version)
 
     @property
@@ -46,16 +46,16 @@ class Table(StoredTable):
         return TableShape(len(self._values), self._values.width)
 
     def read(self, ids: Ids) -> Rows:
-        """GET: a copy of these rows as they are now."""
+        """Return a copy of the current rows of these ids (GET)."""
         return Rows(ids, self._values.read(ids))
 
     def answer(self, request: RowRequest, author: int = NOBODY) -> RowAnswer:
-        """The rows of `request.ids`, and what has changed in `request.known` after `request.since`: these rows, or
-        their numbers that others than `author`, who asks, have changed."""
+        """Return the rows of `request.ids`, and the changes in `request.known` after `request.since`: the changed rows,
+        or only their numbers that others than `author`, the requesting process, have changed."""
         if self._numbers is not None and len(request.known):
             return self._patched(request, self._numbers, author)
         changed = request.known
-        is_of_term = np.less_equal(request.since, self._version)  # a later one is of an earlier term, and void
+        is_of_term = np.less_equal(request.since, self._version)  # a later version is of an earlier term, and void
         changed = changed[(self._touched.last_change(changed) > request.since) | ~is_of_term]
         return RowAnswer(self.read(np.union1d(request.ids, changed) if len(changed) else request.ids))
 
@@ -63,7 +63,7 @@ class Table(StoredTable):
         known = request.known
         since = np.broadcast_to(request.since, len(known))
         rows = self._values.read(known)
-        checksum = checksum_of(rows)  # if `since` is of an earlier term, it does not fit
+        checksum = checksum_of(rows)  # if `since` is of an earlier term, the checksum will not fit
         at = np.flatnonzero(self._touched.last_change(known) > since)
         is_there = numbers.since(self._touched.slots(known[at]), since[at], author)
         is_any = is_there.any(axis=1)
@@ -78,23 +78,23 @@ class Table(StoredTable):
         return RowAnswer(self.read(whole), Patch(known[:0], is_there[:0], rows[:0].reshape(-1), checksum))
 
     def follow(self, is_followed: bool = True) -> None:
-        """Follow changes: from now on, `changes` says what has changed since."""
+        """Start the recording of changes for `changes`."""
         self._said = self._version
 
     def changes(self) -> Rows:
-        """The rows that have changed since the call before, or since `follow`."""
+        """Return the rows that have changed since the last call, or since `follow`."""
         said, self._said = self._said, self._version
         return self.read(self._touched.changed_since(said))
 
     def changed_since(self, version: int) -> Ids:
-        """The rows that have changed after `version`, sorted."""
+        """Return the rows that have changed after `version`, sorted."""
         return self._touched.changed_since(version)
 
     def apply(self, scale: float, version: int, authors: Mapping[int, int] = _NO_AUTHORS) -> None:
-        """Make the rows of `version`: one step on `scale` times the sum of the contributions; without any, nothing.
+        """Make the rows of `version`: one step with `scale` times the sum of the contributions, or none without any.
 
         Args:
-            authors: by the number of a set, who can make its change by itself; others are `NOBODY`'s.
+            authors: by number of a set, the process that can compute the set's change by itself; others: `NOBODY`.
 
         Raises:
             DivergedError: a number is not finite.
@@ -121,16 +121,16 @@ class Table(StoredTable):
             self._note(slots, rows_before, self._values.read(ids), NOBODY)
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
-        """All of it by name, for a checkpoint: state of touched rows only, and which these are.
+        """Return all arrays by name, for a checkpoint, with the ids and the optimizer state of touched rows only.
 
-        The arrays stay as they are while updates go on, and are no copies (`RowArray.hold`).
+        Later updates do not change the arrays, which are not copies (`RowArray.hold`).
         """
         numbers = np.array([self._version, self._num_steps], np.int64)
         tensors = {**self._held(), "touched": self._touched.ids, "numbers": numbers}
         return {tensor_name(self.name, name): array for name, array in tensors.items()}
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Continue from what `tensors` has returned. Every touched row counts as changed in its version. Raises
+        """Continue from a result of `tensors`. Every touched row counts as changed in its version. Raises
         CheckpointError if it does not fit."""
         touched = stored_tensor(tensors, self.name, "touched", None)
         if len(touched) and not (
@@ -144,23 +144,23 @@ class Table(StoredTable):
             self.track_numbers()
 
     def _note(self, slots: npt.NDArray[np.int64], before: Floats, after: Floats, author: int) -> None:
-        """Rows change from `before` to `after`; bit for bit, so -0.0 is another number than 0.0."""
+        """Note that rows change from `before` to `after`. The comparison is bitwise: -0.0 and 0.0 are different."""
         if self._numbers is not None:
             self._numbers.note(slots, before.view(np.uint32) != after.view(np.uint32), self._version, author)
 
 
 def stored_rows(tensors: Mapping[str, npt.NDArray[Any]], name: str, shape: TableShape) -> Floats:
-    """All rows of table `name` in a checkpoint, float32, shape (num_rows, width). Raises CheckpointError if they are
-    missing, or of another shape."""
+    """Return all rows of table `name` in a checkpoint, float32, shape (num_rows, width). Raises CheckpointError if they
+    are missing, or of another shape."""
     return stored_tensor(tensors, name, "values", shape)
 
 
 class TableStore:
-    """All tables of a model; an update changes them together. Not thread-safe.
+    """All tables of a model. An update changes them together. Not thread-safe.
 
     Attributes:
-        tables: those that have a row for each id.
-        bounded: the others.
+        tables: tables with a row for each id, by name.
+        bounded: bounded tables, by name.
     """
 
     def __init__(
@@ -169,9 +169,9 @@ class TableStore:
     ) -> None:  # fmt: skip
         """
         Args:
-            initial: the rows of each table at first, by name, float32, shape (num_rows, width). The memory is the
-                store's from now on.
-            optimizers: of each table; None: contributions are steps, which are added.
+            initial: first rows of each table, by name, float32, shape (num_rows, width). The store owns this memory
+                from now on.
+            optimizers: optimizer of each table, by name. None: contributions are steps, which are added.
         """
         self._takes_gradients = optimizers is not None
         self.tables = {
@@ -179,7 +179,7 @@ class TableStore:
             for name, values in initial.items()
         }
         self.bounded = dict(bounded)
-        self.authors: Authors | None = None  # None: nobody asks who has changed a number
+        self.authors: Authors | None = None  # None: numbers are not tracked
 
     def track_numbers(self) -> None:
         self.authors = Authors()
@@ -202,45 +202,45 @@ class TableStore:
         return {name: table.totals for name, table in self.bounded.items()}
 
     def add(self, contribution: Mapping[str, Rows], number: int = 0) -> None:
-        """Add what one set, of this number, has pushed to the next update, after those before it."""
+        """Add the contribution of one set, with this number, to the next update, after earlier contributions."""
         for name, rows in contribution.items():
             self._named(name).add(rows, number)
 
     def max_change(self, contribution: Mapping[str, Rows]) -> float:
-        """How far it moves any one number at most; 0 if it is a gradient."""
+        """Return the largest change of any one number by `contribution`; 0 if it is a gradient."""
         if self._takes_gradients:
             return 0.0
         return max((float(np.abs(rows.values).max(initial=0.0)) for rows in contribution.values()), default=0.0)
 
     def norm(self) -> float:
-        """The length of the sum of all contributions, over all tables."""
+        """Return the Euclidean norm of the sum of all contributions, over all tables."""
         return math.sqrt(sum(table.square_norm() for table in self._all))
 
     def apply(self, scale: float, version: int, authors: Mapping[int, int] = _NO_AUTHORS) -> None:
-        """Make `version`; see `Table.apply` and `BoundedTable.apply`. Raises DivergedError if a number is not finite.
-        The store must not be used any more."""
+        """Make `version`; see `Table.apply` and `BoundedTable.apply`. Raises DivergedError if a number is not finite;
+        then the store must not be used any more."""
         for table in self._all:
             table.apply(scale, version, authors)
 
     def answer(self, requests: Mapping[str, RowRequest], worker: int = 0, session: int = 0) -> dict[str, RowAnswer]:
-        """The answer to a request of this process of a worker, as rows are now; see `Table.answer`."""
+        """Return the answer to a request of this worker process, from the current rows; see `Table.answer`."""
         author = NOBODY if self.authors is None else self.authors.number(worker, session)
         return {name: self._named(name).answer(request, author) for name, request in requests.items()}
 
     def follow(self, is_followed: bool = True) -> None:
-        """Follow changes: from now on, `changes` says what has changed since; False: nobody asks any more."""
+        """Start (True) or stop (False) the recording of changes for `changes`."""
         for table in self._all:
             table.follow(is_followed)
 
     def changes(self) -> dict[str, Rows]:
-        """The rows of each table that have changed since the call before, or since `follow`, as they are now."""
+        """Return the current rows of each table that have changed since the last call, or since `follow`."""
         return {table.name: table.changes() for table in self._all}
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
-        """The tensors of all tables, for a checkpoint; see `Table.tensors`."""
+        """Return the tensors of all tables, for a checkpoint; see `Table.tensors`."""
         return {name: array for table in self._all for name, array in table.tensors().items()}
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Continue from what `tensors` has returned. Raises CheckpointError if it does not fit."""
+        """Continue from a result of `tensors`. Raises CheckpointError if it does not fit."""
         for table in self._all:
             table.load(tensors)

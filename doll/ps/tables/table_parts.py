@@ -1,5 +1,4 @@
-"""The common parts of tables of every kind at the server: rows and their optimizer state, and their parts in a
-checkpoint."""
+"""The common parts of all tables at the server: rows with their optimizer state, and their arrays in a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,33 +15,33 @@ from doll.optim.row_optimizer import RowOptimizer, state_width
 from doll.ps.tables.row_array import RowArray
 from doll.tables.rows import Floats, Ids, Patch, Rows, add_in_order
 
-# As in `doll.optim.optimizer`: many finite numbers whose mean is finite never add up to an infinite one.
+# As in `doll.optim.optimizer`: the sum of many finite numbers must not become infinite if their mean is finite.
 _SUM_FACTOR: Final = 2.0**-16
 
 
 class RowAnswer(NamedTuple):
     """The answer to a request for rows of one table."""
 
-    rows: Rows  # whole
-    patch: Patch | None = None  # what else has changed in rows that are known; None: `rows` is all
+    rows: Rows  # whole rows
+    patch: Patch | None = None  # further changes of numbers in known rows; None: `rows` has all changes
 
 
 class PendingRows(NamedTuple):
     """A contribution that waits for its update."""
 
     rows: Rows
-    number: int  # of the set that it is of
+    number: int  # number of its set
 
 
 class StoredTable:
-    """Rows of one table, the optimizer's state of some of them, and what is added for the next update. Not thread-safe;
-    the arrays of `tensors` are for any thread."""
+    """The rows of one table, the optimizer's state of some of them, and contributions to the next update. Not
+    thread-safe; the arrays of `tensors` may be used in any thread."""
 
     def __init__(self, name: str, values: Floats, optimizer: RowOptimizer | None) -> None:
         """
         Args:
-            values: float32, shape (number of rows, width). The memory is the table's from now on.
-            optimizer: None: contributions are steps, which are added.
+            values: float32, shape (number of rows, width). The table owns this memory from now on.
+            optimizer: optimizer of the rows. None: contributions are steps, which are added.
         """
         self.name = name
         self._values = RowArray(values)
@@ -52,36 +51,36 @@ class StoredTable:
             width = state_width(optimizer, self._values.width)
             self._state = {part: RowArray(np.zeros((0, width), np.float32)) for part in optimizer.state_names}
         self._num_steps = 0
-        self._version = 0  # of the last change
+        self._version = 0  # version of the last change
         self._pending: list[PendingRows] = []
-        self._sum: Rows | None = None  # of `_pending`, once it was asked for
+        self._sum: Rows | None = None  # sum of `_pending`, after it was computed
         self._factor = 1.0 if optimizer is None else _SUM_FACTOR
 
     def add(self, rows: Rows, number: int = 0) -> None:
-        """Add a contribution, of the set of this number, to the next update, after those before it. Its memory is not
-        used afterwards."""
+        """Add a contribution of the set with this number to the next update, after earlier contributions. Its memory is
+        not used afterwards."""
         if len(rows.ids):
             self._pending.append(PendingRows(Rows(rows.ids, rows.values * np.float32(self._factor)), number))
             self._sum = None
 
     def square_norm(self) -> float:
-        """The sum of the squares of the contributions, added as one; for `training.clip_norm`."""
+        """Return the sum of the squares of the summed contributions; for `training.clip_norm`."""
         if not self._pending:
             return 0.0
         self._sum = add_in_order([pending.rows for pending in self._pending])
         return float(np.square(self._sum.values, dtype=np.float64).sum()) / self._factor**2
 
     def _take_sum(self) -> Rows:
-        """The sum of the contributions, of which there is one; they do not wait any more."""
+        """Return the sum of the waiting contributions, of which there is at least one, and forget them."""
         total = self._sum or add_in_order([pending.rows for pending in self._pending])
         self._pending, self._sum = [], None
         return total
 
     def _step(self, rows: Ids, slots: Ids, total: Floats, scale: float) -> None:
-        """One step of the optimizer on `scale` times the sum `total`.
+        """Make one step of the optimizer with `scale` times the sum `total`.
 
         Args:
-            rows, slots: the places of values and of state.
+            rows, slots: places of the values, and of the state.
 
         Raises:
             DivergedError: a number is not finite.
@@ -105,11 +104,11 @@ class StoredTable:
         self._values.write(rows, values)
 
     def _held(self) -> dict[str, npt.NDArray[Any]]:
-        """Values and state by the names of their parts in a checkpoint."""
+        """Return values and state by the names of their parts in a checkpoint."""
         return {"values": self._values.hold(), **{f"state.{part}": array.hold() for part, array in self._state.items()}}
 
     def _replace(self, tensors: Mapping[str, npt.NDArray[Any]], values: Floats, num_states: int) -> None:
-        """Have these values, and the state of so many rows in a checkpoint."""
+        """Replace the values, and load the state of `num_states` rows from a checkpoint."""
         state = {
             part: stored_tensor(tensors, self.name, f"state.{part}", (num_states, array.width))
             for part, array in self._state.items()
@@ -121,7 +120,7 @@ class StoredTable:
 
 
 def check_finite(rows: Floats, table: str, what: str) -> None:
-    """Raises DivergedError if a number of these rows of `table` is not finite."""
+    """Raise DivergedError if a number of these rows of `table` is not finite."""
     if not np.isfinite(rows).all():
         raise DivergedError(
             f"after the step the {what} of table {table!r} are not finite (NaN or infinity): expected a model "
@@ -137,8 +136,8 @@ def tensor_name(table: str, part: str) -> str:
 def stored_tensor(
     tensors: Mapping[str, npt.NDArray[Any]], table: str, part: str, shape: tuple[int, ...] | None
 ) -> npt.NDArray[Any]:
-    """The array of this part of `table` in a checkpoint; `shape`: None: any. Raises CheckpointError if it is missing,
-    or of another shape."""
+    """Return the array of this part of `table` in a checkpoint. `shape`: expected shape; None: any. Raises
+    CheckpointError if the array is missing, or of another shape."""
     name = tensor_name(table, part)
     array = tensors.get(name)
     if array is None or (shape is not None and array.shape != tuple(shape)):

@@ -1,4 +1,4 @@
-"""The rows of a table that have ever changed, or since a given version: without a look at all rows. Pure."""
+"""The rows of a table that have changed at all, or since a version, without a search through all rows. Pure."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy.typing as npt
 from doll.errors import IllegalEventError
 from doll.tables.rows import Ids
 
-NEVER: Final = -1  # the last change of a row that has not changed
+NEVER: Final = -1  # last change of a row that has not changed
 _MIN_LOG: Final = 1024
 
 
 class TouchedRows:
-    """The rows that some update has changed. Each has a *slot*, by which its optimizer state is kept.
+    """The rows that updates have changed. Each has a *slot*, by which its optimizer state is stored.
 
-    A log has the rows of each version. It is made shorter when it has more than two entries for each touched row, so a
-    change costs constant time in the mean, and an answer time in proportion to the changes that it is about.
+    A log has the changed rows of each version. It is shortened when it has more than two entries for each touched row.
+    So a change takes constant time on average, and an answer takes time in proportion to its number of changes.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -37,14 +37,14 @@ class TouchedRows:
 
     @property
     def ids(self) -> Ids:
-        """The row of each slot, int64, shape (len,); a read-only view that does not change."""
+        """The row of each slot, int64, shape (len,): a read-only view that does not change."""
         ids = self._ids[: self._num]
         ids.flags.writeable = False
         return ids
 
     def note_change(self, ids: Ids, version: int) -> npt.NDArray[np.int64]:
-        """Note that rows `ids` change in `version`; no id stands twice. Returns their slots. Raises IllegalEventError
-        if the version is below that of an earlier change."""
+        """Note that rows `ids`, which are distinct, change in `version`. Return their slots. Raises IllegalEventError
+        if the version is lower than the version of an earlier change."""
         if self._versions and version < self._versions[-1]:
             raise IllegalEventError(f"expected a change in version {self._versions[-1]} or later, got {version}")
         slots = self._slot[ids].astype(np.int64) - 1
@@ -68,11 +68,11 @@ class TouchedRows:
         return slots
 
     def slots(self, ids: Ids) -> npt.NDArray[np.int64]:
-        """The slots of `ids`, all of which have changed."""
+        """Return the slots of `ids`, all of which have changed."""
         return self._slot[ids].astype(np.int64) - 1
 
     def last_change(self, ids: Ids) -> npt.NDArray[np.int64]:
-        """The version in which each of `ids` changed last; `NEVER` for rows that have not."""
+        """Return the version in which each of `ids` changed last; `NEVER` for rows that have not changed."""
         slots = self._slot[ids]
         changed = np.full(len(ids), NEVER, np.int64)
         is_touched = slots > 0
@@ -80,7 +80,7 @@ class TouchedRows:
         return changed
 
     def changed_since(self, version: int) -> Ids:
-        """The rows that have changed after `version`, sorted."""
+        """Return the rows that have changed after `version`, sorted."""
         first = bisect_right(self._versions, version)
         pieces = [
             ids[self._changed[self._slot[ids] - 1] == changed]
@@ -89,7 +89,7 @@ class TouchedRows:
         return np.sort(np.concatenate(pieces)) if pieces else np.empty(0, np.int64)
 
     def load(self, ids: Ids, version: int) -> None:
-        """Have exactly these touched rows, in the order of their slots, all of them changed in `version`."""
+        """Replace the touched rows by `ids`, in the order of their slots; all count as changed in `version`."""
         self._slot[self._ids[: self._num]] = 0
         self._num, self._log_entries, self._versions, self._log = 0, 0, [], []
         self.note_change(ids, version)
