@@ -1,1 +1,1 @@
-"""The optimizers, for the server and for workers that step themselves."""
+"""The optimizers of the server, and of workers that make steps themselves."""

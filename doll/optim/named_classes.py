@@ -1,5 +1,5 @@
-"""Classes of torch or of another package that a job file names: found by name, made with the given arguments, and their
-state that is no tensor as bytes in a checkpoint.
+"""Classes of torch or of another package that a job file names: their lookup by name, the construction with the given
+arguments, and the encoding of their plain state (numbers and texts) as bytes in a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 
 def find_class(field: str, name: str, base: type[T]) -> type[T]:
-    """The subclass `name` (`module.Class`) of `base`.
+    """Return the subclass `name` (`module.Class`) of `base`.
 
     Args:
-        field: of the job file, for errors.
+        field: field of the job file, for error messages.
 
     Raises:
         ConfigError: there is no such class.
@@ -51,12 +51,12 @@ def find_class(field: str, name: str, base: type[T]) -> type[T]:
 
 
 def make(field: str, cls: Callable[..., T], name: str, given: Any, args: Mapping[str, Any]) -> T:
-    """`cls(given, **args)`. Raises ConfigError if it does not take these arguments."""
+    """Return `cls(given, **args)`. Raises ConfigError if the class does not accept these arguments."""
     try:
         return cls(given, **args)
     except ConfigError:
         raise
-    except Exception as exc:  # it may raise anything
+    except Exception as exc:  # the class may raise anything
         raise ConfigError(
             f"{field}.args: {name} does not take {dict(args)}: {described(exc)}; expected {_signature(cls)}"
         ) from exc
@@ -71,7 +71,7 @@ def _signature(cls: Callable[..., Any]) -> str:
 
 
 def packed(values: Mapping[str, Any]) -> npt.NDArray[np.uint8]:
-    """Equal values make equal bytes. Raises ConfigError if they are not plain."""
+    """Encode plain values as bytes; equal values give equal bytes. Raises ConfigError if a value is not plain."""
     try:
         return np.frombuffer(msgspec.msgpack.encode(values, order="deterministic"), np.uint8)
     except (TypeError, OverflowError, msgspec.MsgspecError) as exc:
@@ -82,8 +82,8 @@ def packed(values: Mapping[str, Any]) -> npt.NDArray[np.uint8]:
 
 
 def unpacked(data: npt.NDArray[np.uint8] | None) -> dict[str, Any]:
-    """The values that `packed` was given, with lists for tuples; empty for None. Raises CheckpointError if it is
-    damaged."""
+    """Return the values that were given to `packed`, with lists instead of tuples; {} if `data` is None. Raises
+    CheckpointError if `data` is damaged."""
     if data is None:
         return {}
     try:
@@ -93,7 +93,7 @@ def unpacked(data: npt.NDArray[np.uint8] | None) -> dict[str, Any]:
 
 
 def like(example: Any, value: Any) -> Any:
-    """`value`, as it comes out of a checkpoint, with the type of `example`: a tuple comes as a list."""
+    """Return `value` from a checkpoint with the types of `example`, since tuples are stored as lists."""
     match example, value:
         case dict(), dict():
             items = {key: like(example.get(key), item) for key, item in value.items()}

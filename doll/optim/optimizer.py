@@ -1,10 +1,10 @@
-"""The port `Updater`, which makes the next weights of contributions, and its adapters: one step on a sum of gradients,
-as torch does, or the addition of steps (docs/decisions/0020, 0034).
+"""The port `Updater`, which computes the next weights from contributions, and its adapters: one step with the sum of
+gradients, as torch does, or the addition of steps (docs/decisions/0020, 0034).
 
-To add a built-in optimizer: its section in `doll.config.training`, a case in `Optimizer._step`, and one in
-`doll.optim.row_optimizer` for the rows of tables. The arithmetic is that of torch's SGD, Adam and Adagrad, to the bit
-(a test compares them), in as few passes over memory as it allows; Adagrad may have momentum, which torch's has not.
-Adam and Adagrad are torch's functions, called on slices that stay in the processor's cache; torch's optimizer classes
+To add a built-in optimizer, add its section in `doll.config.training`, a case in `Optimizer._step`, and one in
+`doll.optim.row_optimizer` for the rows of tables. The results are the same as with torch's SGD, Adam and Adagrad, to
+the bit (a test compares them), with as few passes over memory as possible. Adagrad may have momentum; torch's has none.
+Adam and Adagrad use torch's functions, called on slices that stay in the processor's cache. Torch's optimizer classes
 (`doll.optim.torch_optimizer`) import torch's compiler: 5 s of CPU at each start of a parameter server (ADR 82).
 """
 
@@ -32,27 +32,27 @@ from doll.optim.schedule import GroupValues, Rates, Schedule
 WEIGHTS: Final = "weights"
 AVERAGE: Final = "average"
 STATE: Final = "optimizer."
-VALUES: Final = "optimizer.values"  # what is no tensor: of a schedule, and of classes
+VALUES: Final = "optimizer.values"  # the state of a schedule and of classes that is not a tensor
 _ADAM_EPSILON = 1e-8
 _ADAGRAD_EPSILON = 1e-10
-SQUARES: Final = ("exp_avg_sq", "sum")  # of the optimizer's state: an infinite one makes each later step 0
-# The sum is kept times this: so many finite numbers never add up to an infinite one, while their mean is finite. It is
-# a power of two: the sum has the same bits as without it, except for numbers below 1e-33.
+SQUARES: Final = ("exp_avg_sq", "sum")  # parts of the state; if one is infinite, each later step is 0
+# The sum is multiplied by this factor, so that the sum of many finite numbers is finite if their mean is. The factor is
+# a power of two, so the sum has the same bits as without it, except for numbers below 1e-33.
 _SUM_FACTOR = 2.0**-16
 _SLICE = 1 << 18  # numbers; several slices of float32 fit into a cache of the second or third level
 
-# What one set of batches adds to an update, float32, shape (numel,), laid out as `doll.model.flat_model` says: the sum
-# of the gradients over the set's samples, each times its weight, or the sum of the steps that its worker made; float
-# buffers as values times weights.
+# The contribution of one set of batches to an update, float32, shape (numel,), with the layout of
+# `doll.model.flat_model`: the sum of the gradients of the set's samples, each times its weight, or the sum of the
+# worker's steps. Float buffers are values times weights.
 Contribution: TypeAlias = npt.NDArray[np.float32]
 
 
 class DivergedError(TaskError):
-    """The gradient or a weight is not finite: the model has diverged, and saving it would destroy it."""
+    """The gradient or a weight is not finite: the model has diverged, and a checkpoint of it would be useless."""
 
 
 class _ParameterRun(NamedTuple):
-    """Parameters from place `first` to below `until`; `numbers`: where they are in the vector."""
+    """The parameters from index `first` to below `until`. `numbers`: their slice of the vector."""
 
     first: int
     until: int
@@ -60,24 +60,24 @@ class _ParameterRun(NamedTuple):
 
 
 class Updater(ABC):
-    """The weights of a model as one vector, and the sum of what is added for its next version. Not thread-safe.
+    """The weights of a model as one vector, and the sum of contributions to its next version. Not thread-safe.
 
     Attributes:
-        clipped_by: the factor, at most 1, by which the last `apply` made its contributions smaller, tables' included.
-        num_parameters: how many of the weights are parameters: the first ones.
+        clipped_by: factor, at most 1, by which the last `apply` clipped its contributions, including those to tables.
+        num_parameters: number of weights that are parameters, which come first in the vector.
     """
 
     clipped_by = 1.0
-    _factor: float = 1.0  # of each contribution in the sum
+    _factor: float = 1.0  # factor of each contribution in the sum
 
     def __init__(self, model: FlatModel, sum_in: torch.Tensor | None = None, ema: float | None = None) -> None:
         """
         Args:
-            sum_in: memory for the sum, as long as the weights; None: of its own.
-            ema: decay of a moving average of the weights; None: there is none.
+            sum_in: memory for the sum, as long as the weights; None: the updater allocates it.
+            ema: decay of the moving average of the weights; None: there is no average.
         """
         self._model = model
-        self._own = self._flat = model.host  # `_flat` is the weights: in memory of our own, or that was given
+        self._own = self._flat = model.host  # `_flat` has the weights: in the updater's own memory, or given memory
         self.num_parameters = model.num_parameters
         self._sum = torch.zeros_like(self._own) if sum_in is None else sum_in
         self._sum_is_empty = True
@@ -86,17 +86,17 @@ class Updater(ABC):
 
     @property
     def weights(self) -> npt.NDArray[np.float32]:
-        """float32, shape (numel,), laid out as `doll.model.flat_model` says; a view of the live tensor."""
+        """The weights, float32, shape (numel,), with the layout of `doll.model.flat_model`; a view of the tensor."""
         array: npt.NDArray[np.float32] = self._flat.numpy()
         return array
 
     def weight(self, set_weight: float, age: int) -> float:
-        """The factor of a contribution's parameters in the sum. `set_weight`: sum of the weights of its samples. `age`:
-        updates that were made since the weights that it was computed on."""
+        """Return the factor of a contribution's parameters in the sum. `set_weight`: sum of the weights of its samples.
+        `age`: number of updates since the version of the weights that it was computed on."""
         return 1.0
 
     def add(self, contribution: Contribution | torch.Tensor) -> None:
-        """Add `contribution` to the next `apply`, after the ones added before. It is not used afterwards."""
+        """Add `contribution` to the next `apply`, after earlier ones. The array is not used after the call."""
         tensor, floats = tensor_of(contribution), self._model.num_floats
         if self._sum_is_empty:
             torch.mul(tensor[:floats], self._factor, out=self._sum[:floats])
@@ -107,9 +107,9 @@ class Updater(ABC):
             self._sum[floats:] = tensor[floats:]
 
     def max_change(self, contribution: Contribution) -> float:
-        """How far `contribution` moves any one parameter at most, before `scale`; infinite if that is no number.
+        """Return the largest change of one parameter by `contribution`, before `scale`; inf if it is not finite.
 
-        0 if it does not move the weights by itself: it is a gradient.
+        0 if the contribution is a gradient, which does not change the weights by itself.
         """
         return 0.0
 
@@ -121,28 +121,28 @@ class Updater(ABC):
         into: npt.NDArray[np.float32] | None = None,
         absent: int = 0,
     ) -> None:
-        """Make the next weights from the added contributions and then `contributions`, in this order.
+        """Compute the next weights from the added contributions and then `contributions`, in this order.
 
-        Without any, the weights stay as they are. The result depends on the weights, the state and the contributions
-        in their order, bit for bit, and not on whether they were added before: a replay makes the same model.
+        Without contributions, the weights stay the same. The result depends only on the weights, the state, and the
+        contributions in their order, bit for bit, and not on when they were added. So a replay makes the same model.
 
         Args:
-            scale: factor for the sum; 1 / weight for the mean of gradients.
+            scale: factor for the sum; 1 / weight gives the mean of gradients.
             weight: sum of the weights of all contributions' samples, at least 0.
-            into: memory for the new weights, float32, shape (numel,), which then is `weights`. The array that was
-                `weights` before is left as it was, and is not used any more; `into` may be that array. None: memory of
-                the updater's own, in place if possible.
-            absent: parameters that no sample of the contributions has used, see `FlatModel.absent`: an optimizer
-                leaves them and their state as they are, as torch does if `.grad` is None.
+            into: memory for the new weights, float32, shape (numel,), which is returned by `weights` from now on. The
+                array with the weights before is not changed and not used any more; `into` may be that array. None: the
+                updater's own memory is used, in place if possible.
+            absent: bit mask of parameters that no sample of the contributions has used, see `FlatModel.absent`. An
+                optimizer does not change them or their state, as torch does if `.grad` is None.
 
         Raises:
-            DivergedError: a number of the sum, of the weights or of the state is not finite. The object must not be
-                used any more.
+            DivergedError: a number of the sum, of the weights or of the state is not finite. Then the object must not
+                be used any more.
         """
         for contribution in contributions:
             self.add(contribution)
         if self._sum_is_empty:
-            return  # nothing but refused records: the version counts, the weights stay
+            return  # the update has only refused records: the version is counted, and the weights stay the same
         self._sum_is_empty = True
         target = self._own if into is None else torch.from_numpy(into)
         self._apply_sum(scale, weight, target, absent)
@@ -153,12 +153,12 @@ class Updater(ABC):
 
     @abstractmethod
     def _apply_sum(self, scale: float, weight: float, target: torch.Tensor, absent: int) -> None:
-        """Make the next weights of `_sum` in `target`, which becomes `_flat`; `absent`: see `apply`."""
+        """Compute the next weights from `_sum` into `target`, which becomes `_flat`. `absent`: see `apply`."""
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
-        """The weights and the state, by name, for a checkpoint; `load` takes them.
+        """Return the weights and the state by name, for a checkpoint; `load` accepts them.
 
-        They are copies, except for weights in memory that was given to `apply`: its owner keeps it as it is meanwhile.
+        They are copies, except for weights in memory that was given to `apply`: its owner must not change it meanwhile.
         """
         tensors = {WEIGHTS: self.weights.copy() if self._flat is self._own else self.weights}
         return tensors if self._average is None else tensors | {AVERAGE: self._average.numpy().copy()}
@@ -177,15 +177,15 @@ class Updater(ABC):
         except ValueError as exc:
             raise CheckpointError(str(exc)) from exc
         self._flat = self._own
-        if self._average is not None:  # it begins here if the checkpoint is of a job without it
+        if self._average is not None:  # it begins with the weights if the checkpoint has no average
             self._average[:] = torch.from_numpy(np.array(tensors.get(AVERAGE, weights)))
 
 
 class Optimizer(Updater):
-    """`Updater` of gradients, summed in float32: one step of torch's optimizer on `scale` times their sum.
+    """An `Updater` of gradients, summed in float32: one step of torch's optimizer with `scale` times their sum.
 
-    The caller's `scale` decides between the mean gradient over the update's samples (the default) and the paper's sum
-    (docs/theory.md, D2).
+    The caller's `scale` determines whether the mean gradient over the update's samples is used (the default), or the
+    paper's sum (docs/theory.md, D2).
     """
 
     _factor = _SUM_FACTOR
@@ -198,15 +198,15 @@ class Optimizer(Updater):
     ) -> None:  # fmt: skip
         """
         Args:
-            clip_norm: the longest gradient that a step is made with, after `scale`; None: any.
-            clip_value: the largest absolute value of a number of it; None: any.
-            schedule: of the learning rate.
-            by_version: the schedule takes a step by `go_to` only, and not with each `apply`.
+            clip_norm: maximum norm of the gradient of a step, after `scale`; None: no limit.
+            clip_value: maximum absolute value of one number of the gradient; None: no limit.
+            schedule: parts of the schedule of the learning rate.
+            by_version: True: only `go_to` advances the schedule. False: each `apply` advances it.
             ema: see `Updater`.
-            norm_of_tables: length of what was added to the model's tables, before `scale`: it is clipped together with
-                the rest.
+            norm_of_tables: function that returns the norm of the contributions to tables, before `scale`, which are
+                clipped together with the other gradients.
             sum_in: memory for the sum, float32, as long as the weights, which nothing else uses between `add` and
-                `apply`; None: the optimizer takes it.
+                `apply`; None: the optimizer allocates it.
 
         Raises:
             ConfigError: `schedule` cannot be made.
@@ -215,7 +215,7 @@ class Optimizer(Updater):
         self._config = config
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._norm_of_tables = norm_of_tables
-        self._state: dict[str, torch.Tensor] = {}  # named as torch's optimizer classes name it
+        self._state: dict[str, torch.Tensor] = {}  # with the names of torch's optimizer classes
         self._by_version = by_version
         self._schedule: Schedule | None = None
         if schedule and not isinstance(config, TorchConfig):
@@ -224,7 +224,7 @@ class Optimizer(Updater):
             self._schedule = Schedule(schedule, self._rates, self._groups)
 
     def go_to(self, version: int) -> None:
-        """Have the learning rate of the update after `version`, if there is a schedule by version."""
+        """Set the learning rate of the update after `version`, if there is a schedule by version."""
         if self._schedule is not None and self._by_version:
             self._schedule.go_to(version)
 
@@ -238,7 +238,7 @@ class Optimizer(Updater):
         total[n:floats] /= (weight or 1.0) * _SUM_FACTOR
         target[n:] = total[n:]
         self._flat = target
-        # What is not finite in the gradient is not finite in the weights then.
+        # If a number of the gradient is not finite, a number of the weights is not finite now.
         if not is_finite(target[:floats]):
             where = "after the step the weights are" if is_finite(total[:floats]) else "the gradient is"
             raise diverged(where)
@@ -248,11 +248,11 @@ class Optimizer(Updater):
             self._schedule.step()
 
     def _squares(self) -> Iterable[torch.Tensor]:
-        """The parts of the state that are sums or means of squares."""
+        """Return the parts of the state that are sums or means of squares."""
         return (self._state[key] for key in SQUARES if key in self._state)
 
     def _clip(self, gradient: torch.Tensor, beside: float) -> float:
-        """Clip by value, or say what factor clips by norm together with a part that is `beside` long."""
+        """Clip by value, and return the factor that clips by norm. `beside`: norm of further gradients."""
         if self._clip_value is not None:
             expect_finite(gradient)
             gradient.clamp_(-self._clip_value, self._clip_value)
@@ -264,7 +264,7 @@ class Optimizer(Updater):
         return super().tensors() | self._state_tensors()
 
     def _state_tensors(self) -> dict[str, npt.NDArray[Any]]:
-        """Copies of the state, and of what is no tensor."""
+        """Return copies of the state's tensors, and the encoded plain state."""
         tensors = {f"{STATE}{key}": value.numpy().copy() for key, value in self._state.items()}
         if self._schedule is not None:
             tensors[VALUES] = packed({"groups": self._groups.changed(), "schedule": self._schedule.state()})
@@ -275,7 +275,7 @@ class Optimizer(Updater):
         self._load_state(tensors)
 
     def _load_state(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Go on from what `_state_tensors` has given, among others."""
+        """Continue from a result of `_state_tensors`; `tensors` may contain other tensors, too."""
         self._state = {
             key.removeprefix(STATE): torch.from_numpy(np.array(value))
             for key, value in tensors.items()
@@ -286,7 +286,7 @@ class Optimizer(Updater):
             self._schedule.load(values["schedule"])
 
     def _step(self, gradient: torch.Tensor, factor: float, target: torch.Tensor, absent: int) -> None:
-        """One step on `factor` times `gradient`, float32, shape (num_parameters,), which may be changed."""
+        """Make one step with `factor` times `gradient`, float32, shape (num_parameters,), which may be changed."""
         before = self._flat[: self.num_parameters]
         config, runs = self._config_now(), self._runs(absent)
         if absent and target.data_ptr() != before.data_ptr():
@@ -304,13 +304,13 @@ class Optimizer(Updater):
                 assert_never(unknown)
 
     def _config_now(self) -> OptimizerConfig:
-        """The settings, with the rates of the schedule."""
+        """Return the settings with the current rates of the schedule."""
         if self._schedule is None or isinstance(self._config, TorchConfig):
             return self._config
         return self._rates.applied_to(self._config)
 
     def _runs(self, absent: int) -> list[_ParameterRun]:
-        """The parameters that have a gradient: those that follow each other, and have taken as many steps, as one."""
+        """Return runs of parameters that have a gradient; neighbours with the same number of steps form one run."""
         ends, steps = self._model.ends_of_parameters, self._state.get("step")
         if absent and isinstance(self._config, AdamConfig) and (steps is None or not steps.ndim):
             steps = self._state["step"] = torch.zeros(len(ends)) + (0.0 if steps is None else steps)
@@ -333,7 +333,7 @@ class Optimizer(Updater):
         self, config: SgdConfig, gradients: torch.Tensor, factor: float, before: torch.Tensor, target: torch.Tensor,
         runs: Sequence[_ParameterRun],
     ) -> None:  # fmt: skip
-        # A power of two commutes with rounding: it needs no pass of its own. Others are rounded where torch rounds.
+        # A factor that is a power of two commutes with rounding, so it needs no pass. Others are applied as in torch.
         is_power_of_two = math.frexp(factor)[0] == 0.5
         scales_first = not is_power_of_two or config.weight_decay or (config.momentum and config.nesterov)
         if config.momentum and "momentum_buffer" not in self._state:
@@ -359,7 +359,7 @@ class Optimizer(Updater):
             state.setdefault("step", torch.tensor(0.0))
             state["exp_avg"] = torch.zeros_like(gradient)
             state["exp_avg_sq"] = torch.zeros_like(gradient)
-        steps = state["step"]  # one for all, or of each parameter once some have had no gradient
+        steps = state["step"]  # one number for all parameters, or one each after some have had no gradient
         for first, until, run in runs:
             step = steps[first] if steps.ndim else steps
             for part in _copied_slices(run, before, target):
@@ -398,8 +398,8 @@ class Optimizer(Updater):
     def _adagrad_with_momentum(
         self, config: AdagradConfig, gradient: torch.Tensor, weights: torch.Tensor, part: slice
     ) -> None:
-        """torch has none. The momentum is of the steps, whose lengths are alike: a gradient's own would keep the long
-        ones of the first batches."""
+        """Make an Adagrad step with momentum, which torch does not have. The momentum is taken of the steps, whose
+        norms are similar; momentum of the gradients would keep the long gradients of the first batches."""
         if config.weight_decay:
             gradient.add_(weights, alpha=config.weight_decay)
         total = self._state["sum"][part].addcmul_(gradient, gradient)
@@ -409,11 +409,11 @@ class Optimizer(Updater):
 
 
 class OuterOptimizer(Optimizer):
-    """`Updater` whose contributions are what workers have changed in several steps of their own.
+    """An `Updater` whose contributions are changes of the weights by several local steps of a worker.
 
-    One step of SGD with Nesterov momentum, whose gradient is the mean of the changes by their samples' weights,
-    reversed (Douillard et al., DiLoCo, arXiv 2311.08105). A change that was computed `age` updates earlier counts
-    `age_discount ** age` times as much; the sum is divided by all samples nevertheless, so a late change moves less.
+    It makes one step of SGD with Nesterov momentum. The gradient is the negative mean of the changes, weighted by their
+    samples (Douillard et al., DiLoCo, arXiv 2311.08105). A change that was computed on weights that are `age` updates
+    old has the factor `age_discount ** age`. The sum is still divided by all samples, so a late change has less effect.
     """
 
     def __init__(self, model: FlatModel, step: OuterStep, ema: float | None = None) -> None:
@@ -426,11 +426,11 @@ class OuterOptimizer(Optimizer):
 
 
 class StepAdder(Updater):
-    """`Updater` whose contributions are steps: what each worker's optimizer made of its batches. They are added as they
-    are.
+    """An `Updater` whose contributions are steps that each worker's optimizer made from its batches. They are added
+    without a change.
 
-    Float buffers come as values times weights, as with gradients, and become the mean; other buffers become those of
-    the last contribution.
+    Float buffers come as values times weights, as with gradients, and their mean is taken. Other buffers are copied
+    from the last contribution.
     """
 
     def max_change(self, contribution: Contribution) -> float:
@@ -452,12 +452,12 @@ class StepAdder(Updater):
 
 
 def is_finite(vector: torch.Tensor) -> bool:
-    # One NaN or infinity makes the sum one. A sum of large numbers may overflow by itself: then each is looked at.
+    # One NaN or infinity makes the sum not finite. As a sum of large numbers may overflow, all are checked then.
     return math.isfinite(vector.sum().item()) or bool(torch.isfinite(vector).all())
 
 
 def expect_finite(gradient: torch.Tensor) -> None:
-    """Raises DivergedError if a number is not finite."""
+    """Raise DivergedError if a number is not finite."""
     if not is_finite(gradient):
         raise diverged("the gradient is")
 
@@ -470,7 +470,7 @@ def diverged(what: str) -> DivergedError:
 
 
 def _clip(gradient: torch.Tensor, longest: float, beside: float) -> float:
-    """The factor that makes `gradient`, with a part that is `beside` long and not in it, at most `longest` long."""
+    """Return the factor that limits the norm of `gradient` and a further part of norm `beside` to `longest`."""
     norm = math.sqrt(sum(_norm(gradient[part]) ** 2 for part in _slices(slice(0, len(gradient)))) + beside**2)
     return longest / norm if norm > longest else 1.0
 
@@ -479,7 +479,7 @@ def _norm(vector: torch.Tensor) -> float:
     norm = float(torch.linalg.vector_norm(vector))
     if 1e-15 < norm < math.inf:
         return norm
-    return float(torch.linalg.vector_norm(vector, dtype=torch.float64))  # squares that float32 cannot hold
+    return float(torch.linalg.vector_norm(vector, dtype=torch.float64))  # for squares beyond the range of float32
 
 
 def _slices(run: slice) -> Iterator[slice]:
@@ -487,7 +487,7 @@ def _slices(run: slice) -> Iterator[slice]:
 
 
 def _copied_slices(run: slice, before: torch.Tensor, target: torch.Tensor) -> Iterator[slice]:
-    """The slices of `run`, each after its weights were copied to `target`."""
+    """Yield the slices of `run`, each after its weights were copied to `target`."""
     for part in _slices(run):
         if target.data_ptr() != before.data_ptr():
             target[part] = before[part]
@@ -497,7 +497,7 @@ def _copied_slices(run: slice, before: torch.Tensor, target: torch.Tensor) -> It
 def tensor_of(gradient: npt.NDArray[np.float32] | torch.Tensor) -> torch.Tensor:
     if isinstance(gradient, torch.Tensor):
         return gradient
-    # A blob's view is read-only, which torch warns about; it is only read here.
+    # A view of a blob is read-only, which torch warns about; but it is only read here.
     if gradient.flags.writeable:
         return torch.from_numpy(gradient)
     with warnings.catch_warnings():
@@ -506,15 +506,15 @@ def tensor_of(gradient: npt.NDArray[np.float32] | torch.Tensor) -> torch.Tensor:
 
 
 def square_length(vector: torch.Tensor) -> float:
-    """Sum of the squares of a float32 vector; infinite if a number of it is not finite."""
+    """Return the sum of the squares of a float32 vector; infinite if a number of it is not finite."""
     square = float(torch.dot(vector, vector))
     if 1e-30 < square < math.inf:
         return square
-    # Squares that float32 cannot hold, or what is not finite.
+    # Some squares are beyond the range of float32, or some number is not finite.
     exact = float(torch.linalg.vector_norm(vector, dtype=torch.float64))
     return exact**2 if math.isfinite(exact) else math.inf
 
 
 def length(vector: torch.Tensor) -> float:
-    """Euclidean norm of a float32 vector; infinite if a number of it is not finite."""
+    """Return the Euclidean norm of a float32 vector; infinite if a number of it is not finite."""
     return math.sqrt(square_length(vector))

@@ -1,4 +1,4 @@
-"""The optimizer that `training` asks for, and the check that a model can be trained so."""
+"""The optimizer for the section `training`, and the check that a model can be trained with it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def make_optimizer(
     training: TrainingConfig, model: FlatModel, *, clips_norm: bool = True,
     norm_of_tables: Callable[[], float] = lambda: 0.0,
 ) -> Optimizer:  # fmt: skip
-    """Make the server's optimizer, or a worker's own if workers send steps: that has no average, and its schedule
-    follows the versions that the worker has.
+    """Make the optimizer of the server; or, if workers send steps, of a worker, without a moving average and with a
+    schedule that follows the versions of the worker's weights.
 
     Args:
-        clips_norm: False if somebody else clips by norm.
+        clips_norm: False if another part of the process clips by norm.
         norm_of_tables: see `Optimizer`.
 
     Raises:
@@ -38,12 +38,12 @@ def make_optimizer(
 
 
 def decay(training: TrainingConfig) -> float | None:
-    """The decay of the average of weights; None: there is none."""
+    """Return the decay of the moving average of the weights; None: there is no average."""
     return None if training.ema is None else training.ema.decay
 
 
 def check_recipe(training: TrainingConfig, model: FlatModel) -> None:
-    """Raises ConfigError if the model cannot be trained so, whoever makes the steps."""
+    """Raise ConfigError if the model cannot be trained with these settings, by the server or by workers."""
     names = () if model.tables is None else model.tables.shapes
     row_optimizers(training, names)
     if names:

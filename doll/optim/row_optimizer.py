@@ -1,7 +1,8 @@
-"""One step of an optimizer on some rows of a table; the state of the other rows does not exist.
+"""One step of an optimizer on some rows of a table; other rows have no state.
 
-The arithmetic is that of torch's optimizers on sparse gradients: `SGD`, `Adagrad` and `SparseAdam` (lazy Adam: rows
-without a gradient keep their moments as they are), to the bit: a test compares them. torch has no row-wise Adagrad.
+The results are the same as with torch's optimizers on sparse gradients, to the bit (a test compares them): `SGD`,
+`Adagrad` and `SparseAdam` (lazy Adam: the moments of rows without a gradient do not change). Torch has no row-wise
+Adagrad.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ _ADAGRAD_EPSILON = 1e-10
 
 
 class RowOptimizer(Protocol):
-    """A step on rows. `state_names` are the parts of the state, zero at first."""
+    """An optimizer of rows. `state_names` are the names of the parts of its state, which are zero at first."""
 
     @property
     def state_names(self) -> tuple[str, ...]: ...
 
     @property
     def is_rowwise(self) -> bool:
-        """Each part of the state is one number for a row; else as many as the row has."""
+        """Whether each part of the state has one number for a row; otherwise it has as many as the row."""
 
     def step(
         self, rows: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], number: int
     ) -> torch.Tensor:
-        """The rows after the step; `state` is changed in place.
+        """Return the rows after the step, and change `state` in place.
 
         Args:
             rows, gradient: float32, shape (n, width).
-            state: by name, float32, shape (n, `state_width`) each.
-            number: of the table's step, from 1 on.
+            state: parts of the state by name, each float32 with shape (n, `state_width`).
+            number: number of the table's step, from 1 on.
         """
 
 
@@ -69,7 +70,7 @@ class RowAdagrad:
     """Adagrad (Duchi, Hazan, Singer, JMLR 12, 2011), diagonal.
 
     Attributes:
-        initial_accumulator: what each sum of squares begins with.
+        initial_accumulator: first value of each sum of squares.
     """
 
     lr: float
@@ -82,7 +83,7 @@ class RowAdagrad:
     ) -> torch.Tensor:
         total = state[self.state_names[0]]
         if self.initial_accumulator:
-            total.masked_fill_(total == 0, self.initial_accumulator)  # a sum that has begun is at least that
+            total.masked_fill_(total == 0, self.initial_accumulator)  # a sum of earlier steps is at least this value
         squares = gradient.pow(2)
         total.add_(squares.mean(dim=1, keepdim=True) if self.is_rowwise else squares)
         return torch.add(rows, gradient / total.sqrt().add_(_ADAGRAD_EPSILON), alpha=-self.lr)
@@ -90,10 +91,10 @@ class RowAdagrad:
 
 @dataclass(frozen=True, slots=True)
 class RowwiseAdagrad(RowAdagrad):
-    """Adagrad with one sum for each row, of the means of its squared gradients.
+    """Adagrad with one sum for each row: the sum of the means of its squared gradients.
 
     Mudigere et al., "Software-Hardware Co-design for Fast and Scalable Training of Deep Learning Recommendation Models"
-    (2021); as TorchRec's `RowWiseAdagrad`, whose epsilon is the same.
+    (2021). TorchRec's `RowWiseAdagrad` is the same and has the same epsilon.
     """
 
     state_names: ClassVar[tuple[str, ...]] = ("row_sum",)
@@ -102,7 +103,7 @@ class RowwiseAdagrad(RowAdagrad):
 
 @dataclass(frozen=True, slots=True)
 class LazyAdam:
-    """Adam whose moments of a row move only with a gradient of that row; their bias is corrected by the number of the
+    """Adam that changes the moments of a row only if the row has a gradient. The bias is corrected by the number of the
     table's steps, as in torch's `SparseAdam`."""
 
     lr: float
@@ -123,8 +124,8 @@ class LazyAdam:
 
 @dataclass(frozen=True, slots=True)
 class Decayed:
-    """An optimizer whose step begins with `factor` times the row: decoupled weight decay (Loshchilov and Hutter, ICLR
-    2019), lazy, since a row without a gradient has no step."""
+    """An optimizer that multiplies the row by `factor` before its step: decoupled weight decay (Loshchilov and Hutter,
+    ICLR 2019). It is lazy, since a row without a gradient has no step."""
 
     optimizer: RowOptimizer
     factor: float
@@ -144,13 +145,13 @@ class Decayed:
 
 
 def state_width(optimizer: RowOptimizer, width: int) -> int:
-    """Numbers of each part of the state of a row of `width` numbers."""
+    """Return how many numbers each part of the state has for a row of `width` numbers."""
     return 1 if optimizer.is_rowwise else width
 
 
 def row_optimizers(config: TrainingConfig, names: Iterable[str]) -> dict[str, RowOptimizer]:
-    """The optimizer of each of these tables, which are all of the model. Raises ConfigError (see `settings_of_tables`
-    and `row_optimizer`)."""
+    """Return the optimizer of each of these tables, which are all tables of the model. Raises ConfigError (see
+    `settings_of_tables` and `row_optimizer`)."""
     return {
         name: row_optimizer(config.optimizer) if settings.optimizer is None else _of_kind(settings.optimizer)
         for name, settings in settings_of_tables(config.tables, names).items()
@@ -174,8 +175,8 @@ def _of_kind(config: AnyRowOptimizerConfig | SgdConfig | AdamConfig | AdagradCon
 
 
 def row_optimizer(config: OptimizerConfig) -> RowOptimizer:
-    """The optimizer of tables that `training.optimizer` asks for, if `training.tables` names none. Raises ConfigError
-    if it moves rows that no sample has used."""
+    """Return the optimizer for tables that `training.tables` does not name, as given by `training.optimizer`. Raises
+    ConfigError if this optimizer would change rows that no sample has used."""
     if isinstance(config, TorchConfig):
         raise ConfigError(
             "training.optimizer.class: expected sgd, adam or adagrad for a model with tables (sparse embeddings), got "

@@ -1,7 +1,7 @@
-"""Learning rates by update: torch's schedulers, on a torch optimizer or on the rates of a built-in one.
+"""Learning rates that depend on the number of updates: torch's schedulers, for torch optimizers and built-in ones.
 
-A schedule takes one step with each update that has learned something: the first update is made with the rates that the
-scheduler begins with, as in a loop of `optimizer.step(); scheduler.step()`.
+A schedule advances by one step after each update that has learned something. The first update is made with the first
+rates of the scheduler, as in a loop of `optimizer.step(); scheduler.step()`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BuiltIn: TypeAlias = SgdConfig | AdamConfig | AdagradConfig
 class Rates(torch.optim.Optimizer):
     """The values of a built-in optimizer that a schedule may change, under the names of torch's optimizer.
 
-    The constructor of torch's class is not called: it imports torch's compiler.
+    The constructor of torch's class is not called, because it imports torch's compiler.
     """
 
     def __init__(self, config: BuiltIn) -> None:
@@ -43,10 +43,10 @@ class Rates(torch.optim.Optimizer):
         self.param_groups = [{"params": [], **self.defaults}]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Does nothing; torch schedulers require `optimizer.step()` to be called first."""
+        """Do nothing; torch schedulers require a call of `optimizer.step()` before theirs."""
 
     def applied_to(self, config: BuiltIn) -> BuiltIn:
-        """`config` with the present values, for one step."""
+        """Return `config` with the current values, for one step."""
         self.step()
         values = {key: value for key, value in self.param_groups[0].items() if key in self.defaults}
         if "betas" in values:
@@ -55,22 +55,22 @@ class Rates(torch.optim.Optimizer):
 
 
 class GroupValues:
-    """The values of an optimizer's groups, such as lr: those that it began with, and those that have changed since."""
+    """The values of an optimizer's groups, such as lr: the first values, and the values that have changed since."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._groups = optimizer.param_groups
         self._first = [{key: deepcopy(value) for key, value in _values(group)} for group in self._groups]
 
     def changed(self) -> list[dict[str, Any]]:
-        """The values of each group that are not as they were."""
+        """Return the values of each group that are not as at the beginning."""
         return [
             {key: value for key, value in _values(group) if key not in first or first[key] != value}
             for group, first in zip(self._groups, self._first, strict=True)
         ]
 
     def restore(self, changed: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Make the values those of the beginning, except `changed`. Raises ValueError if it is of another number of
-        groups."""
+        """Restore the values of the beginning, except `changed`. Raises ValueError if `changed` is for another number
+        of groups."""
         changed = changed or [{} for _ in self._first]
         for group, first, other in zip(self._groups, self._first, changed, strict=True):
             for key, _ in list(_values(group)):
@@ -89,10 +89,10 @@ class Schedule:
     def __init__(self, parts: Sequence[SchedulePart], optimizer: torch.optim.Optimizer, groups: GroupValues) -> None:
         """
         Args:
-            groups: of the optimizer.
+            groups: values of the groups of `optimizer`.
 
         Raises:
-            ConfigError: a class does not exist, does not take its arguments, or is no schedule by updates.
+            ConfigError: a class does not exist, does not accept its arguments, or is not a schedule by updates.
         """
         self._parts = parts
         self._optimizer = optimizer
@@ -105,7 +105,7 @@ class Schedule:
         self._scheduler = make_scheduler(self._parts, self._optimizer)
 
     def step(self) -> None:
-        """One update has been made."""
+        """Advance the schedule after an update."""
         self._updates += 1
         if self._is_over:
             return
@@ -116,19 +116,19 @@ class Schedule:
             log.warning("schedule_over", updates=self._updates, reason=str(exc), action="the rates stay as they are")
 
     def go_to(self, updates: int) -> None:
-        """Have the rates of the update after so many."""
+        """Set the rates of the update that follows after `updates` updates."""
         if updates < self._updates:
             self._groups.restore()
             self._begin()
         if updates > self._updates:
             with warnings.catch_warnings():
-                # That no step of the optimizer was made before: it was, by another process.
+                # torch warns that the optimizer has made no step before; another process has made it.
                 warnings.simplefilter("ignore", UserWarning)
                 while self._updates < updates:
                     self.step()
 
     def state(self) -> dict[str, Any]:
-        """Plain values; the groups' own are not among them."""
+        """Return the state as plain values, without the values of the groups."""
         return {"updates": self._updates, "is_over": self._is_over, "scheduler": self._scheduler.state_dict()}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -137,7 +137,7 @@ class Schedule:
 
 
 def make_scheduler(parts: Sequence[SchedulePart], optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """One scheduler, or several that follow each other. Raises ConfigError (see `Schedule`)."""
+    """Make one scheduler, or several that follow one another. Raises ConfigError (see `Schedule`)."""
     fields = [_FIELD] if len(parts) == 1 else [f"{_FIELD}.{number}" for number in range(len(parts))]
     schedulers = [_made(field, part.cls, part.args, optimizer) for field, part in zip(fields, parts, strict=True)]
     if len(schedulers) == 1:
@@ -160,7 +160,7 @@ def _made(field: str, name: str, args: Mapping[str, Any], optimizer: torch.optim
 
 
 def _inner(field: str, value: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """An argument; a scheduler of a scheduler is written like one."""
+    """Return an argument of a scheduler. An argument that is a scheduler is written like a scheduler."""
     if isinstance(value, list):
         return [_inner(f"{field}.{number}", item, optimizer) for number, item in enumerate(value)]
     if isinstance(value, dict) and value.keys() <= {"class", "args"} and isinstance(value.get("class"), str):

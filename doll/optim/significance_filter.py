@@ -1,4 +1,4 @@
-"""MLLess's significance filter: which part of a step is sent now, and which is held back (Algorithm 1 there). Pure."""
+"""The significance filter of MLLess, which splits a step into a part to send and a part to hold back (Alg. 1). Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Array = npt.NDArray[np.float32]
 
 
 class _NewestBatch:
-    """The newest batch of which a part is held back: its part alone can be told from the others."""
+    """The newest batch with a held-back part. Only its part can be separated from the parts of other batches."""
 
     _batch = -1
 
@@ -32,11 +32,11 @@ class _NewestBatch:
 
 
 class Residual(_NewestBatch):
-    """The part of one worker's steps that it holds back. Shapes: (num_parameters,).
+    """The part of one worker's steps that the worker holds back. Arrays have the shape (num_parameters,).
 
-    A number of the residual is sent as soon as it is larger than v / sqrt(t) of the number that it changes, in absolute
-    values; each number that is not zero is looked at after every batch, also untouched numbers: the
-    bound of Theorem 1 needs it, since the threshold falls with t.
+    A number of the residual is sent as soon as its absolute value is larger than v / sqrt(t) times the absolute value
+    of the weight that it changes. After every batch all numbers that are not zero are checked, also of weights that the
+    batch has not changed: the bound of Theorem 1 needs this, since the threshold falls with t.
     """
 
     def __init__(self, threshold: float, num_parameters: int) -> None:
@@ -44,10 +44,10 @@ class Residual(_NewestBatch):
         self._threshold = threshold
         self._size = num_parameters if threshold > 0 else 0
         self._held = np.zeros(self._size, np.float32)
-        # As it was before the newest batch, which may have to be computed again; that batch's number.
+        # The residual before the newest batch, which may have to be computed again, and the number of this batch.
         self._before = np.zeros(self._size, np.float32)
         self._batch = -1
-        self.is_held = False  # a number of it is not zero
+        self.is_held = False  # whether a number of the residual is not zero
 
     @property
     def is_used(self) -> bool:
@@ -55,15 +55,16 @@ class Residual(_NewestBatch):
         return self._size > 0
 
     def split(self, step: Array, weights: Array, batch: int, version: int) -> None:
-        """Leave in `step` what is sent after batch `batch`, of it and of what was held back; hold the rest.
+        """Reduce `step` of batch `batch` to the numbers that are sent, plus held-back ones; hold back the rest.
 
         Args:
-            weights: the worker's view, `step` included.
-            version: of the published weights below the view. t is version + 1, the same for all workers of a round,
-                as the proof of Theorem 1 has it; a worker that joins late has counted fewer batches.
+            weights: the weights of the worker, `step` included.
+            version: version of the published weights from which the worker's weights were made. t is version + 1, which
+                is the same for all workers of a round, as in the proof of Theorem 1. The worker's own number of batches
+                would be lower if it has joined late.
 
         Raises:
-            IllegalEventError: the batch, or a later one, is in what is held back already.
+            IllegalEventError: the residual already has a part of this batch, or of a later one.
         """
         self._expect_later(batch)
         self._before[:] = self._held
@@ -76,13 +77,13 @@ class Residual(_NewestBatch):
         self.is_held = bool(total.any())
 
     def add_to(self, weights: Array) -> None:
-        """The worker's view holds what it has not sent."""
+        """Add the residual to `weights`, so that the worker's weights have the steps that it has not sent."""
         if self.is_held:
             weights += self._held
 
     def take_back(self, batch: int) -> None:
-        """Batch `batch` and later ones are computed again. Raises IllegalEventError if it is not the newest one, whose
-        part alone can be told from the others."""
+        """Remove the parts of batch `batch` and later ones, which are computed again. Raises IllegalEventError if it is
+        not the newest batch, whose part alone can be separated."""
         self._expect_newest(batch)
         if self._size and 0 <= batch <= self._batch:
             self._held[:] = self._before
@@ -90,8 +91,8 @@ class Residual(_NewestBatch):
             self.is_held = bool(self._held.any())
 
     def below(self, until: int) -> Array | None:
-        """The part of the steps of batches below `until` that is held back, a copy; None: nothing. `clear` it when it
-        is stored. Raises IllegalEventError if it cannot be told from what is held back of later ones."""
+        """Return a copy of the held-back part of the batches below `until`; None: nothing is held back. Call `clear`
+        after it is stored. Raises IllegalEventError if it cannot be separated from the parts of later batches."""
         self._expect_newest(until)
         held = self._before if 0 <= until <= self._batch else self._held
         return held.copy() if self._size and held.any() else None
@@ -102,14 +103,14 @@ class Residual(_NewestBatch):
         self._batch, self.is_held = -1, False
 
 
-# Rows of a table as the worker sees them, shape (n, width), and which of them it has at all, shape (n,).
+# The ids of rows -> the rows as the worker sees them, shape (n, width), and whether it has each row, shape (n,).
 See: TypeAlias = Callable[[Ids], tuple[Floats, npt.NDArray[np.bool_]]]
 
 
 class RowResidual(_NewestBatch):
-    """`Residual` of the rows of one table.
+    """A `Residual` of the rows of one table.
 
-    The last 16 bits of a number that is sent are held back as well, if they are not significant either: it then takes
+    The last 16 bits of a number that is sent are held back as well if they are not significant. Then the number takes
     half the bytes (`doll.storage.sections`).
     """
 
@@ -121,13 +122,14 @@ class RowResidual(_NewestBatch):
         self.held = no_rows(width)
 
     def split(self, step: Rows, see: See, batch: int, version: int) -> Rows:
-        """The part that is sent after batch `batch`; the rest is held. See `Residual.split`.
+        """Return the part that is sent after batch `batch`, and hold back the rest. See `Residual.split`.
 
         Args:
-            see: the worker's view, `step` included. Changes of a row that it does not have any more are sent.
+            see: function that returns the worker's rows, `step` included. Changes of rows that the worker does not have
+                any more are sent.
 
         Raises:
-            IllegalEventError: the batch, or a later one, is in what is held back already.
+            IllegalEventError: the residual already has a part of this batch, or of a later one.
         """
         self._expect_later(batch)
         self._before, self._batch = self.held, batch
@@ -142,19 +144,19 @@ class RowResidual(_NewestBatch):
         return _without_zeros(Rows(ids, sent))
 
     def take_back(self, batch: int) -> None:
-        """Batch `batch` and later ones are computed again. Raises IllegalEventError if it is not the newest one, whose
-        part alone can be told from the others."""
+        """Remove the parts of batch `batch` and later ones, which are computed again. Raises IllegalEventError if it is
+        not the newest batch, whose part alone can be separated."""
         self._expect_newest(batch)
         if 0 <= batch <= self._batch:
             self.held, self._batch = self._before, -1
 
     def below(self, until: int) -> Rows:
-        """See `Residual.below`; no rows: nothing."""
+        """Return the held-back part of the batches below `until`; no rows if there is none. See `Residual.below`."""
         self._expect_newest(until)
         return self._before if 0 <= until <= self._batch else self.held
 
     def clear(self) -> Ids:
-        """Hold nothing. The rows of which something was held, before or after the newest batch."""
+        """Clear the residual. Return the ids of rows with a held-back part, before or after the newest batch."""
         ids = np.union1d(self.held.ids, self._before.ids)
         self.held = self._before = no_rows(self.held.values.shape[1])
         self._batch = -1
@@ -162,16 +164,16 @@ class RowResidual(_NewestBatch):
 
 
 def _limit(weights: Floats, threshold: float, version: int) -> Floats:
-    """The largest change of each weight that is held back. As a product: the ratio to 0 is not defined."""
+    """Return the largest change of each weight that is held back. It is a product, since a ratio to 0 is undefined."""
     return np.float32(threshold / math.sqrt(version + 1)) * np.abs(weights)
 
 
 def _rounded(values: Floats) -> Floats:
-    """The nearest numbers whose last 16 bits are 0 (bfloat16): what they differ by is a float32, exactly."""
+    """Return the nearest numbers whose last 16 bits are 0 (bfloat16). The differences are exact float32 numbers."""
     with np.errstate(over="ignore"):
         return ((values.view(np.uint32) + np.uint32(0x8000)) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 def _without_zeros(rows: Rows) -> Rows:
-    is_any = np.abs(rows.values) @ np.ones(rows.values.shape[1], np.float32) > 0  # as any(axis=1), in less time
+    is_any = np.abs(rows.values) @ np.ones(rows.values.shape[1], np.float32) > 0  # like any(axis=1), but faster
     return Rows(rows.ids[is_any], rows.values[is_any])

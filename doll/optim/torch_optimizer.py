@@ -1,7 +1,7 @@
-"""A step of any torch optimizer class, on the parameters of the flat vector by their names.
+"""The step of any torch optimizer class, with the parameters of the flat vector and their names.
 
-The parameters are views of the updater's own memory, and their gradients views of the sum, so that the class's state
-refers to them for good: if new weights belong into other memory, they are copied there after the step.
+The parameters are views of the updater's own memory, and their gradients are views of the sum. So the state of the
+class always refers to the same tensors. If the new weights must be in other memory, they are copied there afterwards.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from doll.optim.schedule import GroupValues, Schedule
 from doll.task.base import described
 
 _FIELD: Final = "training.optimizer"
-_TRIAL_SIZE: Final = 8  # of each dimension
+_TRIAL_SIZE: Final = 8  # maximum size of each dimension in a trial
 _NORM_EPSILON: Final = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _NAMES_SHOWN: Final = 8
 
 
 class TorchOptimizer(Optimizer):
-    """`Optimizer` of a class of torch's, or of another package."""
+    """An `Optimizer` with an optimizer class of torch or another package."""
 
     def __init__(
         self, model: FlatModel, config: TorchConfig, clip_norm: float | None = None, *,
         clip_value: float | None = None, schedule: Sequence[SchedulePart] = (), by_version: bool = False,
         ema: float | None = None, norm_of_tables: Callable[[], float] = lambda: 0.0,
     ) -> None:  # fmt: skip
-        """Raises ConfigError (see `TorchSteps`)."""
+        """Make the optimizer. Raises ConfigError (see `TorchSteps`)."""
         super().__init__(
             model, config, clip_norm, clip_value=clip_value, by_version=by_version, ema=ema,
             norm_of_tables=norm_of_tables,
@@ -61,7 +61,7 @@ class TorchOptimizer(Optimizer):
         return (part for _, key, part in self._steps.state() if key in SQUARES and isinstance(part, torch.Tensor))
 
     def _clip(self, gradient: torch.Tensor, beside: float) -> float:
-        """Clip to the bit as torch.nn.utils does."""
+        """Clip as torch.nn.utils does, to the bit."""
         parameters = self._parameters.values()
         if self._clip_value is not None:
             expect_finite(gradient)
@@ -96,17 +96,17 @@ class TorchOptimizer(Optimizer):
 
 
 class TorchSteps:
-    """A torch optimizer with its groups and its schedule, and its state by the names of parameters."""
+    """A torch optimizer with its groups and its schedule; its state is stored by the names of parameters."""
 
     def __init__(
         self, parameters: Mapping[str, torch.Tensor], config: TorchConfig, schedule: Sequence[SchedulePart] = ()
     ) -> None:
         """
         Args:
-            parameters: by name, with their gradients.
+            parameters: parameters by name, with their gradients.
 
         Raises:
-            ConfigError: the optimizer, a group or the schedule cannot be made of the given values.
+            ConfigError: the optimizer, a group or the schedule cannot be made with the given values.
         """
         self._parameters = parameters
         cls = find_class(_FIELD, config.cls, torch.optim.Optimizer)
@@ -125,14 +125,14 @@ class TorchSteps:
         self._optimizer.step()
 
     def state(self) -> Iterable[tuple[str, str, Any]]:
-        """The name of a parameter, the key of a part of its state, and the part; always in the same order."""
+        """Yield a parameter's name, the key of a part of its state, and the part; always in the same order."""
         for name, parameter in self._parameters.items():
             for key, part in sorted(self._optimizer.state.get(parameter, {}).items()):
                 yield name, key, part
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
-        """Copies of the state's tensors by the name of their parameter, and everything else in one array. Raises
-        ConfigError if state is neither tensors nor plain values."""
+        """Return copies of the state's tensors by parameter name, and all other state in one array. Raises ConfigError
+        if a part of the state is neither a tensor nor plain values."""
         tensors: dict[str, npt.NDArray[Any]] = {}
         plain: list[tuple[str, str, Any]] = []
         raw: dict[str, tuple[str, list[int]]] = {}
@@ -144,7 +144,7 @@ class TorchSteps:
             part = part.detach().contiguous()
             try:
                 tensors[label] = part.numpy(force=True).copy()
-            except TypeError:  # numpy has no such type, as bfloat16
+            except TypeError:  # numpy lacks this type, such as bfloat16
                 raw[label] = (str(part.dtype).removeprefix("torch."), list(part.shape))
                 tensors[label] = part.reshape(-1).view(torch.uint8).numpy(force=True).copy()
         values = {"plain": plain, "raw": raw, "groups": self._groups.changed()}
@@ -154,7 +154,7 @@ class TorchSteps:
         return tensors
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Go on from what `tensors` has given. Raises CheckpointError if it is of other parameters, or of another
+        """Continue from a result of `tensors`. Raises CheckpointError if it is for other parameters or for another
         optimizer."""
         values = unpacked(tensors.get(VALUES))
         self._optimizer.state.clear()
@@ -180,7 +180,7 @@ class TorchSteps:
 
 
 def _groups(parameters: Mapping[str, torch.Tensor], groups: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The default group first, if a parameter is in it; then the others in their order."""
+    """Return the groups: first the default group, if it has a parameter; then the others in their order."""
     members: dict[str | None, list[torch.Tensor]] = {None: [], **{pattern: [] for pattern in groups}}
     for name, parameter in parameters.items():
         members[next((pattern for pattern in groups if re.search(pattern, name)), None)].append(parameter)
@@ -203,8 +203,9 @@ def _trainable(model: FlatModel) -> dict[str, torch.Tensor]:
 
 
 def check_torch_optimizer(model: FlatModel, config: TorchConfig, schedule: Sequence[SchedulePart]) -> None:
-    """Have a small copy of the model take some steps, and one that goes on from its state. Raises ConfigError if the
-    optimizer or the schedule cannot be made, takes more than gradients, or keeps state that is not in a checkpoint."""
+    """Make some steps on a small copy of the model, and on another copy that continues from its state. Raises
+    ConfigError if the optimizer or the schedule cannot be made, needs more than gradients, or has state that a
+    checkpoint cannot hold."""
     first = _small(model)
     steps = TorchSteps(first, config, schedule)
     _take(steps, first, config)
@@ -240,7 +241,7 @@ def _take(steps: TorchSteps, parameters: Mapping[str, torch.Tensor], config: Tor
             parameter.grad = torch.linspace(-0.01, 0.01 * number, parameter.numel()).view(parameter.shape)
         try:
             steps.step()
-        except Exception as exc:  # it may raise anything
+        except Exception as exc:  # the optimizer may raise anything
             raise ConfigError(
                 f"{_FIELD}.class: expected an optimizer whose step() needs dense gradients alone; {config.cls} failed "
                 f"in a trial: {described(exc)}"
