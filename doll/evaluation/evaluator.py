@@ -1,8 +1,8 @@
-"""The evaluator: follows the updates of a job, and measures published weights on held-out samples.
+"""The evaluator: it follows the updates of a job, and measures published weights on held-out samples.
 
-Order of effects: 1. measure a version; 2. append it to `evaluations.csv`; 3. publish `Evaluated` and a `Metric`. If a
-crash follows 1, the next process repeats the evaluation; if it follows 2, the topic lacks one row of the file.
-`updates.csv` is rebuilt from the topic by each process.
+Order of effects: 1. Measure a version. 2. Append it to `evaluations.csv`. 3. Publish `Evaluated` and a `Metric`.
+After a crash between 1 and 2, the next process repeats the evaluation. After a crash between 2 and 3, the topic lacks
+one row of the file. Each process rebuilds `updates.csv` from the topic.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = telemetry.get_logger(__name__)
 
 
 class Evaluation(NamedTuple):
-    """Held-out error of one version."""
+    """The held-out error of one version."""
 
     term: int
     version: int
@@ -43,8 +43,9 @@ class Evaluator:
     """Keeps the history of a job and measures versions. It publishes nothing.
 
     Args:
-        blobs: where weights are published; a round in which they raise `ServiceUnavailableError` is skipped.
-        run_folder: of the checkpoints, unless `checkpoint.folder` is set; gets `updates.csv` and `evaluations.csv`.
+        blobs: store of the published weights. If it raises `ServiceUnavailableError`, the evaluation is skipped.
+        run_folder: folder of the checkpoints, unless `checkpoint.folder` is set, and of the files `updates.csv` and
+            `evaluations.csv`.
         after_term: terms up to this one belong to earlier runs, see `History`.
 
     Raises:
@@ -108,7 +109,7 @@ class Evaluator:
             self._evaluations_file.sync(changed=True)
 
     def evaluate_newest(self) -> Evaluation | None:
-        """Measure the newest published weights; None if they have been measured, or are not available now."""
+        """Measure the newest published weights. Return None if they were measured before, or are not available now."""
         if not self.has_held_out:
             return None
         if self._follower.reads_checkpoints:
@@ -137,9 +138,9 @@ class Evaluator:
         return self._measure(stored)
 
     def evaluate_final(self, term: int, version: int) -> Evaluation | None:
-        """Measure the last version, from Redis, else from the checkpoint.
+        """Measure the last version, from Redis or, if Redis does not have it, from the checkpoint.
 
-        None if there are no held-out samples, it has been measured, or neither has it (which is logged).
+        Return None if there are no held-out samples, the version was measured before, or it is not found (logged).
         """
         if not self.has_held_out or self._last == (term, version):
             return None
@@ -161,12 +162,12 @@ class Evaluator:
         return self._measure(stored._replace(term=term))
 
     def _measure(self, stored: StoredWeights) -> Evaluation:
-        """Raises ConfigError (as `HeldOut.evaluate`), and TaskError (as `FlatModel.restore_buffers`)."""
+        """Measure these weights. Raises ConfigError (`HeldOut.evaluate`) or TaskError (`FlatModel.restore_buffers`)."""
         stored.load_into(self._model)
         term, version = stored.term, stored.version
         started_s = time.monotonic()
         error = self._held_out.evaluate(self._model.module)
-        self._model.restore_buffers()  # else the next version would not reach one that was replaced
+        self._model.restore_buffers()  # otherwise the next version is not loaded into a buffer that was replaced
         self._last = Place(term, version)
         evaluation = Evaluation(term, version, error, time.monotonic() - started_s, time.time())
         grown = self.history.evaluated(
@@ -176,7 +177,7 @@ class Evaluator:
         return evaluation
 
     def _log_no_checkpoint(self) -> None:
-        """A server has one before its first update: it is elsewhere."""
+        """Warn once that there is no checkpoint here: the server has saved one, so it must be in another folder."""
         if not self._reported_no_checkpoint:
             self._reported_no_checkpoint = True
             log.warning(

@@ -1,4 +1,4 @@
-"""Held-out loss and metrics of a model: always the same samples, which are not in the stream."""
+"""The held-out loss and metrics of a model, always on the same samples, which are not in the stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHUNK_SAMPLES = 250
 
 
 class HeldOutError(NamedTuple):
-    """Means over the held-out samples, by their weights."""
+    """The weighted means of loss and metrics over the held-out samples."""
 
     loss: float
     metrics: dict[str, float]
@@ -28,14 +28,14 @@ class HeldOutError(NamedTuple):
 
 
 class HeldOut:
-    """The task's held-out samples, as tensors.
+    """The held-out samples of a task, as tensors.
 
     Args:
         task: the user's task.
-        max_samples: number of samples that are taken from `task.holdout()`.
+        max_samples: maximum number of samples from `task.holdout()`.
 
     Raises:
-        ConfigError: `holdout()` fails, or its samples differ in shape.
+        ConfigError: `holdout()` fails, or its samples have different shapes.
     """
 
     def __init__(self, task: Task, max_samples: int) -> None:
@@ -49,7 +49,7 @@ class HeldOut:
         return self._samples.num_samples
 
     def _chunks(self) -> Iterator[slice]:
-        """Parts that are computed together: samples of a group that follow each other are in one."""
+        """Yield parts that are computed together. Consecutive samples of a group are in one part."""
         start, group = 0, self._samples.group
         while start < len(self):
             stop = min(start + CHUNK_SAMPLES, len(self))
@@ -59,7 +59,7 @@ class HeldOut:
             start = stop
 
     def evaluate(self, module: torch.nn.Module) -> HeldOutError:
-        """Means of loss and metrics of `module`, in evaluation mode, over all held-out samples.
+        """Compute the means of loss and metrics of `module`, in evaluation mode, over all held-out samples.
 
         Raises:
             ConfigError: the task's forward, loss or metrics fail on its own held-out samples.

@@ -26,7 +26,7 @@ from doll.storage.stores import open_blobs
 
 log = telemetry.get_logger(__name__)
 
-NICENESS = 10  # an evaluation must not slow learning down
+NICENESS = 10  # an evaluation must not slow the training down
 POLL_S = 0.2
 FLUSH_S = 10.0
 CHECK_KAFKA_EVERY_S = 5.0
@@ -34,10 +34,10 @@ MAX_EVALUATION_S = 300.0  # one round over a large held-out set, at a low priori
 
 
 def run_evaluator(config: JobConfig, services: Services, run_folder: Path, *, after_term: int = 0) -> int:
-    """Evaluate until the job has finished or SIGTERM comes; the exit code, 0.
+    """Evaluate until the job has finished or SIGTERM comes, and return the exit code 0.
 
-    Needs the main thread, since it handles SIGTERM and SIGINT. If Kafka is unavailable later, or Redis at any time, it
-    waits.
+    Call it in the main thread, since it handles SIGTERM and SIGINT. If Kafka becomes unavailable after the start, or
+    Redis at any time, the evaluator waits.
 
     Args:
         after_term: terms up to this one belong to earlier runs: their models and their end are ignored.
@@ -50,7 +50,7 @@ def run_evaluator(config: JobConfig, services: Services, run_folder: Path, *, af
         os.nice(NICENESS)
     torch.set_num_threads(1)
     with stop_requested() as stop, heartbeat_of("evaluator", config) as heartbeat, ExitStack() as opened:
-        # One failed call ends a round of evaluation: updates are followed even while Redis is unavailable.
+        # One failed call ends a round of evaluation, so that updates are followed even while Redis is unavailable.
         blobs = opened.enter_context(closing(open_blobs(config, services, give_up=lambda: True, timeout_s=5.0)))
         publisher = Publisher(config, services, acks="all")
         opened.callback(publisher.close, FLUSH_S)
@@ -88,7 +88,7 @@ def _follow(
         evaluator.feed([entry.record for entry in entries])
         publisher.poll()
         finished = evaluator.history.finished
-        # A Finished record from before this process counts only if nothing follows it.
+        # A Finished record from before the start of this process counts only if no other record follows it.
         is_current = tail.has_read_history(updates) and (
             any(entry.offset >= tail.ends[updates] for entry in entries) or time.monotonic() - started_s > grace_s
         )
@@ -100,7 +100,7 @@ def _follow(
         if now_s < evaluate_at_s or not tail.has_read_history(updates):
             continue
         _publish(config, evaluator, publisher, evaluator.evaluate_newest())
-        # At most half of one processor, however large the model or the held-out set is.
+        # Use at most half of one processor, even with a large model or held-out set.
         ended_s = time.monotonic()
         evaluate_at_s = max(now_s + config.evaluation.every_s, 2 * ended_s - now_s)
 
@@ -121,6 +121,6 @@ def _publish(config: JobConfig, evaluator: Evaluator, publisher: Publisher, eval
     }
     evaluated = Evaluated(term=evaluation.term, version=evaluation.version, loss=error.loss, accuracy=error.accuracy)
     known = {name: value for name, value in values.items() if not math.isnan(value)}
-    # While Kafka is unreachable the queue may fill: a metric that is dropped is followed by the next one.
+    # While Kafka is unreachable, the queue may fill. A metric that is dropped is replaced by the next one.
     publisher.try_send(config.topic("events"), evaluated, key=b"evaluator")
     publisher.try_send(config.topic("metrics"), Metric(source=names.EVALUATOR, values=known, time_s=evaluation.time_s))

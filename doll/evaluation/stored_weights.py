@@ -1,4 +1,4 @@
-"""The weights of a job's newest checkpoint, for readers: the last evaluation, and the export."""
+"""The weights in a job's newest checkpoint, for readers such as the last evaluation and the export."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ _NO_LAYERS: Final[Mapping[str, RowLayers]] = {}
 
 
 class Place(NamedTuple):
-    """The place of a version: a later term's versions are newer, also if their number is lower."""
+    """The place of a version. Versions of a later term are newer, even if their number is lower."""
 
     term: int
     version: int
 
 
 class StoredWeights(NamedTuple):
-    """The weights of a checkpoint, or published ones: version and weights, float32 of shape (numel,).
+    """The weights of one version, from a checkpoint or published: float32 of shape (numel,).
 
     Attributes:
         tables: all rows of each table, by name, float32, shape (num_rows, width).
-        bounded: of bounded tables, the rows that there are.
-        is_average: the weights are the moving average (`training.ema`).
-        run_id: of the run, as in `TermStarted`; "": not known.
-        samples: usable samples that the version has learned from; -1: not known.
-        layers: by table, rows in place of those in `tables` and `bounded`.
+        bounded: existing rows of each bounded table, by name.
+        is_average: True if the weights are the moving average (`training.ema`).
+        run_id: id of the run, as in `TermStarted`; "": not known.
+        samples: number of usable samples that the version has learned from; -1: not known.
+        layers: changed rows of each table, by name, which replace rows of `tables` and `bounded`.
     """
 
     version: int
@@ -59,7 +59,7 @@ class StoredWeights(NamedTuple):
     layers: Mapping[str, RowLayers] = _NO_LAYERS
 
     def load_into(self, model: FlatModel) -> None:
-        """Have `model` compute with these weights and rows."""
+        """Load these weights and rows into `model`."""
         model.load_weights(self.weights)
         if model.tables is not None:
             initial = {name: bounds.initial for name, bounds in model.tables.bounds.items()}
@@ -90,16 +90,17 @@ def newest_weights(
     average: bool | None = None,
     in_place: bool = False,
 ) -> StoredWeights | None:
-    """The newest checkpoint's weights; None if there is none yet, or its (term, version) is not above `beside`.
+    """Return the newest checkpoint's weights; None if there is none, or its (term, version) is not above `beside`.
 
     Args:
-        version: in place of the newest, the checkpoint of this version.
-        average: the moving average in place of the weights; None: if the checkpoint has one.
-        in_place: weights and rows stay in the checkpoint's file; see `CheckpointStore.load_newest`.
+        version: version of the checkpoint to read; None: the newest one.
+        beside: (term, version) of the weights that the caller already has; None: the caller has none.
+        average: True: read the moving average instead of the weights. None: do so if the checkpoint has one.
+        in_place: True: leave weights and rows in the checkpoint's file; see `CheckpointStore.load_newest`.
 
     Raises:
-        CheckpointError: it belongs to another job or model, or all checkpoints are damaged, or none is of `version`, or
-            it has no average.
+        CheckpointError: the checkpoint is of another job or model, or has no average; or all checkpoints are damaged;
+            or there is no checkpoint of `version`.
     """
     store = open_store(config, run_folder)
     if beside is not None and (held := store.versions()) and held[-1] <= beside:
@@ -108,7 +109,7 @@ def newest_weights(
     checkpoint = store.load_newest(mark if version is None else None, version, in_place=in_place)
     if checkpoint is None:
         return None
-    # An earlier version may be of another grid (`doll regrid`); its model must be this one.
+    # An earlier version may have another grid (`doll regrid`); but its model must be this one.
     if version is not None and (refused := refused_changes(parse(checkpoint.fingerprint), parse(mark), REGRIDDABLE)):
         raise CheckpointError(f"{store.location}: version {version} is of another model than the job file's: {refused}")
     return weights_of(checkpoint, model, average=average, location=store.location)
@@ -117,14 +118,14 @@ def newest_weights(
 def weights_of(
     checkpoint: Checkpoint, model: FlatModel, *, average: bool | None = None, location: str = ""
 ) -> StoredWeights:
-    """The weights and rows of a checkpoint.
+    """Return the weights and rows of a checkpoint.
 
     Args:
-        average: as of `newest_weights`.
-        location: of the checkpoint, for messages.
+        average: as for `newest_weights`.
+        location: location of the checkpoint, for messages.
 
     Raises:
-        CheckpointError: it has no average, or what it has does not fit the model.
+        CheckpointError: the checkpoint has no average, or its tensors do not fit the model.
     """
     is_average = AVERAGE in checkpoint.tensors if average is None else average
     name = AVERAGE if is_average else WEIGHTS
@@ -158,7 +159,7 @@ class _EngineState(msgspec.Struct):
 
 
 def rollbacks_in(state: bytes) -> tuple[Rollback, ...]:
-    """The rollbacks in a checkpoint with this engine state, the oldest first."""
+    """Return the rollbacks in a checkpoint with this engine state, the oldest first."""
     return _decoded(state).rollbacks
 
 

@@ -1,8 +1,8 @@
-"""Gives the versions of a job's model as they come: from blobs while the job runs, else from checkpoints.
+"""A reader of the versions of a job's model: from blobs while the job runs, otherwise from checkpoints.
 
-Evaluator and model server read versions here. The moving average of the weights (`training.ema`) is in checkpoints
-only. Rows of tables are read from checkpoints too, unless a reader follows changed rows: then the server publishes
-these, and checkpoints are read for the rows that have not changed, and if it fell behind.
+The evaluator and the model server use it. The moving average of the weights (`training.ema`) is only in checkpoints.
+Rows of tables are read from checkpoints, too. If the reader follows changed rows, the server publishes them. Then
+checkpoints are read only for rows that have not changed, and if the reader has fallen behind.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ from doll.tables.row_layers import NO_LAYERS, RowLayers
 
 
 class RowFollower:
-    """Rows of tables as of one version after another: those of a checkpoint, in its file, and in memory those that have
-    changed since. Does no I/O. Not thread-safe; the versions that it gives are for any thread, and stay as they are.
+    """The rows of tables for one version after another: the rows of a checkpoint, mapped from its file, and in memory
+    the rows that have changed since. It does no I/O. Not thread-safe; but the versions that it returns never change,
+    and may be used in any thread.
 
     Args:
-        limit_bytes: of memory for rows that have changed since the checkpoint.
+        limit_bytes: memory limit for rows that have changed since the checkpoint.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -55,7 +56,7 @@ class RowFollower:
 
     @property
     def base(self) -> Place | None:
-        """The place of the checkpoint; None: there is none yet."""
+        """The place of the checkpoint; None: no checkpoint has been read yet."""
         return None if self._base is None else place_of(self._base)
 
     @property
@@ -64,11 +65,11 @@ class RowFollower:
 
     @property
     def needs_checkpoint(self) -> bool:
-        """Whether a newer checkpoint should be read, because there are many changed rows."""
+        """Whether a newer checkpoint should be read, because many rows have changed."""
         return self._base is None or self.num_bytes > self._limit_bytes // 2
 
     def rebase(self, checkpoint: StoredWeights) -> None:
-        """Have the rows of a newer checkpoint below those that have changed since."""
+        """Use the rows of a newer checkpoint for all rows that have not changed since this checkpoint."""
         at = place_of(checkpoint)
         if at.term == self._at.term and at.version <= self._at.version:
             self._layers = {name: layers.after(at.version) for name, layers in self._layers.items()}
@@ -79,17 +80,20 @@ class RowFollower:
     def advance(
         self, to: Place, read: Callable[[int], RowChanges | None], is_newest: Callable[[Place], bool]
     ) -> str:  # fmt: skip
-        """Have the rows of a published version; why not, "" if they are here now.
+        """Advance to the rows of a published version. Return "" if this succeeds, otherwise the reason why not.
 
         Args:
-            read: what a version of this term has published as changed; None: it is not there (any more).
-            is_newest: whether no checkpoint is newer than this one. What it raises changes nothing.
+            to: place of the version.
+            read: function that returns the published changes of a version of this term; None: they do not exist (any
+                more).
+            is_newest: function that returns whether no checkpoint is newer than this place. If it raises an error, the
+                rows stay the same.
         """
         if self._base is None:
             return "no checkpoint has been read yet"
         base = place_of(self._base)
         is_same_term = self._at.term == to.term
-        # A new term goes on from a checkpoint: what the term before it has made since is void.
+        # A new term continues from a checkpoint: later versions of the previous term are void.
         at, layers = (self._at, self._layers) if is_same_term else (base, {})
         if to == at:
             return ""
@@ -109,7 +113,7 @@ class RowFollower:
                     f"the rows that have changed since the checkpoint of version {base.version} take more than "
                     f"{self._limit_bytes / 1e6:g} MB of memory: raise --row-memory-mb, or save checkpoints more often"
                 )
-        # Another checkpoint may have this number, too, if a server has gone back to before a damaged one.
+        # Another checkpoint may have the same number, if a server has gone back to one before a damaged checkpoint.
         if at.term != to.term and not (version == chain[-1].began == base.version and is_newest(base)):
             return f"term {to.term} went on from version {chain[-1].began}, whose checkpoint has not been read yet"
         for changes in reversed(chain):
@@ -121,7 +125,7 @@ class RowFollower:
         return ""
 
     def with_weights(self, weights: npt.NDArray[np.float32], run_id: str) -> StoredWeights:
-        """The version that was advanced to, with its weights."""
+        """Return the version that was advanced to, with its weights."""
         assert self._base is not None, "expected a checkpoint before a version"
         term, version = self._at
         return self._base._replace(
@@ -130,28 +134,29 @@ class RowFollower:
 
 
 _CHECKPOINTS_EVERY_S: Final = 0.5
-_UNREADABLE_S: Final = 30.0  # between looks at checkpoints that cannot be read, while versions are published
+_UNREADABLE_S: Final = 30.0  # seconds between attempts to read unreadable checkpoints, while versions are published
 BLOBS: Final = "blobs"
 CHECKPOINTS: Final = "checkpoints"
 ROWS: Final = "rows"
 
 
 class WeightFollower:
-    """Reads versions when it is asked to. Not thread-safe.
+    """Reads versions on request. Not thread-safe.
 
     Args:
-        blobs: where weights are published; None: nowhere that this process reaches.
-        run_folder: of the checkpoints, unless `checkpoint.folder` is set.
-        model: of the job; it says what weights must be like, and is not changed.
-        average: the moving average in place of the weights; None: if checkpoints have one.
+        blobs: store of the published weights; None: this process cannot reach the store.
+        run_folder: folder of the checkpoints, unless `checkpoint.folder` is set.
+        model: model of the job, for the shapes of the weights; it is not changed.
+        average: True: read the moving average instead of the weights. None: do so if checkpoints have one.
         after_term: terms up to this one belong to earlier runs.
-        row_bytes: of memory for changed rows of tables, which are followed; None: tables are read from checkpoints.
+        row_bytes: memory limit for changed rows of tables, which are then followed. None: rows of tables are read from
+            checkpoints only.
 
     Attributes:
-        blobs: may be replaced, when the job has other services.
-        run_id: of the newest term; whatever is in a blob store is named by it. "": not known.
-        unavailable: why `newest` may miss versions, by what does not answer (`BLOBS`, `CHECKPOINTS`), or lacks rows
-            (`ROWS`).
+        blobs: as the argument; may be replaced if the job has other services.
+        run_id: run id of the newest term, which is a part of all keys in the blob store. "": not known.
+        unavailable: reasons why `newest` may miss versions, by the part that does not answer (`BLOBS`, `CHECKPOINTS`)
+            or lacks rows (`ROWS`).
     """
 
     def __init__(
@@ -185,7 +190,7 @@ class WeightFollower:
         return 0 if self._rows is None else self._rows.num_bytes
 
     def feed(self, record: AnyRecord) -> None:
-        """Process a record of `updates`: it may say that another run, or another term, has begun."""
+        """Process a record of `updates`, which may begin another run or another term."""
         if not isinstance(record, UpdatesRecord) or record.term <= self._after_term:
             return
         change = self._lineage.feed(record)
@@ -193,7 +198,8 @@ class WeightFollower:
             self.run_id = record.run_id
 
     def newest(self, beside: Place | None = None) -> StoredWeights | None:
-        """The newest version, if it is newer than `beside`; None also if nothing answers (see `unavailable`)."""
+        """Return the newest version if it is newer than `beside`. None: otherwise, or no source answers (see
+        `unavailable`)."""
         if self._rows is not None:
             return self._newest_with_rows(self._rows, beside)
         is_published = False
@@ -212,7 +218,7 @@ class WeightFollower:
         return None if is_published else self._look_at_checkpoints(beside)
 
     def _look_at_checkpoints(self, beside: Place | None) -> StoredWeights | None:
-        """The newest one, if it is newer than `beside`; now and then."""
+        """Return the newest checkpoint if it is newer than `beside`. Checkpoints are read at most every 0.5 s."""
         if self._clock() < self._look_at_s:
             return None
         self._look_at_s = self._clock() + _CHECKPOINTS_EVERY_S
@@ -225,7 +231,7 @@ class WeightFollower:
         return stored
 
     def _newest_with_rows(self, rows: RowFollower, beside: Place | None) -> StoredWeights | None:
-        """The newest weights: dense weights and changed rows as published, and the other rows of a checkpoint."""
+        """Return the newest weights: published dense weights and changed rows, with the other rows of a checkpoint."""
         stored, is_there = self._published_with_rows(rows, beside)
         if is_there and not rows.needs_checkpoint:
             return stored
@@ -240,8 +246,8 @@ class WeightFollower:
         return stored
 
     def _published_with_rows(self, rows: RowFollower, beside: Place | None) -> tuple[StoredWeights | None, bool]:
-        """The newest published version, if it is newer than `beside`; and whether nothing newer is published than that,
-        or than `beside`."""
+        """Return the newest published version if it is newer than `beside`, and whether the result, or else `beside`,
+        is the newest published version."""
         if self.blobs is None:
             return None, False
         stored, is_there, problem = None, False, ""
@@ -268,7 +274,7 @@ class WeightFollower:
         return stored, is_there
 
     def _say_that_rows_are_followed(self) -> None:
-        """The server publishes them while somebody says so."""
+        """Tell the server that rows are followed: it publishes changed rows only while it gets such messages."""
         if self.blobs is not None and self.run_id and self._clock() >= self._renew_at_s:
             self._renew_at_s = self._clock() + RENEW_S
             self.blobs.put(followed_key(self._scope), [secrets.token_bytes(8)], WORD_LIVES_S)
@@ -284,20 +290,21 @@ class WeightFollower:
         return decode_row_changes(data, self._table_shapes, job=self._scope, version=version)
 
     def rolled_back(self, beside: Place) -> StoredWeights | None:
-        """The newest checkpoint, if its term is later than that of `beside`, the newest version that was read.
+        """Return the newest checkpoint if its term is later than that of `beside`, the newest version that was read.
 
-        While nobody leads, the store has what was published last, and `doll rollback` saves another version.
+        While no server leads, the blob store keeps the last published version, and `doll rollback` may save another one
+        as a checkpoint.
         """
         if self.blobs is None or (self.reads_checkpoints and self._rows is None):
-            return None  # `newest` reads checkpoints
-        if beside != self._beside:  # whoever publishes leads
+            return None  # `newest` reads checkpoints in this case
+        if beside != self._beside:  # a new version was published, so a server leads
             self._beside, self._look_again_at_s = beside, self._clock() + _CHECKPOINTS_EVERY_S
         if self._clock() < self._look_again_at_s:
             return None
         self._look_again_at_s = self._clock() + _CHECKPOINTS_EVERY_S
         try:
             stored = self.checkpointed(Place(beside.term, sys.maxsize))
-        except CheckpointError:  # what is published is served on
+        except CheckpointError:  # the published version is still used
             self._look_again_at_s += _UNREADABLE_S
             return None
         if stored is not None and self._rows is not None:
@@ -305,12 +312,12 @@ class WeightFollower:
         return stored
 
     def load(self, version: int) -> StoredWeights:
-        """Load the weights of this version. Raises CheckpointError if it is neither published nor kept."""
+        """Return the weights of this version. Raises CheckpointError if it is neither published nor in a checkpoint."""
         if not self.reads_checkpoints and self.blobs is not None and (term := self._lineage.newest_term):
             try:
                 stored = self.published_version(term, version)
             except (ServiceUnavailableError, BlobError):
-                stored = None  # a checkpoint may have it
+                stored = None  # the version may be in a checkpoint
             if stored is not None:
                 return stored
         stored = self.checkpointed(version=version)
@@ -319,26 +326,26 @@ class WeightFollower:
         return stored
 
     def published_place(self) -> Place | None:
-        """The newest version of this run in the blob store; None if there is none. Raises ServiceUnavailableError if
-        the blob store does not answer, and BlobError if what it has is no pointer to weights."""
+        """Return the place of this run's newest version in the blob store; None if there is none. Raises
+        ServiceUnavailableError if the blob store does not answer, and BlobError if the pointer to weights is wrong."""
         if self.blobs is None or (pointer := self.blobs.get(latest_key(self._scope))) is None:
             return None
         latest = decode_latest(pointer)
-        # The store still has what an earlier run, or a server before this term, has published.
+        # The store may still have versions of an earlier run, or of a server before this term.
         if latest.term < self._lineage.newest_term or not self.is_current(latest.term):
             return None
         return Place(latest.term, latest.version)
 
     def published(self, beside: Place | None = None) -> StoredWeights | None:
-        """The newest published weights; None if there are none, or they are those of `beside`. Raises
+        """Return the newest published weights; None if there are none, or they are the weights of `beside`. Raises
         ServiceUnavailableError or BlobError (as `published_place`)."""
         place = self.published_place()
         return None if place is None or place == beside else self.published_version(*place)
 
     def published_version(self, term: int, version: int) -> StoredWeights | None:
-        """The weights of this version in the blob store; None if they are not there (any more).
+        """Return the weights of this version in the blob store; None if they are not there (any more).
 
-        They may be a view of shared memory, which must be dropped soon.
+        They may be a view of shared memory, and must then be released soon.
 
         Raises:
             ServiceUnavailableError: the blob store does not answer.
@@ -351,8 +358,8 @@ class WeightFollower:
         return StoredWeights(version, weights, term, "", {}, {}, run_id=self.run_id)
 
     def checkpointed(self, beside: Place | None = None, version: int | None = None) -> StoredWeights | None:
-        """The newest checkpoint's weights, or those of `version`; None if there is none newer than `beside`, or the
-        newest one is of an earlier run.
+        """Return the weights of the newest checkpoint, or of `version`. None: no checkpoint is newer than `beside`, or
+        the newest one is of an earlier run.
 
         Raises:
             CheckpointError: it cannot be read, is not of this job and model, or there is none of `version`.
@@ -368,7 +375,7 @@ class WeightFollower:
         return stored
 
     def is_current(self, term: int) -> bool:
-        """Whether versions of this term belong to the current run."""
+        """Return whether versions of this term belong to the current run."""
         return term > self._after_term and self._lineage.is_current(term)
 
     @property

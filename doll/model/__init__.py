@@ -1,1 +1,1 @@
-"""A task's model as one flat vector, and without memory for its tables."""
+"""A task's model as one flat vector, its construction without memory for tables, and its initial weights."""

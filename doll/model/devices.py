@@ -1,6 +1,6 @@
-"""The device on which a process computes: what `worker.device` names, resolved on this machine.
+"""The device on which a process computes: the setting `worker.device`, resolved on this machine.
 
-Devices are counted without CUDA's own start, after which a process could not fork others that use it.
+Devices are counted without initializing CUDA, because after that a process cannot fork processes that use CUDA.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from doll.errors import ConfigError
 
 
 def resolve(setting: str, worker: int, *, field: str = "worker.device") -> str:
-    """The device of worker number `worker`: `cpu`, `cuda:N` or `mps`.
+    """Return the device of worker number `worker`: `cpu`, `cuda:N` or `mps`.
 
-    `auto` and `cuda` spread workers over the CUDA devices by their numbers.
+    `auto` and `cuda` distribute workers over the CUDA devices by their numbers.
 
     Raises:
-        ConfigError: this machine has no such device.
+        ConfigError: this machine does not have the device.
     """
-    if setting.startswith("cpu"):  # `cpu:0`, for tests: the same device, with tensors of its own
+    if setting.startswith("cpu"):  # `cpu:0` is for tests: the same device, with tensors of its own
         return setting
     count, has_mps = torch.cuda.device_count(), torch.backends.mps.is_available()
     if setting == "auto":

@@ -1,7 +1,7 @@
-"""Tensors whose memory is a file: for a model that a process must have, and has no memory for.
+"""Tensors whose memory is a file, for a model that is larger than the available memory.
 
-The kernel keeps a file's pages while there is room and writes them to the disk if there is none; they do not count
-as the data of a process (RLIMIT_DATA).
+The kernel keeps a file's pages in memory while there is room, and otherwise writes them to the disk. The pages do not
+count as the data of a process (RLIMIT_DATA).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _MADV_DONTNEED: Final = 4  # <sys/mman.h>
 
 
 def zeros_in_file(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Zeros of shape (numel,) in a file without a name, which a forked process shares. Raises OSError if the folder for
-    temporary files cannot be written."""
+    """Return zeros of shape (numel,) in a file without a name, which forked processes share. Raises OSError if the
+    folder for temporary files cannot be written."""
     size_bytes = max(1, numel * dtype.itemsize)
     with tempfile.TemporaryFile(prefix="doll-", buffering=0) as file:
         os.ftruncate(file.fileno(), size_bytes)
-        memory = mmap.mmap(file.fileno(), size_bytes)  # keeps the file
+        memory = mmap.mmap(file.fileno(), size_bytes)  # keeps the file open
     return torch.frombuffer(memory, dtype=dtype, count=numel) if numel else torch.zeros(0, dtype=dtype)
 
 
 def forget_pages(tensor: torch.Tensor) -> None:
-    """Take the pages of a tensor in a file out of this process; the file has them. They come back when they are used.
+    """Remove the pages of a tensor in a file from this process. They are read from the file when they are used again.
 
-    Never call it with another tensor: its numbers would be lost.
+    Never call it with a tensor that is not in a file: its values would be lost.
     """
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     length = tensor.data_ptr() + tensor.nbytes - start
@@ -45,9 +45,9 @@ def forget_pages(tensor: torch.Tensor) -> None:
 
 
 class LargeTensorsInFiles(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Meanwhile new tensors of `FROM_BYTES` and more on the CPU are moved into files, one after the other.
+    """A context in which new CPU tensors of `FROM_BYTES` or more are moved into files, one after the other.
 
-    Their numbers are what they would be otherwise: a model that is built so is the same.
+    Their values are the same as without this context, so a model that is built in it is the same.
     """
 
     def __torch_dispatch__(

@@ -1,14 +1,14 @@
-"""A task's model as one flat vector: parameters and buffers are views into it, so publishing it copies nothing.
+"""A task's model as one flat vector. Parameters and buffers are views into it, so publishing it needs no copy.
 
-Layout of the vector: all trainable parameters in `named_parameters()` order, then all float buffers (batch-norm
-statistics) in `named_buffers()` order, then the memory of all other buffers (counters, masks), each from an even index
-on. A gradient vector has the same layout: sums over samples for parameters; for float buffers the value after the batch
-times the number of samples, so that the parameter server can take the mean of both; for the others the bytes after the
-batch. Those are not numbers of float32: copy them, never compute with them.
+Layout of the vector: first all trainable parameters in the order of `named_parameters()`, then all float buffers
+(batch-norm statistics) in the order of `named_buffers()`, then the memory of all other buffers (counters, masks), each
+from an even index on. A gradient vector has the same layout. For parameters it holds sums over samples; for float
+buffers, the value after the batch times the number of samples, so that the parameter server can take the mean of both;
+for other buffers, the bytes after the batch. These bytes are not float32 numbers: copy them, never compute with them.
 
-Frozen parameters are not in the vector: they never change, so each process has its own from `build_model`, and a
-checksum in the fingerprint tells whether all have the same (docs/architecture.md). Nor are tables, the embeddings with
-`sparse=True`: the server has them, and workers ask it for rows (docs/decisions/0033).
+Frozen parameters are not in the vector. They never change, so each process has its own from `build_model`, and a
+checksum in the fingerprint shows whether all processes have the same (docs/architecture.md). Tables, the embeddings
+with `sparse=True`, are not in the vector either: the server has them, and workers fetch rows (docs/decisions/0033).
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ class FlatModel:
 
     Attributes:
         module: the task's module.
-        device: of the flat tensors and of the module, as torch names it.
-        flat: float32, shape (numel,), see the layout above.
-        host: the weights in this machine's memory: `flat`, or of a model on another device what is copied there.
-        grad: float32, as long as `flat`; the module's `.grad`s are views into it, the part of the buffers is free.
-        num_parameters, num_buffers: numbers of trainable parameters and of float buffers.
-        ends_of_parameters: where each trainable parameter ends in `flat`, in order.
-        num_floats: of both together; from there on `flat` holds bytes.
-        shapes: name and shape of each tensor of floats.
+        device: device of the flat tensors and of the module, as torch names it.
+        flat: float32, shape (numel,), with the layout above.
+        host: weights in this machine's memory: `flat` itself, or a copy if the model is on another device.
+        grad: float32, as long as `flat`. The module's `.grad`s are views into it; the part of the buffers is unused.
+        num_parameters, num_buffers: number of values of trainable parameters, and of float buffers.
+        ends_of_parameters: end index of each trainable parameter in `flat`, in order.
+        num_floats: number of float values; from this index on `flat` holds bytes.
+        shapes: name and shape of each float tensor.
         other_buffers: name, shape and dtype of each buffer that is not of floats.
-        tables: the embeddings whose rows are at the server; None if the model has no tables.
+        tables: the embeddings whose rows are at the server; None: the model has no tables.
     """
 
     def __init__(
@@ -64,21 +64,21 @@ class FlatModel:
         """Move the module's trainable parameters and buffers into one flat tensor.
 
         Args:
-            tables: what was taken out of the module before.
-            device: of the flat tensors; the module's frozen parameters must be there.
-            may_be_empty: it is a part of a model, and need not have a trainable parameter.
-            grad: of a model that is the same: the gradients of both are in it, of one at a time.
-            zeros: makes the flat tensors, float32, shape (n,); default: memory of `device`.
+            tables: tables that were removed from the module before.
+            device: device of the flat tensors; the module's frozen parameters must be on it.
+            may_be_empty: True if the module is a part of a model, which need not have a trainable parameter.
+            grad: memory for gradients of another model with the same layout; only one model may use it at a time.
+            zeros: function that allocates flat tensors, float32, shape (n,). None: memory of `device`.
 
         Raises:
-            ConfigError: no trainable parameter and no table, or a tensor that cannot be in the vector.
+            ConfigError: there is no trainable parameter and no table, or a tensor cannot be in the vector.
         """
         self.module = module
         self.tables = tables
         self.device = device
         parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        self._gradients: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # of each, its part of `grad`
-        self._counts: list[int] = []  # of changes of each of them, when `begin_gradient` was called
+        self._gradients: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # parameters, with their parts of `grad`
+        self._counts: list[int] = []  # change counters of these parts when `begin_gradient` was called
         buffers = [(name, b) for name, b in module.named_buffers() if b.is_floating_point()]
         others = [(name, b) for name, b in module.named_buffers() if not b.is_floating_point()]
         if not parameters and tables is None and not may_be_empty:
@@ -100,7 +100,7 @@ class FlatModel:
             here = slice(at, at + tensor.numel())
             _move(tensor, self.flat[here].view(tensor.shape))
             if isinstance(tensor, torch.nn.Parameter):
-                # `.data` counts its changes by itself: a view shares the count of the whole vector.
+                # `.data` has a change counter of its own; a view shares the counter of the whole vector.
                 tensor.grad = part = self.grad[here].view(tensor.shape).data
                 self._gradients.append((tensor, part))
                 ends_of_parameters.append(here.stop)
@@ -116,16 +116,16 @@ class FlatModel:
 
     @property
     def layout(self) -> WeightsLayout:
-        """The tensors' parts of `flat`."""
+        """The names, shapes and order of the tensors in `flat`."""
         return WeightsLayout(self.shapes, self.other_buffers)
 
     @property
     def num_table_values(self) -> int:
-        """Numbers in all rows of the tables; of a bounded one, in as many as there may be."""
+        """The number of values in all rows of the tables; for a bounded table, in its maximum number of rows."""
         return 0 if self.tables is None else sum(rows * width for rows, width in self.tables.max_sizes.values())
 
     def copied(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """A copy of `values`, shape (n,), in this machine's memory, of the kind that the model has there."""
+        """Return a copy of `values`, shape (n,), in this machine's memory, allocated like `host`."""
         if self.device != "cpu":
             return values.copy()
         copy: npt.NDArray[np.float32] = self._zeros(len(values)).numpy()
@@ -133,20 +133,20 @@ class FlatModel:
         return copy
 
     def load_weights(self, weights: npt.NDArray[np.float32]) -> None:
-        """Copy `weights`, float32, shape (numel,), into `host`. Raises ValueError if it is of another shape."""
+        """Copy `weights`, float32, shape (numel,), into `host`. Raises ValueError if they have another shape."""
         if weights.shape != (self.flat.numel(),):
             raise ValueError(f"expected weights of shape ({self.flat.numel()},), got {weights.shape}")
         array: npt.NDArray[np.float32] = self.host.numpy()
         array[:] = weights
 
     def drop_gradients(self) -> None:
-        """Free the memory of gradients, of a model that only computes outputs."""
+        """Free the memory of gradients, for a model that only computes outputs."""
         for parameter in self.module.parameters():
             parameter.grad = None
         self.grad, self._gradients = self.grad.new_empty(0), []
 
     def begin_gradient(self) -> None:
-        """Set all gradients to zero, before a pass: backward adds to them."""
+        """Set all gradients to zero before a pass, because backward adds to them."""
         self.grad.zero_()
         for parameter, home in self._gradients:
             if parameter.grad is not home:
@@ -154,9 +154,9 @@ class FlatModel:
         self._counts = [home._version for _, home in self._gradients]
 
     def absent(self) -> int:
-        """The parameters without a gradient since `begin_gradient`, for which torch has None: bit i is of parameter i.
+        """Return a bit mask of the parameters without a gradient since `begin_gradient`: bit i is for parameter i.
 
-        What the module's code has done to `.grad` counts as in torch: it may have called `zero_grad`.
+        For these, torch has None. Changes of `.grad` by the module's code count as in torch: it may call `zero_grad`.
         """
         absent = 0
         for index, ((parameter, home), count) in enumerate(zip(self._gradients, self._counts, strict=True)):
@@ -174,11 +174,11 @@ class FlatModel:
     def restore_buffers(self) -> None:
         """Copy buffers that the module's code has replaced (`self.mean = ...` instead of `copy_`) into the vector.
 
-        One that is not persistent may have another shape: torch keeps none in a `state_dict`, because each process
-        makes its own. It stays the module's own then, as a cache that has grown.
+        A buffer that is not persistent may have another shape, such as a cache that has grown. It then stays outside
+        the vector: torch does not store it in a `state_dict`, because each process can make its own.
 
         Raises:
-            TaskError: a persistent buffer has another shape than in the vector, or is not in it. It is removed.
+            TaskError: a persistent buffer has another shape than in the vector, or is not in it. It is replaced again.
         """
         problem = ""
         for path, owner, buffers in self._owners:
@@ -204,7 +204,7 @@ class FlatModel:
             raise TaskError(problem)
 
     def frozen_checksum(self) -> int | None:
-        """CRC-32 of the values of all frozen parameters; None if no parameter is frozen."""
+        """Return the CRC-32 of the values of all frozen parameters; None if no parameter is frozen."""
         total = None
         for _, parameter in self.module.named_parameters():
             if not parameter.requires_grad:
@@ -214,8 +214,8 @@ class FlatModel:
 
 
 def check_tensors(module: torch.nn.Module) -> None:
-    """Check that a module's tensors have values, and those that are trained, or averaged as float buffers, are float32.
-    Raises ConfigError, which names the first one that does not, and says what to do in `build_model`."""
+    """Check that all tensors of a module have values, and that trained parameters and float buffers are float32. Raises
+    ConfigError, which names the first wrong tensor and says what to change in `build_model`."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         owner = type(module.get_submodule(name.rpartition(".")[0])).__name__
         problem = ""
@@ -227,7 +227,7 @@ def check_tensors(module: torch.nn.Module) -> None:
         elif tensor.is_meta:
             problem = f"expected tensors with values, got {name!r} on the device meta: build {owner} on the device cpu"
         elif isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad:
-            continue  # frozen: each process has its own
+            continue  # a frozen parameter: each process has its own
         elif tensor.is_complex() and tensor.requires_grad:
             problem = (
                 f"expected float32 parameters, got {tensor.dtype} for {name!r}: keep it as torch.view_as_real(tensor), "
@@ -251,14 +251,14 @@ def _move(tensor: torch.Tensor, home: torch.Tensor) -> None:
 def build(
     config: JobConfig, task: Task, *, with_rows: bool = True, in_files: bool = False, device: str = "cpu"
 ) -> FlatModel:
-    """The task's model, the same in every process of the job: the seed is set before it is built, in the machine's
-    memory.
+    """Build the task's model, which is the same in every process of the job: the seed is set before. It is built in the
+    machine's memory.
 
     Args:
-        device: it is moved there then.
-        with_rows: have the first rows of its tables, as the server and `doll export` need them; else no memory is taken
-            for them, if that is possible.
-        in_files: the memory of its tensors is files (`doll.model.file_memory`).
+        device: device to which the model is moved afterwards.
+        with_rows: True: build the first rows of its tables, which the server and `doll export` need. False: use no
+            memory for them, if possible.
+        in_files: True: use files as the memory of its tensors (`doll.model.file_memory`).
 
     Raises:
         ConfigError: the task does not fit the policy, its `build_model` fails, or its model cannot be trained here or
@@ -349,7 +349,7 @@ def _bounds_of(config: JobConfig, tables: EmbeddingTables) -> dict[str, TableBou
 
 
 def fingerprint(config: JobConfig, model: FlatModel) -> str:
-    """The facts on which checkpoint, parameter server and workers must agree (see `doll.config.fingerprint`)."""
+    """Return the facts on which checkpoint, parameter server and workers must agree (`doll.config.fingerprint`)."""
     shapes = zlib.crc32(repr(model.shapes).encode())
     others = zlib.crc32(repr(model.other_buffers).encode()) if model.other_buffers else None
     tables = None

@@ -1,8 +1,8 @@
-"""`training.init_from`: the tensors of a file or of another model taken into a model that has not learned yet.
+"""The implementation of `training.init_from`: tensors of a file or another model are loaded into a new model.
 
-Trainable parameters, buffers and tables are matched by their names and shapes. Of a table with another number of rows
-the rows that both have are taken; of a bounded one the ids that have rows, with their counts. Frozen parameters are
-not: each process makes its own in `build_model`, and all must have the same.
+Trainable parameters, buffers and tables are matched by their names and shapes. If a table has another number of rows,
+the rows that both have are loaded; for a bounded table, the ids that have rows, with their counts. Frozen parameters
+are not loaded: each process makes its own in `build_model`, and all processes must have the same.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from doll.tables.rows import TableShape
 
 _WRAPPER: Final = re.compile(
     r"^(?:_orig_mod\.|module\.)+|(?<=\.)_orig_mod\."
-)  # of torch.compile, of DataParallel and DDP
-_NAMED: Final = 6  # tensors that a message names; the report holds them all
+)  # prefixes of torch.compile, and of DataParallel and DDP
+_NAMED: Final = 6  # maximum number of tensors that a message names; the report has all of them
 
 
 @dataclass(frozen=True, kw_only=True)
 class InitReport:
-    """The report on which parts of a source were taken into a model, and which were not.
+    """The report on which parts of a source were loaded into a model, and which were not.
 
     Attributes:
-        source: where the tensors come from, and their sha256, as a checkpoint keeps it.
-        taken: names of the model.
-        num_values: numbers of these.
+        source: origin of the tensors, and their sha256, as a checkpoint stores it.
+        taken: names of the model's tensors that were loaded.
+        num_values: number of values in these tensors.
         missing: tensors of the model that the source does not have.
         unknown: tensors of the source that the model does not have.
-        other_shape: those of both, with both shapes.
-        rows: of tables with another number of rows, and of bounded ones with room for fewer: what was taken.
-        frozen: of the model, in the source with other values.
-        wrappers: what was left out of names of the source: what DDP and torch.compile put before those of a module.
+        other_shape: tensors with different shapes in source and model, with both shapes.
+        rows: description of the loaded rows, for each table of which not all rows were loaded.
+        frozen: frozen parameters of the model that have other values in the source.
+        wrappers: prefixes of DDP and torch.compile that were removed from names of the source.
     """
 
     source: str
@@ -64,7 +64,7 @@ class InitReport:
         return [f"{what}: {_named(names)}" for what, names in lines if names]
 
     def text(self) -> str:
-        """The report for people, in a few lines."""
+        """Return the report as a few lines for people."""
         lines = [f"begins with {self.source}: {len(self.taken)} tensors taken, {self.num_values} numbers"]
         if self.wrappers:
             lines.append(f"names of the source without {' and '.join(self.wrappers)}")
@@ -79,8 +79,8 @@ class InitReport:
 
 @dataclass(frozen=True)
 class WeightMatch:
-    """Tensors of a source that fit a model: parameters and buffers, rows of tables, and rows that bounded tables begin
-    with, by the model's names."""
+    """The tensors of a source that fit a model, by the model's names: parameters and buffers, rows of tables, and first
+    rows of bounded tables."""
 
     report: InitReport
     tensors: Mapping[str, torch.Tensor]
@@ -88,7 +88,7 @@ class WeightMatch:
     bounded: Mapping[str, FirstRows]
 
     def load_into(self, model: FlatModel) -> None:
-        """Take them into the model, before it learns. It has its first rows (`doll.model.flat_model.build`)."""
+        """Load the tensors into a model that has not learned yet and has its first rows (`flat_model.build`)."""
         own = dict(model.module.named_parameters()) | dict(model.module.named_buffers())
         with torch.no_grad():
             for name, tensor in self.tensors.items():
@@ -103,16 +103,16 @@ class WeightMatch:
 def match(
     model: FlatModel, given: Mapping[str, torch.Tensor], *, source: str, strict: bool, rename: Mapping[str, str]
 ) -> WeightMatch:
-    """The part of `given` that fits `model`. Nothing is changed.
+    """Return the part of `given` that fits `model`. Nothing is changed.
 
     Args:
-        source: for the report.
-        strict: everything must fit.
-        rename: replacements of regular expressions in the names of `given`, in this order.
+        source: name of the source, for the report.
+        strict: True: everything must fit.
+        rename: regular expressions and their replacements in the names of `given`, applied in this order.
 
     Raises:
-        ConfigError: nothing fits, or not everything if `strict`; an expression of `rename` is found in no name; or a
-            number is not finite.
+        ConfigError: nothing fits; or `strict` is set and not everything fits; or an expression of `rename` matches no
+            name; or a number is not finite.
     """
     own = dict(model.module.named_parameters()) | dict(model.module.named_buffers())
     frozen = {name for name, parameter in model.module.named_parameters() if not parameter.requires_grad}
@@ -129,7 +129,7 @@ def match(
     unknown, other_shape, rows, unlike = [], [], [], []
     for name, limits in bounds.items():
         ids, values, counts = (given.pop(part_name(name, part), None) for part in ("ids", "rows", "counts"))
-        # The key is of the initial rows of another job. A layer that shares the table has the same.
+        # The key is for the initial rows of another job. A layer that shares the table has the same key.
         for other in paths[name]:
             given = {key: tensor for key, tensor in given.items() if key not in {part_name(other, p) for p in PARTS}}
         if ids is None or values is None:
@@ -196,13 +196,13 @@ def match(
 def _first_rows(
     shape: TableShape, bounds: TableBounds, ids: torch.Tensor, values: torch.Tensor, counts: torch.Tensor | None
 ) -> FirstRows:
-    """The first rows of a bounded table: if there are more ids than it has room for, those that were named most often.
-    Raises ValueError if they are no ids of the table with a row each."""
+    """Return the first rows of a bounded table. If there are more ids than it has room for, the ids with the highest
+    counts are used. Raises ValueError if `ids` are not ids of the table with one row each."""
     numbers = ids.reshape(-1).numpy()
     order = np.argsort(numbers, kind="stable")
     if problem := shape.problem(numbers[order]):
         raise ValueError(problem)
-    # A file of `doll export` has no counts: its ids have been admitted, and no more is known of them.
+    # A file of `doll export` has no counts. Its ids were admitted, so each has at least `min_count`.
     named = torch.full_like(ids, bounds.min_count) if counts is None else counts.to(torch.int64)
     if not len(numbers) == len(values) == named.numel():
         raise ValueError(f"expected a row and a count for each of {len(numbers)} ids, got {len(values)} rows")
@@ -234,7 +234,7 @@ def _renamed(given: Mapping[str, torch.Tensor], rename: Mapping[str, str]) -> di
 
 
 def _unwrapped(given: Mapping[str, torch.Tensor], known: Set[str]) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
-    """The tensors by the model's names, if theirs have the name of a wrapper too; and these."""
+    """Return the tensors by the model's names, without prefixes of wrappers, and the prefixes that were removed."""
     prefixes: set[str] = set()
     names: dict[str, str] = {}
     for name in given:
@@ -246,7 +246,7 @@ def _unwrapped(given: Mapping[str, torch.Tensor], known: Set[str]) -> tuple[dict
 
 
 def _aliases(model: FlatModel) -> dict[str, str]:
-    """Further names of parameters that several modules share, and of tables, as a `state_dict()` has them."""
+    """Return further names of shared parameters and of tables, as they occur in a `state_dict()`."""
     first = {id(parameter): name for name, parameter in model.module.named_parameters()}
     names = {name: first[id(item)] for name, item in model.module.named_parameters(remove_duplicate=False)}
     for table, paths in ({} if model.tables is None else model.tables.names).items():

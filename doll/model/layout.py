@@ -1,6 +1,6 @@
-"""The layout of a model's vector of weights: which part of it is which tensor. Pure.
+"""The layout of a model's vector of weights: the tensors and their parts of the vector. Pure.
 
-It is in every checkpoint, so that the weights can be read by name without the code that made the model.
+Every checkpoint contains it, so that the weights can be read by name without the code that made the model.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ class WeightsLayout(msgspec.Struct, frozen=True, array_like=True):
     """The tensors of `FlatModel.flat`, in their order.
 
     Attributes:
-        floats: name and shape of the trainable parameters and of the float buffers.
-        others: name, shape and torch's name of the type of the other buffers; each begins at an even index.
+        floats: name and shape of each trainable parameter, then of each float buffer.
+        others: name, shape and torch's dtype name of each other buffer; each begins at an even index.
     """
 
     floats: tuple[tuple[str, tuple[int, ...]], ...] = ()
     others: tuple[tuple[str, tuple[int, ...], str], ...] = ()
 
     def tensors(self, weights: npt.NDArray[np.float32]) -> dict[str, npt.NDArray[Any]]:
-        """The tensors by name, as views into `weights`. Raises ValueError if `weights` is not as long as the layout, or
-        there is no such type."""
+        """Return the tensors by name, as views into `weights`. Raises ValueError if `weights` has another length than
+        the layout, or if a dtype is not known here."""
         named: dict[str, npt.NDArray[Any]] = {}
         at = 0
         for name, shape in self.floats:
@@ -53,5 +53,5 @@ NO_LAYOUT: Final = WeightsLayout()
 
 
 def round_up_to_even(number: int) -> int:
-    # Numbers of 8 bytes must begin at a multiple of 8.
+    # Values of 8 bytes must begin at a multiple of 8 bytes.
     return number + number % 2

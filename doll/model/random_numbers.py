@@ -1,7 +1,7 @@
-"""The random numbers of a batch: other ones for each batch, and the same ones for whoever computes it, and again.
+"""The random numbers of a batch: different for each batch, and the same for each computation of the same batch.
 
 Torch, numpy and Python have one generator each for a whole process. A pass over a batch begins with a seed of the
-batch, so that dropout masks and negatives do not depend on the worker, nor on what it has computed before.
+batch. So dropout masks and negatives do not depend on the worker, nor on its earlier computations.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _NUMPY_SEEDS: Final = 1 << 32
 
 
 def seed_of(*identity: int) -> int:
-    """A seed, of 63 bits, for what these numbers identify: of a batch, the job's seed, the partition and the offset of
-    its first sample.
+    """Return a seed of 63 bits for the given numbers. The seed of a batch is made of the job's seed, the partition and
+    the offset of the batch's first sample.
 
     >>> seed_of(7, 0, 128) == seed_of(7, 0, 128), seed_of(7, 0, 128) == seed_of(7, 1, 128)
     (True, False)
@@ -27,7 +27,7 @@ def seed_of(*identity: int) -> int:
 
 
 def draw_from(seed: int, device: str = "cpu") -> None:
-    """Have torch, on the CPU and on `device`, numpy and Python's `random` go on from `seed`."""
+    """Seed the generators of torch (on the CPU and on `device`), numpy and Python's `random` with `seed`."""
     if device == "cpu":
         torch.default_generator.manual_seed(seed)  # `torch.manual_seed` takes a hundred times as long
     else:

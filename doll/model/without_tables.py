@@ -1,8 +1,8 @@
-"""A task's model built without memory for its tables: for workers, whose rows come from the server.
+"""The construction of a task's model without memory for its tables, for workers, which get rows from the server.
 
-Embeddings with `sparse=True` are constructed on torch's device meta. What is drawn for them is drawn and thrown away, a
-piece at a time, so that every other number of the model is the same as in a model that was built in full: frozen layers
-are compared by a checksum.
+Embeddings with `sparse=True` are constructed on torch's device meta. Random numbers for them are drawn and discarded, a
+piece at a time, so that every other value of the model is the same as in a model that is built in full. Frozen layers
+must be the same, because a checksum compares them.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from doll.telemetry import get_logger
 log = get_logger(__name__)
 
 _DRAWS: Final = ("aten::normal_", "aten::uniform_")
-# A multiple of 16: torch draws normal numbers 16 at a time, and the last 16 again if their number is not one.
+# A multiple of 16: torch draws normal numbers in blocks of 16, and draws the last 16 again for an incomplete block.
 _PIECE: Final = 1 << 16
 _INIT: Final = "__init__"
 
 
 def build_without_tables(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
-    """The result of `build()`, its tables on the device meta if that is possible.
+    """Return the result of `build()`, with its tables on the device meta if possible.
 
-    That is impossible if `build` looks at a table's values or device, computes with them, freezes one, or draws random
-    numbers for them in a way that is not known: then it is called again, and the tables have memory until they are
+    This is not possible if `build` reads a table's values or device, computes with them, freezes a table, or draws
+    random numbers for it in an unknown way. Then `build` is called again, and the tables have memory until they are
     dropped.
     """
     state = torch.get_rng_state()
@@ -40,7 +40,7 @@ def build_without_tables(build: Callable[[], torch.nn.Module]) -> torch.nn.Modul
     try:
         with _tables_on_meta(), draws, _DeviceQuestions(draws):
             module = build()
-    except Exception as exc:  # the user's code may raise anything: what it raises with memory counts
+    except Exception as exc:  # the user's code may raise anything; errors of the second call are raised
         reason = f"{type(exc).__name__}: {exc}"
     else:
         if not (problem := f"{draws.unknown} on a table" if draws.unknown else _needs_memory(module)):
@@ -52,9 +52,9 @@ def build_without_tables(build: Callable[[], torch.nn.Module]) -> torch.nn.Modul
 
 
 def _needs_memory(module: torch.nn.Module) -> str:
-    """The part of `module` that has no memory and is not a table; "": there is none."""
+    """Return the name of a tensor of `module` that has no memory and is not a table; "" if there is none."""
     if not isinstance(module, torch.nn.Module):
-        return ""  # the caller says so
+        return ""  # the caller reports this error
     for path, part in module.named_modules():
         is_table = isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse
         for name, value in {**part._parameters, **part._buffers, **vars(part)}.items():
@@ -65,15 +65,15 @@ def _needs_memory(module: torch.nn.Module) -> str:
 
 
 class _CountedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Draws the random numbers that operations on tensors without memory would draw.
+    """A mode that draws the random numbers that operations on tensors without memory would draw.
 
     Attributes:
-        unknown: an operation that makes the model another one; "": none.
+        unknown: operation that would make a different model; "": no such operation.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would load its compiler, for seconds, to keep it away from this class
+        return False  # otherwise torch would load its compiler, which takes seconds, to disable it for this class
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -88,7 +88,7 @@ class _CountedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(tensor.is_meta for tensor in tensors):
             if not all(tensor.is_meta for tensor in tensors) and not (name == "aten::copy_" and tensors[0].is_meta):
                 self.unknown = name
-                # torch does not always refuse this: some operations read memory that is not there.
+                # Torch does not always refuse this: some operations read memory that does not exist.
                 raise RuntimeError(f"{name} on a table and another tensor")
             if torch.Tag.nondeterministic_seeded in func.tags:
                 if name in _DRAWS and tensors[0].is_contiguous():
@@ -96,7 +96,7 @@ class _CountedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 else:
                     self.unknown = name
             if name.endswith("_") and tensors[0].is_meta:
-                return tensors[0]  # in place: nothing happens; torch would load its compiler first
+                return tensors[0]  # an operation in place does nothing here; torch would load its compiler first
         return func(*args, **named)
 
     def _draw(self, func: Any, tensor: torch.Tensor, args: Sequence[Any], named: Mapping[str, Any]) -> None:
@@ -109,7 +109,7 @@ class _CountedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _DeviceQuestions(TorchFunctionMode):
-    """Notices who asks whether a tensor is on meta, as `torch.nn.init.trunc_normal_` does: it draws nothing then."""
+    """A mode that notices checks whether a tensor is on meta. `torch.nn.init.trunc_normal_` draws nothing if it is."""
 
     def __init__(self, draws: _CountedDraws) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class _DeviceQuestions(TorchFunctionMode):
 
 @contextmanager
 def _tables_on_meta() -> Iterator[None]:
-    """Meanwhile embeddings with sparse=True are constructed without memory, in any thread."""
+    """Construct embeddings with sparse=True without memory in this context, in any thread."""
     classes = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     before = [vars(cls)[_INIT] for cls in classes]
     for cls, init in zip(classes, before, strict=True):

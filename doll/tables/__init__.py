@@ -1,1 +1,1 @@
-"""Embedding tables: the layers whose weights they are, rows, and where a row is found."""
+"""Embedding tables: the layers that use them, rows, and the index of rows by id."""

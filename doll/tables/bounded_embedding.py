@@ -1,4 +1,4 @@
-"""Embedding layers of bounded tables: their ids may be any numbers below `num_embeddings`, and take no memory here."""
+"""Embedding layers of bounded tables. Ids may be any numbers below `num_embeddings`; unused ids take no memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from doll.tables.bounds import InitialRows
 from doll.tables.rows import Ids
 
 DEFAULT_SCALE: Final = 0.05
-PARTS: Final = ("ids", "rows", "key")  # of a table in a module's `state_dict()`; see `BoundedLayer`
+PARTS: Final = ("ids", "rows", "key")  # parts of a table in a module's `state_dict()`; see `BoundedLayer`
 
 
 class UsedRows(NamedTuple):
-    """The distinct ids of a layer's input, strictly increasing, and the place in them of each id and the padding id."""
+    """The distinct ids of a layer's input, strictly increasing; the place of each input id in them; and the place of
+    the padding id, if the input has it."""
 
     ids: Ids
     places: torch.Tensor
@@ -25,8 +26,8 @@ class UsedRows(NamedTuple):
 
 
 def used_rows(name: str, num_rows: int, input: torch.Tensor, padding_idx: int | None) -> UsedRows:
-    """The rows that `input` names. Raises TypeError or IndexError if its values are no ids of a table with so many
-    rows; the message begins with `name`."""
+    """Return the rows that `input` uses. Raises TypeError or IndexError if its values are not ids of a table with
+    `num_rows` rows; the message begins with `name`."""
     if input.is_nested or input.dtype not in (torch.int32, torch.int64):
         kind = "a nested tensor" if input.is_nested else str(input.dtype)
         raise TypeError(
@@ -44,12 +45,13 @@ def used_rows(name: str, num_rows: int, input: torch.Tensor, padding_idx: int | 
 
 
 class BoundedLayer(torch.nn.Module):
-    """The base of both layers: ids and rows, if a `state_dict` of `doll export` or `run.model()` has been loaded.
+    """The base class of both layers. It has ids and rows after a `state_dict` of `doll export` or `run.model()` was
+    loaded.
 
     Attributes:
-        ids: that have rows, int64, strictly increasing, shape (n,); None: nothing has been loaded.
-        rows: of these ids, float32, shape (n, embedding_dim).
-        key: of `InitialRows`, for all other ids, as int64.
+        ids: ids that have rows, int64, strictly increasing, shape (n,); None: nothing has been loaded.
+        rows: rows of these ids, float32, shape (n, embedding_dim).
+        key: key of `InitialRows`, for all other ids, as int64.
     """
 
     num_embeddings: int
@@ -77,15 +79,15 @@ class BoundedLayer(torch.nn.Module):
         if missing:
             missing_keys += missing
             return
-        for part in PARTS:  # of the length that they have there
+        for part in PARTS:  # with the shapes in `state_dict`
             setattr(self, part, torch.empty_like(state_dict[prefix + part]))
-        self._parameters["weight"] = None  # which has no rows
+        self._parameters["weight"] = None  # it has no rows
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
     def _looked_up(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-        """Places in the rows, the rows, and the place of the padding id."""
+        """Return the places of the input ids in the rows, the rows, and the place of the padding id."""
         if self.ids is None or self.rows is None or self.key is None:
             raise RuntimeError(
                 f"doll.{type(self).__name__}: expected a DOLL job, which has its rows, or the tensors of one: "
@@ -104,29 +106,29 @@ class BoundedLayer(torch.nn.Module):
 
 
 class BoundedEmbedding(BoundedLayer, torch.nn.Embedding):
-    """An embedding of ids out of a space that is too large for a row each, such as hashes of text.
+    """An embedding of ids from a space that is too large for a row of each id, such as hashes of text.
 
-    The parameter server has rows for `training.tables.*.max_rows` ids at most (docs/guide/model.md). Outside of a DOLL
-    job it computes with the rows of a `state_dict` that it has loaded, which do not learn; before, its forward pass
-    raises RuntimeError.
+    The parameter server has rows for at most `training.tables.*.max_rows` ids (docs/guide/model.md). Outside of a DOLL
+    job, the layer computes with the rows of a `state_dict` that was loaded, and does not learn. Before this, its
+    forward pass raises RuntimeError.
     """
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, scale: float = DEFAULT_SCALE) -> None:
         """
         Args:
-            num_embeddings: ids are 0 to num_embeddings - 1; at most 2**63 - 1.
-            scale: of the initial rows, uniform from -scale up to scale.
+            num_embeddings: number of possible ids, which are 0 to num_embeddings - 1; at most 2**63 - 1.
+            scale: bound of the initial rows, which are uniform from -scale up to scale.
         """
         super().__init__(1, embedding_dim, sparse=True, _weight=torch.empty(1, embedding_dim, device="meta"))
         self._set_bounds(num_embeddings, scale)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # as torch names it
-        """The rows of these ids."""
+        """Return the rows of these ids."""
         return functional.embedding(*self._looked_up(input))
 
 
 class BoundedEmbeddingBag(BoundedLayer, torch.nn.EmbeddingBag):
-    """`BoundedEmbedding`, with the rows of each bag of ids added or averaged."""
+    """A `BoundedEmbedding` that adds or averages the rows of each bag of ids."""
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, *, mode: str = "mean", scale: float = DEFAULT_SCALE,
@@ -134,8 +136,8 @@ class BoundedEmbeddingBag(BoundedLayer, torch.nn.EmbeddingBag):
     ) -> None:  # fmt: skip
         """
         Args:
-            num_embeddings, scale: as of `BoundedEmbedding`.
-            mode, include_last_offset, padding_idx: as of torch.nn.EmbeddingBag; mode is "sum" or "mean".
+            num_embeddings, scale: as for `BoundedEmbedding`.
+            mode, include_last_offset, padding_idx: as for torch.nn.EmbeddingBag; mode is "sum" or "mean".
         """
         super().__init__(
             1, embedding_dim, mode=mode, sparse=True, _weight=torch.empty(1, embedding_dim, device="meta"),
@@ -147,7 +149,7 @@ class BoundedEmbeddingBag(BoundedLayer, torch.nn.EmbeddingBag):
     def forward(
         self, input: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The sum or mean of each bag."""
+        """Return the sum or mean of each bag."""
         places, rows, padding = self._looked_up(input)
         return functional.embedding_bag(
             places, rows, None if offsets is None else offsets.long(), mode=self.mode,

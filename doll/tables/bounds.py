@@ -1,7 +1,7 @@
-"""The bounds of a table: ids of a space that no memory holds, rows for some of them, initial rows for all. Pure.
+"""The bounds of a table with more possible ids than memory can hold: some ids have rows, all have initial rows. Pure.
 
-The initial row of an id is computed from the seed of the job, the table's name and the id alone, by integer arithmetic
-that is the same on every machine.
+The initial row of an id is computed from the seed of the job, the table's name and the id alone, with integer
+arithmetic that is the same on every machine.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
 def mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64's output function (Steele, Lea, Flood, OOPSLA 2014): each bit depends on all bits of its input."""
+    """Apply SplitMix64's output function (Steele, Lea, Flood, OOPSLA 2014): each bit depends on all input bits."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 class InitialRows(NamedTuple):
-    """Initial rows of one table: uniform numbers from -scale up to scale.
+    """The initial rows of one table: uniform numbers from -scale up to scale.
 
     Attributes:
-        key: of the job's seed and the table's name.
+        key: hash of the job's seed and the table's name.
     """
 
     key: int
@@ -36,16 +36,16 @@ class InitialRows(NamedTuple):
     scale: float
 
     def rows(self, ids: Ids) -> Floats:
-        """The initial rows of `ids`, float32, shape (n, width)."""
+        """Return the initial rows of `ids`, float32, shape (n, width)."""
         begin = mixed(ids.astype(np.uint64) + np.uint64(self.key))
         places = np.arange(1, self.width + 1, dtype=np.uint64) * _GAMMA
-        # 24 bits are a whole number of float32, and so is each of the following results but the last.
+        # float32 holds integers of 24 bits exactly, and the following results too, except for the last one.
         bits = (mixed(begin[:, None] + places) >> np.uint64(40)).astype(np.float32)
         return (bits * np.float32(2.0**-23) - np.float32(1.0)) * np.float32(self.scale)
 
 
 def initial_rows(seed: int, name: str, width: int, scale: float) -> InitialRows:
-    """The initial rows of the table `name` of a job with this seed."""
+    """Return the initial rows of the table `name` of a job with this seed."""
     key = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     return InitialRows(int.from_bytes(key, "little"), width, scale)
 
@@ -54,9 +54,9 @@ class TableBounds(NamedTuple):
     """The bounds of a bounded table.
 
     Attributes:
-        max_rows: ids that have rows at the same time.
-        min_count: pushes that must name an id before it gets a row.
-        ttl_updates: a row that no push names for more updates than these expires; None: it stays.
+        max_rows: maximum number of ids that have rows at the same time.
+        min_count: number of pushes that must name an id before it gets a row.
+        ttl_updates: number of updates without a push of the id after which its row expires; None: it does not expire.
     """
 
     max_rows: int
@@ -66,12 +66,12 @@ class TableBounds(NamedTuple):
 
 
 class FirstRows(NamedTuple):
-    """Rows that a bounded table begins with, if a job begins with given weights (`training.init_from`).
+    """The first rows of a bounded table, if a job begins with given weights (`training.init_from`).
 
     Attributes:
         ids: int64, shape (n,), strictly increasing.
         values: float32, shape (n, width).
-        counts: int64, shape (n,): how often each id counts as named.
+        counts: int64, shape (n,): count with which each id begins, as if pushes had named it.
     """
 
     ids: Ids
@@ -80,7 +80,7 @@ class FirstRows(NamedTuple):
 
 
 def part_name(table: str, part: str) -> str:
-    """The tensor of a file or a source that holds the ids, the rows or the counts of a bounded table.
+    """Return the name of the tensor with the ids, the rows or the counts of a bounded table in a file or a source.
 
     >>> part_name("items.weight", "ids")
     'items.ids'

@@ -1,9 +1,9 @@
-"""Embedding layers whose weights are tables: a forward pass fetches the rows that it uses, and backward gives gradients
-of these.
+"""Embedding layers whose weights are tables. Their forward pass fetches the rows that it uses, and their backward pass
+computes the gradients of these rows.
 
-The parameter of every `torch.nn.Embedding` or `EmbeddingBag` with `sparse=True` is taken out of the module, so it is
-not in the flat vector (`doll.model.flat_model`). Its forward looks up the distinct ids of its input, and computes on a
-matrix of these rows alone: no gradient is ever as large as the table.
+The parameter of every `torch.nn.Embedding` or `EmbeddingBag` with `sparse=True` is removed from the module, so it is
+not in the flat vector (`doll.model.flat_model`). The layer's forward looks up the distinct ids of its input, and computes
+with a matrix of these rows only: no gradient is ever as large as the table.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Layer: TypeAlias = torch.nn.Embedding | torch.nn.EmbeddingBag
 
 
 class _Use(NamedTuple):
-    """One call of a layer: the rows that it computed on, whose `grad` backward sets."""
+    """One call of a layer, and the rows that it has used; backward sets their `grad`."""
 
     name: str
     ids: Ids
     rows: torch.Tensor
-    padding: int | None  # place in `ids` of the padding row
+    padding: int | None  # place of the padding row in `ids`
 
 
 class _NoWeight:
-    """Stands for the weight of a layer that is a table, and cannot be computed with."""
+    """The placeholder for the weight of a layer that is a table. It cannot be used in computations."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -57,21 +57,21 @@ class EmbeddingTables:
     """The tables of one module. Not thread-safe: one thread computes.
 
     Attributes:
-        shapes: of the tables, by the name of the parameter; of one that several layers share, the first name.
-        names: of each table, all its names in the module's `state_dict()`, by the one in `shapes`.
-        scales: of the initial rows of bounded tables.
-        bounds: of these tables, once the job has said which (`doll.model.flat_model`).
-        first_rows: of these tables, what those begin with that do not begin without rows; the server takes them.
+        shapes: shape of each table, by the name of its parameter; if several layers share it, by the first name.
+        names: all names of each table in the module's `state_dict()`, by its name in `shapes`.
+        scales: scale of the initial rows of each bounded table.
+        bounds: bounds of each bounded table, after the job has set them (`doll.model.flat_model`).
+        first_rows: first rows of bounded tables that do not begin empty; the server takes them.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        """Take the tables' parameters out of `module`.
+        """Remove the tables' parameters from `module`.
 
-        Until `connect`, a forward pass through one of its layers raises RuntimeError. So does, from now on, any use of
-        the `weight` of such a layer.
+        Until `connect`, a forward pass through one of the layers raises RuntimeError. From now on, any use of the
+        `weight` of such a layer raises RuntimeError, too.
 
         Raises:
-            ConfigError: a layer that cannot be a table; the message says why, and what to do.
+            ConfigError: a layer cannot be a table; the message says why, and what to do.
         """
         self._weights = _find(module)
         self.shapes = {
@@ -92,7 +92,7 @@ class EmbeddingTables:
         self._initial = {name: weight for name, (weight, _) in self._weights.items() if not weight.is_meta}
         self._look_up: LookUp | None = None
         self._uses: list[_Use] = []
-        self._steps: dict[str, Rows] = {}  # that are added to every row that is looked up
+        self._steps: dict[str, Rows] = {}  # changes that are added to every row that is looked up
         for name, (_, layers) in self._weights.items():
             for layer in layers:
                 del layer._parameters["weight"]
@@ -106,17 +106,17 @@ class EmbeddingTables:
 
     @property
     def max_sizes(self) -> dict[str, TableShape]:
-        """The shapes, with the number of rows that a table has at most."""
+        """The shapes, with the maximum number of rows of each table."""
         return {
             name: shape._replace(num_rows=self.bounds[name].max_rows) if name in self.bounds else shape
             for name, shape in self.shapes.items()
         }
 
     def take_initial(self) -> dict[str, Floats]:
-        """The rows of each table as the module has drawn them, float32, shape (num_rows, width), not copied; without
+        """Return the initial rows of each table from the module, float32, shape (num_rows, width), not copied; without
         bounded tables.
 
-        They are the caller's; here they are forgotten. A server keeps them, other processes drop them.
+        The caller owns them, and this object forgets them. A server keeps them, other processes drop them.
 
         Raises:
             RuntimeError: they were taken before, or the module was built without them (`doll.model.without_tables`).
@@ -128,37 +128,37 @@ class EmbeddingTables:
         return {name: np.ascontiguousarray(weight.detach().numpy()) for name, weight in initial.items()}
 
     def initial_rows(self, name: str) -> Floats:
-        """The rows of one table as the module has drawn them, float32, shape (num_rows, width): a view, to be changed.
-        Raises KeyError if they were taken before, or the module was built without them."""
+        """Return the initial rows of one table, float32, shape (num_rows, width): a view that may be changed. Raises
+        KeyError if they were taken before, or the module was built without them."""
         rows: Floats = self._initial[name].detach().numpy()
         return rows
 
     def connect(self, look_up: LookUp) -> None:
-        """Look rows up with `look_up`, of which there is one call for each call of a layer; drop the initial ones."""
+        """Look rows up with `look_up`, which is called once per call of a layer, and drop the initial rows."""
         self._initial, self._weights = {}, {}
         self._look_up = look_up
 
     def look_up(self, name: str, ids: Ids) -> Floats:
-        """Rows `ids` of table `name`, strictly increasing, float32, shape (n, width): a copy. Raises KeyError if there
-        is no such table, and ValueError if the ids are not strictly increasing numbers of rows."""
+        """Return a copy of the rows `ids` of table `name`, float32, shape (n, width). Raises KeyError if there is no
+        such table, and ValueError if the ids are not strictly increasing numbers of rows."""
         if problem := self.shapes[name].problem(ids):
             raise ValueError(f"table {name!r}: {problem}")
         return self._rows_of(name, ids)
 
     def reset(self) -> None:
-        """Begin a gradient: forget the forward passes so far."""
+        """Begin a gradient: forget all earlier forward passes."""
         self._uses.clear()
 
     def gradients(self) -> dict[str, Rows]:
-        """Gradients of the rows that were used since `reset`, for all calls of a layer together, in their order.
+        """Return the gradients of the rows used since `reset`, summed over all calls of a layer in their order.
 
-        A row counts as used if its id was in an input, whatever its gradient is; padding rows do not. A table that
-        did not take part in the loss is left out.
+        A row counts as used if its id was in an input, whatever its gradient is, except for padding rows. A table that
+        was not used for the loss is left out.
         """
         pieces: dict[str, list[Rows]] = {}
         for name, ids, rows, padding in self._uses:
             if rows.grad is not None and len(ids):
-                # One entry for each id of the input, in its order: torch's dense gradient takes longer than these sums.
+                # The sparse gradient has one entry per input id, in order. A dense one by torch would take longer.
                 total = torch.zeros(rows.shape, device=rows.device)
                 values = total.index_add_(0, rows.grad._indices()[0], rows.grad._values()).cpu().numpy()
                 if padding is not None:
@@ -168,7 +168,7 @@ class EmbeddingTables:
 
     @contextmanager
     def stepped_by(self, gradients: Mapping[str, Rows], rate: float) -> Iterator[None]:
-        """Meanwhile rows are `rate` times `gradients` further on, as the rest by `GradientComputer.stepped_by`."""
+        """Add `rate` times `gradients` to rows in this context, as `GradientComputer.stepped_by` does for weights."""
         with np.errstate(over="ignore", invalid="ignore"):
             self._steps = {
                 name: Rows(rows.ids, (rate * rows.values.astype(np.float64)).astype(np.float32))
@@ -206,7 +206,7 @@ class EmbeddingTables:
     def _rows(
         self, name: str, input: torch.Tensor, padding_idx: int | None
     ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-        """The distinct rows of `input`, where in them each of its ids is, and where the padding row is."""
+        """Return the distinct rows of `input`, the place of each input id in them, and the place of the padding row."""
         used = used_rows(f"table {name!r}", self.shapes[name].num_rows, input, padding_idx)
         values = self._rows_of(name, used.ids)
         if name in self._steps:
@@ -227,13 +227,13 @@ class EmbeddingTables:
 
 
 def norm(gradients: Mapping[str, Rows]) -> float:
-    """Length of all gradients together; infinite if a number is not finite."""
+    """Return the norm of all gradients together; infinite if a number is not finite."""
     square = sum(float(np.square(rows.values, dtype=np.float64).sum()) for rows in gradients.values())
     return math.sqrt(square) if math.isfinite(square) else math.inf
 
 
 def _find(module: torch.nn.Module) -> dict[str, tuple[torch.nn.Parameter, list[Layer]]]:
-    """The weight of each table, and the layers that use it."""
+    """Return the weight of each table, and the layers that use it."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     owners: dict[int, list[tuple[str, torch.nn.Module]]] = {}
     for prefix, owner in module.named_modules():
@@ -246,7 +246,7 @@ def _find(module: torch.nn.Module) -> dict[str, tuple[torch.nn.Parameter, list[L
             continue
         weight = layer._parameters.get("weight")
         if weight is not None and not weight.requires_grad:
-            continue  # frozen: each process has its own
+            continue  # a frozen weight: each process has its own copy
         if (problem := _problem(layer, weight)) or weight is None:
             raise ConfigError(f"{type(layer).__name__} {prefix!r} with sparse=True cannot be a table: {problem}")
         name = names[id(weight)]

@@ -1,7 +1,7 @@
-"""The places of ids in arrays of their owner: a hash table of numpy arrays, no loop over ids. Pure.
+"""The index of ids in their owner's arrays: a hash table of numpy arrays, without loops over ids. Pure.
 
-Open addressing with linear probing. A cell holds the number of a slot, and a slot its id: 8 to 16 bytes of cells and 9
-bytes of slots for each place. The cell of a removed id stays marked until the table is made again.
+It uses open addressing with linear probing. A cell holds the number of a slot, and a slot holds its id. Each place
+takes 8 to 16 bytes of cells and 9 bytes of slots. The cell of a removed id stays marked until the hash table is rebuilt.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MULTIPLIER: Final = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio (Knuth
 
 
 class IdIndex:
-    """Slot of each id, for up to `capacity` ids. Not thread-safe.
+    """The slots of ids, for up to `capacity` ids. Not thread-safe.
 
     Attributes:
         ids: int64, shape (capacity,): the id of each slot that is in use.
@@ -30,12 +30,12 @@ class IdIndex:
         self.ids: Ids = np.zeros(capacity, np.int64)
         self._is_used = np.zeros(capacity, np.bool_)
         self._cells = np.full(1 << bits, _EMPTY, np.int32)
-        self._num_marked = 0  # cells that are not empty
+        self._num_marked = 0  # number of cells that are not empty
         self._shift = np.uint64(64 - bits)
         self._mask = (1 << bits) - 1
 
     def find(self, ids: Ids) -> npt.NDArray[np.int64]:
-        """The slot of each of `ids`, shape (n,); -1 if an id has no slot."""
+        """Return the slot of each of `ids`, shape (n,); -1 for ids without a slot."""
         slots = np.full(len(ids), -1, np.int64)
         left, cells = np.arange(len(ids)), self._home(ids)
         while len(left):
@@ -47,7 +47,7 @@ class IdIndex:
         return slots
 
     def insert(self, ids: Ids, slots: npt.NDArray[np.int64]) -> None:
-        """Give each of `ids` one of the free `slots`. No id has a slot already, and no id stands twice."""
+        """Give each of `ids` one of the free `slots`. The ids are distinct, and none has a slot yet."""
         self.ids[slots] = ids
         self._is_used[slots] = True
         if self._num_marked + len(ids) > 3 * len(self._cells) // 4:
@@ -72,5 +72,5 @@ class IdIndex:
             left, cells = left[~is_it], (cells[~is_it] + 1) & self._mask
 
     def _home(self, ids: Ids) -> npt.NDArray[np.int64]:
-        """The cell at which the search for each id begins."""
+        """Return the cell at which the search for each id begins."""
         return ((ids.astype(np.uint64) * _MULTIPLIER) >> self._shift).astype(np.int64)

@@ -1,8 +1,8 @@
-"""Rows of one table that have changed since a checkpoint, as of one version after another. Pure.
+"""The rows of one table that have changed since a checkpoint, for one version after another. Pure.
 
-What a version has is never changed: the next one is made beside it, with the same layers and one more. A layer is
-merged with the one below it while that is not twice as large, so there are few layers, and a row is copied a few times
-only.
+The layers of a version never change. The next version has the same layers and one more. A new layer is merged with the
+layer below it while that one is less than twice as large. So there are few layers, and each row is copied only a few
+times.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from doll.tables.rows import Floats, Ids, Rows
 class _Layer(NamedTuple):
     ids: Ids  # strictly increasing
     values: Floats
-    versions: npt.NDArray[np.int64]  # each row is that of this version, and has not changed before
+    versions: npt.NDArray[np.int64]  # version of each row's last change
 
     @property
     def num_bytes(self) -> int:
@@ -29,7 +29,7 @@ class _Layer(NamedTuple):
 
 
 class RowLayers(NamedTuple):
-    """Changed rows of one version; a later layer counts."""
+    """The changed rows of one version. If several layers have a row, the last one counts."""
 
     layers: tuple[_Layer, ...] = ()
 
@@ -38,7 +38,7 @@ class RowLayers(NamedTuple):
         return sum(layer.num_bytes for layer in self.layers)
 
     def with_rows(self, rows: Rows, version: int) -> RowLayers:
-        """The layers with `rows`, which is copied, as these rows are in `version`, a later one."""
+        """Return the layers with a copy of `rows`, which are the rows of `version`, a later version."""
         if not len(rows.ids):
             return self
         new = _Layer(rows.ids.copy(), rows.values.copy(), np.full(len(rows.ids), version, np.int64))
@@ -48,7 +48,7 @@ class RowLayers(NamedTuple):
         return RowLayers((*layers, new))
 
     def after(self, version: int) -> RowLayers:
-        """The layers without the rows that a checkpoint of `version` has as they are here."""
+        """Return the layers without the rows that a checkpoint of `version` contains."""
         layers = []
         for layer in self.layers:
             is_later = layer.versions > version
@@ -57,7 +57,7 @@ class RowLayers(NamedTuple):
         return RowLayers(tuple(layers))
 
     def write_to(self, ids: Ids, values: Floats) -> None:
-        """Replace those of `values`, shape (n, width), the rows `ids`, that are here."""
+        """Overwrite the rows in `values`, shape (n, width), of those `ids` that have a row here."""
         for layer in self.layers:
             at = np.minimum(np.searchsorted(layer.ids, ids), len(layer.ids) - 1)
             is_here = layer.ids[at] == ids
@@ -71,6 +71,6 @@ def _merged(old: _Layer, new: _Layer) -> _Layer:
     is_same = np.isin(old.ids, new.ids, assume_unique=True)
     old = old.where(~is_same)
     ids = np.concatenate([old.ids, new.ids])
-    order = np.argsort(ids, kind="stable")  # merges what is sorted
+    order = np.argsort(ids, kind="stable")  # merges the two sorted parts
     values = np.concatenate([old.values, new.values])[order]
     return _Layer(ids[order], values, np.concatenate([old.versions, new.versions])[order])

@@ -1,7 +1,7 @@
-"""Some rows of a table, and the sum of several such pieces in a fixed order. Pure.
+"""Some rows of a table, and the sum of several sets of rows in a fixed order. Pure.
 
 A *table* is a parameter of shape (num_rows, width) that is too large to be sent as a whole: an embedding, the weights
-of hashed features, counts. Only the rows that a batch uses travel.
+of hashed features, counts. Only the rows that a batch uses are sent.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from isal.isal_zlib import crc32
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
-# Name of the table and ids, strictly increasing -> their rows, float32, shape (n, width), which may be changed.
+# Name of the table and strictly increasing ids -> their rows, float32, shape (n, width), which the caller may change.
 LookUp: TypeAlias = Callable[[str, Ids], Floats]
 
 
 class TableShape(NamedTuple):
-    """Rows are numbered 0 .. num_rows - 1; a row has `width` float32 values."""
+    """The shape of a table: rows are numbered 0 .. num_rows - 1, and each row has `width` float32 values."""
 
     num_rows: int
     width: int
 
     def problem(self, ids: Ids) -> str:
-        """The reason why `ids` cannot be rows of this table in their order; "" if they can."""
+        """Return why `ids` cannot be rows of this table in this order; "" if they can."""
         if not (isinstance(ids, np.ndarray) and ids.dtype == np.int64 and ids.ndim == 1):
             return "expected ids as an int64 array of one dimension"
         if len(ids) and not (ids[0] >= 0 and ids[-1] < self.num_rows and (np.diff(ids) > 0).all()):
@@ -47,13 +47,13 @@ class Rows(NamedTuple):
 
 
 class Patch(NamedTuple):
-    """Some numbers of some rows of one table, as they are now; the others are as the receiver has them.
+    """The current values of some numbers in rows of one table. The receiver already has all other numbers.
 
     Attributes:
         ids: int64, shape (n,), strictly increasing.
-        is_there: shape (n, width): which numbers.
+        is_there: bool, shape (n, width): True for each number in the patch.
         values: float32, shape (k,), in the order of rows and columns.
-        checksum: CRC-32 of rows that the receiver has, as they are now (`checksum_of`): it shows whether the two agree.
+        checksum: CRC-32 of the current rows that the receiver knows (`checksum_of`), to verify the receiver's rows.
     """
 
     ids: Ids
@@ -63,22 +63,22 @@ class Patch(NamedTuple):
 
 
 def checksum_of(rows: Floats) -> int:
-    """CRC-32 of these rows, shape (n, width)."""
+    """Return the CRC-32 of these rows, shape (n, width)."""
     return crc32(np.ascontiguousarray(rows, "<f4").reshape(-1).view(np.uint8).data)
 
 
 def no_rows(width: int) -> Rows:
-    """Make rows for no id, of a table of this width."""
+    """Return an empty set of rows of a table of this width."""
     return Rows(np.empty(0, np.int64), np.empty((0, width), np.float32))
 
 
 def add_in_order(pieces: Sequence[Rows]) -> Rows:
-    """The sum of one or more pieces of one table: each row in float32, in the order of `pieces`, from the first on.
+    """Return the sum of one or more sets of rows of one table. Each row is added in float32, in the order of `pieces`.
 
-    One piece alone is returned as it is, not copied. The result depends on the pieces and their order, bit for bit.
+    A single set is returned without a copy. The result depends only on the sets and their order, bit for bit.
 
     Raises:
-        ValueError: no piece.
+        ValueError: `pieces` is empty.
     """
     if not pieces:
         raise ValueError("expected at least one piece, got none")
@@ -88,12 +88,12 @@ def add_in_order(pieces: Sequence[Rows]) -> Rows:
     ids = ids[np.diff(ids, prepend=-1) > 0]
     values = np.zeros((len(ids), pieces[0].values.shape[1]), np.float32)
     for piece in pieces:
-        values[np.searchsorted(ids, piece.ids)] += piece.values  # no id stands twice in a piece
+        values[np.searchsorted(ids, piece.ids)] += piece.values  # ids are distinct within a piece
     return Rows(ids, values)
 
 
 def add_where_equal(ids: Ids, values: Floats, other: Rows) -> None:
-    """Add to `values`, shape (n, width), in place, the rows of `other` whose ids are in `ids`, strictly increasing."""
+    """Add the rows of `other` to `values`, shape (n, width), in place, if their ids are in the increasing `ids`."""
     if len(other.ids):
         at = np.minimum(np.searchsorted(other.ids, ids), len(other.ids) - 1)
         is_in = other.ids[at] == ids
