@@ -55,7 +55,7 @@ class Residual(_NewestBatch):
         return self._size > 0
 
     def split(self, step: Array, weights: Array, batch: int, version: int) -> None:
-        """Reduce `step` of batch `batch` to the numbers that are sent, plus held-back ones; hold back the rest.
+        """Replace `step`, the step of `batch`, by the part of it and of the residual that is sent now; hold the rest.
 
         Args:
             weights: the weights of the worker, `step` included.

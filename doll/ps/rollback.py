@@ -128,7 +128,7 @@ def rolled_back(
     version, num = newest.version + 1, len(newest.origins)
     ends = _padded(_ends(earlier), num)
     skipped = tuple(until - end for until, end in zip(_ends(newest), ends, strict=True)) if skip else ()
-        # Grid numbers are not reused either: a process with another grid number ends (`Welcome.grid`).
+    # Grid numbers are not reused either: a process with another grid number ends (`Welcome.grid`).
     empty = Grid(version=earlier.version, records_per_batch=records_per_batch, origins=ends, applied=(0,) * num)
     grids = [*earlier.earlier_grids, closed(earlier), *[empty] * (newest.grid - earlier.grid)]
     grids[-1] = msgspec.structs.replace(grids[-1], skipped=skipped)

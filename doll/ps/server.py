@@ -512,7 +512,7 @@ def serve(
     engine = server.engine
     partitions = len(engine.start.origins)
     looped_s = checked_s = periodic_s = time.monotonic()
-        # Events to feed, in order. While the gradient of the first one is being read, others are already requested.
+    # Events to feed, in order. While the gradient of the first one is being read, others are already requested.
     events: deque[ev.Event | GetRows] = deque()
     while engine.finished is None:
         incoming = channel.poll(_READING_POLL_S if events else _POLL_S)

@@ -2,8 +2,8 @@
 computes the gradients of these rows.
 
 The parameter of every `torch.nn.Embedding` or `EmbeddingBag` with `sparse=True` is removed from the module, so it is
-not in the flat vector (`doll.model.flat_model`). The layer's forward looks up the distinct ids of its input, and computes
-with a matrix of these rows only: no gradient is ever as large as the table.
+not in the flat vector (`doll.model.flat_model`). The layer's forward looks up the distinct ids of its input, and
+computes with a matrix of these rows only: no gradient is ever as large as the table.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The index of ids in their owner's arrays: a hash table of numpy arrays, without loops over ids. Pure.
 
 It uses open addressing with linear probing. A cell holds the number of a slot, and a slot holds its id. Each place
-takes 8 to 16 bytes of cells and 9 bytes of slots. The cell of a removed id stays marked until the hash table is rebuilt.
+takes 8 to 16 bytes of cells and 9 bytes of slots. The cell of a removed id stays marked until all cells are rebuilt.
 """
 
 from __future__ import annotations

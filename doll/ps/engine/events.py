@@ -234,7 +234,7 @@ EngineAction = (
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's part of a checkpoint. Workers announce batches that are not applied again."""
+    """The engine's part of a checkpoint. Batches that are not applied will be announced again by their workers."""
 
     version: int
     origins: tuple[int, ...]

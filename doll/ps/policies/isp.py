@@ -14,7 +14,7 @@ MAX_SIGNIFICANCE = 1_000.0
 
 class IspPolicyConfig(LockstepConfig):
     """Bulk synchronous, with a significance filter: in round t, a worker sends the change of a number only if it is
-    larger than significance / sqrt(t) of the number. Smaller changes are added up at the worker until they are."""
+    larger than significance / sqrt(t) of the number. The worker adds up smaller changes until the sum is larger."""
 
     publishes_deltas: ClassVar[bool] = True
 
