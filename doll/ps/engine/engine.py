@@ -316,7 +316,7 @@ class Engine(EngineState):
             self._take(worker, PushedSet(event, grants, self._now))
 
     def _take(self, worker: Worker, pushed: PushedSet) -> None:
-        """Accept a push whose gradient is in the blob store, or which has none."""
+        """Accept a push whose gradient is in the blob store, or a push without a gradient."""
         push = pushed.push
         worker.market = push.market
         for grant in pushed.grants:

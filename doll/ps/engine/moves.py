@@ -135,7 +135,7 @@ class Moves:
         return self._plan(reassigned(owners, serving) if loads is None else reassigned_by_load(owners, serving, loads))
 
     def balance(self, now: float) -> None:
-        """Plan moves if one worker has a much higher load than others and a backlog. Does this at regular times."""
+        """Plan moves if one worker has a much higher load than others and a backlog; at most every `rebalance_s`."""
         if not self._every_s:
             return
         self._loads.observe(now)
