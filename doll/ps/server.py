@@ -158,8 +158,8 @@ class ParameterServer:
     def open(self) -> None:
         """Announce this server: a TermStarted record, then Hello to every worker.
 
-        The origins of a new job are made durable before any process learns of them. If a restart determined new origins,
-        records that came meanwhile would be lost, and the number of a batch would mean other offsets.
+        The origins of a new job are made durable before any process learns of them. If a restart determined other
+        origins, records that came meanwhile would be lost, and the number of a batch would mean other offsets.
 
         Raises:
             FencedError, CheckpointError: as in `run_periodic`.
@@ -489,7 +489,7 @@ class Signals:
         self.leave = True
 
     def stop_for_the_topic(self) -> None:
-        """Request the end of this process, because the samples topic cannot be read as before. Called from another thread."""
+        """Request the end of this process, because the samples topic has changed. Called from another thread."""
         self.leave_reason = "the samples topic"
         self.leave = True
 

@@ -99,7 +99,7 @@ class Action(msgspec.Struct, frozen=True):
 
 
 class SendHello(Action, frozen=True):
-    """Ask this worker to join again, with a Hello: its messages do not fit the state that the engine has of this worker."""
+    """Ask this worker to join again, with a Hello: its messages do not fit the engine's state of the worker."""
 
     worker: int
 
