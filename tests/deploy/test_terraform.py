@@ -79,7 +79,7 @@ def test_the_provisioner_may_do_what_it_calls_and_little_else() -> None:
     for source, services in (
         ("fleets/ec2/fleet.py", ("ec2",)),
         ("fleets/ec2/launch.py", ("ec2",)),
-        ("fleets/ec2/placement.py", ("ec2",)),
+        ("fleets/ec2/account.py", ("ec2",)),
         ("prices/ec2.py", ("ec2", "pricing")),
         ("fleets/ec2/notices.py", ("sqs",)),
     ):

@@ -66,6 +66,7 @@ def test_the_model_is_that_of_a_plain_loop_through_kills(make_pipeline: Any) -> 
     job.control("events", Scale(workers=3, run_id=job.status.run_id))
     job.until_status(lambda status: status.num_workers == 3 and not status.moving_partitions, "three workers")
     send(40)
+    job.until(lambda: any(member.worker == 2 for member in job.updates[-1].members), "an update of the third worker")
     job.until_version(70)
     job.kill("ps")
     job.kill("worker-1")

@@ -18,7 +18,7 @@ import pytest
 _ASKED = os.environ.get("DOLL_FUZZ", "")
 SEED = int(_ASKED) if _ASKED.isdigit() else 1
 SHARE = 1.0 if _ASKED else 0.05  # of the 100 000 inputs
-ALL_EXAMPLES = os.environ.get("DOLL_EXAMPLES", "") == "all"  # `make test-all`; `make test` takes a tenth
+ALL_EXAMPLES = os.environ.get("DOLL_EXAMPLES", "") == "all"  # `make test-all`; `make test` takes a fifth
 MAX_INPUT_S = 10.0  # of processor time for one input: far above all that was seen, far below a hang
 # Pieces that break readers of JSON: depth, numbers without end, values of another type, halves of characters.
 JSON_WORDS = [
@@ -33,12 +33,12 @@ INTERESTING = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFF_FFFF, 0xFFFF_FFFF,
 
 def examples(count: int) -> int:
     """The number of Hypothesis' examples of a test that has `count` of them in `make test-all`."""
-    return count if ALL_EXAMPLES else max(5, count // 10)
+    return count if ALL_EXAMPLES else max(5, count // 5)
 
 
 def seeds(count: int) -> range:
     """The seeds of a random test that has `count` of them in `make test-all`."""
-    return range(count if ALL_EXAMPLES else -(-count // 10))
+    return range(count if ALL_EXAMPLES else -(-count // 5))
 
 
 def mutated(rng: random.Random, valid: bytes, other: bytes) -> bytes:
