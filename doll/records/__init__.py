@@ -1,1 +1,1 @@
-"""Records on the wire: control records, packed samples, bounds of input from outside, refusals."""
+"""The formats of records: control records, packed samples, limits of external input, refused records."""

@@ -1,7 +1,7 @@
-"""External values, bounded in length and depth, with one error for whatever is wrong with them.
+"""Readers of external values, with limits of length and depth. Every failure raises the same error, `MalformedError`.
 
-Python's own readers say so in five ways: ValueError, UnicodeDecodeError, RecursionError, MemoryError, OverflowError. A
-service that catches four of them stops at the fifth.
+Python's own readers raise five different errors: ValueError, UnicodeDecodeError, RecursionError, MemoryError and
+OverflowError. A service that catches only four of them stops at the fifth.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _MOST_CELL_CHARS: Final = 1_000_000_000
 
 
 class MalformedError(ValueError):
-    """An external value is not as expected; the message is one short line."""
+    """An external value does not have the expected form. The message is one short line."""
 
 
 def json_value(text: str | bytes, *, max_chars: int = MAX_JSON_CHARS) -> Any:
-    """The value of a JSON text, at most `MAX_DEPTH` levels deep; raises MalformedError if it is too long or too deep,
-    or not JSON."""
+    """Return the value of a JSON text. Raise MalformedError if the text is longer than `max_chars`, has more than
+    `MAX_DEPTH` levels, or is not JSON."""
     if len(text) > max_chars:
         raise MalformedError(f"expected JSON of at most {max_chars} characters, got {len(text)}")
     try:
@@ -39,7 +39,8 @@ def json_value(text: str | bytes, *, max_chars: int = MAX_JSON_CHARS) -> Any:
 
 
 def json_object(text: str | bytes, *, max_chars: int = MAX_JSON_CHARS) -> dict[str, Any]:
-    """The object in a text, with the limits of `json_value`; MalformedError also if the text holds another value."""
+    """Return the object of a JSON text, with the limits of `json_value`. Also raise MalformedError if the value is not
+    an object."""
     value = json_value(text, max_chars=max_chars)
     if not isinstance(value, dict):
         raise MalformedError(f"expected a JSON object, got {type(value).__name__}")
@@ -47,8 +48,8 @@ def json_object(text: str | bytes, *, max_chars: int = MAX_JSON_CHARS) -> dict[s
 
 
 def check_size(value: Any, *, max_values: int = MAX_VALUES, max_depth: int = MAX_DEPTH) -> None:
-    """Refuse a tree of lists and mappings that is too large or too deep with all its references followed; raises
-    MalformedError if it has more than `max_values` values or `max_depth` levels."""
+    """Raise MalformedError if a tree of lists and mappings has more than `max_values` values or more than `max_depth`
+    levels. A value that is referenced several times counts several times."""
     remaining = max_values
     level = [value]
     for _ in range(max_depth):
@@ -66,8 +67,8 @@ def _inside(value: Mapping[Any, Any] | list[Any]) -> list[Any]:
 
 
 def read_text(path: Path, *, max_bytes: int) -> str:
-    """The UTF-8 text of a file that is not larger than expected; no more than that is read. Raises OSError if it cannot
-    be read, and MalformedError if it is larger, or not UTF-8."""
+    """Return the UTF-8 text of a file of at most `max_bytes` bytes, without reading more than that. Raise OSError if
+    the file cannot be read, and MalformedError if it is larger or not UTF-8."""
     with path.open("rb") as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
@@ -79,22 +80,23 @@ def read_text(path: Path, *, max_bytes: int) -> str:
 
 
 def short(value: object, limit: int = 200) -> str:
-    """A value for a message: one line, cut off, without control characters and without credentials in URLs."""
+    """Return a value as text for a message: one line of at most `limit` characters, without control characters and
+    without the credentials in URLs."""
     text = redacted(" ".join(str(value).split()))
     text = "".join(char if char.isprintable() else "?" for char in text[: limit + 1])
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def printable(text: str) -> str:
-    """`text` with control characters escaped, and what else is not printed: it comes from outside, and could steer a
-    terminal, or turn the line around (U+202E)."""
+    """Return `text` with all characters escaped that cannot be printed. External text could otherwise send control
+    characters to a terminal, or reverse the order of a line (U+202E)."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 @contextmanager
 def long_cells() -> Iterator[None]:
-    """Read cells of CSV of any length within it, for lines that are bounded: the library's own limit is 128 KB, and one
-    for the whole process."""
+    """Allow CSV cells of any length inside the context, for input whose lines have a limit already. The default limit
+    of the csv library is 128 KB, and it is a setting of the whole process."""
     before = csv.field_size_limit(_MOST_CELL_CHARS)
     try:
         yield

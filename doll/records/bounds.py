@@ -1,11 +1,12 @@
 """The offsets that each batch of a partition covers. Pure.
 
-A batch covers r offsets, `data.records_per_batch`, if it is not cut. A cut lets a batch end earlier, so that what it
-holds is learned now, and the next one begins where it ends (docs/decisions/0074). So batch j begins at
+A batch covers r offsets (`data.records_per_batch`), unless it is cut. A cut ends a batch earlier, so that its records
+are learned now; the next batch begins where the cut batch ends (docs/decisions/0074). So batch j begins at offset
 
-    origin + j r - (the records that the cuts of batches before j have left out)
+    origin + j r - (number of records left out by the cuts of the batches before j)
 
-Server, workers and ledger compute offsets here and nowhere else. On the wire a cut is (batch, records left out).
+The server, the workers and the ledger compute offsets only with this module. A control record contains a cut as the
+pair (batch, number of records left out).
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from typing import TypeAlias
 
 import msgspec
 
-Cut: TypeAlias = tuple[int, int]  # a batch, and how many records fewer than r it covers: at least 1
+Cut: TypeAlias = tuple[int, int]  # (batch, number of records left out: r minus the records it covers, at least 1)
 
 
 class Cuts:
-    """The batches of one partition that are cut, from some batch on. Most jobs have none, and then all calls are short.
+    """The cut batches of one partition, from some batch on. Most jobs have no cuts, and then all calls are fast.
 
     Attributes:
-        decided: the bounds of batches below it are decided elsewhere: whoever reads them cuts none of them.
+        decided: The bounds of the batches below this number are decided elsewhere. Code that reads these batches does
+            not cut them.
     """
 
     def __init__(self, left_out: int = 0, cuts: Iterable[Cut] = (), *, decided: int = 0) -> None:
-        """`cuts` come by rising batch, and cuts before all of them have left out `left_out` records. Raises ValueError
-        if they do not rise, or a number is negative."""
+        """Take `cuts` in ascending order of batches; `left_out` is the number of records that all earlier cuts have
+        left out. Raise ValueError if the batches do not ascend, or if a number is negative."""
         if left_out < 0:
             raise ValueError(f"expected 0 records left out or more, got {left_out}")
         self.decided = decided
@@ -41,8 +43,8 @@ class Cuts:
             self.add(batch, records)
 
     def add(self, batch: int, records: int) -> None:
-        """Batch `batch` is shorter by so many records; raises ValueError if it is not after all known cuts, or leaves
-        out nothing."""
+        """Add a cut: `batch` has `records` records less than a full batch. Raise ValueError if the batch is not after
+        all known cuts, or if `records` is less than 1."""
         if records < 1 or batch < 0 or (self._batches and batch <= self._batches[-1]):
             raise ValueError(f"expected a later batch, and 1 record left out or more, got {batch} and {records}")
         self._batches.append(batch)
@@ -50,44 +52,46 @@ class Cuts:
 
     @property
     def total(self) -> int:
-        """Records that all known cuts have left out."""
+        """The number of records that all known cuts have left out."""
         return self._sums[-1] if self._sums else self._before
 
     def before(self, batch: int) -> int:
-        """Records that the cuts of batches below `batch` have left out."""
+        """Return the number of records that the cuts of batches below `batch` have left out."""
         if not self._batches:
             return self._before
         at = bisect_left(self._batches, batch)
         return self._sums[at - 1] if at else self._before
 
     def left_out_by(self, batch: int) -> int:
-        """Records that the cut of this batch leaves out; 0: it is not cut."""
+        """Return the number of records that the cut of this batch leaves out. 0: the batch is not cut."""
         return self.before(batch + 1) - self.before(batch) if self._batches else 0
 
     def at(self, batch: int) -> tuple[int, int]:
-        """The records that cuts of batches below this one leave out, and its own: equal if two read the same batch."""
+        """Return the number of records left out by the cuts of batches below this one, and by the cut of this batch.
+        Two processes that have equal values here read the same offsets as this batch."""
         before = self.before(batch)
         return before, self.before(batch + 1) - before
 
     def within(self, first: int, until: int) -> tuple[Cut, ...]:
-        """The cuts of batches [first, until)."""
+        """Return the cuts of batches [first, until)."""
         if not self._batches:
             return ()
         begin, end = bisect_left(self._batches, first), bisect_left(self._batches, until)
         return tuple((batch, self.left_out_by(batch)) for batch in self._batches[begin:end])
 
     def next_cut(self, batch: int) -> int | None:
-        """The first cut batch from `batch` on."""
+        """Return the first cut batch that is not below `batch`. None: there is no such batch."""
         at = bisect_left(self._batches, batch)
         return self._batches[at] if at < len(self._batches) else None
 
     def forget_from(self, batch: int) -> None:
-        """Cuts of `batch` and later ones do not count any more."""
+        """Remove the cuts of `batch` and of later batches."""
         at = bisect_left(self._batches, batch)
         del self._batches[at:], self._sums[at:]
 
     def forget_below(self, batch: int) -> None:
-        """Nobody asks for batches below `batch` any more."""
+        """Remove the cuts of the batches below `batch`, whose bounds are not needed any more. Only their sum is kept.
+        """
         if self._batches and (at := bisect_left(self._batches, batch)):
             self._before = self._sums[at - 1]
             del self._batches[:at], self._sums[:at]
@@ -95,27 +99,28 @@ class Cuts:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The offsets of each batch of one partition, from the first on that `cuts` knows of."""
+    """The offsets of each batch of one partition, from the first batch that `cuts` knows."""
 
     origin: int  # offset at which the job began
     size: int  # records per batch, at least 1
     cuts: Cuts = field(default_factory=Cuts)
 
     def lo(self, batch: int) -> int:
-        """The first offset of a batch; of the one after the last, where the next is to begin."""
+        """Return the first offset of a batch. For the number after the last batch, this is the offset at which the next
+        batch will begin."""
         return self.origin + batch * self.size - self.cuts.before(batch)
 
     def hi(self, batch: int) -> int:
-        """The offset after the last one of a batch."""
+        """Return the offset after the last offset of a batch."""
         return self.lo(batch + 1)
 
     def span(self, batch: int) -> tuple[int, int]:
-        """[lo, hi) of a batch."""
+        """Return the range of offsets [lo, hi) of a batch."""
         return self.lo(batch), self.lo(batch + 1)
 
     def cut(self, batch: int, end: int) -> None:
-        """Let a batch end at offset `end`; raises ValueError if this is not within the batch, or a cut of a later batch
-        is known."""
+        """Cut a batch, so that it ends before offset `end`. Raise ValueError if `end` is not inside the batch, or if a
+        cut of a later batch is known."""
         lo, hi = self.span(batch)
         if not lo < end < hi:
             raise ValueError(f"batch {batch} covers offsets {lo} to {hi - 1}: expected to cut within, got {end}")
@@ -123,16 +128,16 @@ class Bounds:
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model's batches were numbered before `doll regrid` or `doll rollback`, and how far they were learned
-    (docs/decisions/0085, 0090).
+    """The numbering of a model's batches before `doll regrid` or `doll rollback`, and the last batches that were
+    learned with it (docs/decisions/0085, 0090).
 
-    The batches of the next grid begin at `next_origins`, and are numbered from 0 again. Partitions that the grid does
-    not have were added later, and begin at offset 0.
+    The batches of the next grid begin at `next_origins`, and are numbered from 0 again. Partitions that are missing in
+    the grid were added later, and begin at offset 0.
 
     Attributes:
-        version: the last one that was made of its batches.
-        origins, applied, left_out: of each partition, as in a checkpoint of that version.
-        skipped: of each partition, how many records after `ends` are left out of the model; (): none.
+        version: the last version that contains batches of this grid.
+        origins, applied, left_out: values of each partition, as in a checkpoint of that version.
+        skipped: for each partition, the number of records after `ends` that are left out of the model. (): no records.
     """
 
     version: int
@@ -144,22 +149,26 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Per partition, the offset after the last learned record."""
+        """The offset after the last learned record of each partition."""
         return ends_of(self.origins, self.records_per_batch, self.applied, self.left_out)
 
     @property
     def next_origins(self) -> tuple[int, ...]:
-        """Per partition, the offset at which the next grid begins."""
+        """The offset at which the next grid begins, for each partition."""
         return tuple(end + records for end, records in zip_longest(self.ends, self.skipped, fillvalue=0))
 
     @property
     def num_records(self) -> int:
-        """How many records its batches hold, with those that are skipped."""
+        """The number of records in the batches of this grid, including the skipped records."""
         return sum(self.next_origins) - sum(self.origins)
 
 
 def ends_of(origins: Sequence[int], size: int, applied: Sequence[int], left_out: Sequence[int] = ()) -> tuple[int, ...]:
-    """Per partition, the offset at which batch `applied[n]` begins, with `size` records per batch; cuts of the batches
-    before it have left out `left_out` records; (): none."""
+    """Return the offset at which batch `applied[n]` of each partition n begins.
+
+    Args:
+        size: number of records per batch.
+        left_out: for each partition, the number of records that cuts of the batches before have left out. (): no cuts.
+    """
     counts = zip_longest(origins, applied, left_out, fillvalue=0)
     return tuple(Bounds(origin, size, Cuts(cut)).lo(count) for origin, count, cut in counts)

@@ -1,4 +1,4 @@
-"""One judgement about what a job needs, for `doll doctor`. Pure."""
+"""The result of checking one thing that a job needs, for `doll doctor`. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Result = Literal["ok", "warning", "failed", "unknown"]
 class Check:
     """A check of one thing, and its result."""
 
-    name: str  # what was looked at, with its role if it concerns one
-    result: Result  # `warning`: the job can run, later or with less than its job file asks for; `unknown`: nobody said
-    detail: str = ""  # what is there
-    todo: str = ""  # what a person should do; "" if nothing
+    name: str  # the checked thing, with the role it concerns, if any
+    result: Result  # `warning`: the job can run, but later or with less than configured; `unknown`: no answer
+    detail: str = ""  # the observed state
+    todo: str = ""  # the action that a person should take; "": no action

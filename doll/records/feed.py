@@ -1,8 +1,9 @@
 """The protocol between a program and the producer that it feeds, over a Unix socket on one machine. Pure.
 
-The producer begins with a line of JSON: the number of samples of this source that each stream has already. It sends
-such a line again as Kafka acknowledges more. The program answers with frames: a head of 8 bytes (length and stream,
-little endian) and the record. A frame of stream `END` says that nothing more will come.
+The producer starts with a line of JSON: for each stream, the number of samples of this source that the stream already
+has. The producer sends an updated line whenever Kafka has acknowledged more. The program sends frames: a head of 8
+bytes (length and stream number, little-endian), followed by the record. A frame with stream number `END` ends the
+input.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ _positions = msgspec.json.Decoder(list[int])
 
 
 def frame(stream: int, record: bytes) -> bytes:
-    """The frame of one record."""
+    """Return the frame of one record."""
     return HEAD.pack(len(record), stream) + record
 
 
 def encode_positions(positions: Sequence[int]) -> bytes:
-    """A line that says how many samples each stream has."""
+    """Encode the number of samples of each stream as a line."""
     return msgspec.json.encode(list(positions)) + b"\n"
 
 
 def decode_positions(line: bytes, streams: int) -> list[int]:
-    """The positions that `encode_positions` has put into a line; raises RecordError if it is not one number for each of
-    the streams."""
+    """Decode a line of `encode_positions`. Raise RecordError if the line does not contain one number for each stream.
+    """
     try:
         positions = _positions.decode(line)
     except msgspec.MsgspecError as exc:

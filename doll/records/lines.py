@@ -1,4 +1,5 @@
-"""Lines as records, byte for byte without the line end: files (plain or .gz) and standard input."""
+"""Readers that return each line of a file (plain or .gz) or of standard input as a record, unchanged but without its
+line end."""
 
 from __future__ import annotations
 
@@ -20,14 +21,19 @@ _LONGEST_BYTES = 1 << 24
 def read_file(
     path: Path, *, header: bool = False, repeat: bool = False, skip: int = 0, max_bytes: int = _LONGEST_BYTES
 ) -> Iterator[bytes]:
-    """The lines of `path` in order, without blank ones. Raises ConfigError immediately if the file cannot be read or
-    holds no line, later if it is damaged further on.
+    """Return the lines of `path` in order, without blank lines.
 
     Args:
-        header: leave out the first line.
-        repeat: begin again at the end.
-        skip: leave out so many lines, counted over all repetitions; they are read, except in whole repetitions.
-        max_bytes: of a longer line one byte more than that is kept, so that a check of the length refuses it.
+        header: True: leave out the first line.
+        repeat: True: start again after the last line.
+        skip: number of lines to leave out at the beginning, counted over all repetitions. Skipped lines are read,
+            except in repetitions that are skipped completely.
+        max_bytes: limit of a line's length. A longer line is cut to one byte more than the limit, so that a length
+            check refuses it.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no line (raised by the call), or is damaged further on (raised
+            while the lines are read).
     """
     once = _lines(path, header, max_bytes)
     first = next(once, None)
@@ -44,7 +50,7 @@ def read_file(
 
 
 def read_header(path: Path) -> bytes:
-    """The line that `read_file` leaves out with `header`; raises ConfigError if the file cannot be read."""
+    """Return the line that `read_file` leaves out with `header`. Raise ConfigError if the file cannot be read."""
     return next(_all(path, _LONGEST_BYTES), b"")
 
 
@@ -53,7 +59,7 @@ def _lines(path: Path, header: bool, max_bytes: int) -> Iterator[bytes]:
 
 
 def _all(path: Path, max_bytes: int) -> Iterator[bytes]:
-    """The lines of a file, also blank ones."""
+    """Yield the lines of a file, including blank lines."""
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             for line in _cut(cast("BinaryIO", file), max_bytes):
@@ -65,7 +71,7 @@ def _all(path: Path, max_bytes: int) -> Iterator[bytes]:
 
 
 def _cut(file: BinaryIO, max_bytes: int) -> Iterator[bytes]:
-    """The lines of a file; of one that is longer than `max_bytes` its beginning, whatever its length."""
+    """Yield the lines of a file, each cut to about `max_bytes`. Memory use does not depend on the length of a line."""
     while line := file.readline(max_bytes + 2):
         yield line
         while not line.endswith(b"\n") and (line := file.readline(_CHUNK_BYTES)):
@@ -73,12 +79,13 @@ def _cut(file: BinaryIO, max_bytes: int) -> Iterator[bytes]:
 
 
 def read_pipe(descriptor: int, *, max_bytes: int, timeout_s: float = 0.02) -> Iterator[bytes | None]:
-    """The lines of a pipe or terminal as they come, without blank ones; None each `timeout_s` in which none came.
+    """Yield the lines of a pipe or terminal when they arrive, without blank lines. Yield None after each `timeout_s` in
+    which no line has arrived.
 
-    A last line without line end counts as a line. If a line is longer than `max_bytes`, one byte more than that is
-    kept, so that a check of the length refuses it.
+    A last line without line end counts as a line. A line longer than `max_bytes` is cut to one byte more than that, so
+    that a length check refuses it.
     """
-    rest = bytearray()  # of the line under way
+    rest = bytearray()  # of the incomplete line
     while True:
         # Never a blocking read: the caller must be able to stop.
         if not select.select([descriptor], [], [], timeout_s)[0]:

@@ -1,8 +1,8 @@
-"""Several samples in one Kafka record, for streams above about 20,000 samples/s per worker.
+"""Packed records: several samples in one Kafka record, for streams above about 20,000 samples/s per worker.
 
 Layout, little-endian: magic `DLPK`, u8 version = 1, u8 flags = 0, u16 reserved = 0, u32 number of samples m, u32 width;
-then, if width is 0, m times u32 length; then the m samples, concatenated. Each sample is the value that an unpacked
-record would have.
+if width is 0, m lengths of type u32; then the m samples, concatenated. Each sample has the bytes that the value of an
+unpacked record would have.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ HEADER_BYTES: Final = _HEADER.size
 
 
 class PackedRecord(NamedTuple):
-    """The samples of a packed record: `body` has them concatenated, `width` bytes each (0: see `bounds`)."""
+    """The samples of a packed record. `body` contains the concatenated samples, each `width` bytes long. `width` 0: the
+    lengths differ, and `bounds` has the positions."""
 
     num_samples: int
     width: int
@@ -29,14 +30,15 @@ class PackedRecord(NamedTuple):
     bounds: tuple[int, ...]  # num_samples + 1 positions in `body` if width is 0, else empty
 
     def samples(self) -> list[bytes]:
-        """Each sample's bytes."""
+        """Return the bytes of each sample."""
         bounds = self.bounds or tuple(range(0, self.num_samples * self.width + 1, self.width))
         body = bytes(self.body)
         return [body[a:b] for a, b in pairwise(bounds)]
 
 
 def pack(samples: Sequence[bytes]) -> bytes:
-    """The value of a record with `samples`; raises ValueError if there is no sample, or one is empty."""
+    """Return the value of a packed record with `samples`. Raise ValueError if there is no sample, or if a sample is
+    empty."""
     if not samples or not all(samples):
         raise ValueError("expected at least one sample, none of them empty")
     lengths = [len(sample) for sample in samples]
@@ -47,8 +49,8 @@ def pack(samples: Sequence[bytes]) -> bytes:
 
 
 def unpack(value: bytes | memoryview, max_count: int) -> PackedRecord:
-    """The samples packed in `value`; raises SampleError if it is no packed record or another version, or has more than
-    `max_count` samples, or lengths that do not add up."""
+    """Return the samples in the packed record `value`. Raise SampleError if `value` is not a packed record, has another
+    version, has more than `max_count` samples, or has lengths that do not fit its size."""
     view = memoryview(value)
     if len(view) < HEADER_BYTES or bytes(view[:4]) != MAGIC:
         raise SampleError("expected a packed record (first bytes DLPK), because data.samples_per_record is above 1")

@@ -1,7 +1,8 @@
-"""How long the control records of a large job become, and the server's status kept within a bound. Pure.
+"""The maximum sizes of the control records of a large job, and a limit for the size of the server's status. Pure.
 
-Brokers take 1 MB by default, of what they are sent: control records are compressed (`doll.kafka.publisher`). A standby
-elects by the status, so one that Kafka refuses looks like a server that is gone.
+By default, brokers accept records of up to 1 MB, measured as they are sent: control records are compressed
+(`doll.kafka.publisher`). A standby decides by the status whether the server is live. If Kafka refuses the status
+because of its size, the server looks dead.
 """
 
 from __future__ import annotations
@@ -13,23 +14,24 @@ import msgspec
 from doll.records.control import ServerStatus, WorkerStatus, encode
 
 COMPRESSED: Final = 2
-"""The least factor by which compression shortens the long records (tests/integration/test_record_sizes.py)."""
+"""The minimum factor by which compression shortens long records (tests/integration/test_record_sizes.py)."""
 STATUS_LIMIT_BYTES: Final = 1_800_000  # before compression
 _MOST_REASONS: Final = 500  # of 200 characters, which may compress badly
-_STATUS_BYTES: Final = 256  # of a worker, without a text for which it waits
-_ESSENTIAL_BYTES: Final = 128  # what stays of it in any case
-_MEMBER_BYTES: Final = 320  # of a batch in an update, with few dead letters
-_NAMED_IN_MEMBER: Final = 64  # records of which any may be refused within these bytes
-_SURE_BYTES: Final = 1_200  # more than a worker takes, with a text of 200 characters for which it waits
-# What others decide by: who is live, which process and machine it is, when it was last heard.
+_STATUS_BYTES: Final = 256  # of a worker, without its `waiting_for`
+_ESSENTIAL_BYTES: Final = 128  # of a worker with only `_DECIDED_BY`
+_MEMBER_BYTES: Final = 320  # of a batch in an update with few dead letters
+_NAMED_IN_MEMBER: Final = 64  # a batch of so many records fits `_MEMBER_BYTES`, whichever of them are refused
+_SURE_BYTES: Final = 1_200  # more than a worker needs with a `waiting_for` of 200 characters
+# Fields that other processes use for decisions: live or not, process, machine, time of the last record.
 _DECIDED_BY: Final = ("worker", "is_live", "session", "incarnation", "silent_s", "market", "is_spare")
 
 
 def fitted(status: ServerStatus, limit_bytes: int = STATUS_LIMIT_BYTES) -> ServerStatus:
-    """A status of at most so many bytes: the same one, or with less about each worker.
+    """Return the status if it has at most `limit_bytes`; otherwise return it with less information about each worker.
 
-    First each reason for which workers wait is said once, and then as "as worker 3", and no more than 500 reasons. If
-    that is not enough, only what other processes decide by stays of each worker; what is shown to people is left out.
+    First, each text in `waiting_for` is kept only for the first worker that has it (for the others, the text is "as
+    worker 3"), and only the first 500 texts are kept. If the status is still too large, only the fields that other
+    processes use for decisions are kept; the fields that are shown to people are dropped.
     """
     if len(status.workers) * _SURE_BYTES < limit_bytes:  # as much before compression as may be after it
         return status
@@ -58,11 +60,12 @@ def _essential(worker: WorkerStatus) -> WorkerStatus:
 
 
 def status_bytes(workers: int) -> int:
-    """The largest size of a status of so many workers, before compression."""
+    """Return the maximum size of the status of a job with `workers` workers, in bytes before compression."""
     return min(_STATUS_BYTES * workers, max(STATUS_LIMIT_BYTES, _ESSENTIAL_BYTES * workers))
 
 
 def update_bytes(batches: int, records_per_batch: int = 0) -> int:
-    """The largest size of such an update before compression, also if every other record is refused or not there."""
+    """Return the maximum size of an update with `batches` batches, in bytes before compression, even if every second
+    record is refused or missing."""
     names = COMPRESSED * 2 * (records_per_batch + 7) // 8 if records_per_batch > _NAMED_IN_MEMBER else 0
     return (_MEMBER_BYTES + names) * batches
