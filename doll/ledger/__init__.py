@@ -1,1 +1,1 @@
-"""The proof that every sample counts exactly once: the lineage, valid updates, balance, audit, dead letters."""
+"""The proof that every sample counts exactly once: lineage, valid updates, balance, audit and dead letters."""

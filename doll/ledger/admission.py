@@ -1,8 +1,8 @@
-"""The parameter server that may serve a job: one that has the checkpoints of the run that its topics hold.
+"""The rule which parameter server may serve a job: one that has the checkpoints of the run in the job's topics.
 
-A new generation may begin if `updates` is empty, or if the caller knows that what is there belongs to earlier
-runs (`--fresh`). Without these checks a server without the checkpoints would begin again at version 0, and a run would
-take an earlier run's records for its own. Calls raise ServiceUnavailableError if Kafka does not answer.
+A new generation may begin if `updates` is empty, or if the caller knows that its records belong to earlier runs
+(`--fresh`). Without these checks, a server without the checkpoints would begin again at version 0, and a run would use
+the records of an earlier run as its own. Calls raise ServiceUnavailableError if Kafka does not answer.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from doll.services import Services
     from doll.storage.checkpoints import Checkpoint, CheckpointStore
 
-AFTER_TERM_ENV: Final = "DOLL_AFTER_TERM"  # terms up to this one are of earlier runs; from `doll up` to its roles
+AFTER_TERM_ENV: Final = "DOLL_AFTER_TERM"  # terms up to it belong to earlier runs; from `doll up` to its roles
 ANY_TERM: Final = 1 << 62
-RUN_ID_ENV: Final = "DOLL_RUN_ID"  # of this session of `doll up` or `doll resume`; to its parameter servers
-_TAIL_RECORDS: Final = 1000  # a fenced server writes a few records at most, so the newest term is among the last
+RUN_ID_ENV: Final = "DOLL_RUN_ID"  # run id of this `doll up` or `doll resume`, which passes it to its parameter servers
+_TAIL_RECORDS: Final = 1000  # a fenced server writes only a few records, so the last ones contain the newest term
 
 
 def new_run_id() -> str:
-    """A run's random name: 16 hexadecimal digits."""
+    """Return a random name for a run: 16 hexadecimal digits."""
     return secrets.token_hex(8)
 
 
 def read_lineage(config: JobConfig, services: Services, *, tail_only: bool = False) -> Lineage:
-    """Read the lineage from the job's `updates`; it is empty if the topic does not exist. Raises ConfigError if another
-    release of DOLL has written records of another schema version. `tail_only` reads the last records, which hold the
-    newest term; origins and generation may then be unknown."""
+    """Read the lineage from the job's topic `updates`. The lineage is empty if the topic does not exist. Raise
+    ConfigError if the topic holds records of another schema version, from another release of DOLL. `tail_only`: read
+    only the last records. They contain the newest term, but origins and generation may be unknown."""
     topic = config.topic("updates")
     if not topics.exists(config, services, topic):
         return Lineage()
@@ -48,18 +48,18 @@ def read_lineage(config: JobConfig, services: Services, *, tail_only: bool = Fal
 
 
 def recorded_partitions(store: CheckpointStore) -> int | None:
-    """How many partitions the job of these checkpoints reads; None if they do not say so. Raises CheckpointError if the
-    store cannot be read."""
+    """Return the number of partitions that the job of these checkpoints reads. None: the checkpoints do not contain it.
+    Raise CheckpointError if the store cannot be read."""
     checkpoint = store.load_newest(None)
     counts = None if checkpoint is None else decode_counts(checkpoint.state)
     return None if counts is None else len(counts.origins)
 
 
 def fold_lineage(values: Iterable[tuple[int, bytes | None]], location: str, job: str) -> Lineage:
-    """The lineage that records (offset, value) of `updates` at `location` tell, in the order of the log. Pure. Raises
-    ConfigError if one has another schema version: skipping it would make a server begin again at version 0.
+    """Build the lineage from records (offset, value) of `updates`, in log order. Pure. Raise ConfigError, which names
+    `location`, if a record has another schema version: a server that skipped it would begin again at version 0.
 
-    Values that are no record are skipped: the audit reports them.
+    Values that are not a control record are skipped; the audit reports them.
     """
     lineage = Lineage()
     for offset, value in values:
@@ -79,18 +79,18 @@ def fold_lineage(values: Iterable[tuple[int, bytes | None]], location: str, job:
 
 
 def admit(config: JobConfig, services: Services, store: CheckpointStore, location: object, after_term: int) -> Lineage:
-    """Read the lineage if a parameter server may serve the job from `store` at `location`; asked before anything is
-    claimed. Terms up to `after_term` are known to be of earlier runs. Raises CheckpointError if the store cannot be
-    read, and ConfigError, which says what to do, if the topics hold a run whose checkpoints are not in the store, or
-    records of another release."""
-    # The topic first: a server that begins meanwhile saves its first checkpoint before it writes its first record.
+    """Return the lineage if a parameter server may serve the job from `store`, which is at `location`. Call it before
+    the server claims anything. Terms up to `after_term` belong to earlier runs. Raise CheckpointError if the store
+    cannot be read. Raise ConfigError, which says what to do, if the topics hold a run whose checkpoints are not in the
+    store, or records of another release."""
+    # Read the topic first: a server that starts now saves its first checkpoint before it writes its first record.
     lineage = read_lineage(config, services, tail_only=bool(store.versions()))
     versions = store.versions()
     if not versions:
         refuse_earlier_run(config, services, lineage, after_term, location)
         return lineage
     if lineage.newest_term > versions[-1][0]:
-        # Of a later run; or of a server of this one that saved nothing, or whose checkpoints a backup does not have.
+        # The newest term is of a later run, or of a server of this run whose checkpoints are not in the store.
         lineage = read_lineage(config, services)
         checkpoint = store.load_newest(None)
         if checkpoint is not None:
@@ -102,8 +102,8 @@ def admit(config: JobConfig, services: Services, store: CheckpointStore, locatio
 def _refuse_abandoned(
     config: JobConfig, services: Services, lineage: Lineage, checkpoint: Checkpoint, location: object
 ) -> None:
-    """Return if each later server has begun from this checkpoint or a later one; raises ConfigError if one had an older
-    copy of the store: both would go on with versions of the same numbers."""
+    """Raise ConfigError if a later server began from an older version than this checkpoint, with another copy of the
+    store: both copies would then continue with the same version numbers."""
     for term, version in lineage.resumed.items():
         if term > checkpoint.term and version < checkpoint.version:
             raise ConfigError(
@@ -118,9 +118,9 @@ def _refuse_abandoned(
 def refuse_earlier_run(
     config: JobConfig, services: Services, lineage: Lineage, after_term: int, location: object, resume: str = "RUN"
 ) -> None:
-    """Return if a new generation may begin: there are no records, or only such of terms up to `after_term`. Raises
-    ConfigError, which says what to do, if there are others, and no checkpoint in `location`; `resume` is the folder of
-    that run, if it is known."""
+    """Raise ConfigError, which says what to do, if the topics hold records of terms above `after_term`, so that no new
+    generation may begin. `location`: the store, which has no checkpoint of that run. `resume`: the folder of that run,
+    if it is known."""
     if lineage.newest_term <= after_term:
         return
     raise ConfigError(
@@ -134,8 +134,8 @@ def refuse_earlier_run(
 def refuse_later_run(
     config: JobConfig, services: Services, lineage: Lineage, generation: int, location: object
 ) -> None:
-    """Return if no other run has begun on these topics since the one whose checkpoints, of this generation, are in
-    `location`; raises ConfigError if one has."""
+    """Raise ConfigError if another run has begun on these topics after the run whose checkpoints (of generation
+    `generation`) are in `location`."""
     if lineage.generation <= generation:
         return
     raise ConfigError(

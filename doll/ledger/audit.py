@@ -1,10 +1,12 @@
-"""Audit a job, running or ended: whether every record is applied once, dead-lettered once, lost or still to come.
+"""The audit of a job, running or ended. It checks that every record is applied once, dead-lettered once, lost or not
+yet applied.
 
-What the job's processes left in Kafka and in the checkpoint store is read here and counted by `doll.ledger.balance`.
-Order of reading: checkpoint, update records, dead letters, partition ends. The updates of a checkpoint are recorded
-before the checkpoint is saved, and a dead letter is written before the update that names it: what is read later holds
-all that was read before. A server that saves meanwhile can still make a sound history look wrong (it may begin again,
-or end, after the checkpoint was read): then all is read again.
+The audit reads what the job's processes wrote to Kafka and to the checkpoint store; `doll.ledger.balance` counts it. It
+reads the checkpoint first, then the update records, the dead letters and the partition ends. The updates of a
+checkpoint are recorded before the checkpoint is saved, and a dead letter is written before the update that names it. So
+each later source contains everything that the earlier sources refer to. A server that saves a checkpoint during the
+audit can still make a correct history look wrong, for instance because it began again or ended. In this case the audit
+reads everything again.
 """
 
 from __future__ import annotations
@@ -35,14 +37,17 @@ if TYPE_CHECKING:
 log = telemetry.get_logger(__name__)
 
 _ATTEMPTS: Final = 3
-_MAX_GAP_RECORDS: Final = 5000  # gaps nearer than this are read together: a seek costs as much as that
+_MAX_GAP_RECORDS: Final = 5000  # smaller distances between gaps are read, too: a seek costs as much
 
 
 def audit(config: JobConfig, services: Services, store: CheckpointStore) -> LedgerReport:
-    """Balance the ledger of a job from its durable model. It only reads, and commits no offset. Raises
-    ServiceUnavailableError if Kafka does not answer, or the job has no topics there, ConfigError if the samples topic
-    has fewer partitions than the job began with, and CheckpointError if the newest checkpoint is of another job,
-    unreadable, or does not fit the job file."""
+    """Balance the ledger of a job against its durable model. The audit only reads, and commits no offset.
+
+    Raises:
+        ServiceUnavailableError: Kafka does not answer, or does not have the job's topics.
+        ConfigError: the samples topic has fewer partitions than the job had at its start.
+        CheckpointError: the newest checkpoint belongs to another job, is unreadable, or does not fit the job file.
+    """
     topics.check(config, services)
     for rounds in range(1, _ATTEMPTS + 1):
         checkpoint = store.load_newest(None)
@@ -66,7 +71,7 @@ def _audit_once(config: JobConfig, services: Services, checkpoint: Checkpoint | 
         loss_allowed = config.data.on_data_loss == "skip"
         is_whole = bool(deleted_before(config, generation.generation, ledger.origins))
         report = ledger.report(ends, lows=lows, loss_allowed=loss_allowed, is_whole=is_whole)
-        # What retention has deleted cannot be looked up: there the worker's record counts.
+        # Records that retention has deleted cannot be checked: for them, the worker's record counts.
         remaining = [gap._replace(lo=max(gap.lo, lows[gap.partition])) for gap in report.gap_ranges]
         present = _present_records(reader, samples, [gap for gap in remaining if gap.lo < gap.hi])
         if present:
@@ -76,7 +81,8 @@ def _audit_once(config: JobConfig, services: Services, checkpoint: Checkpoint | 
 
 
 def _other_topic(config: JobConfig, services: Services, checkpoint: Checkpoint | None) -> list[str]:
-    """The error if the samples are in another topic of the same name than the learned samples."""
+    """Return a problem if the samples topic was replaced by another topic of the same name since its samples were
+    learned."""
     expected = "" if checkpoint is None else read_counts(config, checkpoint.state).samples_id
     actual_id = topics.topic_id(config, services, "samples") if expected else ""
     problem = replaced_topic(config.topic("samples"), expected, actual_id)
@@ -86,17 +92,18 @@ def _other_topic(config: JobConfig, services: Services, checkpoint: Checkpoint |
 def build_ledger(
     config: JobConfig, reader: RangeReader, checkpoint: Checkpoint | None, location: str = "the checkpoint store"
 ) -> tuple[Ledger, GenerationFilter]:
-    """The job's ledger with the updates that `checkpoint` contains and no letters yet, and the filter of its letters.
-    Raises ServiceUnavailableError if Kafka does not send the updates, and CheckpointError if the checkpoint does not
-    fit the job file."""
+    """Return the job's ledger with the updates that `checkpoint` contains and without dead letters, and the filter for
+    these letters. Raise ServiceUnavailableError if Kafka does not send the updates, and CheckpointError if the
+    checkpoint does not fit the job file."""
     records = _GenerationUpdates(config, reader, checkpoint)
     return Ledger(_durable(config, reader, checkpoint, records, location), records), records.generation
 
 
 class _GenerationUpdates:
-    """`updates` as it stood when this was made, of the checkpoint's generation (without one, of the newest).
+    """The records of `updates` that existed when this object was created, of the checkpoint's generation. Without a
+    checkpoint: of the newest generation.
 
-    It may be iterated over repeatedly, and keeps nothing in memory.
+    The records can be iterated over several times, and are not kept in memory.
     """
 
     def __init__(self, config: JobConfig, reader: RangeReader, checkpoint: Checkpoint | None) -> None:
@@ -114,7 +121,7 @@ class _GenerationUpdates:
         return lineage.generation
 
     def _all(self) -> Iterator[UpdatesRecord]:
-        self._reader.problems.clear()  # they are collected again each time
+        self._reader.problems.clear()  # each pass collects them again
         return self._reader.records(self._name, (TermStarted, Update, Finished), self._bounds)
 
     def __iter__(self) -> Iterator[UpdatesRecord]:
@@ -124,10 +131,11 @@ class _GenerationUpdates:
 def _durable(
     config: JobConfig, reader: RangeReader, checkpoint: Checkpoint | None, records: _GenerationUpdates, location: str
 ) -> DurableModel:
-    """The model in the checkpoint; without one, nothing since the origins that the first server recorded.
+    """Return the model in the checkpoint. Without a checkpoint, return a model that has learned nothing since the
+    origins that the first server recorded.
 
-    Of partitions that were added since, it holds nothing: the server has not learned of them yet, or a checkpoint that
-    knows of them is to come.
+    The model contains nothing of partitions that were added later: the server does not know them yet, or the next
+    checkpoint will contain them.
     """
     samples = config.topic("samples")
     if checkpoint is not None:
@@ -144,13 +152,13 @@ def _durable(
             term=0, version=0, applied=(0,) * len(origins), origins=origins,
             records_per_batch=config.data.records_per_batch, location=location,
         )  # fmt: skip
-    added = (0,) * (reader.num_partitions(samples) - len(durable.origins))  # offsets at which they begin
+    added = (0,) * (reader.num_partitions(samples) - len(durable.origins))  # their origins and counts
     left_out = durable.left_out + added if durable.left_out else ()
     return structs.replace(durable, applied=durable.applied + added, origins=durable.origins + added, left_out=left_out)
 
 
 def _present_records(reader: RangeReader, topic: str, gaps: Sequence[Range]) -> list[Range]:
-    """The offsets in `gaps` at which the broker holds a record."""
+    """Return the offsets in `gaps` at which the broker holds a record."""
     ordered = sorted(gaps)
     spans: list[Range] = []
     for gap in ordered:

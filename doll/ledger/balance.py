@@ -1,13 +1,13 @@
-"""The ledger: proof that every sample is in the durable model exactly once, is still to come, or is dead-lettered.
+"""The ledger: the proof that each sample is in the durable model exactly once, is not yet applied, or is dead-lettered.
 
-At every moment each offset of each partition is in exactly one of: not yet applied, applied in exactly one update that
-the durable model contains, dead-lettered, or skipped, because a rollback was told so. The ledger checks it from four
-things that different processes wrote: the update records (`doll.ledger.valid_updates` says which count), the dead
-letters, the checkpoint's counts of applied batches, and the partitions' ends.
+At any time, each offset of each partition has exactly one state: not yet applied; applied in exactly one update of the
+durable model; dead-lettered; or skipped, because a rollback was told to skip it. The ledger checks this with four
+sources that different processes wrote: the update records (`doll.ledger.valid_updates` decides which of them count),
+the dead letters, the checkpoint's counts of applied batches, and the partitions' ends.
 
-An offset is dead only if the update that counts says so. A batch that was not durable when its worker died is decoded
-again, perhaps by a corrected task, and its gradient may be computed again at another version: what an earlier process
-refused may be applied then. The letter of an offset that was applied is superseded.
+An offset is dead only if the update that counts says so. If a worker dies before its batch is durable, the batch is
+decoded again, perhaps with a corrected task, and its gradient may be computed again with another version. A record that
+an earlier process refused may then be applied. The dead letter of an applied offset is superseded.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from doll.ledger.valid_updates import DurableModel, ValidUpdates
 from doll.records.bounds import Bounds, Cuts, Grid
 from doll.records.control import DeadLetter, Member, Update
 
-_NAMED: Final = 8  # ranges that a message names; the report holds them all
-# Counts of a report that are sums over the partitions, and its fields that say where others are.
+_NAMED: Final = 8  # maximum number of ranges in a message; the report contains all
+# Counts of a report that are sums over the partitions; fields with ranges, and the count that each belongs to.
 _SUMS: Final = ("produced", "applied", "pending", "dead", "gaps", "superseded", "lost", "skipped", "unread")
 _RANGES: Final = {
     "missing": "missing", "twice": "twice", "gap_ranges": "gaps", "lost_ranges": "lost", "skipped_ranges": "skipped",
@@ -37,7 +37,7 @@ OffsetState = Literal["pending", "applied", "partly", "dead", "absent", "skipped
 
 
 class Range(NamedTuple):
-    """Offsets [lo, hi) of one partition."""
+    """The offsets [lo, hi) of one partition."""
 
     partition: int
     lo: int
@@ -51,7 +51,8 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionCounts:
-    """The account of one partition, in offsets; produced is the sum of the counts after it, `superseded` excepted."""
+    """The account of one partition, as numbers of offsets. `produced` is the sum of the counts after it, without
+    `superseded`."""
 
     partition: int
     origin: int
@@ -74,34 +75,34 @@ class PartitionCounts:
 class LedgerReport:
     """The account of a job."""
 
-    version: int  # of the durable model, written by parameter server term `term`
+    version: int  # version of the durable model, written by the parameter server of term `term`
     term: int
     updates: int  # update records that the durable model contains
     unsaved: int  # update records after it, not durable yet
     voided: int  # void update records: their batches were lost with a server and applied again
-    # Offsets to the partitions' ends, from the first one that the job was to read; the sum of the counts below.
+    # Number of offsets from the first that the job must read to the partitions' ends; the sum of the counts below.
     produced: int
     applied: int
     pending: int
     dead: int
     gaps: int  # offsets at which the log holds no record
-    # Ranges below the durable model's reach that are in no update, or dead without a dead letter.
+    # Ranges below the end of the durable model that are in no update, or dead without a dead letter.
     missing: tuple[Range, ...]
     twice: tuple[Range, ...]  # ranges that more than one update of the durable model applied
     gap_ranges: tuple[Range, ...]  # where the `gaps` are
     partly_dead_samples: int  # samples refused inside packed records whose other samples were applied
     partitions: tuple[PartitionCounts, ...]
-    problems: tuple[str, ...]  # what else does not fit, one sentence each
+    problems: tuple[str, ...]  # other contradictions, one sentence each
     superseded: int = 0  # applied offsets that an earlier process had dead-lettered; they are in `applied`
     lost: int = 0  # offsets that were deleted from the log before they were in the durable model
-    lost_ranges: tuple[Range, ...] = ()  # where they are
-    loss_allowed: bool = False  # the job file allows that (`data.on_data_loss: skip`)
-    skipped: int = 0  # offsets that a rollback has left out of the model, as it was told
-    skipped_ranges: tuple[Range, ...] = ()  # where they are
-    rollbacks: tuple[str, ...] = ()  # of the durable model, one sentence each
-    # Offsets that were deleted from the log before the job began, or after it had ended, and that it has not read.
+    lost_ranges: tuple[Range, ...] = ()  # the ranges of these offsets
+    loss_allowed: bool = False  # the job file allows losses (`data.on_data_loss: skip`)
+    skipped: int = 0  # offsets that a rollback has left out of the model, as requested
+    skipped_ranges: tuple[Range, ...] = ()  # the ranges of these offsets
+    rollbacks: tuple[str, ...] = ()  # the rollbacks of the durable model, one sentence each
+    # Offsets that the job has not read, because they were deleted before it began or after it had ended.
     unread: int = 0
-    unread_ranges: tuple[Range, ...] = ()  # where they are
+    unread_ranges: tuple[Range, ...] = ()  # the ranges of these offsets
 
     @property
     def ok(self) -> bool:
@@ -109,7 +110,7 @@ class LedgerReport:
         return not (self.missing or self.twice or self.problems or (self.lost and not self.loss_allowed))
 
     def summary(self) -> str:
-        """The result in one line."""
+        """Return the result in one line."""
         gaps = f", {self.gaps} without a record" if self.gaps else ""
         lost = f", {self.lost} lost" if self.lost else ""
         lost += f", {self.unread} deleted unread" if self.unread else ""
@@ -123,70 +124,71 @@ class LedgerReport:
         )
 
     def violations(self) -> list[str]:
-        """The errors of the ledger, one line each, with offsets; empty if the ledger balances."""
+        """Return the errors of the ledger, one line each, with offsets. The list is empty if the ledger balances."""
         lines = [f"missing: {named(self.missing)}"] if self.missing else []
         lines += [f"applied twice: {named(self.twice)}"] if self.twice else []
         lines += [] if self.loss_allowed else self.losses()
         return [*lines, *self.problems]
 
     def losses(self) -> list[str]:
-        """The records that were deleted before they were learned, allowed or not, in at most one line."""
+        """Return at most one line with the records that were deleted before they were learned, whether this is allowed
+        or not."""
         allowed = "allowed by data.on_data_loss: skip" if self.loss_allowed else "see data.on_data_loss"
         loss = f"lost: {named(self.lost_ranges)}: deleted from the log before they were learned ({allowed})"
         return [loss] if self.lost_ranges else []
 
     def unread_records(self) -> list[str]:
-        """The records that were deleted and never read, in at most one line."""
+        """Return at most one line with the records that were deleted and never read."""
         where = f"deleted unread, before the job began or after it had ended: {named(self.unread_ranges)}"
         return [where] if self.unread_ranges else []
 
     def rolled_back(self) -> list[str]:
-        """The rollbacks, one line each, and the records that they have skipped."""
+        """Return the rollbacks, one line each, and a line with the records that they have skipped."""
         skipped = f"skipped by doll rollback: {named(self.skipped_ranges)}"
         return [*self.rollbacks, *([skipped] if self.skipped_ranges else [])]
 
     def to_dict(self) -> dict[str, Any]:
-        """The report for JSON, where ranges are [partition, lo, hi]."""
+        """Return the report for JSON, with ranges as [partition, lo, hi]."""
         return {"ok": self.ok, "summary": self.summary(), **asdict(self)}
 
 
 def count(ranges: Sequence[Range]) -> int:
-    """Number of offsets in disjoint `ranges`."""
+    """Return the number of offsets in disjoint `ranges`."""
     return sum(item.hi - item.lo for item in ranges)
 
 
 def named(ranges: Sequence[Range]) -> str:
-    """The first of `ranges` for people: `partition 0: 64-127, partition 2: 7, and 3 more ranges`."""
+    """Return the first `ranges` as text for people: `partition 0: 64-127, partition 2: 7, and 3 more ranges`."""
     more = f", and {len(ranges) - _NAMED} more ranges" if len(ranges) > _NAMED else ""
     return ", ".join(f"partition {item}" for item in ranges[:_NAMED]) + more
 
 
 class PartitionResult(NamedTuple):
-    """The counts of a partition, and where the offsets of some of them are, by the name of the count."""
+    """The counts of a partition, and the ranges of the offsets in some of the counts, by the name of the count."""
 
     line: PartitionCounts
     ranges: dict[str, list[Range]]
 
 
 class PartitionAccount:
-    """The account of one partition: what the durable model's updates and the dead letters say."""
+    """The account of one partition, built from the updates of the durable model and the dead letters."""
 
     def __init__(self, partition: int, durable: DurableModel) -> None:
         self.partition = partition
         self._grids = [_PartitionGrid.from_grid(grid, partition) for grid in durable.grids]
-        self._grid = 0  # of the batches that are added
+        self._grid = 0  # the grid of the batches that are being added
         self.origin, self.until = self._grids[0].bounds.origin, self._grids[-1].until
         self._skipped = offset_ranges.union((grid.until, grid.until + grid.skipped) for grid in self._grids)
         self._spans: list[Span] = []
         self._dead = array("q")
         self._gaps: list[Span] = []
         self._lost: list[Span] = []
-        self._partly: list[Span] = []  # batches with records that were refused in part
+        self._partly: list[Span] = []  # batches with partly refused records
         self._whole_letters = array("q")
         self._part_letters = array("q")
 
     def add_batch(self, member: Member, name: str, problems: list[str]) -> None:
-        """Count one applied batch, or several without a record."""
+        """Count one applied batch, or several batches without a record."""
         bounds = self._grids[self._grid].bounds
         if member.cut and _may_cut(bounds, member):
             bounds.cut(member.batch, member.hi)
@@ -211,11 +213,11 @@ class PartitionAccount:
             self._partly.append((member.lo, member.hi))
 
     def next_grid(self) -> None:
-        """Batches are of the next grid from here on."""
+        """Switch to the next grid: all batches added from now on belong to it."""
         self._grid += 1
 
     def finish_updates(self) -> None:
-        """All updates were added."""
+        """Complete the account after all updates were added."""
         self._covered, self._doubled = offset_ranges.union(self._spans), offset_ranges.overlaps(self._spans)
         self._dead_spans, self._gap_spans = offset_ranges.points(self._dead), offset_ranges.union(self._gaps)
         self._lost_spans = offset_ranges.union(self._lost)
@@ -239,15 +241,15 @@ class PartitionAccount:
     def evaluate(
         self, low: int | None, end: int, present: Iterable[Span], finished: bool, problems: list[str], first: int
     ) -> PartitionResult:
-        """Sort each offset below the durable model's end into one of missing, twice, gap, lost, dead and applied, and
-        each one above it into lost (no longer in the log) or pending.
+        """Assign each offset below the end of the durable model to one of missing, twice, gap, lost, dead and applied,
+        and each offset above it to lost (no longer in the log) or pending.
 
         Args:
-            low: first offset that the log still holds; None: it is not known.
+            low: the first offset that the log still holds. None: unknown.
             end: one above the last offset of the log.
-            present: offsets that do hold records although an update says that they hold none.
-            finished: the job has ended, so that what it left unread may be deleted.
-            first: the first offset that the job was to read, its origin or one below.
+            present: offsets at which the log holds records although an update says that it holds none.
+            finished: True: the job has ended, so records that it has not read may be deleted.
+            first: the first offset that the job must read: its origin or a lower offset.
         """
         end = max(end, self.origin)
         if self.until > end:
@@ -319,7 +321,7 @@ class PartitionAccount:
         return PartitionResult(line, {name: self._ranges(at) for name, at in places.items()})
 
     def _unlettered_parts(self) -> list[Span]:
-        """Batches that say that samples of theirs were refused, and have no letter at all."""
+        """Return the batches with refused samples, by their updates, for which there is no dead letter at all."""
         letters = sorted({*self._part_letters, *self._whole_letters}) if self._partly else []
         unlettered = []
         for lo, hi in self._partly:
@@ -333,7 +335,7 @@ class PartitionAccount:
 
 
 class _PartitionGrid(NamedTuple):
-    """One grid as one partition has it. The cuts of `bounds` are those of its updates; `until` is the checkpoint's."""
+    """One grid in one partition. The cuts in `bounds` come from the updates; `until` comes from the checkpoint."""
 
     bounds: Bounds
     applied: int
@@ -343,7 +345,7 @@ class _PartitionGrid(NamedTuple):
     @classmethod
     def from_grid(cls, grid: Grid, partition: int) -> _PartitionGrid:
         skipped = grid.skipped[partition] if partition < len(grid.skipped) else 0
-        if partition >= len(grid.origins):  # it was added later, and begins at offset 0
+        if partition >= len(grid.origins):  # the partition was added later, and begins at offset 0
             return cls(Bounds(0, grid.records_per_batch), 0, 0, skipped)
         origin, size, applied = grid.origins[partition], grid.records_per_batch, grid.applied[partition]
         left_out = grid.left_out[partition] if grid.left_out else 0
@@ -351,13 +353,14 @@ class _PartitionGrid(NamedTuple):
 
 
 def _may_cut(bounds: Bounds, member: Member) -> bool:
-    """Whether a batch that is cut, as its update says, can follow the ones before."""
+    """Return whether a batch that is cut according to its update can follow the earlier batches."""
     is_new = member.batch >= 0 and bounds.cuts.next_cut(member.batch) is None
     return is_new and bounds.lo(member.batch) < member.hi < bounds.hi(member.batch)
 
 
 def _append(spans: list[Span], lo: int, hi: int) -> None:
-    """Batches come in order, so a sound history of any length is one span."""
+    """Append a range, and join it with the last range if they touch. Batches come in order, so a correct history of any
+    length is one range."""
     if spans and spans[-1][1] == lo < hi:
         spans[-1] = (spans[-1][0], hi)
     else:
@@ -369,15 +372,15 @@ def _span(lo: int, hi: int) -> list[Span]:
 
 
 class Ledger:
-    """The accounts of a job: one for each partition, and what does not fit.
+    """The accounts of a job, one for each partition, and the contradictions between its sources.
 
-    It keeps ranges of offsets, not records: a sound history of any length takes little memory.
+    The ledger keeps ranges of offsets, not records. A correct history of any length needs little memory.
     """
 
     def __init__(self, durable: DurableModel, records: Iterable[UpdatesRecord]) -> None:
-        """Add the updates that count. `records` are those of `updates`, in log order, read after the checkpoint, of its
-        generation; they are iterated over twice. Raises ValueError if `durable` does not have one entry per
-        partition."""
+        """Add the updates that count. `records` are the records of `updates` of the checkpoint's generation, in log
+        order, read after the checkpoint. They are iterated over twice. Raise ValueError if `durable` does not have one
+        entry for each partition."""
         num = len(durable.origins)
         if len(durable.applied) != num:
             raise ValueError(f"expected {num} counts of applied batches, got {len(durable.applied)}")
@@ -388,7 +391,7 @@ class Ledger:
         self._grid_ends = [grid.version for grid in durable.earlier_grids]
         self._update_problems: list[str] = []
         self._letter_problems: list[str] = []
-        # Of each partition the newest batch whose step is not whole, and the worker that holds a part of it.
+        # For each partition, the newest batch whose step is incomplete, and the worker that holds the missing part.
         self._held_back: dict[int, tuple[int, int]] = {}
         for update in self._valid:
             self._add_update(update)
@@ -419,7 +422,7 @@ class Ledger:
             self._partly_dead_samples += member.dead_samples
             if member.held_back:
                 self._held_back[member.partition] = (member.batch, member.worker)
-            elif self._held_back:  # the worker held nothing back of any partition when it pushed this
+            elif self._held_back:  # when the worker pushed this batch, it held back nothing of any partition
                 self._held_back = {at: item for at, item in self._held_back.items() if item[1] != member.worker}
             accounts[member.partition].add_batch(member, name, problems)
         for partition, until in update.settled:
@@ -436,7 +439,7 @@ class Ledger:
         return tuple(account.origin for account in self._accounts)
 
     def add_dead_letter(self, letter: DeadLetter) -> None:
-        """Add one dead letter, in any order; the same may come twice, after a crash."""
+        """Add one dead letter. Letters may come in any order; after a crash, a letter may come twice."""
         if not 0 <= letter.partition < len(self._accounts):
             self._letter_problems.append(
                 f"a dead letter names partition {letter.partition}, expected 0 to {len(self._accounts) - 1}"
@@ -445,12 +448,12 @@ class Ledger:
             self._accounts[letter.partition].add_dead_letter(letter)
 
     def offset_state(self, partition: int, offset: int) -> OffsetState:
-        """The state of an offset in the durable model.
+        """Return the state of an offset in the durable model.
 
         Returns:
-            "pending": nothing yet; "applied"; "partly": applied, in a batch with refused samples inside packed
-            records; "dead": by the update that counts; "absent": the log held no record when the batch was read;
-            "skipped": a rollback has left it out.
+            "pending": not yet applied; "applied"; "partly": applied, in a batch with refused samples inside packed
+            records; "dead": refused in the update that counts; "absent": the log held no record when the batch was
+            read; "skipped": a rollback has left it out.
         """
         return self._accounts[partition].offset_state(offset) if 0 <= partition < len(self._accounts) else "pending"
 
@@ -463,15 +466,15 @@ class Ledger:
         loss_allowed: bool = False,
         is_whole: bool = False,
     ) -> LedgerReport:
-        """Evaluate the accounts. It may be repeated.
+        """Evaluate the accounts. This method may be called again.
 
         Args:
-            ends: end of each partition of the samples topic: one above its last offset.
-            present: ranges that do hold records although an update says that they hold none.
-            lows: the first offset that each partition still holds; None: nothing was deleted. What an ended job left
-                unread may be deleted.
-            loss_allowed: records that were deleted before they were learned are no failure.
-            is_whole: the job was to read the log from offset 0 on, whatever it held when the job began.
+            ends: for each partition of the samples topic, one above its last offset.
+            present: ranges in which the log holds records although an update says that it holds none.
+            lows: the first offset that each partition still holds. None: nothing was deleted. If the job has ended,
+                records that it has not read may be deleted.
+            loss_allowed: True: records that were deleted before they were learned are no failure.
+            is_whole: True: the job must read the log from offset 0 on, whatever the log held when the job began.
         """
         problems = [*self._valid.problems, *self._update_problems, *self._letter_problems]
         present_spans = [

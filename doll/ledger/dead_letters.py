@@ -1,11 +1,12 @@
-"""Dead letters, for people: which records could not be learned, and why; and how these are put into the stream again.
+"""Dead letters for people: which records could not be learned and why, and how to put them into the stream again.
 
-A record is dead only if the durable model's updates name it so. Its letter alone is no proof: a batch that was not
-durable when its worker died is decoded again, perhaps by a corrected task, and what was refused before is then learned;
-that letter is superseded. A letter beyond the newest checkpoint is pending: it may still turn out either way.
+A record is dead only if an update of the durable model says so. Its letter alone is no proof: if a worker dies before
+its batch is durable, the batch is decoded again, perhaps with a corrected task, and a record that was refused before
+may then be learned. The letter of such a record is superseded. A letter after the newest checkpoint is pending: the
+record may still be learned.
 
-A replayed record becomes a new record at the end of its partition, and a letter says at which offset. Both are written
-in one transaction, so that no crash, and no second replay at the same time, replays a record twice.
+A replay appends the record to the end of its partition as a new record, and writes a letter with the new offset. Both
+are written in one transaction. So neither a crash nor a simultaneous second replay can replay a record twice.
 """
 
 from __future__ import annotations
@@ -45,16 +46,16 @@ State = Literal["dead", "replayed", "superseded", "in part", "pending"]
 
 @dataclass(frozen=True)
 class DeadRecord:
-    """One record that could not be learned, wholly or in part, when somebody tried."""
+    """One record that a worker could not learn, completely or in part."""
 
-    letter: DeadLetter  # the newest one; of a record that is dead, the newest that refuses all of it
-    replayed_as: tuple[int, ...] = ()  # the offsets at which it was put into the stream again, in the same partition
-    offset_state: OffsetState = "pending"  # what became of its offset in the durable model
+    letter: DeadLetter  # the newest letter; for a dead record, the newest that refuses the whole record
+    replayed_as: tuple[int, ...] = ()  # the offsets of its replays in the same partition
+    offset_state: OffsetState = "pending"  # state of its offset in the durable model
 
     @property
     def state(self) -> State:
-        """`dead`, and perhaps `replayed`; `superseded`: learned since; `in part`: its other samples are learned;
-        `pending`: not in a checkpoint yet."""
+        """The state of the record. `dead`: not learned; `replayed`: dead and replayed; `superseded`: learned since; `in
+        part`: its other samples are learned; `pending`: not in a checkpoint yet."""
         match self.offset_state:
             case "pending":
                 return "pending"
@@ -66,7 +67,7 @@ class DeadRecord:
 
     @property
     def at(self) -> tuple[int, int]:
-        """Partition and offset."""
+        """The partition and the offset of the record."""
         return self.letter.partition, self.letter.offset
 
 
@@ -79,15 +80,16 @@ def dead_records(
     code: DeadLetterCode | None = None,
     at: Sequence[tuple[int, int]] = (),
 ) -> list[DeadRecord]:
-    """The records that have letters, by partition and offset. Reads only.
+    """Return the records that have letters, in the order of partition and offset. Reads only.
 
     Args:
-        store: its newest checkpoint says how far the durable model reaches.
-        reason: only those whose reason contains this text, in any case.
-        at: only those at these partitions and offsets; empty: all.
+        store: the checkpoint store, whose newest checkpoint is the durable model.
+        reason: text; select only records whose reason contains it, in upper or lower case.
+        code: code of a letter; select only records with this code. None: all codes.
+        at: pairs (partition, offset); select only these records. Empty: all records.
 
     Raises:
-        ServiceUnavailableError: Kafka does not answer, or the job has no topics there.
+        ServiceUnavailableError: Kafka does not answer, or does not have the job's topics.
         CheckpointError: the checkpoint cannot be read.
     """
     topics.check(config, services)
@@ -99,8 +101,8 @@ def dead_records(
 
 
 def save_dead_records(path: Path, dead: Sequence[DeadRecord]) -> None:
-    """Keep the first `MAX_SAVED` in a file, with the beginnings of their contents: the topic may go with its broker.
-    Raises OSError if it cannot be written."""
+    """Write the first `MAX_SAVED` dead records to a file, with the beginning of each payload, because the topic may be
+    lost with its broker. Raise OSError if the file cannot be written."""
     kept = [
         replace(item, letter=structs.replace(item.letter, payload=item.letter.payload[:SAVED_PAYLOAD_BYTES]))
         for item in dead[:MAX_SAVED]
@@ -111,8 +113,8 @@ def save_dead_records(path: Path, dead: Sequence[DeadRecord]) -> None:
 def saved_dead_records(
     path: Path, *, reason: str = "", code: DeadLetterCode | None = None, at: Sequence[tuple[int, int]] = ()
 ) -> list[DeadRecord]:
-    """The dead records of a file that `save_dead_records` wrote, selected as by `dead_records`; raises ConfigError if
-    it cannot be read."""
+    """Return the dead records in a file of `save_dead_records`, with the same selection as `dead_records`. Raise
+    ConfigError if the file cannot be read."""
     try:
         saved = json.decode(path.read_bytes(), type=list[DeadRecord])
     except (OSError, MsgspecError, UnicodeDecodeError, RecursionError) as exc:
@@ -132,7 +134,7 @@ def collect(
     code: DeadLetterCode | None = None,
     at: Sequence[tuple[int, int]] = (),
 ) -> list[DeadRecord]:
-    """Collect one `DeadRecord` for each record that has letters, by partition and offset. Pure."""
+    """Return one `DeadRecord` for each record that has letters, in the order of partition and offset. Pure."""
     newest: dict[tuple[int, int], DeadLetter] = {}
     newest_whole: dict[tuple[int, int], DeadLetter] = {}
     replayed: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -157,36 +159,36 @@ def collect(
 
 @dataclass(frozen=True)
 class Replay:
-    """The replay of one dead record, done or possible."""
+    """The result of replaying one dead record, or the plan for it."""
 
     dead: DeadRecord
-    # Where its bytes come from: the samples topic or the letter; None if it is not replayed.
+    # Source of the record's bytes: the samples topic or the letter. None: the record is not replayed.
     source: Literal["topic", "letter"] | None = None
-    value: bytes | None = None  # the bytes; None if it is not replayed
-    offset: int | None = None  # its new place in the partition; None if it was not sent
-    skip_reason: str = ""  # why it is not replayed; "" if it is
+    value: bytes | None = None  # the bytes; None: the record is not replayed
+    offset: int | None = None  # its new offset in the partition; None: it was not sent
+    skip_reason: str = ""  # the reason why the record is not replayed; "": it is replayed
 
 
 def replay(
     config: JobConfig, services: Services, chosen: Sequence[DeadRecord], *, dry_run: bool = False, again: bool = False
 ) -> list[Replay]:
-    """Put dead records into the stream again, each at the end of its partition, in their order.
+    """Put dead records into the stream again, each at the end of its partition, in the order of `chosen`.
 
     Args:
-        chosen: as `dead_records` found them; only dead records are replayed.
-        dry_run: say what would be done, send nothing.
-        again: also records that were replayed before.
+        chosen: records from `dead_records`; only dead records are replayed.
+        dry_run: True: return the plan, and send nothing.
+        again: True: also replay records that were replayed before.
 
     Raises:
-        ConfigError: the samples topic belongs to somebody else.
-        ServiceUnavailableError: Kafka does not answer, refuses a record, or another replay has begun since. What is in
-            the stream by then has its letter.
+        ConfigError: the samples topic belongs to another application.
+        ServiceUnavailableError: Kafka does not answer or refuses a record, or another replay has begun since. Records
+            that are already in the stream have their letters.
     """
     require_own_topic(config, "doll dead replay")
     if dry_run:
         return _planned(config, services, chosen, again)
     with replay_publisher(config, services) as publisher:
-        # Read again: another replay may have sent some of them since `chosen` was read.
+        # Read the letters again: another replay may have sent some of the records since `chosen` was read.
         with RangeReader(config, services) as reader:
             letters = reader.records(config.topic("dead"), (DeadLetter,))
             now = {dead.at: dead.replayed_as for dead in collect(letters, lambda partition, offset: "dead")}
@@ -253,7 +255,8 @@ def _with_payload(config: JobConfig, reader: RangeReader, dead: DeadRecord) -> R
 
 
 def replay_publisher(config: JobConfig, services: Services) -> TransactionalPublisher:
-    """The publisher for replays of a job: of two at a time the later one goes on."""
+    """Return the publisher for replays of a job. If two replays run at the same time, only the one that began later
+    continues."""
     name = f"doll-{config.job}-replay"
     return TransactionalPublisher(config, services, name, fenced="another replay of this job has begun since")
 
@@ -261,7 +264,8 @@ def replay_publisher(config: JobConfig, services: Services) -> TransactionalPubl
 def _send(
     config: JobConfig, services: Services, publisher: TransactionalPublisher, items: Sequence[Replay]
 ) -> list[Replay]:
-    """Send some records, each with its letter, in one transaction; when this returns, all readers see them."""
+    """Send some records, each with its letter, in one transaction. When this function returns, all readers see the
+    records."""
     samples, dead = config.topic("samples"), config.topic("dead")
     with publisher.transaction():
         offsets = publisher.deliver([(samples, item.dead.letter.partition, item.value or b"") for item in items])
@@ -273,7 +277,8 @@ def _send(
 
 
 def _await_visible(config: JobConfig, services: Services, topic: str, offset: int) -> None:
-    """A commit is decided when it returns, and its records can be read a moment later."""
+    """Wait until readers see the record at `offset`: the records of a committed transaction become readable only a
+    moment after the commit returns."""
     deadline_s = time.monotonic() + _COMMIT_VISIBLE_S
     with RangeReader(config, services) as reader:
         while reader.bounds(topic, 0)[1] <= offset and time.monotonic() < deadline_s:

@@ -1,11 +1,12 @@
-"""The lineage of a job's model: which records of its topics are of the current run, and which of an earlier one.
+"""The lineage of a job's model: which records in its topics belong to the current run, and which to earlier runs.
 
 The topics of a job on a given Kafka outlive its runs. A *generation* is one model with its checkpoints, from its first
-version to its last, over any number of parameter servers. Its number is the `term` of its first server, 0 for the
-first one on the topics: terms are claimed above all that `updates` holds, so a later generation has the higher number,
-and what servers of earlier ones may still write carries lower terms. Each TermStarted record names its generation.
+to its last version, over any number of parameter servers. The number of a generation is the `term` of its first server;
+the first generation on the topics has number 0. A server claims a term above all terms in `updates`. So a later
+generation has a higher number, and servers of earlier generations that still write have lower terms. Each TermStarted
+record names its generation.
 
-Whoever follows `updates` folds it with `Lineage`: admission, audit, views, drills and the provisioner.
+Each reader of `updates` builds a `Lineage` from the records: admission, audit, views, drills and the provisioner.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ T = TypeVar("T", bound=UpdatesRecord)
 
 
 class LineageChange(Enum):
-    """The change that a record of `updates` makes."""
+    """The change that a record of `updates` makes to the lineage."""
 
     FENCED = "nothing: its server had been replaced"
     NONE = "no server or run begins with it"
@@ -32,23 +33,23 @@ class LineageChange(Enum):
 
 @dataclass(slots=True)
 class Lineage:
-    """The lineage in `updates`, folded in the order of the log. Pure."""
+    """The lineage in `updates`, built from its records in log order. Pure."""
 
-    newest_term: int = 0  # the highest `term` in it; 0 if there is no record
-    generation: int = 0  # the newest one
-    # At which offsets that generation began, per partition; empty if no TermStarted record was seen.
+    newest_term: int = 0  # the highest `term` in `updates`; 0: no record
+    generation: int = 0  # the newest generation
+    # For each partition, the offset at which the newest generation began; empty if no TermStarted record was read.
     origins: tuple[int, ...] = ()
-    version: int = 0  # its last one
-    finished: str = ""  # why it ended; "" if it has not
-    error: str = ""  # why it could not go on, if that ended it
-    resumed: dict[int, int] = field(default_factory=dict, compare=False)  # by term: the version that its server had
+    version: int = 0  # its last version
+    finished: str = ""  # the reason why it ended; "": it has not ended
+    error: str = ""  # the error that ended it; "": none
+    resumed: dict[int, int] = field(default_factory=dict, compare=False)  # by term: the first version of its server
 
     def is_current(self, term: int) -> bool:
-        """Whether records of this term belong to the newest generation."""
+        """Return whether records of this term belong to the newest generation."""
         return term >= self.generation
 
     def feed(self, record: UpdatesRecord) -> LineageChange:
-        """Add the next record."""
+        """Add the next record, and return the change that it makes."""
         if record.term < self.newest_term:
             return LineageChange.FENCED
         self.newest_term = record.term
@@ -59,7 +60,7 @@ class Lineage:
                 is_new = record.generation > self.generation
                 if is_new or not record.grid:
                     self.origins = record.origins
-                else:  # the grid's own are where an earlier one ended; partitions that were added begin at 0
+                else:  # the grid's origins are the ends of the grid before; added partitions begin at 0
                     self.origins += (0,) * (len(record.origins) - len(self.origins))
                 self.generation = max(self.generation, record.generation)
                 return LineageChange.GENERATION if is_new else LineageChange.TERM
@@ -75,15 +76,16 @@ class Lineage:
 
 
 class GenerationFilter:
-    """Selects the records of one generation. Pure."""
+    """A filter that selects the records of one generation. Pure."""
 
     def __init__(self, generation: int) -> None:
         self.generation = generation
-        # The generation after it, as far as the records have been read; None: it is the newest.
+        # The generation after it, as far as the records were read. None: it is the newest.
         self.next_generation: int | None = None
 
     def records(self, records: Iterable[T]) -> Iterator[T]:
-        """The records of `updates` that are of this generation, in log order; ends where the next one begins."""
+        """Yield the records of `updates` that belong to this generation, in log order, up to the beginning of the next
+        generation."""
         lineage = Lineage()
         for record in records:
             lineage.feed(record)
@@ -94,7 +96,8 @@ class GenerationFilter:
                 yield record
 
     def letters(self, letters: Iterable[DeadLetter]) -> Iterator[DeadLetter]:
-        """The letters of its workers, in any order; call it after `records` was read to its end."""
+        """Yield the dead letters from workers of this generation. Letters may come in any order. Call it after
+        `records` was read to its end."""
         for letter in letters:
             if letter.term >= self.generation and (self.next_generation is None or letter.term < self.next_generation):
                 yield letter

@@ -10,7 +10,8 @@ Span: TypeAlias = tuple[int, int]
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The union of `spans`, which come in any order; sorted, disjoint, not touching.
+    """Return the union of `spans`, which may have any order. The result is sorted and disjoint, and its ranges do not
+    touch.
 
     >>> union([(5, 7), (0, 2), (2, 3), (6, 9), (4, 4)])
     [(0, 3), (5, 9)]
@@ -27,7 +28,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def overlaps(spans: Iterable[Span]) -> list[Span]:
-    """The ranges that at least two of `spans` cover.
+    """Return the ranges that at least two of `spans` cover.
 
     >>> overlaps([(0, 4), (3, 6), (3, 5), (8, 9), (8, 9)])
     [(3, 5), (8, 9)]
@@ -44,7 +45,7 @@ def overlaps(spans: Iterable[Span]) -> list[Span]:
 
 
 def subtract(spans: Sequence[Span], less: Sequence[Span]) -> list[Span]:
-    """`spans` without `less`; both as `union` returns them.
+    """Return `spans` without `less`. Both have the form that `union` returns.
 
     >>> subtract([(0, 10), (20, 30)], [(3, 5), (8, 22), (29, 40)])
     [(0, 3), (5, 8), (22, 29)]
@@ -66,7 +67,7 @@ def subtract(spans: Sequence[Span], less: Sequence[Span]) -> list[Span]:
 
 
 def intersect(spans: Sequence[Span], other: Sequence[Span]) -> list[Span]:
-    """The ranges that both cover; both are as `union` returns them.
+    """Return the ranges that both `spans` and `other` cover. Both have the form that `union` returns.
 
     >>> intersect([(0, 10), (20, 30)], [(5, 25)])
     [(5, 10), (20, 25)]
@@ -75,7 +76,7 @@ def intersect(spans: Sequence[Span], other: Sequence[Span]) -> list[Span]:
 
 
 def points(offsets: Iterable[int]) -> list[Span]:
-    """The set of single `offsets`.
+    """Return the set of single `offsets` as ranges.
 
     >>> points([4, 2, 3, 9, 3])
     [(2, 5), (9, 10)]
@@ -84,7 +85,7 @@ def points(offsets: Iterable[int]) -> list[Span]:
 
 
 def contains(spans: Sequence[Span], offset: int) -> bool:
-    """Whether `spans`, as `union` returns them, cover `offset`.
+    """Return whether `spans` cover `offset`. `spans` has the form that `union` returns.
 
     >>> [contains([(2, 5), (9, 10)], offset) for offset in (1, 2, 4, 5, 9)]
     [False, True, True, False, True]
@@ -94,5 +95,5 @@ def contains(spans: Sequence[Span], offset: int) -> bool:
 
 
 def size(spans: Iterable[Span]) -> int:
-    """Number of offsets in disjoint `spans`."""
+    """Return the number of offsets in disjoint `spans`."""
     return sum(hi - lo for lo, hi in spans)

@@ -1,4 +1,5 @@
-"""How much of each partition a checkpoint holds, read from the engine's state in it."""
+"""The number of batches and records of each partition in a checkpoint, read from the engine's state in the checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -15,33 +16,33 @@ if TYPE_CHECKING:
 
 
 class SnapshotCounts(msgspec.Struct, frozen=True):
-    """The engine's snapshot as far as the ledger needs it; its other fields are ignored."""
+    """The fields of the engine's snapshot that the ledger needs. Other fields are ignored."""
 
     version: int
-    applied: tuple[int, ...]  # per partition, the number of batches in the model, always the first ones
-    origins: tuple[int, ...]  # per partition, the offset at which its first batch begins
+    applied: tuple[int, ...]  # for each partition, the number of batches in the model, always the first ones
+    origins: tuple[int, ...]  # for each partition, the offset at which its first batch begins
     records_per_batch: int
     generation: int = 0
     samples_id: str = ""  # Kafka's id of the samples topic; "" if the broker has no ids
-    run_id: str = ""  # of the run; "" in a checkpoint of an earlier release
-    left_out: tuple[int, ...] = ()  # per partition, records that cuts of these batches have left out; (): none
-    earlier_grids: tuple[Grid, ...] = ()  # `applied` and `origins` are of the present one
-    rollbacks: tuple[Rollback, ...] = ()  # in their order
+    run_id: str = ""  # id of the run; "" in a checkpoint of an earlier release
+    left_out: tuple[int, ...] = ()  # for each partition, records left out by cuts of these batches; (): no cuts
+    earlier_grids: tuple[Grid, ...] = ()  # grids before the present one, which `applied` and `origins` belong to
+    rollbacks: tuple[Rollback, ...] = ()  # in chronological order
 
     @property
     def first_offsets(self) -> tuple[int, ...]:
-        """Per partition, the offset at which the job began."""
+        """The offset at which the job began, for each partition."""
         first = self.earlier_grids[0].origins if self.earlier_grids else self.origins
         return first + (0,) * (len(self.origins) - len(first))
 
     @property
     def read_until(self) -> tuple[int, ...]:
-        """Per partition, the offset after the last record that the model has learned."""
+        """The offset after the last record that the model has learned, for each partition."""
         return ends_of(self.origins, self.records_per_batch, self.applied, self.left_out)
 
 
 def decode_counts(state: bytes) -> SnapshotCounts | None:
-    """The counts in an engine's state; None if it does not hold them."""
+    """Return the counts in an engine's state. None: the state does not contain them."""
     try:
         return msgspec.msgpack.decode(state, type=SnapshotCounts)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -49,9 +50,9 @@ def decode_counts(state: bytes) -> SnapshotCounts | None:
 
 
 def read_counts(config: JobConfig, state: bytes) -> SnapshotCounts:
-    """How much of each stream a checkpoint with this engine state holds. It may be of more partitions than the job
-    began with. Raises CheckpointError if it does not say so, or is of fewer partitions or another batch size than the
-    job file."""
+    """Return the counts of each partition in the engine's state of a checkpoint. The checkpoint may have more
+    partitions than the job had at its start. Raise CheckpointError if the state has no counts, fewer partitions than
+    the job file, or another number of records per batch."""
     least, per_batch = config.data.num_partitions, config.data.records_per_batch
     try:
         counts = msgspec.msgpack.decode(state, type=SnapshotCounts)

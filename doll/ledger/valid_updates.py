@@ -1,9 +1,9 @@
-"""Valid updates: which update records count, because no later parameter server voided them.
+"""Valid updates: the update records that count, because no later parameter server made them void.
 
-An update is void if a later server began again from a version below it, if a rollback has left it behind, or
-if its own server had been fenced before it was written. This is known only after the whole topic is read, so it is
-read twice: first for the servers, then for their updates. Memory grows with the number of servers, not with the number
-of updates.
+An update is void in three cases: a later server began again from a lower version, a rollback has abandoned it, or its
+own server was already fenced when it wrote the update. This is known only after the whole topic is read. Therefore the
+topic is read twice: first for the server starts, then for their updates. Memory grows with the number of servers, not
+with the number of updates.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from doll.records.rollbacks import Rollback, is_left
 
 
 class DurableModel(SnapshotCounts, frozen=True, kw_only=True):
-    """The content of the newest checkpoint. Before its batches are those of earlier grids."""
+    """The content of the newest checkpoint. The batches of earlier grids precede its batches."""
 
-    term: int  # of its server; 0: there is no checkpoint
-    location: str = "the checkpoint store"  # where checkpoints were looked for, for messages
+    term: int  # term of its server; 0: there is no checkpoint
+    location: str = "the checkpoint store"  # place of the checkpoints, for messages
 
     @property
     def grids(self) -> tuple[Grid, ...]:
-        """All grids, in their order; the last one is that of the newest checkpoint."""
+        """All grids, in chronological order. The last one is the grid of the newest checkpoint."""
         present = Grid(
             version=self.version, records_per_batch=self.records_per_batch, origins=self.origins,
             applied=self.applied, left_out=self.left_out,
@@ -38,21 +38,21 @@ class DurableModel(SnapshotCounts, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class ValidUpdates:
-    """The updates of one generation, in log order, against the durable model.
+    """The updates of one generation, in log order, compared with the durable model.
 
-    Iterate over it once: it yields the updates that the durable model contains, by rising version. The attributes
-    below are complete at the end of that.
+    Iterate over this object once: it yields the updates that the durable model contains, by ascending version. The
+    attributes below are complete after the iteration.
     """
 
-    # Of `updates`, of one generation. They are iterated over twice and must be the same both times.
+    # The records of `updates` of one generation. They are iterated over twice, and must be the same both times.
     records: Iterable[UpdatesRecord]
     durable: DurableModel
     updates: int = 0  # number of updates that were yielded
     unsaved: int = 0  # valid updates after the durable version
     voided: int = 0  # void updates
     finished: bool = False  # the job has ended, with the durable version
-    problems: list[str] = field(default_factory=list)  # what does not fit, one sentence each
-    _versions: list[offset_ranges.Span] = field(default_factory=list)  # of the updates that stand at this moment
+    problems: list[str] = field(default_factory=list)  # contradictions, one sentence each
+    _versions: list[offset_ranges.Span] = field(default_factory=list)  # versions of the updates valid so far
 
     def __iter__(self) -> Iterator[Update]:
         rollbacks = self.durable.rollbacks
@@ -96,7 +96,7 @@ class ValidUpdates:
             self._report_no_checkpoint(servers, finished)
 
     def _append_version(self, version: int) -> bool:
-        """Add a version after the last one; False if it is not after it."""
+        """Add a version after the last version, and return True. Return False if it is not after the last version."""
         versions = self._versions
         if not versions or version > versions[-1][1]:
             versions.append((version, version + 1))
@@ -116,7 +116,8 @@ class ValidUpdates:
             self.voided += hi - first
 
     def _check_term(self, record: TermStarted, *, is_void: bool) -> None:
-        """`is_void`: a later server began again from a version below."""
+        """Report contradictions between a server's start and the durable model. `is_void`: a later server began again
+        from a lower version."""
         durable = self.durable
         if record.term > durable.term and record.resumed_version < durable.version:
             self.problems.append(
@@ -167,7 +168,8 @@ class ValidUpdates:
             )
 
     def _report_no_checkpoint(self, servers: int, finished: Finished | None) -> None:
-        """A server saves version 0 before it writes its first record: the checkpoints are elsewhere, or lost."""
+        """Report that there is no checkpoint. A server saves version 0 before it writes its first record, so the
+        checkpoints are in another place, or lost."""
         recorded = ["the start of a parameter server" if servers == 1 else f"{servers} starts of parameter servers"]
         recorded += [f"{self.unsaved} updates"] if self.unsaved else []
         recorded += [f"the job's end at version {finished.version}"] if finished is not None else []
@@ -179,7 +181,8 @@ class ValidUpdates:
 
 
 def _void_limits(records: Iterable[UpdatesRecord], rollbacks: Sequence[Rollback]) -> list[float]:
-    """The highest version of an update that no later server or rollback voids, by the number of servers before it."""
+    """Return, for each number of servers that have started, the highest version of an update that no later server or
+    rollback makes void."""
     kept: list[float] = []
     newest = 0
     for record in records:
@@ -193,10 +196,12 @@ def _void_limits(records: Iterable[UpdatesRecord], rollbacks: Sequence[Rollback]
 
 
 def _kept_version(record: TermStarted, newest: int, rollbacks: Sequence[Rollback]) -> float:
-    """The last version that counts of the servers before this one, the newest of which has term `newest`."""
+    """Return the last version of the earlier servers that is kept when this server starts. `newest`: the term of the
+    newest earlier server."""
     return min(record.resumed_version, _left_from(newest, record.term, rollbacks))
 
 
 def _left_from(newest: int, term: float, rollbacks: Sequence[Rollback]) -> float:
-    """The lowest version that a rollback goes back to between two servers' terms; infinite without one."""
+    """Return the lowest version that a rollback goes back to with a term between `newest` and `term`; infinite without
+    such a rollback."""
     return min((item.to for item in rollbacks if newest < item.term < term), default=float("inf"))
