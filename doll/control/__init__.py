@@ -1,9 +1,10 @@
-"""Control links: grants and pushes between the parameter server and a worker, beside Kafka (ADR 0026).
+"""Control links: direct connections between the parameter server and a worker for grants and pushes, in addition to
+Kafka (ADR 0026).
 
-A link carries Grant and NewVersion to the worker, Push and Nack to the server. It may break at any time and lose what
-is on its way; both ends notice that, and send again through Kafka what is not answered. Nothing here decides what is
-applied: sessions, terms and the engine's counters do, as with Kafka.
+A link carries Grant and NewVersion to the worker, and Push and Nack to the server. A link may break at any time and
+lose records. Both ends notice this, and send unanswered records again through Kafka. Links do not decide what is
+applied: sessions, terms and the engine's counters decide, as with Kafka.
 
-`link_state` has what both ends share: numbered frames, heartbeats, refusals. `local_socket` is a Unix socket,
-`redis_streams` a pair of streams in Redis.
+`link_state` contains the common part of both ends: numbered frames, heartbeats, refusals. `local_socket` uses a Unix
+socket, `redis_streams` a pair of streams in Redis.
 """

@@ -1,9 +1,8 @@
-"""The parts that both ends of a control link share, whatever its transport: frames in order, heartbeats, what ends it.
-Pure.
+"""The common part of both ends of a control link, for every transport: numbered frames, heartbeats, and errors. Pure.
 
-A frame is the number of a record on its link (4 bytes, big-endian) and the record as in `doll.records.control`. A
-number that is missing is a loss, and silence for `SILENCE_S` is one, whatever the transport promises: a stream in Redis
-can vanish, and a relay can swallow data without closing.
+A frame is the number of a record on its link (4 bytes, big-endian), followed by the record as in
+`doll.records.control`. A missing number means that records were lost. Silence for `SILENCE_S` is treated as a loss,
+too, because no transport is trusted: a stream in Redis can vanish, and a relay can drop data without closing.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from doll.records.control import (
 
 TO_SERVER: Final = (Push, Nack, GetRows, Attach, Ping, Detach)
 TO_WORKER: Final = (Grant, NewVersion, RowsStored, Attached, Ping, Detach)
-# A record of this size is far beyond what a worker sends: a length above it is not one.
+# Much more than any record of a worker: a larger length is not a valid length.
 MAX_FRAME_BYTES: Final = 1 << 23
 PING_EVERY_S: Final = 1.0
 # Well below the default grant timeout (30 s) and the worker's lease (8 s).
@@ -44,8 +43,8 @@ _WRAP: Final = 1 << 32
 
 
 class LinkError(DollError):
-    """The link has ended: records on it that are not answered may be lost. It is a refusal if the other end sent what
-    does not belong on a link."""
+    """The link has ended. Unanswered records on the link may be lost. `is_refusal`: the other end sent a record or data
+    that is not allowed on the link."""
 
     def __init__(self, reason: str, *, is_refusal: bool = False) -> None:
         super().__init__(reason)
@@ -53,12 +52,13 @@ class LinkError(DollError):
 
 
 def record_of(frame: bytes) -> AnyRecord:
-    """The record of a frame, whatever its number; RecordError if it holds none."""
+    """Return the record of a frame, whatever its number. Raise RecordError if the frame holds no record."""
     return decode(frame[_NUMBER.size :])
 
 
 class LinkState:
-    """Numbers and times of one end of a link, which accepts these types of records. Times are monotonic seconds."""
+    """The numbers and times of one end of a link, which accepts the record types `accepts`. Times are monotonic
+    seconds."""
 
     __slots__ = ("_accepts", "_heard_s", "_received", "_sent", "_sent_s")
 
@@ -68,7 +68,7 @@ class LinkState:
         self._sent_s = self._heard_s = now
 
     def pack(self, record: AnyRecord, now: float) -> bytes:
-        """The frame of the next record to be sent; LinkError if the record is too long for a link."""
+        """Return the frame of the next record to send. Raise LinkError if the record is too long for a link."""
         frame = _NUMBER.pack(self._sent) + encode(record)
         if len(frame) > MAX_FRAME_BYTES:
             raise LinkError(f"expected a record of at most {MAX_FRAME_BYTES} bytes, got {len(frame)}")
@@ -77,8 +77,8 @@ class LinkState:
         return frame
 
     def unpack(self, frame: bytes, now: float) -> AnyRecord | None:
-        """The record of a frame that has come; None for a Ping. Raises LinkError if it is no frame, a record before it
-        is missing, it does not belong here, or it is a Detach."""
+        """Return the record of a received frame; None for a Ping. Raise LinkError if the frame is invalid, a record
+        before it is missing, the record is not allowed at this end, or the record is a Detach."""
         if len(frame) < _NUMBER.size:
             raise LinkError(f"expected a frame, got {len(frame)} bytes", is_refusal=True)
         try:
@@ -97,17 +97,18 @@ class LinkState:
         return None if isinstance(record, Ping) else record
 
     def ping_due(self, now: float) -> bool:
-        """Whether nothing was sent for `PING_EVERY_S`."""
+        """Return whether nothing was sent for `PING_EVERY_S`."""
         return now - self._sent_s >= PING_EVERY_S
 
     def check(self, now: float) -> None:
-        """Raise LinkError if nothing has come for `SILENCE_S`."""
+        """Raise LinkError if no record was received for `SILENCE_S`."""
         if now - self._heard_s >= SILENCE_S:
             raise LinkError(f"silent for {now - self._heard_s:.1f} s")
 
 
 class Link(ABC):
-    """One end of an open link. It never waits. Each call may raise LinkError: the link has ended."""
+    """One end of an open link. Calls never block. Each call may raise LinkError, which means that the link has ended.
+    """
 
     kind: ClassVar[str]
 
@@ -117,22 +118,23 @@ class Link(ABC):
 
     @abstractmethod
     def filenos(self) -> tuple[int, ...]:
-        """Descriptors that are readable when something has come; -1 after `close`."""
+        """Return the file descriptors that become readable when data arrives; -1 after `close`."""
 
     @abstractmethod
     def send(self, record: AnyRecord, now: float) -> None:
-        """Send a record, now or with a later `check`."""
+        """Send a record now, or in a later `check`."""
 
     @abstractmethod
     def _frames(self, now: float) -> Iterator[bytes]:
-        """The frames that have come."""
+        """Yield the received frames."""
 
     @abstractmethod
     def _release(self) -> None:
-        """Close the connection. May be repeated."""
+        """Close the connection. This method may be called again."""
 
     def receive(self, now: float) -> list[AnyRecord]:
-        """The records that have come. Those that came before the end of the link are returned before it is raised."""
+        """Return the received records. If the link has ended, records received before are returned first, and the next
+        call raises LinkError."""
         records: list[AnyRecord] = []
         try:
             if self._error is not None:
@@ -147,7 +149,8 @@ class Link(ABC):
         return records
 
     def check(self, now: float) -> None:
-        """Send a Ping that is due, and notice silence. Call it several times a second, after `receive`."""
+        """Send a Ping if it is due, and raise LinkError after silence. Call it several times a second, after `receive`.
+        """
         if self._error is not None:
             raise self._error
         self._state.check(now)
@@ -155,7 +158,7 @@ class Link(ABC):
             self.send(Ping(), now)
 
     def close(self, reason: str = "", now: float = 0.0) -> None:
-        """Close the connection, with a Detach if there is a reason to tell. May be repeated."""
+        """Close the connection. If `reason` is given, send a Detach with it before. This method may be called again."""
         if reason and self.filenos()[-1] >= 0:
             with contextlib.suppress(LinkError):
                 self.send(Detach(reason=reason), now)

@@ -1,7 +1,8 @@
-"""Control links over a Unix socket, for processes on one machine. Both ends are `SocketLink`.
+"""Control links over a Unix socket, for processes on the same machine. Both ends are a `SocketLink`.
 
-The socket is in a folder that only this user may enter. Both ends check that: a worker learns the path from a record,
-and who may write it would otherwise take the server's place. A frame follows its length (4 bytes, big-endian).
+The socket is in a folder that only this user may enter. Both ends check this: a worker gets the path from a record, and
+another user who can write to the folder could impersonate the server. Each frame follows its length (4 bytes,
+big-endian).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from doll.records.control import AnyRecord
 
 _LENGTH: Final = struct.Struct(">I")
 _READ_BYTES: Final = 1 << 16
-_MAX_READS: Final = 16  # at once, so that one end cannot hold the other's loop
+_MAX_READS: Final = 16  # in one call, so that one end cannot block the other's event loop
 _MAX_UNSENT_BYTES: Final = 2 * MAX_FRAME_BYTES
 _MAX_PATH_BYTES: Final = 100  # sun_path has 108 on Linux, 104 on macOS
 _BACKLOG: Final = 512
@@ -33,8 +34,8 @@ _CONNECT_S: Final = 1.0
 
 
 def next_frame(unread: bytearray) -> bytes | None:
-    """Take the next frame from what a socket has given; None if it is not complete. Raises LinkError if no frame is so
-    long."""
+    """Remove the next frame from `unread`, the bytes received so far, and return it; None if the frame is incomplete.
+    Raise LinkError if its length is above the limit."""
     if len(unread) < _LENGTH.size:
         return None
     (length,) = _LENGTH.unpack_from(unread)
@@ -49,7 +50,8 @@ def next_frame(unread: bytearray) -> bytes | None:
 
 
 class SocketLink(Link):
-    """One end of `connection`, which it owns from now on; what the socket does not take is sent by a later call."""
+    """One end of a link over `connection`, which this object owns and closes. Bytes that the socket does not accept now
+    are sent by a later call."""
 
     kind = "local"
 
@@ -59,7 +61,7 @@ class SocketLink(Link):
         self._socket = connection
         self._unread = bytearray()
         self._unsent = bytearray()
-        self._is_ended = False  # the other end sends nothing more
+        self._is_ended = False  # the other end has closed the connection
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -114,11 +116,12 @@ class SocketLink(Link):
 
 
 class LocalSocket:
-    """The listening socket of a parameter server, at `path` (see `Services.control`), or one that is chosen from
-    `identity`, which tells this job from others of this user. It is the same for each server of a job on this machine.
+    """The listening socket of a parameter server, at `path` (see `Services.control`). If `path` is empty, the path is
+    derived from `identity`, which identifies the job among the jobs of this user. All servers of a job on this machine
+    have the same path.
 
-    A later server takes the path over; a socket that a killed one left behind does not matter. Raises
-    ServiceUnavailableError if the folder is another user's or open to others, or the path is too long.
+    A later server takes over the path. A socket that a killed server left behind is replaced. Raises
+    ServiceUnavailableError if the folder belongs to another user or is open to others, or if the path is too long.
     """
 
     def __init__(self, path: str, identity: str) -> None:
@@ -147,12 +150,12 @@ class LocalSocket:
             ) from exc
 
     def fileno(self) -> int:
-        """Readable when a worker connects."""
+        """Return the file descriptor, which becomes readable when a worker connects."""
         return self._socket.fileno()
 
     def accept(self) -> socket.socket | None:
-        """A new connection; None: nobody waits any more. Raises OSError if this process is out of descriptors or
-        memory: a worker that waits goes on waiting."""
+        """Return a new connection; None if no worker waits. Raise OSError if this process has no free descriptor or
+        memory; the worker then continues to wait."""
         try:
             connection, _ = self._socket.accept()
         except (BlockingIOError, InterruptedError, ConnectionError):
@@ -160,7 +163,7 @@ class LocalSocket:
         return connection
 
     def close(self) -> None:
-        """Stop listening, and remove the socket unless a later server has its path."""
+        """Stop listening. Remove the socket, unless a later server has taken over its path."""
         self._socket.close()
         with contextlib.suppress(OSError):
             if os.stat(self.path).st_ino == self._inode:
@@ -168,16 +171,16 @@ class LocalSocket:
 
 
 def connect(path: str) -> socket.socket:
-    """A connection to the socket at `path`, at which a process of this user listens. Nothing is sent. Raises LinkError
-    if nobody listens there; a refusal if the folder, the socket or the process that listens is another user's, or
-    others may enter the folder."""
+    """Return a connection to the socket at `path`, on which a process of this user must listen. Sends nothing. Raise
+    LinkError if no process listens; as a refusal if the folder, the socket or the listening process belongs to another
+    user, or if other users may enter the folder."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(_CONNECT_S)
     try:
         if problem := folder_problem(Path(path).parent) or _socket_problem(path):
             raise LinkError(problem, is_refusal=True)
         connection.connect(path)
-        # The path may lead elsewhere since it was looked at: who listens decides.
+        # The path may have changed since the check, so the user of the listening process decides.
         user = peer_user(connection)
         if user != os.geteuid():
             raise LinkError(
@@ -193,7 +196,8 @@ def connect(path: str) -> socket.socket:
 
 
 def _private_folder() -> Path:
-    """`doll-<user>` in the temporary folder, or in /tmp if that has a long name."""
+    """Return the folder `doll-<user>`, in the temporary folder or, if its name is too long, in /tmp. Create it if
+    needed."""
     name = f"doll-{os.geteuid()}"
     folder = Path(tempfile.gettempdir()) / name
     if len(os.fsencode(folder)) > _MAX_PATH_BYTES - 40:
@@ -213,7 +217,8 @@ def _require_private(folder: Path) -> None:
 
 
 def _socket_problem(path: str) -> str:
-    """The problem of the socket itself, as `folder_problem` states that of its folder."""
+    """Return the problem of the socket itself, in the same form as `folder_problem` for its folder; "" if there is
+    none."""
     status = os.lstat(path)
     if stat.S_ISSOCK(status.st_mode) and status.st_uid == os.geteuid():
         return ""

@@ -1,10 +1,10 @@
 """Control links over streams in Redis, for workers on any machine.
 
-The server reads one stream, `doll:{<job>}:<run>:control:<term>`, to which all workers add. Each link has a stream of
-its own in the other direction, `doll:{<job>}:<run>:control:<term>:<link>`; its worker makes it. An entry is a frame,
-with the link's name if it is for the server. The reader of a stream trims it, and renews its expiry, so that a job that
-has ended leaves nothing. Nobody but its reader makes a stream: an entry for one that is gone (Redis was restarted or
-wiped) breaks the link.
+The server reads one stream, `doll:{<job>}:<run>:control:<term>`, to which all workers add entries. For the other
+direction, each link has its own stream, `doll:{<job>}:<run>:control:<term>:<link>`, which its worker creates. An entry
+contains a frame; entries for the server also contain the name of the link. The reader of a stream trims the stream and
+renews its expiry, so that an ended job leaves no stream behind. Only its reader creates a stream: if an entry is added
+to a stream that is gone (Redis was restarted or wiped), the link breaks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from doll.services import Services
 
 _EXPIRE_S: Final = b"60"
-_MAX_ENTRIES: Final = b"20000"  # what a stream keeps at most if its reader stops: a few MB
+_MAX_ENTRIES: Final = b"20000"  # maximum length of a stream whose reader has stopped: a few MB
 _COUNT: Final = b"500"
 _BLOCK_MS: Final = b"1000"
 _MAX_NAME_BYTES: Final = 64
@@ -42,22 +42,22 @@ _WAIT = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWri
 
 
 def server_stream(scope: str, term: int) -> str:
-    """Name of the stream that the server of this term reads; `scope` as in `doll.storage.blobs.scope_of`."""
+    """Return the name of the stream that the server of this term reads. `scope`: see `doll.storage.blobs.scope_of`."""
     return f"{key_prefix(scope)}:control:{term}"
 
 
 def streams_pattern(job: str) -> str:
-    """A glob of the keys of all control streams of all runs of a job."""
+    """Return a glob pattern for the keys of all control streams of all runs of a job."""
     return f"{key_prefix(job)}:*control:*"
 
 
 class RedisPipe:
-    """One connection on which commands are sent without waiting for the replies to earlier ones. Not thread-safe.
+    """A connection that sends commands without waiting for the replies to earlier commands. Not thread-safe.
 
-    redis-py connects and logs in; afterwards its socket is used directly, without blocking.
+    redis-py connects and logs in. After that, this class uses the socket directly, without blocking.
 
-    Each call may raise LinkError: the connection is broken, or Redis does not answer or read, or refuses the log-in or
-    a command.
+    Each call may raise LinkError: the connection is broken, Redis does not answer or does not read, or Redis refuses
+    the login or a command.
     """
 
     def __init__(self, services: Services) -> None:
@@ -72,7 +72,7 @@ class RedisPipe:
         self._socket: Any = self._connection._sock
 
     def call(self, *command: bytes | str | int) -> Any:
-        """Send one command and wait for its reply; only before `begin`."""
+        """Send one command and wait for its reply. Only allowed before `begin`."""
         try:
             self._connection.send_command(*command)
             return self._connection.read_response()
@@ -80,15 +80,15 @@ class RedisPipe:
             raise LinkError(f"Redis refuses {command[0]!r}: {exc}") from exc
 
     def begin(self) -> None:
-        """Begin to return at once: from now on nothing waits."""
+        """Make the socket non-blocking: from now on, no call waits."""
         self._socket.setblocking(False)
 
     def fileno(self) -> int:
-        """Readable when a reply has come; -1 after `close`."""
+        """Return the file descriptor, which becomes readable when a reply arrives; -1 after `close`."""
         return int(self._socket.fileno())
 
     def send(self, *command: bytes) -> None:
-        """Send one command, now or with a later `flush`."""
+        """Send one command now, or in a later `flush`."""
         self._unsent += b"*%d\r\n" % len(command)
         for part in command:
             self._unsent += b"$%d\r\n%b\r\n" % (len(part), part)
@@ -97,7 +97,7 @@ class RedisPipe:
             raise LinkError("Redis does not read")
 
     def flush(self) -> None:
-        """Send what the socket did not take before."""
+        """Send the bytes that the socket did not accept before."""
         while self._unsent:
             try:
                 sent = self._socket.send(self._unsent)
@@ -108,7 +108,7 @@ class RedisPipe:
             del self._unsent[:sent]
 
     def replies(self) -> list[Any]:
-        """The replies that have come. Bytes stay bytes."""
+        """Return the received replies. Bytes are not decoded."""
         replies: list[Any] = []
         for _ in range(_MAX_READS):
             try:
@@ -130,21 +130,21 @@ class RedisPipe:
         return replies
 
     def close(self) -> None:
-        """May be repeated."""
+        """Close the connection. This method may be called again."""
         self._connection.disconnect()
         self._client.close()
 
 
 class ControlStreams:
-    """One end's connections: it reads the stream `key`, which it makes, and adds to others.
+    """The connections of one end: it creates and reads the stream `key`, and adds entries to other streams.
 
-    The constructor waits for Redis, and nothing else does. Each call may raise LinkError: Redis is gone, does not
-    answer or refuses a command.
+    Only the constructor waits for Redis. Each call may raise LinkError: Redis is gone, does not answer or refuses a
+    command.
     """
 
     def __init__(self, services: Services, key: str, now: float) -> None:
         self._key = key.encode()
-        self._added: deque[tuple[float, bytes]] = deque()  # commands without a reply: when, and for which stream
+        self._added: deque[tuple[float, bytes]] = deque()  # commands without a reply: (time, stream)
         self._read_s = self._renewed_s = now
         self._in = RedisPipe(services)
         try:
@@ -165,11 +165,11 @@ class ControlStreams:
             raise
 
     def filenos(self) -> tuple[int, int]:
-        """Readable when entries have come, or when replies have."""
+        """Return the two file descriptors, which become readable when entries or replies arrive."""
         return self._in.fileno(), self._out.fileno()
 
     def read(self, now: float) -> list[dict[bytes, bytes]]:
-        """The entries that have come; their fields."""
+        """Return the fields of the received entries."""
         entries: list[dict[bytes, bytes]] = []
         for reply in self._in.replies():
             self._read_s = now
@@ -180,12 +180,13 @@ class ControlStreams:
         return entries
 
     def add(self, key: bytes, now: float, *fields: bytes) -> None:
-        """Add an entry to the stream `key`, if it is there."""
+        """Add an entry to the stream `key` if the stream exists."""
         self._added.append((now, key))
         self._out.send(b"XADD", key, b"NOMKSTREAM", b"MAXLEN", b"~", _MAX_ENTRIES, b"*", *fields)
 
     def missing(self) -> list[bytes]:
-        """Streams that were not there for an entry, since the last call; LinkError also if this end's own is gone."""
+        """Return the streams that did not exist when an entry was added since the last call. Raise LinkError also if
+        this end's own stream is gone."""
         missing = []
         for reply in self._out.replies():
             _, key = self._added.popleft()
@@ -251,8 +252,8 @@ class StreamLink(Link):
 
 
 class ServerStreamLink:
-    """The server's end of one link; it sends through `streams`, which all of them share and whose listener gets what
-    comes. Calls raise LinkError as those of `Link`."""
+    """The server's end of one link. It sends through `streams`, which all links share; the listener of `streams`
+    receives the records. Calls raise LinkError as in `Link`."""
 
     kind = "redis"
 
@@ -270,13 +271,13 @@ class ServerStreamLink:
             self.send(Ping(), now)
 
     def close(self, reason: str = "", now: float = 0.0) -> None:
-        """End the link, and tell the worker why. Its stream is the worker's, and expires without it."""
+        """End the link and tell the worker the reason. The worker's stream then expires by itself."""
         with contextlib.suppress(LinkError):
             self.send(Detach(reason=reason), now)
 
 
 def link_and_frame(fields: dict[bytes, bytes]) -> tuple[bytes, bytes] | None:
-    """Name of the link and frame of an entry on a server's stream; None: it is not one."""
+    """Return the name of the link and the frame of an entry in a server's stream. None: the entry is not valid."""
     name, frame = fields.get(_LINK), fields.get(_FRAME)
     if name is None or frame is None or not name.isalnum() or len(name) > _MAX_NAME_BYTES:
         return None
