@@ -1,1 +1,1 @@
-"""Workers: Algorithm 1 (batches out of a stream) and Algorithm 2 (gradients on demand), on Faust."""
+"""Workers: Algorithm 1 (batches from a stream) and Algorithm 2 (gradients on demand), on Faust."""

@@ -1,4 +1,4 @@
-"""`doll worker --any-slot`: one of several identical processes, which takes a free slot."""
+"""`doll worker --any-slot`: one of several identical processes, each of which takes a free slot."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 def run_any_worker(config: JobConfig, services: Services, run_folder: Path) -> int:
-    """Wait for a free slot, then work in it as `run_worker` does. Needs the main thread.
+    """Wait for a free slot, then work in it like `run_worker`. Must be called in the main thread.
 
     Returns:
-        0 at the end of the job, which a spare waits for too, or has found, or after SIGTERM; 1: start it again, for
+        0: the job has ended (a spare also waits for the end), or SIGTERM was received. 1: start this process again, for
         instance because another process has taken its slot.
 
     Raises:
-        DollError: as `run_worker`.
+        DollError: for the same reasons as `run_worker`.
     """
     stop = threading.Event()
     on_signal(signal.SIGTERM, stop.set)  # until the worker installs its own handler

@@ -1,16 +1,18 @@
-"""Faust's part of a worker: it reads its partitions of `samples`, in chunks of records, and owns the main loop.
+"""The Faust part of a worker: it reads the worker's partitions of `samples` in chunks of records, and owns the main
+loop.
 
-The app's agent feeds `WorkerRuntime`, whose tasks run beside it. `CrashingSupervisor` ends the process on any
-unexpected error: an agent that is restarted in place has lost its position (ADR 0002).
+The app's agent passes the chunks to `WorkerRuntime`, whose tasks run in the same event loop. `CrashingSupervisor` ends
+the process on any unexpected error, because an agent that is restarted inside the process has lost its position (ADR
+0002).
 
-The app has a transport of its own, with the partitions that the parameter server names instead of group membership: a
-consumer group would stop all workers whenever one joins or leaves (ADR 0002). They change while the app runs, so Faust
-knows of one partition only, `_LANE`: what it carries names its own.
+The app has its own transport. It reads the partitions that the parameter server names, and does not use a consumer
+group: a group would stop all workers whenever a worker joins or leaves (ADR 0002). The partitions change while the app
+runs. Faust therefore knows only one partition, `_LANE`, and each chunk on it names its own partition.
 
-Records come from `doll.kafka.chunk_reader`. One Faust event carries the `Chunk`s that are there (ADR 0027). Faust
-itself sends nothing and commits nothing: the app tells the reader which offset is durable. A position that the log no
-longer holds is never reset silently: everything below it has been delivered by then, so the app knows exactly which
-offsets it will not get.
+`doll.kafka.chunk_reader` reads the records. One Faust event contains all `Chunk`s that are available (ADR 0027). Faust
+itself sends nothing and commits nothing: the app tells the reader which offset is durable. If the log no longer holds
+the position, the position is never reset silently: everything below it was delivered before, so the app knows exactly
+which offsets it will not get.
 """
 
 from __future__ import annotations
@@ -35,14 +37,15 @@ from doll.kafka.chunk_reader import Chunk, Delivery, NoRecordBelow, OutOfRange, 
 from doll.process.signals import note
 from doll.services import Services
 
-_ASK_AGAIN_S: Final = 1.0  # the broker is not sure whether it holds an offset
+_ASK_AGAIN_S: Final = 1.0  # the broker does not know yet whether it holds an offset
 _WAITING_CHUNKS: Final = 2  # between Faust's consumer and its agent
 _EVENT_CHUNKS: Final = 64  # in one event
-_LANE: Final = 0  # the partition that Faust takes all chunks for
+_LANE: Final = 0  # the only partition that Faust knows: all chunks are delivered on it
 
 
 class ChunkConsumer(base.Consumer):  # type: ignore[misc]
-    """Faust's consumer: assigns the app's partitions and passes the reader's chunks to the conductor as messages."""
+    """Faust's consumer. It assigns the app's partitions, and passes the reader's chunks to the conductor as messages.
+    """
 
     _generation = 0
 
@@ -67,9 +70,9 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
         self._assigning = asyncio.ensure_future(self.on_partitions_assigned(partitions, self._generation))
 
     async def seek_to_committed(self) -> Mapping[TP, int]:
-        """Start reading where the reader says: the server's durable watermark is the truth.
+        """Start reading at the position that the reader chooses: the server's durable watermark is authoritative.
 
-        Kafka's committed offset may lag or expire.
+        Kafka's committed offset may be older, or it may have expired.
         """
         if not self._is_reading:
             self._is_reading = True
@@ -93,7 +96,7 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
     # --- records ----------------------------------------------------------------------------------------------------
 
     async def _drain_messages(self, fetcher: Any) -> None:
-        """Faust's fetcher runs this: pass on what comes, until the app stops."""
+        """Pass on the deliveries until the app stops. Faust's fetcher runs this method."""
         try:
             while not (self.should_stop or fetcher.should_stop):
                 while not self._deliveries:
@@ -110,7 +113,7 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
                 raise
 
     def _take_chunks(self) -> list[Chunk]:
-        """The chunks that come next, up to another delivery."""
+        """Take the next chunks, up to a delivery of another type."""
         chunks: list[Chunk] = []
         while len(chunks) < _EVENT_CHUNKS and self._deliveries and isinstance(chunk := self._deliveries[0], Chunk):
             chunks.append(chunk)
@@ -153,14 +156,14 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
             generation_id=self._generation,
         )  # fmt: skip
 
-    # --- what Faust asks for, and this transport does otherwise or not at all ---------------------------------------
+    # --- Faust's interface: implemented differently here, or not at all ---------------------------------------------
 
     async def commit(self, topics: Any = None, start_new_transaction: bool = True) -> bool:
-        """Do nothing: the reader commits what the app says is durable."""
+        """Do nothing: the reader commits the offsets that the app reports as durable."""
         return False
 
     def on_buffer_full(self, tp: TP) -> None:
-        """Do nothing: the reader is a few chunks ahead at most."""
+        """Do nothing: the reader is at most a few chunks ahead."""
 
     def on_buffer_drop(self, tp: TP) -> None:
         """See `on_buffer_full`."""
@@ -181,16 +184,16 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
         return TP(topic, partition)
 
     def _unused(self, *_: Any, **__: Any) -> NoReturn:
-        """Operations that Faust's consumer must have, for tables, `seek` and topics: no DOLL app has these."""
+        """Raise RuntimeError. Faust requires these methods for tables, `seek` and topics, which no DOLL app uses."""
         raise RuntimeError("the doll:// transport reads partitions in order: it has no tables and no seek")
 
     _commit = _getmany = _seek = seek_wait = create_topic = earliest_offsets = highwaters = key_partition = _unused
 
 
 class Transport(base.Transport):  # type: ignore[misc]
-    """The transport of a DOLL app, made by `DollApp`. URLs name it `doll://`.
+    """The transport of a DOLL app, created by `DollApp`. Its URLs begin with `doll://`.
 
-    The producer is Faust's base class: its service starts, and it can send nothing.
+    The producer is Faust's base class: it starts as a service, but it cannot send.
     """
 
     Consumer = ChunkConsumer
@@ -202,12 +205,12 @@ class DollApp(faust.App):  # type: ignore[misc]
     """A Faust app whose transport is `Transport`."""
 
     samples_topic: str
-    partitions: set[TP]  # what Faust takes for its assignment; the reader of `runtime` knows the partitions
+    partitions: set[TP]  # Faust's assignment; the reader of `runtime` knows the real partitions
     runtime: WorkerRuntime
 
     def on_init_dependencies(self) -> Any:
         services = super().on_init_dependencies()
-        self.sensors.remove(self.monitor)  # 6 us of CPU per event, for figures that nobody reads
+        self.sensors.remove(self.monitor)  # it needs 6 us of CPU per event, and nobody reads its values
         return services
 
     def _new_transport(self) -> Any:
@@ -218,7 +221,8 @@ class DollApp(faust.App):  # type: ignore[misc]
 
 
 class _NoTables(TableManager):  # type: ignore[misc]
-    """Starts at once: Faust waits a second for an app to add its tables, and this app has no tables."""
+    """A table manager that starts immediately. Faust's own waits a second for the app to add tables, and this app has
+    no tables."""
 
     async def on_start(self) -> None:
         if not self.should_stop:
@@ -227,14 +231,15 @@ class _NoTables(TableManager):  # type: ignore[misc]
 
 
 def run_faust(app: DollApp, runtime: WorkerRuntime, drain_s: float) -> int:
-    """Run a worker's app until the worker's end, with `drain_s` to leave; its exit code."""
+    """Run a worker's app until the worker ends, and return the exit code. After SIGTERM, the worker has `drain_s`
+    seconds to leave the job."""
     app.runtime = runtime
     for task in runtime.tasks():
         app.task(task)
     worker = _FaustWorker(
         app, loop=app.loop, quiet=True, loglevel="WARN", override_logging=False, redirect_stdouts=False, daemon=True
     )
-    worker.spinner = None  # it writes control sequences, also to what is no terminal
+    worker.spinner = None  # it writes control sequences, even if the output is not a terminal
     worker.runtime, worker.drain_s = runtime, drain_s
     runtime.main_loop = worker
     try:
@@ -245,9 +250,9 @@ def run_faust(app: DollApp, runtime: WorkerRuntime, drain_s: float) -> int:
 
 
 def make_app(config: JobConfig, services: Services, worker: int, folder: Path) -> DollApp:
-    """A worker's app, with Faust's own data in `folder`, on an event loop of its own.
+    """Return a worker's app with its own event loop. `folder` is the folder for Faust's own data.
 
-    Most of what Faust needs to start is done here: call it before partitions wait for this worker.
+    This function does most of the work that Faust needs to start. Call it before partitions wait for this worker.
     """
     loop = _new_loop()
     asyncio.set_event_loop(loop)
@@ -283,7 +288,7 @@ def make_app(config: JobConfig, services: Services, worker: int, folder: Path) -
 
 
 class _FaustWorker(faust.Worker):  # type: ignore[misc]
-    """Drains before it stops."""
+    """A Faust worker that drains before it stops."""
 
     runtime: WorkerRuntime
     drain_s: float
@@ -297,7 +302,7 @@ class _FaustWorker(faust.Worker):  # type: ignore[misc]
     _on_sigint = _on_sigterm
 
     def leave(self) -> None:
-        """Drain and stop; it may be repeated."""
+        """Drain, then stop. This method may be called again."""
         if self._leaving is None:
             self._leaving = asyncio.ensure_future(self._drain_and_stop(), loop=self.loop)
 
@@ -309,7 +314,8 @@ class _FaustWorker(faust.Worker):  # type: ignore[misc]
         super()._on_sigterm()
 
     async def _sentinel_task(self) -> None:
-        """The loop closes at once: all that this process sends has been flushed before, and Faust waits a second."""
+        """Close the loop immediately, without the second that Faust waits: this process has already flushed everything
+        that it sends."""
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

@@ -1,4 +1,4 @@
-"""`doll worker`: one worker process, from joining the job to its end."""
+"""`doll worker`: one process of a worker, from joining the job to its end."""
 
 from __future__ import annotations
 
@@ -83,17 +83,18 @@ BOOT_ENV: Final = "DOLL_BOOT_DELAY_S"
 def run_worker(
     config: JobConfig, services: Services, worker: int, run_folder: Path, *, departure: Departure | None = None
 ) -> int:
-    """Work as worker `worker`.
+    """Work as worker number `worker`.
 
     Args:
-        departure: when this process must leave; SIGTERM (`worker.drain_s`) and a spot notice (`worker.spot_notices`)
-            set it too.
+        departure: an object that says when this process must leave; SIGTERM (`worker.drain_s`) and a spot notice
+            (`worker.spot_notices`) set it, too.
 
     Returns:
-        0 when the job has ended, the process had to leave or another one has its place; 1: start it again.
+        0: the job has ended, the process had to leave, or another process has taken its place. 1: start this process
+        again.
 
     Raises:
-        DollError: services do not answer, the task does not load, or the parameter server runs another job file.
+        DollError: services do not answer, the task cannot be loaded, or the parameter server runs another job file.
     """
     torch.set_num_threads(config.worker.torch_threads)
     if not 0 <= worker < (places := config.data.places):
@@ -110,7 +111,7 @@ def run_worker(
 
 
 class Stages(NamedTuple):
-    """A virtual worker's stages, and what they were made from."""
+    """The stages of a virtual worker, and the objects that they were created from."""
 
     task: Task
     model: FlatModel
@@ -128,7 +129,7 @@ class Stages(NamedTuple):
 
 
 class _WorkerProcess:
-    """One process of a worker: joins the job, then connects stream, protocol, decoder and engine."""
+    """One process of a worker. It joins the job, then connects stream, protocol, decoder and engine."""
 
     def __init__(
         self, config: JobConfig, services: Services, worker: int, run_folder: Path, departure: Departure,
@@ -140,7 +141,7 @@ class _WorkerProcess:
         self._departure, self._limit = departure, limit
 
     def run(self) -> int:
-        """Work until the end of the job; the exit code, as in `run_worker`."""
+        """Work until the end of the job. Return the exit code, as `run_worker` does."""
         config = self._config
         self._stages: Stages | None = None
         if config.worker.pipeline is not None:  # forked first, while this process has one thread and no connection
@@ -151,7 +152,7 @@ class _WorkerProcess:
                 watch_spot_notices(config, self._departure),
             ):
                 booted_s = time.monotonic() + _env_number(BOOT_ENV)
-                # Until Faust takes the signals over.
+                # Until Faust handles the signals.
                 on_signal(signal.SIGTERM, lambda: self._departure.leave_within(config.worker.drain_s, "sigterm"))
                 with self._limit.lifted():
                     require_services(config, self._services)
@@ -164,7 +165,7 @@ class _WorkerProcess:
                 self._stages.processes.close()
 
     def _prepare(self, stages: Stages | None) -> None:
-        """Have the task, its model, what computes gradients, and a channel to Kafka."""
+        """Create the task, its model, the gradient computer, and a channel to Kafka."""
         config = self._config
         if stages is None:
             self._task = load_task(config)
@@ -174,7 +175,7 @@ class _WorkerProcess:
             self._task, self._model = stages.task, stages.model
         with self._limit.lifted():
             module, device = self._model.module, self._model.device
-            draw_from(int.from_bytes(os.urandom(7)), device)  # what `decode` draws; `build` has set the job's seed
+            draw_from(int.from_bytes(os.urandom(7)), device)  # random numbers of `decode`; `build` has set the seed
             passes = ForwardPasses(module, device, config.training.precision, compiles=config.worker.compile)
             self._computer = GradientComputer(self._task, self._model, passes)
             self._fingerprint = fingerprint(config, self._model)
@@ -182,7 +183,7 @@ class _WorkerProcess:
 
     def _join_and_work(self) -> int:
         try:
-            # Before it joins: from then on partitions wait for it.
+            # Before the worker joins, because partitions wait for it from then on.
             app = make_app(
                 self._config, self._services, self._worker, self._run_folder / "faust" / f"worker-{self._worker}"
             )
@@ -193,7 +194,8 @@ class _WorkerProcess:
             self._channel.close()
 
     def _join(self) -> tuple[Welcome, int] | None:
-        """The server's Welcome and the offset of the first command after it; None: this process is not to work."""
+        """Return the server's Welcome and the offset of the first command after it. None: this process must not work.
+        """
         config, channel = self._config, self._channel
         self._heartbeat.set_waiting_for("the parameter server's answer")
         try:
@@ -203,7 +205,7 @@ class _WorkerProcess:
             log.info("job_ended", reason=str(exc), hint="to continue it, start `doll ps` first")
             return None
         except FencedError as exc:
-            # Not a failure: a supervisor (compose, systemd, ours) that restarts what fails must not start it again.
+            # Not a failure: a supervisor (compose, systemd, ours) that restarts failed processes must not restart it.
             log.info("fenced", reason=str(exc))
             return None
         if joined is None:
@@ -223,7 +225,7 @@ class _WorkerProcess:
         }
         bounds_of = PrefetchedBounds(channel.watermarks, channel.bounds_of_partitions, list(starts))
         for partition, start in starts.items():
-            # If the log begins after it, the first fetch finds it.
+            # If the log begins after `start`, the first fetch detects it.
             bounds_reaching(samples, partition, start, bounds_of)
         log.info("joined", worker=self._worker, session=welcome.session, from_offsets=starts)
         if not starts:
@@ -343,19 +345,20 @@ class _WorkerProcess:
 
 
 def process_name() -> str:
-    """A name that no other process has; it begins with the name of its machine if that is given ($DOLL_INSTANCE)."""
+    """Return a unique name for this process. It begins with the name of its machine, if that is given ($DOLL_INSTANCE).
+    """
     machine = os.environ.get(INSTANCE_ENV, "")
     return f"{machine}:{uuid.uuid4().hex}" if machine else uuid.uuid4().hex
 
 
 def incarnation() -> int:
-    """Number of this machine among the machines of its slot, from the provisioner; 0: they are not numbered. Raises
-    ConfigError if it is not a number of 0 or more."""
+    """Return the number of this machine among the machines of its slot, from the provisioner. 0: machines are not
+    numbered. Raise ConfigError if the number is not valid."""
     return int(_env_number(INCARNATION_ENV))
 
 
 def _env_number(name: str) -> float:
-    """A number from the environment; 0 if it is not set."""
+    """Return a number from the environment; 0 if the variable is not set."""
     given = os.environ.get(name, "") or "0"
     try:
         number = float(given)
@@ -367,6 +370,6 @@ def _env_number(name: str) -> float:
 
 
 def _wait_for_boot(booted_s: float, departure: Departure) -> None:
-    """Wait until then: a local process that stands for a machine takes as long to boot as a real one."""
+    """Wait until `booted_s`: a local process that stands for a machine needs as long to boot as a real machine."""
     while (left_s := booted_s - time.monotonic()) > 0 and not departure():
         time.sleep(min(left_s, 0.05))

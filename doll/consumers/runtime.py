@@ -1,9 +1,9 @@
-"""A worker's process without Faust: the tasks that connect protocol, stream, decoder, gradient engine and channel.
+"""The process of a worker without Faust: the tasks that connect protocol, stream, decoder, gradient engine and channel.
 
-The stream feeds `buffer` (Algorithm 1); `prepare` has its batches decoded, `announce` announces them; `read_commands`
-and `compute` (Algorithm 2) answer grants. Batches are decoded (`Decoder`) and gradients computed (`GradientEngine`)
-elsewhere, so the event loop stays free for heartbeats. Offsets are acknowledged in order and only when the parameter
-server reports them durable.
+The stream feeds `buffer` (Algorithm 1). `prepare` has the batches decoded, and `announce` announces them.
+`read_commands` and `compute` (Algorithm 2) answer grants. Batches are decoded (`Decoder`) and gradients are computed
+(`GradientEngine`) outside the event loop, so that the loop stays free for heartbeats. Offsets are acknowledged in
+order, and only after the parameter server has reported them as durable.
 """
 
 from __future__ import annotations
@@ -69,25 +69,25 @@ log = get_logger(__name__)
 
 TICK_S: Final = 0.1
 WATCH_EVERY_S: Final = 1.0
-# How often Kafka itself is asked where the logs end; fetches say so as well, but only while there are fetches.
+# How often Kafka is asked for the log ends. Fetches return them as well, but only while there are fetches.
 ASK_KAFKA_EVERY_S: Final = 5.0
-_ENDS_ASKED_S: Final = 10.0  # within it Kafka has been asked
+_ENDS_ASKED_S: Final = 10.0  # Kafka was asked within this time
 _DRAIN_POLL_S: Final = 0.02
-_STREAM_STOP_S: Final = 1.5  # what Faust needs to stop, taken off the time to drain
+_STREAM_STOP_S: Final = 1.5  # the time that Faust needs to stop, subtracted from the time to drain
 
 
 class MainLoop(Protocol):
-    """The process's main loop: Faust's."""
+    """The main loop of the process, which is Faust's."""
 
     def leave(self) -> None:
-        """Drain, then stop; may be repeated."""
+        """Drain, then stop. This method may be called again."""
 
     def shut_down(self) -> None:
         """Stop now."""
 
 
 class WorkerRuntime:
-    """One worker's tasks. Everything but the constructor runs on one event loop."""
+    """The tasks of one worker. Everything except the constructor runs on one event loop."""
 
     main_loop: MainLoop  # set before the loop starts
 
@@ -106,12 +106,12 @@ class WorkerRuntime:
         link: ControlLink | None = None,
         row_client: RowClient | None = None,
     ) -> None:
-        """`link`: carries grants, pushes and heartbeats while it is open; None: Kafka does. `departure`: tells when
-        this process must leave; one that began before counts as well."""
+        """Create the tasks. `link`: a control link, which carries grants, pushes and heartbeats while it is open; None:
+        Kafka carries them. `departure`: an object that says when this process must leave; it may have begun before."""
         self._config = config
         self._core = core
         self._channel = channel
-        self.reader = reader  # the stream starts it, and passes on what it delivers
+        self.reader = reader  # the stream starts it and passes its deliveries on
         self._link = link
         self._row_client = row_client
         self._decoder = decoder
@@ -121,11 +121,11 @@ class WorkerRuntime:
         self._heartbeat = heartbeat
         self._samples_topic = config.topic("samples")
         self._commands_topic = config.topic("commands")
-        self._filled = asyncio.Event()  # something was fed
+        self._filled = asyncio.Event()  # set when records were fed
         self.exit = ProcessExit(
             config.worker.drain_s, flush=lambda: channel.flush(1.0), stop=lambda: self.main_loop.shut_down()
         )
-        self._num_changes = 0  # of what the worker serves
+        self._num_changes = 0  # how many times the served partitions have changed
         self.intakes = {number: self._intake_of(served) for number, served in core.served.items()}
         self.buffer = BatchBuffer(
             {number: intake.batcher for number, intake in self.intakes.items()}, buffer_capacity(config)
@@ -136,8 +136,8 @@ class WorkerRuntime:
         self._decoding: asyncio.Queue[tuple[PartitionIntake, RawBatch[bytes | None], asyncio.Future[DecodedBatch]]] = (
             asyncio.Queue()
         )
-        self._num_decoding = 0  # with the one that `announce` waits for
-        self._num_behind = 0  # decoded, and behind batches without a record that wait
+        self._num_decoding = 0  # batches being decoded, including the one that `announce` waits for
+        self._num_behind = 0  # decoded batches that wait behind batches without a record
         self._orders: asyncio.Queue[Compute | StoreRest] = asyncio.Queue()
         self._room = asyncio.Event()
 
@@ -161,12 +161,13 @@ class WorkerRuntime:
         return ReadFrom(number, intake.batcher.next_offset, Learned(included, served.leader_epoch), intake.reading)
 
     def intake_of(self, delivery: Chunk | NoRecordBelow | OutOfRange | Truncated) -> PartitionIntake | None:
-        """The intake that this is for; None: the worker has ceased to serve the partition since."""
+        """Return the intake that a delivery belongs to. None: the worker has stopped serving the partition since then.
+        """
         intake = self.intakes.get(delivery.partition)
         return intake if intake is not None and intake.reading == delivery.reading else None
 
     def _serve(self, gone: Sequence[int], new: Sequence[int]) -> None:
-        """Stop reading partitions that others serve now, and read new ones."""
+        """Stop reading the partitions `gone`, which others serve now, and read the partitions `new`."""
         self._num_changes += 1
         for number in gone:
             self._num_behind -= len(self.intakes.pop(number).decoded)
@@ -189,7 +190,7 @@ class WorkerRuntime:
         self._core.next_offset = sum(item.bounds(size).lo(item.next_batch) for item in self._core.served.values())
 
     def tasks(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
-        """Coroutines that run beside the stream, until the end."""
+        """Return the coroutines that run concurrently with the stream until the end."""
         answer = [self.compute] * self._engine.depth
         tasks = [self.read_commands, self.prepare, self.announce, *answer, self.tick, self.watch, self.watch_engine]
         return tasks if self._link is None else [*tasks, self.keep_link]
@@ -205,7 +206,7 @@ class WorkerRuntime:
         self._filled.set()
 
     async def prepare(self) -> None:
-        """Have batches decoded while the core has room; resume the stream when few are left."""
+        """Have batches decoded while the core has room. Resume the stream when few batches are left."""
         buffer = self.buffer
         while True:
             while not buffer:
@@ -234,7 +235,7 @@ class WorkerRuntime:
         return held < core.max_pending and self._num_decoding < self._decoder.depth and not core.draining
 
     async def announce(self) -> None:
-        """Give the core the decoded batches, in order."""
+        """Pass the decoded batches to the core, in order."""
         while True:
             intake, raw, future = await self._decoding.get()
             try:
@@ -255,7 +256,7 @@ class WorkerRuntime:
             intake.watch.samples_at_s = time.monotonic()
 
     def _give(self, intake: PartitionIntake) -> None:
-        """Give the core the decoded batches of a partition; after batches without a record the others wait."""
+        """Pass the decoded batches of a partition to the core. Batches after batches without a record wait."""
         if self.intakes.get(intake.number) is not intake:
             return
         core, served = self._core, self._core.served[intake.number]
@@ -272,7 +273,7 @@ class WorkerRuntime:
                 self._do(core.batch_ready(_batch(raw, decoded)))
 
     def _give_skipped(self) -> None:
-        """Give the core batches without a record that others wait for."""
+        """Pass batches without a record to the core if other batches wait for them."""
         now, size = time.monotonic(), self._config.data.records_per_batch
         for number, intake in list(self.intakes.items()):
             if self._core.served[number].skipped and intake.empty is not None:
@@ -284,7 +285,7 @@ class WorkerRuntime:
     # --- Algorithm 2 ------------------------------------------------------------------------------------------------
 
     async def read_commands(self) -> None:
-        """Give every command to the core."""
+        """Pass every command to the core."""
         loop = asyncio.get_running_loop()
         if self._row_client is not None:
 
@@ -298,7 +299,7 @@ class WorkerRuntime:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._commands.put_nowait, commands)
 
-        # Through a queue, and not in a callback: what goes wrong here must end this process.
+        # Through a queue and not in a callback, because an error here must end this process.
         self._channel.read_commands(deliver)
         while True:
             for item in await self._commands.get():
@@ -323,12 +324,13 @@ class WorkerRuntime:
                     self._link.welcome(record)
 
     async def keep_link(self) -> None:
-        """Keep a control link open; whenever one opens or fails, send again what the server may not have."""
+        """Keep a control link open. Whenever a link opens or fails, send the records again that the server may not have
+        received."""
         assert self._link is not None
         await self._link.run(self._commands.put_nowait, lambda: self._do(self._core.resend()))
 
     async def compute(self) -> None:
-        """Answer grants, one at a time. As many of these tasks run as the engine takes grants at once."""
+        """Answer grants, one at a time. As many of these tasks run as the engine accepts grants at the same time."""
         core = self._core
         while True:
             order = await self._orders.get()
@@ -354,20 +356,20 @@ class WorkerRuntime:
                     core.not_begun(grant)
                     break
                 self._do(core.gradient_done(grant, batches, done, begun_at_s))
-                # A set that ended early: the others are another set.
+                # The set ended early: the remaining batches form another set.
                 count = len(done.batches)
                 batches = batches[count:]
                 grant = part_of(grant, count)
 
     async def watch_engine(self) -> None:
-        """End when the engine has ended."""
+        """Wait for the end of the engine, and end the process if the engine has failed."""
         try:
             await asyncio.wrap_future(self._engine.ended)
         except Exception as exc:
             self._fail(exc)
 
     def _fail(self, error: Exception, what: str = "") -> None:
-        """End because the engine, or `what` it has computed, has failed."""
+        """End the process because the engine has failed, or because computing `what` has failed."""
         error = out_of_memory(error, self._config.worker.memory_bytes) or error
         if isinstance(error, DollError):
             place = f"{what}: " if what and not isinstance(error, ServiceUnavailableError) else ""
@@ -422,7 +424,7 @@ class WorkerRuntime:
         self._channel.flush(10.0)
 
     async def tick(self) -> None:
-        """Heartbeats, announcements that are due, and the end when it is time to leave."""
+        """Send heartbeats and due announcements, and leave when it is time."""
         self._heartbeat.expect("loop")
         self._heartbeat.expect("kafka", vital=False)
         self._heartbeat.set_waiting_for("")
@@ -439,7 +441,7 @@ class WorkerRuntime:
             self._do(self._core.tick(time.monotonic()))
 
     def _show_waiting(self) -> None:
-        """Let the probes and the server know for what decoding waits."""
+        """Tell the probes and the server the reason why decoding waits."""
         if self._core.waiting_for != (waiting_for := self._decoder.waiting_for):
             self._core.waiting_for = waiting_for
             self._heartbeat.set_waiting_for(waiting_for)
@@ -451,8 +453,8 @@ class WorkerRuntime:
                 self._filled.set()
 
     def _cut_batches(self) -> None:
-        """Announce the end of a source that has ended, and what has waited long for a full batch (`data.cut_after_s`)
-        where nothing more is to be read."""
+        """Announce incomplete batches: at the end of a source, or if they have waited longer than `data.cut_after_s`
+        and there is nothing more to read."""
         now, after_s = time.monotonic(), self._config.data.cut_after_s
         if self._core.draining:
             return
@@ -464,10 +466,10 @@ class WorkerRuntime:
                 self._filled.set()
 
     def _has_read_all(self, intake: PartitionIntake, now: float, overdue_s: float) -> bool:
-        """Whether no more records of a partition are there, as far as is known.
+        """Return whether all known records of a partition have been read.
 
-        A full buffer stops the reader, whose log ends are old then: those that Kafka was asked for count. After
-        records of a transaction that stays open nothing comes, though the log is longer.
+        A full buffer stops the reader, so the reader's log ends are old then; only the ends that Kafka was asked for
+        count. While a transaction stays open, the records after it are not delivered, although the log is longer.
         """
         is_reading = self.buffer.is_half_empty
         if is_reading and now - intake.fed_at_s >= (self._config.data.cut_after_s or 0.0):
@@ -476,7 +478,7 @@ class WorkerRuntime:
         return is_at_end and (is_reading or overdue_s > _ENDS_ASKED_S)
 
     async def watch(self) -> None:
-        """Measure the lag, and end if records are there and none comes."""
+        """Measure the lag. End the process if there are records and none arrives."""
         asked_at_s = float("-inf")
         loop = asyncio.get_running_loop()
         while True:
@@ -498,7 +500,7 @@ class WorkerRuntime:
                     await self._watch_partition(intake, unread[number], commands_high)
 
     def _ask_log_ends(self) -> int:
-        """Ask Kafka where the logs end; returns that of the commands. In another thread."""
+        """Ask Kafka for the ends of the logs, and return the end of the commands. Runs in another thread."""
         intakes = self.intakes.copy()
         for number, (_, end) in self._channel.bounds_of_partitions(self._samples_topic, list(intakes)).items():
             intakes[number].log_end = end
@@ -523,7 +525,7 @@ class WorkerRuntime:
         return not core.has_room or core.draining or bool(intake.decoded) or bool(self._decoder.waiting_for)
 
     def _measure_lag(self) -> dict[int, int]:
-        """Records of each partition that are not read; those in the buffer are lag as well."""
+        """Return the number of unread records of each partition. Records in the buffer count as lag as well."""
         unread = {
             number: intake.watch.unread(intake.batcher.next_offset, max(intake.log_end, self.reader.log_end(number)))
             for number, intake in self.intakes.items()
@@ -537,16 +539,16 @@ class WorkerRuntime:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     async def drain(self) -> None:
-        """Announce nothing more, finish the gradient under way or return its batch, and send Leave."""
+        """Announce nothing more, finish the current gradient or return its batch, and send Leave."""
         departure = self.departure
         self._core.drain()
         self._engine.stop()
         self._heartbeat.set_waiting_for("its end (draining)")
         log.info("draining", cause=departure.cause, owes_gradient=self._core.busy)
-        # The time that is left may become shorter meanwhile.
+        # The remaining time may become shorter during the loop.
         while self._core.busy and departure.left_s() > _STREAM_STOP_S:
             await asyncio.sleep(_DRAIN_POLL_S)
-        # After a gradient that is not done in time it would come too late.
+        # If a gradient is not done in time, storing the rest would be too late.
         if (rest := self._core.rest) is not None and not self._core.busy:
             await self._store_rest(rest)
         self._do(self._core.leave(departure.cause))
@@ -565,7 +567,7 @@ class WorkerRuntime:
 
 
 def _one_by_one(order: Compute) -> list[Compute]:
-    """The batches of a set, each by itself."""
+    """Return the batches of a set as separate orders."""
     grant = order.grant
     return [Compute(part_of(grant, at, at + 1), (batch,)) for at, batch in enumerate(order.batches)]
 
