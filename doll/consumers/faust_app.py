@@ -314,8 +314,8 @@ class _FaustWorker(faust.Worker):  # type: ignore[misc]
         super()._on_sigterm()
 
     async def _sentinel_task(self) -> None:
-        """Close the loop immediately, without the second that Faust waits: this process has already flushed everything
-        that it sends."""
+        """Close the loop immediately instead of after a second: this process has already flushed everything that it
+        sends."""
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

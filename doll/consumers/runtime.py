@@ -324,8 +324,7 @@ class WorkerRuntime:
                     self._link.welcome(record)
 
     async def keep_link(self) -> None:
-        """Keep a control link open. Whenever a link opens or fails, send the records again that the server may not have
-        received."""
+        """Keep a control link open. When a link opens or fails, send the records again that the server may not have."""
         assert self._link is not None
         await self._link.run(self._commands.put_nowait, lambda: self._do(self._core.resend()))
 

@@ -1,5 +1,4 @@
-"""Control links: direct connections between the parameter server and a worker for grants and pushes, in addition to
-Kafka (ADR 0026).
+"""Control links: direct connections for grants and pushes between the server and a worker, beside Kafka (ADR 0026).
 
 A link carries Grant and NewVersion to the worker, and Push and Nack to the server. A link may break at any time and
 lose records. Both ends notice this, and send unanswered records again through Kafka. Links do not decide what is

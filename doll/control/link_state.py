@@ -57,8 +57,8 @@ def record_of(frame: bytes) -> AnyRecord:
 
 
 class LinkState:
-    """The numbers and times of one end of a link, which accepts the record types `accepts`. Times are monotonic
-    seconds."""
+    """The numbers and times of one end of a link. It accepts the record types `accepts`. Times are monotonic seconds.
+    """
 
     __slots__ = ("_accepts", "_heard_s", "_received", "_sent", "_sent_s")
 

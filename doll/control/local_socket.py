@@ -196,8 +196,7 @@ def connect(path: str) -> socket.socket:
 
 
 def _private_folder() -> Path:
-    """Return the folder `doll-<user>`, in the temporary folder or, if its name is too long, in /tmp. Create it if
-    needed."""
+    """Return the folder `doll-<user>` in the temporary folder or, if its name is too long, in /tmp; create it."""
     name = f"doll-{os.geteuid()}"
     folder = Path(tempfile.gettempdir()) / name
     if len(os.fsencode(folder)) > _MAX_PATH_BYTES - 40:
@@ -217,8 +216,7 @@ def _require_private(folder: Path) -> None:
 
 
 def _socket_problem(path: str) -> str:
-    """Return the problem of the socket itself, in the same form as `folder_problem` for its folder; "" if there is
-    none."""
+    """Return the problem of the socket itself, in the form of `folder_problem`; "" if there is none."""
     status = os.lstat(path)
     if stat.S_ISSOCK(status.st_mode) and status.st_uid == os.geteuid():
         return ""

@@ -41,13 +41,10 @@ _MAX_GAP_RECORDS: Final = 5000  # smaller distances between gaps are read, too: 
 
 
 def audit(config: JobConfig, services: Services, store: CheckpointStore) -> LedgerReport:
-    """Balance the ledger of a job against its durable model. The audit only reads, and commits no offset.
-
-    Raises:
-        ServiceUnavailableError: Kafka does not answer, or does not have the job's topics.
-        ConfigError: the samples topic has fewer partitions than the job had at its start.
-        CheckpointError: the newest checkpoint belongs to another job, is unreadable, or does not fit the job file.
-    """
+    """Balance the ledger of a job against its durable model. The audit only reads, and commits no offset. Raise
+    ServiceUnavailableError if Kafka does not answer or does not have the job's topics, ConfigError if the samples topic
+    has fewer partitions than the job had at its start, and CheckpointError if the newest checkpoint belongs to another
+    job, is unreadable, or does not fit the job file."""
     topics.check(config, services)
     for rounds in range(1, _ATTEMPTS + 1):
         checkpoint = store.load_newest(None)
@@ -81,8 +78,8 @@ def _audit_once(config: JobConfig, services: Services, checkpoint: Checkpoint | 
 
 
 def _other_topic(config: JobConfig, services: Services, checkpoint: Checkpoint | None) -> list[str]:
-    """Return a problem if the samples topic was replaced by another topic of the same name since its samples were
-    learned."""
+    """Return a problem if another topic of the same name has replaced the samples topic since its samples were learned.
+    """
     expected = "" if checkpoint is None else read_counts(config, checkpoint.state).samples_id
     actual_id = topics.topic_id(config, services, "samples") if expected else ""
     problem = replaced_topic(config.topic("samples"), expected, actual_id)

@@ -51,8 +51,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionCounts:
-    """The account of one partition, as numbers of offsets. `produced` is the sum of the counts after it, without
-    `superseded`."""
+    """The account of one partition, in offsets. `produced` is the sum of the counts after it, except `superseded`."""
 
     partition: int
     origin: int
@@ -131,8 +130,7 @@ class LedgerReport:
         return [*lines, *self.problems]
 
     def losses(self) -> list[str]:
-        """Return at most one line with the records that were deleted before they were learned, whether this is allowed
-        or not."""
+        """Return at most one line with the records that were deleted before they were learned, allowed or not."""
         allowed = "allowed by data.on_data_loss: skip" if self.loss_allowed else "see data.on_data_loss"
         loss = f"lost: {named(self.lost_ranges)}: deleted from the log before they were learned ({allowed})"
         return [loss] if self.lost_ranges else []

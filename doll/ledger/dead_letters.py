@@ -255,8 +255,7 @@ def _with_payload(config: JobConfig, reader: RangeReader, dead: DeadRecord) -> R
 
 
 def replay_publisher(config: JobConfig, services: Services) -> TransactionalPublisher:
-    """Return the publisher for replays of a job. If two replays run at the same time, only the one that began later
-    continues."""
+    """Return the publisher for replays of a job. If two replays run at once, only the later one continues."""
     name = f"doll-{config.job}-replay"
     return TransactionalPublisher(config, services, name, fenced="another replay of this job has begun since")
 
@@ -264,8 +263,7 @@ def replay_publisher(config: JobConfig, services: Services) -> TransactionalPubl
 def _send(
     config: JobConfig, services: Services, publisher: TransactionalPublisher, items: Sequence[Replay]
 ) -> list[Replay]:
-    """Send some records, each with its letter, in one transaction. When this function returns, all readers see the
-    records."""
+    """Send some records, each with its letter, in one transaction. After the return, all readers see the records."""
     samples, dead = config.topic("samples"), config.topic("dead")
     with publisher.transaction():
         offsets = publisher.deliver([(samples, item.dead.letter.partition, item.value or b"") for item in items])

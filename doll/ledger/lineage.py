@@ -84,8 +84,8 @@ class GenerationFilter:
         self.next_generation: int | None = None
 
     def records(self, records: Iterable[T]) -> Iterator[T]:
-        """Yield the records of `updates` that belong to this generation, in log order, up to the beginning of the next
-        generation."""
+        """Yield the records of `updates` of this generation, in log order, up to the beginning of the next generation.
+        """
         lineage = Lineage()
         for record in records:
             lineage.feed(record)

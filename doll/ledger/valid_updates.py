@@ -116,8 +116,8 @@ class ValidUpdates:
             self.voided += hi - first
 
     def _check_term(self, record: TermStarted, *, is_void: bool) -> None:
-        """Report contradictions between a server's start and the durable model. `is_void`: a later server began again
-        from a lower version."""
+        """Report contradictions between a server's start and the durable model. `is_void`: a later server began below
+        it."""
         durable = self.durable
         if record.term > durable.term and record.resumed_version < durable.version:
             self.problems.append(
@@ -181,8 +181,8 @@ class ValidUpdates:
 
 
 def _void_limits(records: Iterable[UpdatesRecord], rollbacks: Sequence[Rollback]) -> list[float]:
-    """Return, for each number of servers that have started, the highest version of an update that no later server or
-    rollback makes void."""
+    """Return the highest version of an update that no later server or rollback voids, by the number of servers before
+    it."""
     kept: list[float] = []
     newest = 0
     for record in records:
@@ -202,6 +202,6 @@ def _kept_version(record: TermStarted, newest: int, rollbacks: Sequence[Rollback
 
 
 def _left_from(newest: int, term: float, rollbacks: Sequence[Rollback]) -> float:
-    """Return the lowest version that a rollback goes back to with a term between `newest` and `term`; infinite without
-    such a rollback."""
+    """Return the lowest version that a rollback of a term between `newest` and `term` goes back to; infinite if none.
+    """
     return min((item.to for item in rollbacks if newest < item.term < term), default=float("inf"))

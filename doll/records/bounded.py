@@ -39,8 +39,7 @@ def json_value(text: str | bytes, *, max_chars: int = MAX_JSON_CHARS) -> Any:
 
 
 def json_object(text: str | bytes, *, max_chars: int = MAX_JSON_CHARS) -> dict[str, Any]:
-    """Return the object of a JSON text, with the limits of `json_value`. Also raise MalformedError if the value is not
-    an object."""
+    """Return the object of a JSON text, like `json_value`. Also raise MalformedError if the value is not an object."""
     value = json_value(text, max_chars=max_chars)
     if not isinstance(value, dict):
         raise MalformedError(f"expected a JSON object, got {type(value).__name__}")

@@ -106,8 +106,8 @@ class Bounds:
     cuts: Cuts = field(default_factory=Cuts)
 
     def lo(self, batch: int) -> int:
-        """Return the first offset of a batch. For the number after the last batch, this is the offset at which the next
-        batch will begin."""
+        """Return the first offset of a batch; for the number after the last batch, the offset at which the next will
+        begin."""
         return self.origin + batch * self.size - self.cuts.before(batch)
 
     def hi(self, batch: int) -> int:
@@ -164,11 +164,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ends_of(origins: Sequence[int], size: int, applied: Sequence[int], left_out: Sequence[int] = ()) -> tuple[int, ...]:
-    """Return the offset at which batch `applied[n]` of each partition n begins.
-
-    Args:
-        size: number of records per batch.
-        left_out: for each partition, the number of records that cuts of the batches before have left out. (): no cuts.
-    """
+    """Return the offset at which batch `applied[n]` of each partition n begins, with `size` records per batch.
+    `left_out`: the number of records that cuts of the earlier batches of each partition have left out; (): no cuts."""
     counts = zip_longest(origins, applied, left_out, fillvalue=0)
     return tuple(Bounds(origin, size, Cuts(cut)).lo(count) for origin, count, cut in counts)

@@ -50,8 +50,7 @@ class ServerRecord(ControlRecord, frozen=True):
 
 
 class Join(ControlRecord, frozen=True, omit_defaults=True):
-    """A worker process has started, or it answers a Hello. `session` is 0 in a new process, otherwise the present
-    session."""
+    """A worker process has started, or it answers a Hello. `session` is 0 in a new process, otherwise its session."""
 
     worker: int
     process: str  # unique name of the process: [name of the machine, ":",] random id
@@ -76,8 +75,8 @@ class Announce(WorkerRecord, frozen=True):
 
 
 class Skip(WorkerRecord, frozen=True):
-    """The batches [first, until) of a partition hold no record, and all batches before them are durable. They need no
-    gradient."""
+    """Batches [first, until) of a partition hold no record and need no gradient. All batches before them are durable.
+    """
 
     partition: int
     first: int
@@ -139,8 +138,8 @@ class Push(WorkerRecord, frozen=True, omit_defaults=True):
 
 
 class Nack(WorkerRecord, frozen=True):
-    """The worker cannot compute a grant, from batch `batch` on: the weights blob is missing, or the worker does not
-    have a batch."""
+    """The worker cannot compute a grant from batch `batch` on: the weights blob is missing, or it does not have a
+    batch."""
 
     batch: int
     term: int
@@ -149,8 +148,7 @@ class Nack(WorkerRecord, frozen=True):
 
 
 class GetRows(WorkerRecord, frozen=True):
-    """A GET request: the worker needs rows of tables. The blob store contains the ids of the rows
-    (`doll.storage.sections`)."""
+    """A GET request: the worker needs rows of tables. The ids are in the blob store (`doll.storage.sections`)."""
 
     term: int
     number: int  # number of the request, ascending in each process
@@ -170,15 +168,13 @@ class Alive(WorkerRecord, frozen=True):
 
 
 class Leave(WorkerRecord, frozen=True):
-    """The worker leaves the job. Its batches are not granted any more; the next process of this worker announces them
-    again."""
+    """The worker leaves the job. Its batches are not granted; the next process of this worker announces them again."""
 
     cause: str
 
 
 class Scale(ControlRecord, frozen=True):
-    """A request to continue the job with another number of workers, from `doll scale` or from the provisioner
-    (scale-in)."""
+    """A request to continue with another number of workers: `doll scale`, or the provisioner (scale-in)."""
 
     workers: int
     run_id: str  # the run that the request applies to, see `TermStarted`
@@ -186,8 +182,7 @@ class Scale(ControlRecord, frozen=True):
 
 
 class SourceEnded(ControlRecord, frozen=True):
-    """A source has sent its last record. All records in the partitions are learned, also those that fill no batch or
-    group."""
+    """A source has sent its last record. All its records are learned, also those that fill no batch or group."""
 
     ends: tuple[int, ...]  # for each partition, one above its last offset at that time
 
@@ -219,8 +214,8 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Welcome(ServerRecord, frozen=True, omit_defaults=True):
-    """The answer to Join: the session to use, and the partitions to serve. The server sends it again when the
-    partitions change."""
+    """The answer to Join: the session and the partitions to serve. The server sends it again when the partitions
+    change."""
 
     process: str
     session: int
@@ -370,8 +365,8 @@ class TermStarted(ControlRecord, frozen=True, omit_defaults=True):
 
 
 class Member(BatchOutcome, frozen=True, kw_only=True):
-    """One batch of an update, which covers the offsets [lo, hi) of a partition. If `batches` is above 1: several
-    batches without a record."""
+    """One batch of an update: the offsets [lo, hi) of a partition; or, if `batches` > 1, several batches without a
+    record."""
 
     worker: int
     partition: int
@@ -391,7 +386,7 @@ class Member(BatchOutcome, frozen=True, kw_only=True):
 
 
 class Update(ControlRecord, frozen=True):
-    """An applied update. Version `version` is version - 1 plus these batches, and plus the parts that settle earlier
+    """An applied update. Version `version` is version - 1, plus these batches, plus the parts that settle earlier
     batches."""
 
     term: int
@@ -432,8 +427,8 @@ DeadLetterCode = Literal["empty", "too_long", "unreadable", "not_packed", "undec
 
 
 class DeadLetter(ControlRecord, frozen=True):
-    """A user record that could not be learned. `payload` contains the record, cut if it is longer; `payload_bytes` is
-    the full size."""
+    """A user record that could not be learned. `payload` is the record, cut if `payload_bytes`, its full size, is
+    larger."""
 
     worker: int
     partition: int
@@ -532,8 +527,8 @@ class TableStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ServerStatus(ControlRecord, frozen=True):
-    """The state of the parameter server, sent once a second to `metrics`. It is also the server's heartbeat: a standby
-    takes over when it stops."""
+    """The parameter server's state, sent once a second to `metrics`. It is also a heartbeat, by which a standby decides
+    to lead."""
 
     term: int
     time_s: float

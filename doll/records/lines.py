@@ -1,5 +1,4 @@
-"""Readers that return each line of a file (plain or .gz) or of standard input as a record, unchanged but without its
-line end."""
+"""Readers that return the lines of files (plain or .gz) and of standard input as records, without their line ends."""
 
 from __future__ import annotations
 
@@ -21,19 +20,15 @@ _LONGEST_BYTES = 1 << 24
 def read_file(
     path: Path, *, header: bool = False, repeat: bool = False, skip: int = 0, max_bytes: int = _LONGEST_BYTES
 ) -> Iterator[bytes]:
-    """Return the lines of `path` in order, without blank lines.
+    """Return the lines of `path` in order, without blank lines. Raise ConfigError if the file cannot be read or holds
+    no line, and later, while lines are read, if the file is damaged further on.
 
     Args:
         header: True: leave out the first line.
         repeat: True: start again after the last line.
-        skip: number of lines to leave out at the beginning, counted over all repetitions. Skipped lines are read,
-            except in repetitions that are skipped completely.
-        max_bytes: limit of a line's length. A longer line is cut to one byte more than the limit, so that a length
-            check refuses it.
-
-    Raises:
-        ConfigError: the file cannot be read or holds no line (raised by the call), or is damaged further on (raised
-            while the lines are read).
+        skip: number of lines to leave out, counted over all repetitions. Lines of repetitions that are left out
+            completely are not read.
+        max_bytes: maximum length of a line. A longer line is cut to one byte more, so that a length check refuses it.
     """
     once = _lines(path, header, max_bytes)
     first = next(once, None)

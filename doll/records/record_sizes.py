@@ -65,7 +65,7 @@ def status_bytes(workers: int) -> int:
 
 
 def update_bytes(batches: int, records_per_batch: int = 0) -> int:
-    """Return the maximum size of an update with `batches` batches, in bytes before compression, even if every second
-    record is refused or missing."""
+    """Return the maximum size of an update, in bytes before compression, even if every second record is refused or
+    missing."""
     names = COMPRESSED * 2 * (records_per_batch + 7) // 8 if records_per_batch > _NAMED_IN_MEMBER else 0
     return (_MEMBER_BYTES + names) * batches

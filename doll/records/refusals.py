@@ -34,8 +34,8 @@ class UnreadValue(bytes):
 
 
 class ReasonCounts:
-    """The number of dead letters for each reason. Reasons that differ only in their numbers are counted as one, under
-    the text of the first one."""
+    """The number of dead letters for each reason. Reasons that differ only in numbers are counted under the first of
+    them."""
 
     def __init__(self, counts: Iterable[tuple[str, int]] = ()) -> None:
         self._names: dict[str, str] = {}

@@ -8,8 +8,7 @@ import msgspec
 
 
 class Rollback(msgspec.Struct, frozen=True, kw_only=True):
-    """A return of the model to an earlier version: the samples learned since then are not in the model
-    (docs/decisions/0090).
+    """A return of the model to an earlier version, without the samples learned since then (docs/decisions/0090).
 
     Updates and server starts of terms below `term` with versions above `to` are abandoned. Version numbers are not used
     twice: the numbers from `to` + 1 to `version` have no update.

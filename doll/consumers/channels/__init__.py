@@ -1,1 +1,1 @@
-"""How a worker's records travel: through Kafka, and over a control link if there is one."""
+"""The transports of a worker's records: Kafka, and a control link if there is one."""

@@ -1,7 +1,7 @@
-"""A worker's end of the control channel: it keeps the fastest link to the server that works, else there is Kafka.
+"""A worker's end of the control channel. It uses the fastest link to the server that works, or Kafka if none works.
 
-All of it runs on the worker's event loop, except opening a connection. Each change of the channel is reported, so that
-what is not confirmed is sent again on the new one, in order (ADR 0026).
+All code runs on the worker's event loop, except the opening of connections. Each change of the channel is reported, so
+that unconfirmed records are sent again on the new channel, in order (ADR 0026).
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ class ControlLink:
     """The control link of one worker process.
 
     Args:
-        kind: `control.kind`: which endpoints of a Welcome are used.
-        on_refused: called with the number of refusals so far when an endpoint of a Welcome is another user's or run's.
+        kind: `control.kind`; it selects the endpoints of a Welcome that may be used.
+        on_refused: called with the number of refusals so far when an endpoint of a Welcome belongs to another user or
+            run.
     """
 
     def __init__(self, services: Services, kind: str, *, on_refused: Callable[[int], object] = lambda _: None) -> None:
         self._num_refused = 0
-        self._refused = ("", "")  # the last one: endpoint and reason
+        self._refused = ("", "")  # endpoint and reason of the last refusal
         self._on_refused = on_refused
         self._services = services
         self._accepted = _ACCEPTED[kind]
@@ -50,7 +51,7 @@ class ControlLink:
         self._welcomed = asyncio.Event()
         self._link: Link | None = None
         self._failed = asyncio.Event()
-        self._due = asyncio.Event()  # look at the link
+        self._due = asyncio.Event()  # set when a check of the link is due
         self._failure: LinkError | None = None
         self._deliver: Callable[[list[AnyRecord]], object] = lambda _: None
         self._on_change: Callable[[], object] = lambda: None
@@ -60,9 +61,9 @@ class ControlLink:
         return "kafka" if self._link is None else self._link.kind
 
     def welcome(self, welcome: Welcome) -> None:
-        """A server has welcomed this process: attach to it. The same Welcome may come again.
+        """Attach to the server that has welcomed this process. The same Welcome may come again.
 
-        That of a server which was replaced meanwhile may come late, and is ignored.
+        A late Welcome of a server that was replaced since is ignored.
         """
         if welcome.term < self._term:
             return
@@ -75,9 +76,10 @@ class ControlLink:
         self._welcomed.set()
 
     def send(self, record: AnyRecord) -> bool:
-        """Send on the link; False: it has to go through Kafka.
+        """Send a record on the link. False: the record must be sent through Kafka.
 
-        A push on a link that breaks at this moment is sent by the change that follows, after those before it.
+        If the link breaks during a push, the push is sent again after the change of the channel, after the pushes
+        before it.
         """
         welcome, link = self._welcome, self._link
         if link is None or welcome is None or getattr(record, "term", welcome.term) != welcome.term:
@@ -92,8 +94,8 @@ class ControlLink:
         return True
 
     async def run(self, deliver: Callable[[list[AnyRecord]], object], on_change: Callable[[], object]) -> None:
-        """Keep a link open; never returns. `deliver`: gets the records that come. `on_change`: called when grants and
-        pushes go another way from now on."""
+        """Keep a link open; never returns. `deliver`: receives the records. `on_change`: called when grants and pushes
+        change to another channel."""
         self._deliver, self._on_change = deliver, on_change
         pause_s = _RETRY_S
         while True:
@@ -118,7 +120,7 @@ class ControlLink:
                 pause_s = _RETRY_S
 
     def close(self, reason: str) -> None:
-        """End the link; no other is opened."""
+        """End the link, and open no other."""
         self._welcome = None
         link, self._link = self._link, None
         if link is not None:
@@ -128,7 +130,7 @@ class ControlLink:
     # --- one link -----------------------------------------------------------------------------------------------------
 
     async def _hold(self, welcome: Welcome, link: Link) -> None:
-        """Use `link`, or a faster one that opens later, until it fails."""
+        """Use `link`, or a faster link that opens later, until it fails."""
         self._use(link)
         tried_s = time.monotonic()
         while True:
@@ -148,8 +150,8 @@ class ControlLink:
         self._on_change()
 
     async def _until_due(self) -> None:
-        """Return when a check is due or the link has failed. It runs on every link all the time, and costs half of what
-        `asyncio.wait_for` does."""
+        """Wait until a check is due or the link has failed. This method runs all the time on every link, and costs half
+        of `asyncio.wait_for`."""
         if self._failed.is_set():
             return
         self._due.clear()
@@ -167,7 +169,7 @@ class ControlLink:
             loop.add_reader(descriptor, self._read)
         log.info("control_channel", kind=link.kind)
         self._on_change()
-        self._read()  # what came together with the Attached
+        self._read()  # records that came together with the Attached
 
     def _read(self) -> None:
         if self._link is None or self._failed.is_set():
@@ -181,7 +183,7 @@ class ControlLink:
                 self._deliver(records)
 
     def _check(self) -> None:
-        self._read()  # first: a process that was stopped for a while must not take the server for silent
+        self._read()  # first: after a pause of this process, the server must not look silent
         if self._link is None or self._failed.is_set():
             return
         try:
@@ -217,7 +219,8 @@ class ControlLink:
         return [endpoint for endpoint in welcome.endpoints if self._usable(endpoint)]
 
     async def _open(self, welcome: Welcome, endpoints: Sequence[str]) -> Link | None:
-        """The first of these endpoints that takes this process; None: none does, or `welcome` no longer holds."""
+        """Return a link to the first of these endpoints that accepts this process; None if none does or `welcome` is
+        outdated."""
         loop = asyncio.get_running_loop()
         for endpoint in endpoints:
             if self._is_replaced(welcome):
@@ -242,7 +245,7 @@ class ControlLink:
         return None
 
     def _report(self, endpoint: str, error: LinkError) -> None:
-        """Report that this endpoint takes no link now; a refusal: it is not the server's."""
+        """Report that this endpoint accepts no link now. A refusal means that it does not belong to the server."""
         if not error.is_refusal:
             log.info("control_link_unavailable", endpoint=endpoint, reason=str(error))
             return
@@ -253,7 +256,8 @@ class ControlLink:
             log.warning("control_endpoint_refused", endpoint=endpoint, reason=str(error))
 
     def _is_replaced(self, welcome: Welcome) -> bool:
-        """Another server or session came after `welcome`, or this process ends. The same Welcome again is neither."""
+        """Return whether another server or session came after `welcome`, or whether this process ends. A repeated
+        Welcome counts as neither."""
         newest = self._welcome
         return newest is None or (newest.term, newest.session) != (welcome.term, welcome.session)
 

@@ -1,7 +1,7 @@
-"""A worker's channel to Kafka beside Faust: joins the job, sends to `events` and `dead`, and reads `commands`.
+"""A worker's channel to Kafka outside Faust. It joins the job, sends to `events` and `dead`, and reads `commands`.
 
-It sends with librdkafka, whose producer keeps order, retries without limit and never doubles a record. Commands are
-read on a connection of their own: a client has one fetch per broker under way, so a grant would wait behind a fetch of
+It sends with librdkafka, whose producer keeps the order, retries without limit and never duplicates a record. Commands
+are read on a separate connection: a client has one fetch per broker at a time, so a grant would wait behind a fetch of
 samples, or every fetch of samples would have to be short (ADR 0006).
 """
 
@@ -30,20 +30,20 @@ log = get_logger(__name__)
 Commands: TypeAlias = list[tuple[int, bytes | None]]  # (offset, value), in order
 
 _LOOKUP_S: Final = 5.0
-_MAX_LOOKUP_S: Final = 20.0  # a worker that is to leave meanwhile does so after this
+_MAX_LOOKUP_S: Final = 20.0  # a worker that must leave during a lookup leaves after it
 _JOIN_RETRY_S: Final = 2.0
 _LOG_AGAIN_S: Final = 10.0
-_POLL_S: Final = 0.2  # how soon the thread that reads commands sees that it must stop
+_POLL_S: Final = 0.2  # maximum time after which the thread that reads commands notices that it must stop
 
 
 class JobEndedError(Exception):
-    """The parameter server sent Stop while this worker was joining, or before, and no other server has come since."""
+    """The parameter server sent Stop before or while this worker joined, and no other server has started since."""
 
 
 class WorkerChannel:
-    """Kafka, as one worker uses it beside Faust. `send` and `send_dead_letters` may be called from any thread.
+    """The Kafka channel of one worker outside Faust. Any thread may call `send` and `send_dead_letters`.
 
-    What reads raises ServiceUnavailableError if Kafka does not answer.
+    Methods that read raise ServiceUnavailableError if Kafka does not answer.
     """
 
     def __init__(self, config: JobConfig, services: Services, worker: int) -> None:
@@ -60,11 +60,11 @@ class WorkerChannel:
         self._thread: threading.Thread | None = None
 
     def send(self, record: AnyRecord) -> None:
-        """Queue a record for the parameter server; order is kept, delivery is retried until it succeeds."""
+        """Queue a record for the parameter server. The order is kept, and delivery is retried until it succeeds."""
         self._publisher.send(self._events_topic, record, key=self._key)
 
     def send_dead_letters(self, letters: list[DeadLetter]) -> None:
-        """Store refused records; returns when Kafka has them, so that no update can count them before. Raises
+        """Store refused records, and return after Kafka has them, so that no update can count them earlier. Raise
         ServiceUnavailableError if Kafka does not take them."""
         for letter in letters:
             self._publisher.send(self._dead_topic, letter, key=self._key)
@@ -77,12 +77,12 @@ class WorkerChannel:
             )
 
     def report(self, values: dict[str, float]) -> None:
-        """Report measurements of this worker on `metrics` (`Metric`). From any thread."""
+        """Report measurements of this worker on `metrics` (`Metric`). Any thread may call this method."""
         metric = Metric(source=worker_source(self._worker), values=values, time_s=time.time())
         self._publisher.send(self._config.topic("metrics"), metric, key=self._key)
 
     def poll(self) -> None:
-        """Handle delivery reports; call it now and then."""
+        """Handle delivery reports. Call it regularly."""
         self._publisher.poll()
 
     def flush(self, timeout_s: float) -> None:
@@ -90,7 +90,8 @@ class WorkerChannel:
 
     @cached_property
     def _metadata_consumer(self) -> Any:
-        """A consumer that only asks, made when somebody does: each client costs the broker a connection.
+        """A consumer that only asks for offsets. It is created when first used, because each client costs the broker a
+        connection.
 
         A request for watermarks on another connection would wait behind the fetch of commands, and librdkafka would
         poll for its answer a thousand times a second.
@@ -98,22 +99,22 @@ class WorkerChannel:
         return make_consumer(self._config, self._services, "metadata")
 
     def watermarks(self, topic: str, partition: int) -> tuple[int, int]:
-        """(low, high): the first offset that the partition still holds, and the one that its next record gets."""
+        """Return (low, high): the first offset that the partition still holds, and the offset of its next record."""
         return partition_bounds(self._metadata_consumer, self._services.kafka, topic, partition, _LOOKUP_S)
 
     def bounds_of_partitions(self, topic: str, partitions: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """`watermarks` of many partitions, in few requests."""
+        """Return the `watermarks` of many partitions, with few requests."""
         return bounds_of_partitions(self._metadata_consumer, self._services.kafka, topic, partitions, _LOOKUP_S)
 
     def holds_record(self, topic: str, partition: int, lo: int, hi: int) -> bool:
-        """Whether there is a record in [lo, hi): the marker of a transaction takes an offset and is no record."""
+        """Return whether [lo, hi) contains a record. A transaction marker has an offset but is not a record."""
         with RangeReader(self._config, self._services) as reader:
             for _ in reader.read(topic, partition, lo, hi):
                 return True
         return False
 
     def read_values(self, topic: str, partition: int, offsets: Collection[int]) -> dict[int, bytes]:
-        """The values that the log holds at these offsets, without offsets that it does not hold any more."""
+        """Return the values at these offsets, without offsets that the log does not hold any more."""
         if not offsets:
             return {}
         with RangeReader(self._config, self._services) as reader:
@@ -123,21 +124,21 @@ class WorkerChannel:
     def join(
         self, process: str, should_stop: Callable[[], bool], incarnation: int = 0, *, after_term: int = 0
     ) -> tuple[Welcome, int] | None:
-        """Ask the parameter server for a place, and wait for it as long as it takes. Call it once.
+        """Ask the parameter server for a place, and wait as long as it takes. Call it once.
 
         Args:
-            after_term: servers of terms up to this one were of earlier runs: their Stop is not this job's.
+            after_term: servers of terms up to this one belong to earlier runs, so their Stop does not end this job.
 
         Returns:
-            The Welcome and the offset after it on this worker's partition of `commands`, where `read_commands` goes on;
+            The Welcome and the next offset in this worker's partition of `commands`, where `read_commands` continues;
             None if `should_stop` returned True.
 
         Raises:
-            FencedError: a newer process of this worker is there.
+            FencedError: a newer process of this worker has joined.
             JobEndedError: the job is over.
         """
-        # Commands from before this moment are not for this process, with one exception: a Stop as the last of them
-        # means that the job has ended and nobody will answer, unless a resumed server soon does.
+        # Earlier commands are not for this process, with one exception: if the last is a Stop, the job has ended, and
+        # no server will answer unless a resumed one soon starts.
         reader = self._reader = self._open_commands(should_stop)
         if reader is None:
             return None
@@ -175,10 +176,11 @@ class WorkerChannel:
         return None
 
     def _open_commands(self, should_stop: Callable[[], bool]) -> Reader | None:
-        """A reader of this worker's commands, from the last one; None if `should_stop` returned True.
+        """Return a reader of this worker's commands, beginning with the last one; None if `should_stop` returned True.
 
-        It waits for a broker that does not keep up, as where a thousand workers start at once: before it asks again it
-        pauses for a random time, so that they do not all come back together."""
+        If the broker is overloaded, as when a thousand workers start at once, the method pauses for a random time
+        before it asks again, so that the workers do not all return together.
+        """
         timeout_s = _LOOKUP_S
         while not should_stop():
             try:
@@ -198,10 +200,8 @@ class WorkerChannel:
         return None
 
     def read_commands(self, deliver: Callable[[Commands], object]) -> None:
-        """Pass what comes after the Welcome to `deliver` from now on, as (offset, value), in order, from a thread.
-
-        Call it once, after `join`.
-        """
+        """Pass the commands after the Welcome to `deliver`, as (offset, value), in order, in another thread. Call it
+        once, after `join`."""
         assert self._reader is not None, "join first"
         self._thread = threading.Thread(
             target=self._read_commands, args=(self._reader, deliver), name="commands", daemon=True

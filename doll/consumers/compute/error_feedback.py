@@ -1,9 +1,9 @@
-"""Contributions in 16 bits: what rounding takes from one of them is added to the next one.
+"""Contributions in 16 bits with error feedback: the rounding error of one contribution is added to the next one.
 
 Seide et al., 1-bit stochastic gradient descent (Interspeech 2014); Karimireddy et al., Error feedback fixes SignSGD
-(ICML 2019). The error is the worker's own: it is not in a checkpoint, and goes with the process. Nor is it taken back
-if a contribution is refused and its batches are computed again. Either way, what is lost or counts twice is at most
-the rounding of one contribution.
+(ICML 2019). The error belongs to the worker's process: it is not in a checkpoint, and is lost with the process. It is
+also not taken back if a contribution is refused and its batches are computed again. In both cases, at most the rounding
+error of one contribution is lost or counted twice.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class ErrorFeedback:
         self._error: torch.Tensor | None = None
 
     def round(self, values: npt.NDArray[np.float32]) -> RoundedVector | None:
-        """`values`, shape (numel,), and the error so far, rounded; None if a number is not finite: it is sent as it
-        is, and refused by the server."""
+        """Add the present error to `values`, shape (numel,), and return the rounded sum. None if a number is not
+        finite: such a contribution is sent unrounded, and the server refuses it."""
         wanted = torch.from_numpy(np.array(values))
         if self._error is not None:
             wanted += self._error
@@ -39,7 +39,7 @@ class ErrorFeedback:
         if self._form == "bf16":
             exponent, rounded = None, wanted.to(torch.bfloat16).to(torch.float32)
         else:
-            # A power of two, so that scaling rounds nothing.
+            # A power of two, so that scaling does not round.
             exponent = math.frexp(largest)[1] - _LARGEST if largest else 0
             scaled = torch.ldexp(wanted, torch.tensor(-exponent)).to(torch.float16)
             rounded = torch.ldexp(scaled.to(torch.float32), torch.tensor(exponent))

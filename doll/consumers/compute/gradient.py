@@ -1,4 +1,5 @@
-"""Algorithm 2: the gradient of one batch at exactly the given weights, and which weights the replica holds."""
+"""Algorithm 2: the gradient of one batch at exactly the given weights, and the version of the weights in the replica.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +36,11 @@ T = TypeVar("T")
 
 
 class ForwardPasses:
-    """Runs forward and loss. Not thread-safe: one thread computes.
+    """The runner of forward pass and loss. Not thread-safe: one thread computes.
 
-    `bf16` is `torch.autocast`: parameters, gradients and the sum of a set stay float32. A module that is compiled is
-    the same module with the same parameters; if compiled code fails and the module itself does not, the rest of the
-    job runs without it.
+    `bf16` uses `torch.autocast`: parameters, gradients and the sum of a set remain float32. A compiled module is the
+    same module with the same parameters. If the compiled code fails and the module itself does not, the rest of the job
+    runs without compiled code.
     """
 
     def __init__(
@@ -52,17 +53,14 @@ class ForwardPasses:
         self._compiled: Any = torch.compile(module) if compiles else None
 
     def run(self, forward: Callable[[torch.nn.Module], T], undo: Callable[[], None]) -> T:
-        """The result of `forward` for the module, which it may call more than once.
-
-        Args:
-            undo: puts the module back to what it was before a pass. Compiled code that fails may have run in part, and
-                may have changed buffers, such as the statistics of batch norm.
-        """
+        """Return the result of `forward` for the module; `forward` may be called more than once. `undo`: restores the
+        module to its state before a pass, because compiled code that fails may have changed buffers, such as the
+        statistics of batch norm."""
         if self._compiled is not None:
             try:
                 with self._context():
                     return forward(self._compiled)
-            except Exception as exc:  # of the compiler, of its code, or of the user's
+            except Exception as exc:  # from the compiler, its code, or the user's code
                 undo()
                 with self._context():
                     result = forward(self._module)
@@ -79,27 +77,27 @@ class ForwardPasses:
 
 
 _MAX_SUM: Final = 1e38  # well below the largest float32
-_PIECE: Final = 1 << 18  # numbers; their float64 fit into a cache
+_PIECE: Final = 1 << 18  # values; as float64 they fit into a CPU cache
 _NONE: Final = (-1, -1)  # (term, version)
 
 
 class Gradient(NamedTuple):
-    """Sums over the samples of one batch, each times its weight."""
+    """Sums over the samples of one batch, each sample times its weight."""
 
-    # float32, shape (numel,), laid out as `doll.model.flat_model` says, on the model's device. It is the model's own
+    # float32, shape (numel,), in the layout of `doll.model.flat_model`, on the model's device. It is the model's own
     # memory: store it before the next `compute`.
     vector: torch.Tensor
     loss_sum: float  # sum of the sample losses at the given weights, before learning from them
     metric_sums: dict[str, float]  # sums of the task's metrics over the samples
-    weight: float  # sum of the samples' weights, which each of them is multiplied by here
-    norm: float = 0.0  # of the part of the parameters and of `rows`; infinite if a number of it is not finite
+    weight: float  # sum of the samples' weights
+    norm: float = 0.0  # norm of the parameters' part and of `rows`; infinite if a value is not finite
     buffer_change: float = 0.0  # norm of the change of the float buffers; infinite as above
-    rows: Mapping[str, Rows] = {}  # of the tables that took part, by name; their memory stays as it is
+    rows: Mapping[str, Rows] = {}  # rows of the tables that were used, by name; their memory is not overwritten
     absent: int = 0  # parameters that no sample has used, see `FlatModel.absent`
 
     @property
     def values(self) -> npt.NDArray[np.float32]:
-        """`vector` in this machine's memory: a view if it is there, else a copy."""
+        """`vector` in this machine's memory: a view if the vector is there already, otherwise a copy."""
         array: npt.NDArray[np.float32] = self.vector.cpu().numpy()
         return array
 
@@ -108,7 +106,7 @@ class Gradient(NamedTuple):
         return self.vector.numel() + sum(rows.values.size for rows in self.rows.values())
 
     def problem(self) -> str:
-        """The reason why loss, gradient or statistics are not finite; "" if all are."""
+        """Return the reason why loss, gradient or statistics are not finite; "" if all are finite."""
         if not math.isfinite(self.loss_sum):
             return f"the loss is {self.loss_sum}"
         if not math.isfinite(self.norm):
@@ -117,10 +115,10 @@ class Gradient(NamedTuple):
 
 
 class GradientComputer:
-    """One worker's replica of the model. Not thread-safe: one thread computes.
+    """The replica of the model at one worker. Not thread-safe: one thread computes.
 
     Attributes:
-        seed: of the random numbers of each pass, see `doll.model.random_numbers`; None: they go on.
+        seed: seed of the random numbers of each pass, see `doll.model.random_numbers`. None: the generator continues.
     """
 
     seed: int | None = None
@@ -129,11 +127,11 @@ class GradientComputer:
         self._task = task
         self._model = model
         self._passes = passes or ForwardPasses(model.module)
-        self._is_behind = False  # the model's device may not have what `weights` gave to a caller
+        self._is_behind = False  # a caller may have changed `weights`, which the model's device does not have yet
 
     @property
     def weights(self) -> npt.NDArray[np.float32]:
-        """The weights of the replica: float32, shape (numel,). The caller may change it between two passes."""
+        """The weights of the replica: float32, shape (numel,). The caller may change them between two passes."""
         self._is_behind = True
         array: npt.NDArray[np.float32] = self._model.host.numpy()
         return array
@@ -148,7 +146,7 @@ class GradientComputer:
         self._is_behind = False
 
     def load(self, weights: npt.NDArray[np.float32]) -> None:
-        """Copy `weights`, float32, shape (numel,), into the replica. Raises ValueError if it is of another shape."""
+        """Copy `weights`, float32, shape (numel,), into the replica. Raise ValueError if the shape differs."""
         if weights.shape != (self.num_values,):
             raise ValueError(f"expected weights of shape ({self.num_values},), got {weights.shape}")
         self.weights[:] = weights
@@ -157,15 +155,16 @@ class GradientComputer:
         self, x: Tree, y: Tree, weight: Array | None = None, group: Array | None = None, *,
         use_running_stats: bool = False,
     ) -> Gradient:  # fmt: skip
-        """Gradient of the summed loss over n >= 1 samples, as in `doll.task.batches.SampleBatch`.
+        """Return the gradient of the summed loss over n >= 1 samples, as in `doll.task.batches.SampleBatch`.
 
-        The replica is left as it was: a worker may compute several batches at one version.
+        The weights of the replica do not change, so a worker may compute several batches at one version.
 
         Args:
-            use_running_stats: let batch norm use the statistics so far, so that samples do not influence each other.
+            use_running_stats: True: batch norm uses its running statistics, so that samples do not influence each
+                other.
 
         Raises:
-            TaskError: the loss has no gradient, is no loss, or a buffer of the model has another shape by now.
+            TaskError: the loss has no gradient or is not a valid loss, or a buffer of the model has changed its shape.
         """
         model, batch = self._model, SampleBatch(x, y, weight, group)
         self._catch_up()
@@ -176,7 +175,7 @@ class GradientComputer:
             if model.tables is not None:
                 model.tables.reset()
             # One sample has no variance, and torch refuses it: a batch with one usable sample would end
-            # the worker. Its normalisation uses the statistics so far and does not change them.
+            # the worker. Its normalisation uses the running statistics and does not change them.
             uses_running_stats = use_running_stats or batch.num_samples == 1
             output, loss, inputs = self._forward(batch, buffers, use_running_stats=uses_running_stats)
             if not loss.total.requires_grad:
@@ -200,7 +199,7 @@ class GradientComputer:
             self._undo_pass(buffers)
 
     def loss(self, x: Tree, y: Tree, weight: Array | None = None, group: Array | None = None) -> float:
-        """Mean loss over the samples, each apart from the others."""
+        """Return the mean loss over the samples, computed so that samples do not influence each other."""
         batch = SampleBatch(x, y, weight, group)
         self._catch_up()
         buffers = self._model.flat.detach()[self._model.num_parameters :].clone()
@@ -211,7 +210,7 @@ class GradientComputer:
             self._undo_pass(buffers)
 
     def _undo_pass(self, buffers: torch.Tensor) -> None:
-        """Put the buffers back as they were before a forward pass, and forget the rows that it used."""
+        """Restore the buffers to their values before a forward pass, and forget the rows that the pass used."""
         self._model.restore_buffers()
         self._model.flat.detach()[self._model.num_parameters :] = buffers
         if self._model.tables is not None:
@@ -219,7 +218,7 @@ class GradientComputer:
 
     @contextmanager
     def stepped_by(self, gradient: Gradient, rate: float) -> Iterator[None]:
-        """Meanwhile the parameters are `rate` times `gradient` further on."""
+        """Add `rate` times `gradient` to the parameters while the context is open."""
         parameters = slice(self._model.num_parameters)
         before, values = self._model.copied(self.weights[parameters]), gradient.values
         try:
@@ -236,7 +235,7 @@ class GradientComputer:
             self.weights[parameters] = before
 
     def kept(self, gradient: Gradient) -> Gradient:
-        """`gradient` with its values in other memory than the model's, which the next one overwrites."""
+        """Return `gradient` with a copy of its values, because the next gradient overwrites the model's memory."""
         return gradient._replace(vector=torch.from_numpy(self._model.copied(gradient.values)))
 
     def new_sum(self) -> GradientSum:
@@ -247,12 +246,12 @@ class GradientComputer:
         return self._model.num_buffers
 
     def buffers(self, gradient: Gradient) -> npt.NDArray[np.float64]:
-        """The float buffers after its batch, shape (num_buffers,)."""
+        """Return the float buffers after the gradient's batch, shape (num_buffers,)."""
         return gradient.values[self._model.num_parameters : self._model.num_floats].astype(np.float64) / gradient.weight
 
     @contextmanager
     def buffers_changed_by(self, change: npt.NDArray[np.float64]) -> Iterator[None]:
-        """Meanwhile `change`, shape (num_buffers,), is added to the float buffers."""
+        """Add `change`, shape (num_buffers,), to the float buffers while the context is open."""
         floats = slice(self._model.num_parameters, self._model.num_floats)
         before = self.weights[floats].copy()
         try:
@@ -265,7 +264,8 @@ class GradientComputer:
     def _forward(
         self, batch: SampleBatch, buffers: torch.Tensor, *, use_running_stats: bool
     ) -> tuple[Any, passes.Loss, passes.Inputs]:  # fmt: skip
-        """Output, loss, and what the task got. `buffers`: a copy of what the module has before."""
+        """Return the output, the loss and the task's inputs. `buffers`: a copy of the module's buffers before the pass.
+        """
         if self.seed is not None:
             draw_from(self.seed, self._model.device)
         module = self._model.module.train()
@@ -285,19 +285,20 @@ class GradientComputer:
 
 
 class GradientSum:
-    """`SetContribution`: the gradients of one set of batches, added in float32 in the order of the batches.
+    """A `SetContribution`: the gradients of one set of batches, added in float32 in the order of the batches.
 
-    One alone is not copied. Buffers that are not of floats are the last gradient's. Not thread-safe.
+    A single gradient is not copied. Buffers that are not floats have the values of the last gradient. Not thread-safe.
     """
 
     def __init__(self, num_parameters: int, num_floats: int) -> None:
-        """`num_floats`: of parameters and float buffers; what comes after is not numbers."""
+        """Create a sum. `num_floats`: the number of parameters and float buffers; the values after these are not
+        numbers."""
         self._num_parameters = num_parameters
         self._num_floats = num_floats
-        self._memory: torch.Tensor | None = None  # where the gradients are; allocated when a set has two
-        self._is_kept = False  # `_memory` holds those before `_last`
+        self._memory: torch.Tensor | None = None  # the sum; allocated when a set has two gradients
+        self._is_kept = False  # `_memory` holds the gradients before `_last`
         self._last: torch.Tensor | None = None
-        self._bound = 0.0  # no number of the sum is larger
+        self._bound = 0.0  # upper bound of the values of the sum
         self.absent = 0
         self._rows: dict[str, list[Rows]] = {}
         self._grant: Grant | None = None
@@ -312,7 +313,7 @@ class GradientSum:
         return tuple(self._holds)
 
     def rest(self, until: int) -> None:
-        self._holds = []  # each push has all of its batches' gradients
+        self._holds = []  # each push has the complete gradients of its batches
 
     def rest_stored(self) -> None:
         pass
@@ -324,7 +325,7 @@ class GradientSum:
         return True
 
     def add(self, gradient: Gradient, *, batch: int) -> bool:
-        """False if float32 may not hold the sum."""
+        """Add a gradient. Return False if float32 may not be able to represent the sum."""
         self._expect_later(batch)
         floats = gradient.vector[self._num_parameters : self._num_floats]
         bound = self._bound + max(gradient.norm, float(floats.abs().max()) if len(floats) else 0.0)
@@ -347,14 +348,14 @@ class GradientSum:
             raise IllegalEventError(f"expected a batch after {self._holds[-1][0]}, got {batch}")
 
     def keep(self) -> None:
-        """Copy what `add` has taken."""
+        """Copy the gradient of the last `add`."""
         vector, floats = self._last, self._num_floats
         if vector is None:
             return
         if self._memory is None:
             self._memory = torch.empty_like(vector)
         if self._is_kept:
-            vector = vector.to(self._memory.device)  # one that the guard has kept is in the machine's memory
+            vector = vector.to(self._memory.device)  # a gradient that the guard has kept is in the machine's memory
             self._memory[:floats] += vector[:floats]
             self._memory[floats:] = vector[floats:]
         else:
@@ -362,7 +363,8 @@ class GradientSum:
         self._is_kept, self._last = True, None
 
     def values(self) -> npt.NDArray[np.float32] | None:
-        """The sum: on the CPU in this object's memory, or in the gradient's if it is one alone; else a copy."""
+        """Return the sum on the CPU. It is this object's memory or a single gradient's memory if that is on the CPU,
+        otherwise a copy."""
         if self._is_kept:
             self.keep()
         vector = self._memory if self._is_kept else self._last
@@ -375,7 +377,8 @@ class GradientSum:
 def stored_weights(
     blobs: Blobs, key: str, *, job: str, version: int, numel: int
 ) -> npt.NDArray[np.float32] | None:  # fmt: skip
-    """The weights under `key`, shape (numel,), which may be a view; None if the store does not hold them whole."""
+    """Return the weights under `key`, shape (numel,), perhaps as a view. None: the store does not hold them completely.
+    """
     if (blob := blobs.get(key)) is None:
         return None
     try:
@@ -386,49 +389,53 @@ def stored_weights(
 
 
 class LocalModel(Protocol):
-    """Port: the weights of one worker's replica. Policies of exact versions allow one; others the newest and those down
-    to a minimum. Workers that see their own steps add them on top (docs/decisions/0020).
+    """Port: the weights in one worker's replica. Policies of exact versions allow one version; other policies allow the
+    newest version and older versions down to a minimum. A worker that sees its own steps adds them to the weights
+    (docs/decisions/0020).
 
-    Not thread-safe, except `offer`: the thread that computes owns it.
+    Not thread-safe, except `offer`: the thread that computes owns the object.
     """
 
     def offer(self, weights: NewVersion) -> None:
-        """The server has published these for workers to use: `load` does not keep older ones."""
+        """Note that the server has published these weights for workers: `load` then does not keep older weights."""
 
     @property
     def delta_bytes(self) -> int:
-        """The bytes that the last read took instead of those of the whole weights; 0: it took the whole."""
+        """The size of the deltas that the last read used instead of the complete weights. 0: it used none."""
 
     def load(self, grant: Grant) -> int | None:
-        """Bring weights that `grant` allows into the replica; returns their version, None if the blob store does not
-        hold them whole. Raises ServiceUnavailableError if it is unreachable, and waiting for it was given up."""
+        """Load weights that `grant` allows into the replica, and return their version. None: the blob store does not
+        hold them completely. Raise ServiceUnavailableError if the store is unreachable and the worker must not wait for
+        it any longer."""
 
 
 class ReplicaState(NamedTuple):
     """The state of the replica after a refresh."""
 
     version: int
-    is_new: bool = False  # it was fetched, and nothing else is in the replica
-    included: int = 0  # of what was fetched: how many batches of this worker's stream it holds
+    is_new: bool = False  # the version was fetched, and the replica contains nothing else
+    included: int = 0  # number of this worker's batches in the fetched version
 
 
 class CachedVersion:
-    """`LocalModel` that keeps the version it fetched last, while grants allow it and no newer one was offered."""
+    """A `LocalModel` that keeps the last fetched version, while grants allow this version and no newer one was offered.
+    """
 
     def __init__(
         self, job: str, blobs: Blobs, computer: GradientComputer, background: Executor | None = None,
         deltas: DeltaReader | None = None,
     ) -> None:  # fmt: skip
-        """`background`: of one thread, which reads what is offered; None: it is read when the next batch begins.
-        `deltas`: reads what has changed, if the server publishes that; None: whole weights are read."""
+        """Create the model. `background`: an executor with one thread that reads offered versions in advance; None:
+        they are read when the next batch begins. `deltas`: a reader of the changes of the weights, if the server
+        publishes them; None: the complete weights are read."""
         self._deltas = deltas
         self._ahead = None if background is None else WeightsAhead(self._stored, background)
         self._job = job
         self._blobs = blobs
         self._computer = computer
-        self._cached = _NONE  # in the replica
-        self.delta_bytes = 0  # that the last read took instead of those of the whole; 0: it took the whole
-        self._offered: NewVersion | None = None  # the newest that the server has sent; set by another thread
+        self._cached = _NONE  # (term, version) in the replica
+        self.delta_bytes = 0  # see `LocalModel.delta_bytes`
+        self._offered: NewVersion | None = None  # the newest offered version; set by another thread
 
     def offer(self, weights: NewVersion) -> None:
         before = self._offered
@@ -442,11 +449,11 @@ class CachedVersion:
         return None if refreshed is None else refreshed.version
 
     def forget(self) -> None:
-        """The replica is not what was fetched any more: the next `refresh` fetches."""
+        """Forget the fetched version, because the replica has changed: the next `refresh` fetches again."""
         self._cached = _NONE
 
     def refresh(self, grant: Grant) -> ReplicaState | None:
-        """Load the newest weights that the worker knows of. What it has is never replaced by older ones."""
+        """Load the newest weights that the worker knows. Older weights never replace newer weights in the replica."""
         offered = self._offered if self._offered is not None and self._offered.term == grant.term else None
         has, version = self._cached[0] == grant.term, self._cached[1]
         sources: list[Grant | NewVersion] = [grant]

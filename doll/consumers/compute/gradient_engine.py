@@ -1,8 +1,9 @@
-"""The place where a worker's gradients are computed, away from its event loop, and Algorithm 2 from grant to blob.
+"""The engine that computes a worker's gradients outside its event loop, and the steps of Algorithm 2 from grant to
+blob.
 
-That is one thread of the worker's process, or a pipeline of stages (`doll.consumers.pipeline.pipeline_engine`), which
-takes several grants at once. `GrantHandler` does in that thread what a grant asks for: weights, guarded gradient, sum
-or steps, compression.
+The engine is one thread of the worker's process, or a pipeline of stages (`doll.consumers.pipeline.pipeline_engine`),
+which takes several grants at the same time. In that thread, `GrantHandler` does the steps of a grant: weights, guarded
+gradient, sum or steps, compression.
 """
 
 from __future__ import annotations
@@ -35,48 +36,49 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-# (batch, grant id) -> whether a set may go on with this batch. Called between two batches, from the engine's thread.
+# (batch, grant id) -> whether a set may continue with this batch. Called between two batches, in the engine's thread.
 GoesOn: TypeAlias = Callable[[int, int], bool]
 Handle: TypeAlias = Callable[[Grant, Sequence[Batch], GoesOn], GradientDone | None]
 
 
 class GradientEngine(Protocol):
-    """Computes what it is given, in that order. Called from one thread; the futures are set by another.
+    """An engine that computes gradients in the order of submission. One thread calls it; another sets the futures.
 
     Attributes:
-        depth: how many grants may be under way at once. An engine that takes several is given one batch at a time.
+        depth: maximum number of simultaneous grants. An engine that takes several gets one batch at a time.
     """
 
-    ended: Future[None]  # fails when the engine cannot go on, also while nothing is submitted
+    ended: Future[None]  # fails when the engine cannot continue, even if nothing is submitted
 
     @property
     def depth(self) -> int: ...
 
     def submit(self, grant: Grant, batches: Sequence[Batch], goes_on: GoesOn) -> Future[GradientDone | None]:
-        """The sum of the gradients of `batches` at weights that `grant` allows, stored; None: these weights are gone.
+        """Compute and store the sum of the gradients of `batches`, with weights that `grant` allows. None: these
+        weights are gone.
 
-        The set may end early, after its first batch or later: if `goes_on` says so, or if it has taken as long as a set
-        may take. The caller submits the rest. Futures are done in the order of submission. They fail with TaskError
-        (the task's fault), ServiceUnavailableError, or whatever else went wrong.
+        The set may end early, after at least one batch: if `goes_on` returns False, or if the set has reached its time
+        limit. The caller submits the rest. Futures are done in the order of submission. They fail with TaskError (the
+        task's fault), ServiceUnavailableError, or another error.
         """
 
     def offer(self, weights: NewVersion) -> None:
-        """Note newer weights: what is submitted from now on uses these or later ones, if its grant allows that."""
+        """Note newer weights: batches submitted from now on use these or later weights, if their grants allow this."""
 
     def store_rest(self, until: int) -> Future[GradientDone]:
-        """Store what was computed and is not pushed: kept for a later push, or held back of the steps of batches below
-        `until`. Fails as `submit`."""
+        """Store contributions that are computed and not pushed: those kept for a later push, or held back from the
+        steps of batches below `until`. Fails like `submit`."""
 
     def stop(self) -> None:
-        """Begin nothing more: the worker leaves. Batches that were submitted and not begun are answered with a
-        `GradientDone` of no batches."""
+        """Begin no further batch, because the worker leaves. The answer to submitted batches that have not begun is a
+        `GradientDone` without batches."""
 
     def close(self) -> None:
-        """Wait for the batches under way, and drop the others."""
+        """Wait for the batches being computed, and drop the others."""
 
 
 class ThreadGradientEngine:
-    """`GradientEngine` of one thread, so torch never runs beside itself. It computes and does nothing else."""
+    """A `GradientEngine` with one thread, so that torch computes only one thing at a time. The thread only computes."""
 
     depth = 1
 
@@ -87,13 +89,13 @@ class ThreadGradientEngine:
         store_rest: Callable[[int], GradientDone] = lambda until: GradientDone("", 0, ()),
         background: Executor | None = None,
     ) -> None:
-        """`offer`: see `GradientEngine.offer`; called from the caller's thread. `background`: what reads weights beside
-        the computation; it is shut down with this engine."""
+        """Start the thread. `offer`: see `GradientEngine.offer`; it is called in the caller's thread. `background`: the
+        executor that reads weights during the computation; this engine shuts it down."""
         self._background = background
         self._handle = handle
         self._offer = offer
         self._store_rest = store_rest
-        self.ended: Future[None] = Future()  # it never is
+        self.ended: Future[None] = Future()  # never set
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch")
 
     def submit(self, grant: Grant, batches: Sequence[Batch], goes_on: GoesOn) -> Future[GradientDone | None]:
@@ -117,13 +119,13 @@ class ThreadGradientEngine:
 class SetContribution(Protocol):
     """The contribution of a set of batches to an update: the sum of their gradients, or of the worker's own steps.
 
-    It knows which batches it has added, for which grants: a push names these and no others (docs/decisions/0042). Not
+    The object knows which batches it has added, for which grants: a push names exactly these (docs/decisions/0042). Not
     thread-safe.
 
     Attributes:
-        holds_back: `values` did not return the whole of what was added; `rest` has it.
-        holds: (batch, grant id) of what `values` or `rest` returned last, in the order of addition.
-        absent: parameters without a gradient in all of that, see `FlatModel.absent`.
+        holds_back: `values` did not return all that was added; `rest` returns the remaining part.
+        holds: (batch, grant id) of each batch in the last result of `values` or `rest`, in the order of addition.
+        absent: parameters without a gradient in this result, see `FlatModel.absent`.
     """
 
     @property
@@ -136,43 +138,44 @@ class SetContribution(Protocol):
     def holds(self) -> tuple[tuple[int, int], ...]: ...
 
     def begin(self, grant: Grant) -> bool:
-        """The batches of `grant` are computed next. What was added of its first batch or of later ones does not count
-        any more, nor what was added for another server. False if its first batch is in the model already: nothing may
-        be added."""
+        """Begin the batches of `grant`. Drop contributions of its first batch and of later batches, and contributions
+        for another server. Return False if the first batch is already in the model: then no batch may be added."""
 
     def add(self, gradient: Gradient, *, batch: int) -> bool:
-        """Take the gradient of batch `batch`, over its usable samples; its memory must not change until `keep`. False
-        if the set cannot hold it as well: it is the first of another one. Raises IllegalEventError if a later batch was
+        """Add the gradient of batch `batch` over its usable samples; its memory must not change until `keep`. Return
+        False if the set cannot hold it: the batch then begins another set. Raise IllegalEventError if a later batch was
         added before."""
 
     def skip(self, batch: int) -> None:
-        """Add a batch without a usable sample: it belongs to what is pushed, and adds nothing to it."""
+        """Add a batch without usable samples: the push names the batch, but the batch contributes nothing."""
 
     def keep(self) -> None:
-        """The memory of the gradient that `add` has taken may change from now on."""
+        """Copy the gradient of the last `add` if needed, so that its memory may change."""
 
     def values(self) -> Contribution | None:
-        """The dense part of the push, float32, shape (numel,), as in `doll.model.flat_model`; None without any.
+        """Return the dense part of the push, float32, shape (numel,), as in `doll.model.flat_model`; None if there is
+        none.
 
-        It may be this object's memory, until the next `add`.
+        The result may be this object's memory, valid until the next `add`.
         """
 
     def rows(self) -> Mapping[str, Rows]:
-        """The rows of tables to push, by name. Called once, after `values`."""
+        """Return the rows of tables to push, by name. Called once, after `values`."""
 
     def rest(self, until: int) -> Contribution | None:
-        """The part that was added and not pushed, of batches below `until` if something is held back; None: nothing.
-        Raises IllegalEventError if what is held back of these cannot be told from what is held back of later ones."""
+        """Return the part that was added and not pushed, up to the batches below `until` if a part is held back; None
+        if there is none. Raise IllegalEventError if this part cannot be separated from the held-back part of later
+        batches."""
 
     def rest_stored(self) -> None:
-        """Note that `rest`'s result is stored, and held back no longer. Until then `rest` returns it again."""
+        """Note that the result of `rest` is stored and not held back any more. Until then, `rest` returns it again."""
 
 
 class BatchComputer(Protocol):
-    """Computes the gradient of a batch without the samples that must not be learned, or the step that a task makes.
+    """A computer of a batch's gradient (without samples that must not be learned), or of the step that a task makes.
 
     Attributes:
-        usual: what is usual of the batches so far, for the next process that begins; () if nothing is.
+        usual: usual measures of the batches so far, for the next process; (): unknown.
     """
 
     @property
@@ -181,16 +184,17 @@ class BatchComputer(Protocol):
     def compute(
         self, x: Tree, y: Tree, weight: Array | None, group: Array | None, *, seed: int
     ) -> GuardedGradient:  # fmt: skip
-        """The counts of samples, as in `doll.task.batches.SampleBatch`. `seed`: see `doll.model.random_numbers`."""
+        """Return the gradient or the step. Arguments are as in `SampleBatch`. `seed`: see `doll.model.random_numbers`.
+        """
 
 
 def batch_seed(seed: int, batch: Batch) -> int:
-    """The seed of a batch that has samples, for whoever computes it; `seed`: of the job."""
+    """Return the seed of a batch that has samples, the same in each process. `seed`: the job's seed."""
     return seed_of(seed, batch.partition, int(batch.data.offsets[0]))
 
 
 class GrantHandler:
-    """Answers one worker's grants. Not thread-safe: one thread computes."""
+    """The handler of one worker's grants. Not thread-safe: one thread computes."""
 
     def __init__(
         self,
@@ -205,7 +209,8 @@ class GrantHandler:
         rows: WorkerTables | None = None,
         scope: str = "",
     ) -> None:
-        """`scope`: as in `doll.storage.blobs.scope_of`; default: the job, of a run without an id."""
+        """Create the handler. `scope`: as in `doll.storage.blobs.scope_of`; default: the job, for a run without an id.
+        """
         self._scope = scope or config.job
         self._seed = config.seed
         self._ttl_s = config.blobs.ttl_s
@@ -218,7 +223,7 @@ class GrantHandler:
         self._rows = rows
         self._limit_s = config.worker.set_limit_s
         self._batches_per_push = config.training.policy.batches_per_push
-        self._last = (0, 0, 0)  # term, grant id and version of the batch that was computed last
+        self._last = (0, 0, 0)  # term, grant id and version of the last computed batch
 
     def offer(self, weights: NewVersion) -> None:
         """See `GradientEngine.offer`. May be called from any thread."""
@@ -227,22 +232,22 @@ class GrantHandler:
         self._local_model.offer(weights)
 
     def handle(self, grant: Grant, batches: Sequence[Batch], goes_on: GoesOn) -> GradientDone | None:
-        """Compute the gradients of `batches`, one after the other, and store their sum; None: the weights, or rows of
-        tables, are not available.
+        """Compute the gradients of `batches` in order, and store their sum. None: the weights or rows of tables are not
+        available.
 
-        No batch is begun once the set has taken as long as a set may take (`WorkerConfig.set_limit_s`), or if
-        `goes_on` says no; the first one always is. If a push takes several batches and these are not yet all,
-        nothing is stored.
+        After the first batch, no further batch is begun if the set has reached its time limit
+        (`WorkerConfig.set_limit_s`), or if `goes_on` returns False. If a push contains several batches and they are not
+        complete yet, nothing is stored.
 
         Raises:
             TaskError: the fault is the task's or the model's.
-            ServiceUnavailableError: Kafka does not take a dead letter, or waiting for the blob store was given up.
+            ServiceUnavailableError: Kafka does not take a dead letter, or the wait for the blob store was given up.
         """
         started_s = time.perf_counter()
         version: int | None = None
         fetch_s, add_s, delta_bytes = 0.0, 0.0, 0
         computed: list[ComputedBatch] = []
-        self._blobs.settle()  # what was pushed last may be memory that changes now
+        self._blobs.settle()  # the last push may still use memory that changes now
         if not self._contribution.begin(grant):
             log.warning("grant_void", batch=grant.first, reason="its step is in the model already")
             return None
@@ -252,7 +257,7 @@ class GrantHandler:
                 if time.perf_counter() - started_s >= self._limit_s or not goes_on(batch.number, grant_id):
                     break
                 if self._batches_per_push > 1 and batch.number % self._batches_per_push == 0:
-                    break  # it is of another push
+                    break  # the batch belongs to another push
             if batch.num_samples == 0:
                 self._contribution.skip(batch.number)
                 computed.append(usable_samples(batch))
@@ -291,7 +296,7 @@ class GrantHandler:
         return self._store(done, values, "")
 
     def store_rest(self, until: int) -> GradientDone:
-        """Store what was computed and is not pushed; see `GradientEngine.store_rest`."""
+        """Store contributions that are computed and not pushed; see `GradientEngine.store_rest`."""
         self._blobs.settle()
         values = self._contribution.rest(until)
         done = self._store(GradientDone("", self._last[2], (), holds=self._contribution.holds), values, ":rest")
@@ -307,7 +312,7 @@ class GrantHandler:
         begun_s = time.perf_counter()
         parts = self._compressor.compress(values, version=version, rows=self._contribution.rows())
         is_there = True
-        if suffix:  # of a rest that does not come the whole job would be rolled back
+        if suffix:  # if a rest were lost, the whole job would be rolled back
             self._blobs.put(key, parts, self._ttl_s)
         else:
             is_there = self._blobs.put_soon(key, parts, self._ttl_s)
@@ -319,7 +324,7 @@ class GrantHandler:
         )  # fmt: skip
 
     def _compute(self, batch: Batch, version: int) -> ComputedBatch | None:
-        """Compute one batch of the set; None if the sum cannot hold it: it is the first of another set."""
+        """Compute one batch of the set. None: the sum cannot hold it, so it begins another set."""
         begun_s = time.perf_counter()
         gradient, bad = self._guard.compute(*batch.data.samples, seed=batch_seed(self._seed, batch))
         if gradient is None or not gradient.weight:

@@ -1,11 +1,12 @@
-"""The gradient of a batch without harmful samples: samples that cannot be computed or would break the model.
+"""The sample guard: it computes the gradient of a batch without harmful samples, which cannot be computed or would
+break the model.
 
-A batch that is computed and looks as usual costs one norm. Only a batch that fails, or whose gradient is far longer
-than those of earlier batches, is inspected; so is the first batch if no process of the job has told what is usual. A
-sample that fails by itself is refused. In a batch that is only unusual, a sample is refused if its gradient is far
-longer than the gradients of usual samples, also of usual samples with wrong targets, *and* its step would break the
-model for ordinary samples (ADR 0011). Samples that were learned before, the canary, distinguish bad samples from a task
-or a model that fails on all.
+A batch that can be computed and looks usual costs one norm. The guard inspects only batches that fail, or whose
+gradient is much longer than the gradients of earlier batches. It also inspects the first batch, unless another process
+of the job has reported what is usual. A sample that fails alone is refused. In a batch that is only unusual, a sample
+is refused if two conditions hold (ADR 0011): its gradient is much longer than the gradients of usual samples, also with
+wrong targets; *and* its step would break the model for ordinary samples. The canary, a few samples that were learned
+before, distinguishes bad samples from a task or a model that fails on all samples.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ from doll.telemetry import get_logger
 log = get_logger(__name__)
 
 _CANARY_SAMPLES: Final = 16
-# A batch is inspected from this share of the spike factor on: its other samples dilute a bad one.
+# A batch is inspected above this share of the spike factor, because its other samples dilute a bad sample.
 _INSPECT_FROM_SHARE: Final = 0.3
-# For so many learned batches an inspection's measure of usual samples stands: it costs 32 passes of one sample, and the
-# batches of a model that gets most of them right are often unusual.
+# The usual norm from an inspection is valid for so many learned batches: to measure it costs 32 passes of one sample,
+# and the batches of a model that is mostly right are often unusual.
 _USUAL_BATCHES: Final = 256
-# A model whose loss on samples that it has learned is so many times what it was at first diverges, and any sample may
-# look harmful then.
+# A model diverges if its loss on learned samples is so many times the first loss. Then any sample may look harmful.
 _DIVERGED: Final = 100.0
-_FIRST_BATCHES: Final = 10  # that show what the loss was at first
+_FIRST_BATCHES: Final = 10  # batches that define the first loss
 _MAX_REASON_CHARS: Final = 300
 _TINY: Final = 1e-30
 _MOST_MOMENTUM: Final = 0.999
 
 
 class Ordinary(NamedTuple):
-    """Samples that are neither bad nor extreme, the same with wrong targets, and the usual norm of a gradient."""
+    """Samples that are neither bad nor extreme, the same samples with wrong targets, and the usual norm of a gradient.
+    """
 
     samples: SampleBatch
     mistaken: SampleBatch
@@ -50,19 +51,19 @@ class Ordinary(NamedTuple):
 
 
 class GuardedGradient(NamedTuple):
-    """The gradient of the usable samples, None without a usable sample; and why each of the others was refused."""
+    """The gradient of the usable samples (None without a usable sample), and the reason of each refused sample."""
 
     gradient: Gradient | None
     bad: dict[int, str]
 
 
 class Guard:
-    """Computes one worker's batches. Not thread-safe: one thread computes."""
+    """The guard of one worker, which computes its batches. Not thread-safe: one thread computes."""
 
     def __init__(
         self, config: JobConfig, task: Task, computer: GradientComputer, usual: Sequence[float] = ()
     ) -> None:  # fmt: skip
-        """`usual`: as another process of the job has measured it."""
+        """Take `usual`, the property of the same name in another process of the job; (): unknown."""
         self._config = config
         self._task = task
         self._computer = computer
@@ -71,35 +72,36 @@ class Guard:
         if len(usual) == 2 and all(map(math.isfinite, usual)):
             for median, value in zip((self._norms, self._buffer_changes), usual, strict=True):
                 median.add(value)
-        self._first_losses: list[float] = []  # of a sample, in the first batches that this process has learned
+        self._first_losses: list[float] = []  # mean losses of the first batches that this process has learned
         self._has_diverged = False
         self._last: SampleBatch | None = None  # the batch that was learned last
-        self._usual, self._usual_batches = 0.0, 0  # of one sample, by the last inspection; batches for which it stands
+        self._usual, self._usual_batches = 0.0, 0  # norm by the last inspection; batches for which it is valid
 
     @property
     def usual(self) -> tuple[float, ...]:
-        """The norm of a sample's gradient and the change of the buffers, in most of the batches that were learned last;
-        () before the first."""
+        """The median norm of a sample's gradient and the median change of the buffers, over the last learned batches;
+        () before the first batch."""
         return () if math.isnan(self._norms.usual) else (self._norms.usual, self._buffer_changes.usual)
 
     @property
     def _canary(self) -> SampleBatch | None:
-        """A few samples that were learned before, each once; taken when they are needed, which few batches do."""
+        """A few distinct samples that were learned before. They are selected only when needed, which is the case for
+        few batches."""
         return None if self._last is None else _few(self._last)
 
     def compute(
         self, x: Tree, y: Tree, weight: Array | None = None, group: Array | None = None, *,
         seed: int | None = None,
     ) -> GuardedGradient:  # fmt: skip
-        """The gradient of samples, as in `SampleBatch`, without the bad ones of them.
+        """Return the gradient of the good samples. The arguments are as in `SampleBatch`.
 
-        Whether a sample would do harm is judged as if its weight were 1: a weight of 2 is the same sample twice.
+        Harm is judged as if each weight were 1, because a weight of 2 means the same sample twice.
 
         Args:
-            seed: of the random numbers of each pass; None: they go on.
+            seed: seed of the random numbers of each pass. None: the generator continues.
 
         Raises:
-            TaskError: the fault is the task's, or the model's, and not the samples'.
+            TaskError: the fault is the task's or the model's, not the samples'.
             MemoryError, OSError: the fault is this machine's.
         """
         samples = SampleBatch(x, y, weight, group)
@@ -131,8 +133,8 @@ class Guard:
         return (None, problem) if problem else (gradient, "")
 
     def _loss(self, samples: SampleBatch, *, stepped: bool = False) -> float:
-        """The mean loss of samples whose gradient can be computed; infinite if the weights are `stepped` and the task's
-        loss fails there. Raises TaskError if it fails on all of them together."""
+        """Return the mean loss of samples whose gradient can be computed. Return infinity if the weights are `stepped`
+        and the task's loss fails there. Raise TaskError if the loss fails on all samples together."""
         try:
             return self._computer.loss(*samples)
         except Exception as exc:
@@ -142,7 +144,7 @@ class Guard:
             raise TaskError(_fails_together(self._config, reason)) from exc
 
     def is_unusual(self, gradient: Gradient) -> bool:
-        """Whether a batch that can be computed is not like those before it."""
+        """Return whether a batch that can be computed differs from the batches before."""
         threshold = self._factor * _INSPECT_FROM_SHARE
         return bool(self._factor) and (
             self._buffer_changes.unusual(gradient.buffer_change, threshold)
@@ -153,9 +155,9 @@ class Guard:
         )
 
     def _may_do_harm(self, gradient: Gradient, count: int) -> bool:
-        """Whether the step of an unusual batch may harm the model. Streams change, and late in training most hard
-        batches do not: this test costs passes of a few samples, an inspection passes of all. Nor is a sample to blame
-        if the model diverges."""
+        """Return whether the step of an unusual batch may harm the model. Streams change, and late in training most
+        difficult batches do no harm. This test costs passes of a few samples; an inspection costs passes of all
+        samples. If the model diverges, the samples are not the cause."""
         if self._diverges():
             return False
         if self._canary is None or self._buffer_changes.unusual(
@@ -183,7 +185,7 @@ class Guard:
         return self._has_diverged
 
     def learned(self, gradient: Gradient, samples: SampleBatch) -> None:
-        """Learn the usual size from this gradient, which is used."""
+        """Update the usual sizes with this gradient, which is used."""
         if not gradient.weight:
             return
         self._norms.add(gradient.norm / gradient.weight)
@@ -209,14 +211,14 @@ class Guard:
         if len(rejected) > 1:
             rejected = self._failing_together(samples, problem, rejected)
         if not rejected:
-            # Each alone can be computed, all together cannot: their sum overflows.
+            # Each sample can be computed alone, but not all together: their sum overflows.
             rejected = self._spikes(samples)
         if not rejected:
             raise TaskError(_fails_together(self._config, problem))
         return rejected
 
     def _failing_together(self, samples: SampleBatch, problem: str, alone: dict[int, str]) -> dict[int, str]:
-        """The samples of `alone` that fail together with good ones too: a loss may need several samples."""
+        """Return the samples of `alone` that fail also together with good samples: a loss may need several samples."""
         good = [at for at in range(samples.num_samples) if at not in alone]
         good_samples = self._canary or (_few(samples.take(good)) if good else self._held_out())
         if good_samples is not None and not self._try(good_samples)[1]:
@@ -270,10 +272,11 @@ class Guard:
         return {**rejected, **self._drifts(samples, rest, ordinary, wrong_loss)}
 
     def _ordinary(self, canary: SampleBatch) -> Ordinary | None:
-        """The samples of the canary that define what is usual; None if they do not.
+        """Return the samples of the canary that define the usual norm; None if there are none.
 
-        A bad sample may be among them: while the model happens to get it right it has no gradient, and is learned. With
-        a wrong target its long gradient shows, and it is left out: its loss would rise with any good step.
+        The canary may contain a bad sample: while the model happens to predict it correctly, the sample has no gradient
+        and is learned. With a wrong target, its gradient is long. It is then left out, because any good step would
+        increase its loss.
         """
         mistaken = canary._replace(y=self._wrong_targets(canary.y))
         norms, mistaken_norms = self._norms_of(canary), self._norms_of(mistaken)
@@ -287,7 +290,8 @@ class Guard:
     def _any_sample_does_harm(
         self, wrong: SampleBatch, usual: float, ordinary: SampleBatch, before: float, wrong_loss: float
     ) -> bool:
-        """Whether ordinary samples with wrong targets would break the model too: then the learning rate is at fault."""
+        """Return whether ordinary samples with wrong targets would break the model, too: the learning rate is at fault.
+        """
         norms = self._norms_of(wrong)
         middle = sorted(range(len(norms)), key=lambda at: norms[at])[len(norms) // 2]
         gradient, _ = self._try(wrong.take([middle]), use_running_stats=True)
@@ -296,7 +300,7 @@ class Guard:
     def _drifts(
         self, samples: SampleBatch, rest: Sequence[int], ordinary: SampleBatch, wrong_loss: float
     ) -> dict[int, str]:
-        """The samples of `rest` that would break the statistics of batch norm, whatever their gradient is."""
+        """Return the samples of `rest` that would break the statistics of batch norm, whatever their gradient is."""
         if not self._computer.num_buffers:
             return {}
         count = ordinary.num_samples
@@ -320,9 +324,9 @@ class Guard:
             gradient, _ = self._try(joined([samples.take([at]), good_samples]))
             after, extreme = math.inf, True
             if gradient is not None:
-                # An untrained model shows no harm, and would keep such statistics for hundreds of updates.
+                # An untrained model shows no harm, but would keep such statistics for hundreds of updates.
                 extreme = gradient.buffer_change > self._factor**2 * usual.buffer_change
-                # It is one of a whole group of batches, and not of so few samples.
+                # In training, the sample is one of a whole group of batches, not of so few samples.
                 share = (good_samples.num_samples + 1) / (self._config.data.batch_size * self._config.group_size)
                 change = share * (self._computer.buffers(gradient) - statistics)
                 with self._computer.buffers_changed_by(change):
@@ -351,7 +355,8 @@ class Guard:
         return trees.rolled(y)
 
     def _usual_with_its_target(self, sample: SampleBatch, ordinary: SampleBatch) -> float:
-        """A rare target makes a long gradient with ordinary features too: it is compared with those."""
+        """Return the usual norm of ordinary features with the target of `sample`: a rare target makes a long gradient
+        with ordinary features, too."""
         if self._task.num_classes is None:
             largest = max(1.0, trees.largest(ordinary.y))
             if not trees.largest(sample.y) <= self._factor * largest:
@@ -360,16 +365,16 @@ class Guard:
         return usual_norm([norm for norm in self._norms_of(same) if math.isfinite(norm)])
 
     def _loss_after(self, gradient: Gradient, usual: float, ordinary: SampleBatch, usual_weight: float = 1.0) -> float:
-        """Loss of ordinary samples after the step that one sample's gradient makes by itself. `usual_weight`: of a
-        sample: the mean gradient is one by weights."""
+        """Return the loss of ordinary samples after the step of one sample's gradient. `usual_weight`: usual weight of
+        a sample, because the mean gradient is weighted."""
         training = self._config.training
         lr, momentum, normalizes = _rates(training.optimizer)
-        batches = 1 if training.policy.sends_steps else self._config.group_size  # that one step is made of
+        batches = 1 if training.policy.sends_steps else self._config.group_size  # batches of one step
         share = 1.0 / (self._config.data.batch_size * batches * usual_weight)
         if normalizes:
-            # They divide by the size of the gradients so far; one number stands for all of them here: of means,
-            # so that the sample's share is one of the mean, whatever the gradients are reduced to. Adagrad's steps
-            # become shorter; what a long gradient adds to its sums stays, and is judged by the first steps' length.
+            # These optimizers divide by the size of the gradients so far. Here one number stands for all: the size
+            # of means, so that the sample's share is a share of the mean, for each reduction. Adagrad's steps
+            # become shorter, but its sums keep a long gradient: it is judged with the length of the first steps.
             rate = lr * math.sqrt(gradient.num_values) / max(usual, _TINY)
         else:
             rate = lr
@@ -382,8 +387,8 @@ class Guard:
 
 
 def _reason(exc: Exception) -> str:
-    """The reason for which a sample is dead, from the task's exception. Raises `exc` itself if it does not depend on
-    the samples: this machine, rows of tables that do not come, or a task that is wrong."""
+    """Return the reason for which a sample is dead, from the task's exception. Raise `exc` itself if its cause is not a
+    sample: this machine, rows of tables that do not arrive, or a faulty task."""
     if isinstance(exc, MemoryError | OSError | BlobError | ServiceUnavailableError | TaskError):
         raise exc
     if "allocate memory" in str(exc) or "out of memory" in str(exc):
@@ -399,8 +404,8 @@ def _fails_together(config: JobConfig, problem: str) -> str:
 
 
 def _rates(optimizer: OptimizerConfig) -> tuple[float, float, bool]:
-    """lr, momentum, and whether steps are divided by the size of the gradients so far. A schedule's rates are not
-    known here: lr stands for them."""
+    """Return the learning rate, the momentum, and whether steps are divided by the size of the gradients so far. The
+    rates of a schedule are not known here; `lr` stands for them."""
     match optimizer:
         case SgdConfig():
             return optimizer.lr, optimizer.momentum, False

@@ -1,5 +1,5 @@
-"""A worker that steps itself: its view of the model is the newest weights that it has, plus its own steps that these do
-not hold yet (the seed papers' read-my-writes; docs/decisions/0034)."""
+"""The model of a worker that computes its own optimizer steps. Its view of the model is the newest weights that it has,
+plus its own steps that are not in these weights (read-my-writes in the seed papers; docs/decisions/0034)."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from doll.tables.rows import Rows, add_in_order
 
 
 class _Step(NamedTuple):
-    """The change that one batch has made."""
+    """The change of the weights by one batch."""
 
     batch: int
-    # float32, shape (numel,): of parameters the change, of float buffers the value after the batch times its weight,
-    # of other buffers the bytes after the batch.
+    # float32, shape (numel,): for parameters the change, for float buffers the value after the batch times its weight,
+    # for other buffers the bytes after the batch.
     values: npt.NDArray[np.float32] | None  # None: no sample was usable
-    rows: Mapping[str, Rows]  # of tables the change, by name; the caches hold it as well
+    rows: Mapping[str, Rows]  # the changes of tables, by name; the caches have them, too
     grant_id: int = 0
     absent: int = 0  # see `FlatModel.absent`
 
 
 class StepModel:
-    """`LocalModel` and `SetContribution` of a worker that runs the optimizer on its own view.
+    """The `LocalModel` and `SetContribution` of a worker that runs the optimizer on its own view.
 
-    The optimizer's state is this process's own: it begins again with each process, and never crosses the wire.
+    The optimizer's state belongs to this process: each process starts with a new state, which is never sent.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class StepModel:
         *, takes_steps: bool = False, rows: WorkerTables | None = None, background: Executor | None = None,
         deltas: DeltaReader | None = None,
     ) -> None:  # fmt: skip
-        """`takes_steps`: what `add` takes are the task's own steps, and no gradients: the optimizer is not used.
-        `rows`: of the model's tables, with their optimizer; None: the model has no tables. `background`, `deltas`: see
-        `CachedVersion`."""
-        self._weights = CachedVersion(job, blobs, computer, background, deltas)  # below the own steps
+        """Create the model. `takes_steps`: True: `add` receives the task's own steps instead of gradients, and the
+        optimizer is not used. `rows`: the rows of the model's tables with their optimizer; None: the model has no
+        tables. `background`, `deltas`: see `CachedVersion`."""
+        self._weights = CachedVersion(job, blobs, computer, background, deltas)  # the view without the own steps
         self._model = model
         self._computer = computer
         # Rows of tables are clipped together with the rest.
@@ -64,17 +64,17 @@ class StepModel:
         self._clip_norm = training.clip_norm if clips_here and training.clip_norm is not None else math.inf
         self._rows = rows
         self._pushed_rows: Mapping[str, Rows] = {}
-        self._tells_absent = training.policy.outer_step is not None  # else the server adds what it gets
+        self._tells_absent = training.policy.outer_step is not None  # otherwise the server only adds the contributions
         self.absent = 0
         self._takes_sum = training.reduction == "sum"
         self._term = -1
-        self._included = 0  # batches below it are in weights that were published, with their steps
-        self._pushed: deque[_Step] = deque()  # the weights that were fetched last do not hold them
-        self._kept: deque[_Step] = deque()  # after these, and not pushed
+        self._included = 0  # batches below this number are in published weights, with their steps
+        self._pushed: deque[_Step] = deque()  # pushed, but not in the last fetched weights
+        self._kept: deque[_Step] = deque()  # later steps, not pushed
         self._filters = training.policy.filter_threshold > 0
         self._residual = Residual(training.policy.filter_threshold, model.num_parameters)
-        self._version = 0  # of the published weights below the view
-        self._grant: Grant | None = None  # whose batches are computed
+        self._version = 0  # version of the published weights in the view
+        self._grant: Grant | None = None  # the grant being computed
         self._holds: tuple[tuple[int, int], ...] = ()
 
     # --- LocalModel ---------------------------------------------------------------------------------------------------
@@ -100,11 +100,11 @@ class StepModel:
                 if step.values is not None:
                     parameters += step.values[: self._model.num_parameters]
             self._residual.add_to(parameters)
-        # If a later process of this worker has taken its place, these weights may hold the batch already.
+        # If a later process of this worker has replaced this one, these weights may already contain the batch.
         return refreshed.version if grant.first >= self._included else None
 
     def _forget_from(self, batch: int) -> bool:
-        """Forget the steps of batch `batch` and later ones, which are computed again; whether there were any."""
+        """Forget the steps of `batch` and of later batches, which are computed again. Return whether there were any."""
         is_any = False
         for steps in (self._kept, self._pushed):
             while steps and steps[-1].batch >= batch:
@@ -122,7 +122,7 @@ class StepModel:
         return self._holds
 
     def begin(self, grant: Grant) -> bool:
-        if grant.term != self._term:  # what was pushed to an earlier server is in its checkpoint, or computed again
+        if grant.term != self._term:  # steps pushed to an earlier server are in its checkpoint, or computed again
             self._term, self._included = grant.term, 0
             self._pushed.clear()
             self._kept.clear()
@@ -132,16 +132,16 @@ class StepModel:
             return False
         self._grant = grant
         if self._forget_from(grant.first):
-            self._weights.forget()  # the replica holds a step that nobody will ever apply
+            self._weights.forget()  # the replica contains a step that will never be applied
         return True
 
     def add(self, gradient: Gradient, *, batch: int) -> bool:
-        """Step on the view, at the mean (or the sum) of the batch's gradient.
+        """Make a step on the view with the mean (or the sum) of the batch's gradient.
 
         Raises:
             DivergedError: a number of the view or of the optimizer's state is not finite.
-            BlobError: the rows that are to be changed have not come.
-            IllegalEventError: the step of this batch, or of a later one, has been made.
+            BlobError: the rows that the step changes have not arrived.
+            IllegalEventError: the step of this batch or of a later batch was already made.
         """
         self._expect_later(batch)
         scale = 1.0 if self._takes_sum else 1.0 / gradient.weight
@@ -180,7 +180,7 @@ class StepModel:
         return self._rows.close(batch)
 
     def keep(self) -> None:
-        pass  # nothing of the gradient is kept
+        pass  # no part of the gradient is kept
 
     @property
     def holds_back(self) -> bool:
@@ -222,7 +222,7 @@ class StepModel:
         self._pushed_rows = {} if self._rows is None else self._rows.rest(until)
         if held is None and not self._pushed_rows:
             return None
-        # The buffers of its batches are pushed already: it names none, and has no samples.
+        # The buffers of its batches were already pushed: the rest names no batch and has no samples.
         values = np.zeros_like(self._computer.weights)
         if held is not None:
             values[: self._model.num_parameters] = held

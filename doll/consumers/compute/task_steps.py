@@ -1,4 +1,4 @@
-"""Steps that a task defines itself (`Task.step`, `Task.step_rows`), in place of a gradient and an optimizer."""
+"""Steps that a task computes itself (`Task.step`, `Task.step_rows`), instead of a gradient and an optimizer."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _MAX_REASON_CHARS: Final = 300
 
 
 class OwnSteps:
-    """`BatchComputer` that asks the task for the change of the weights.
+    """A `BatchComputer` that asks the task for the change of the weights.
 
-    The random numbers of a batch depend on its seed only: whoever computes it again draws the same ones.
+    The random numbers of a batch depend only on its seed, so they are the same when the batch is computed again.
     """
 
     usual: tuple[float, ...] = ()  # no batch is inspected
@@ -43,13 +43,13 @@ class OwnSteps:
     def compute(
         self, x: Tree, y: Tree, weight: Array | None = None, group: Array | None = None, *, seed: int
     ) -> GuardedGradient:
-        """Compute without the samples at which the task fails; `values` is the change of the weights, loss and metrics
-        are of the weights before it.
+        """Return the task's step without the samples on which the task fails. `values` of the result is the change of
+        the weights; loss and metrics belong to the weights before the step.
 
         Raises:
-            TaskError: the task fails on all of them, or on none alone.
+            TaskError: the task fails on all samples, or on the batch but on no sample alone.
             MemoryError, OSError: the fault is this machine's.
-            BlobError, ServiceUnavailableError: rows of tables do not come.
+            BlobError, ServiceUnavailableError: rows of tables do not arrive.
         """
         samples = SampleBatch(x, y, weight, group)
         everything = range(samples.num_samples)

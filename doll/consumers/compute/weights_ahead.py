@@ -1,4 +1,5 @@
-"""Ways to newer weights: read while the worker computes, or made of older ones and the changes since."""
+"""Faster ways to newer weights: reading them during the computation, or computing them from older weights and deltas.
+"""
 
 from __future__ import annotations
 
@@ -29,27 +30,28 @@ class _WeightsReading(NamedTuple):
 
 
 class WeightsAhead:
-    """Reads the newest weights that were offered while the worker computes, one version at a time: the eager
-    communication of ESSP (Dai et al., AAAI 2015). Safe to share between threads.
+    """A reader that reads the newest offered weights while the worker computes, one version at a time: the eager
+    communication of ESSP (Dai et al., AAAI 2015). Thread-safe.
 
-    It holds one version at most: the next read drops what the last one has read, and an offer takes the place of an
-    earlier one that is not being read yet.
+    It holds at most one version. The next read drops the previous result, and an offer replaces an earlier offer that
+    is not being read yet.
     """
 
     def __init__(self, read: Read, executor: Executor) -> None:
-        """
+        """Create the reader.
+
         Args:
-            read: what the store has under a key, float32, shape (numel,), checked; None if it is not whole.
-            executor: of one thread. Its owner shuts it down.
+            read: returns the checked weights under a key, float32, shape (numel,); None if they are incomplete.
+            executor: an executor with one thread, which its owner shuts down.
         """
         self._read = read
         self._executor = executor
         self._lock = threading.Lock()
         self._offered: NewVersion | None = None  # not being read yet
-        self._reading: _WeightsReading | None = None  # is read, or was
+        self._reading: _WeightsReading | None = None  # being read, or read
 
     def offer(self, weights: NewVersion) -> None:
-        """Read these as soon as the read that is under way is done."""
+        """Read these weights as soon as the current read is done."""
         with self._lock:
             is_scheduled = self._offered is not None
             self._offered = weights
@@ -57,15 +59,12 @@ class WeightsAhead:
             self._executor.submit(self._read_offered)
 
     def take(self, source: Grant | NewVersion) -> Weights | None:
-        """The weights that `source` names, which this object holds no longer. Waits if they are being read.
-
-        Returns:
-            None if they were not read, or could not be: the caller reads them, and learns what is wrong.
-        """
+        """Return the weights that `source` names, and drop them here. Wait if they are being read. None: they were not
+        or could not be read. The caller then reads them, and gets the error."""
         place = _place(source)
         with self._lock:
             if self._offered is not None and _place(self._offered) <= place:
-                self._offered = None  # the caller reads these now, or newer ones
+                self._offered = None  # the caller now reads these or newer weights
             reading = self._reading
             if reading is None or reading.place > place:
                 return None
@@ -90,31 +89,28 @@ def _place(source: Grant | NewVersion) -> tuple[int, int]:
     return source.term, source.version
 
 
-_MAX_DELTAS: Final = 8  # that are read one after the other: each is a round trip, and so is the whole
+_MAX_DELTAS: Final = 8  # read one after the other: each costs a round trip, like the complete weights
 
 
 class DeltaReader:
-    """Keeps a copy of the weights that were read last, without the worker's own steps. Not thread-safe."""
+    """A reader of deltas. It keeps a copy of the last weights that were read, without own steps. Not thread-safe."""
 
     def __init__(self, job: str, blobs: Blobs, layout: Layout) -> None:
         self._job = job
         self._blobs = blobs
         self._layout = layout
         self._weights = np.zeros(layout.numel, np.float32)
-        self._place = (-1, -1)  # term and version of them
-        self.num_bytes = 0  # of the last `read`
+        self._place = (-1, -1)  # their term and version
+        self.num_bytes = 0  # size of the deltas of the last `read`
 
     def keep(self, weights: Weights, source: Grant | NewVersion) -> None:
-        """Keep a copy of these weights, which `source` names; shape (numel,)."""
+        """Keep a copy of `weights`, shape (numel,), which `source` names."""
         self._weights[:] = weights
         self._place = (source.term, source.version)
 
     def read(self, source: Grant | NewVersion) -> Weights | None:
-        """The weights that `source` names, shape (numel,), valid until the next call.
-
-        Returns:
-            None if the whole must be read: it is shorter, or what lies between is not in the blob store.
-        """
+        """Return the weights that `source` names, shape (numel,), valid until the next call. None: the complete weights
+        must be read, because they are smaller than the deltas, or because a delta is missing in the blob store."""
         self.num_bytes = 0
         term, version = self._place
         if term != source.term or version > source.version:
@@ -141,6 +137,6 @@ class DeltaReader:
         self.num_bytes += len(blob)
         try:
             return decode_changes(blob, self._layout, job=self._job, version=version)
-        except BlobError as exc:  # NotFiniteError as well: the whole says what is wrong
+        except BlobError as exc:  # also NotFiniteError: reading the complete weights gives the error
             log.warning("delta_refused", key=key, reason=str(exc), action="the whole weights are read")
             return None

@@ -1,1 +1,1 @@
-"""The way from Kafka to decoded batches: fetching, cutting, decoding, dead letters."""
+"""The steps from Kafka to decoded batches: fetching, cutting, decoding, dead letters."""

@@ -1,8 +1,8 @@
-"""Algorithm 1: cut one partition into batches of offsets, and keep these until they are decoded. Pure.
+"""Algorithm 1: cut one partition into batches of offsets, and keep the batches until they are decoded. Pure.
 
-A batch covers `records_per_batch` offsets, or ends earlier if it is cut (`doll.records.bounds`). Its bounds do not
-depend on when or how often records are read, once they are decided: a crash and a second reading give the same batch
-again. (The paper counts samples in memory: docs/theory.md, D1.)
+A batch covers `records_per_batch` offsets, or fewer if it is cut (`doll.records.bounds`). After its bounds are decided,
+they do not depend on when or how often records are read: after a crash, reading again gives the same batch. (The paper
+counts samples in memory: docs/theory.md, D1.)
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from doll.task.records import Envelope, envelope_bytes
 
 R = TypeVar("R")
 
-# Empty batches from which on they come out as one: it waits for a checkpoint, which is worth it for many.
+# So many empty batches are returned as one range. The range waits for a checkpoint, which pays off only for many.
 MIN_RANGE: Final = 256
 Value: TypeAlias = bytes | None
 
 MAX_WAITING_BYTES: Final = 64 << 20
-_MORE_BATCHES: Final = 1024  # beyond a full buffer: more than a chunk has without long holes
+_MORE_BATCHES: Final = 1024  # above a full buffer: more than the batches of a chunk without long gaps
 
 
 @dataclass(slots=True)
 class RawBatch(Generic[R]):
-    """The records of one batch, in offset order, not decoded yet; or `count` batches, which hold none.
+    """The undecoded records of one batch, in the order of offsets; or `count` batches without any record.
 
-    `gaps` are offset ranges [lo, hi) inside the batch in which the log holds no record (transaction markers, records
-    of aborted transactions, compaction). `lost` are those whose records were deleted before they were read. `values`
-    has one value for each other offset of [lo, hi), and `envelopes` one for each value, or is empty.
+    `gaps`: offset ranges [lo, hi) inside the batch in which the log holds no record (transaction markers, records of
+    aborted transactions, compaction). `lost`: ranges of records that were deleted before they were read. `values` has
+    one value for each other offset of [lo, hi). `envelopes` has one envelope for each value, or is empty.
 
-    `leader_epoch`: nothing below `hi` in the log had a higher one when it was read; -1: not known.
+    `leader_epoch`: the highest leader epoch in the log below `hi` when the batch was read; -1: unknown.
     """
 
     partition: int
@@ -52,7 +52,7 @@ class RawBatch(Generic[R]):
 
     @property
     def offsets(self) -> Sequence[int]:
-        """The offset of each of `values`, once the batch is complete."""
+        """The offset of each of `values`, valid when the batch is complete."""
         if not self.gaps and not self.lost:
             return range(self.lo, self.hi)
         offsets: list[int] = []
@@ -65,7 +65,7 @@ class RawBatch(Generic[R]):
 
 
 class PartitionBatcher(Generic[R]):
-    """Collects records of one partition into batches."""
+    """A collector of one partition's records, which forms batches."""
 
     def __init__(
         self, *, origin: int, records_per_batch: int, next_batch: int, align: int = 1, partition: int = 0,
@@ -74,9 +74,10 @@ class PartitionBatcher(Generic[R]):
         """Start at the first offset of batch `next_batch`.
 
         Args:
-            partition: what its batches name.
-            align: `count` batches come out at once only from a multiple of it to another: whole waves.
-            cuts: those that are known, and where further ones are noted; None: there are none yet.
+            partition: number of the partition, for its batches.
+            align: empty batches are returned as one range only from one multiple of this number to another (whole
+                waves).
+            cuts: the known cuts; further cuts are added to this object. None: there are none yet.
         """
         if records_per_batch < 1:
             raise ValueError(f"expected records_per_batch >= 1, got {records_per_batch}")
@@ -86,14 +87,12 @@ class PartitionBatcher(Generic[R]):
         self._align = align
         self._batch = self._open(next_batch, Bounds(origin, records_per_batch, self._cuts).lo(next_batch))
         self.next_offset = self._batch.lo
-        self._lost: deque[tuple[int, int]] = deque()  # ahead of `next_offset`, rising
-        self._leader_epoch = -1  # of the newest record, which is after every batch that it completes
+        self._lost: deque[tuple[int, int]] = deque()  # after `next_offset`, ascending
+        self._leader_epoch = -1  # leader epoch of the newest record
 
     def mark_lost(self, lo: int, hi: int) -> None:
-        """Records [lo, hi) were deleted before they were read; the next record that comes is after them.
-
-        What came before `lo` may still be fed.
-        """
+        """Note that records [lo, hi) were deleted before they were read. Records before `lo` may still be fed; the next
+        records after them are at `hi` or later."""
         if self._lost and lo <= self._lost[-1][1]:  # one range: a `Skip` names each
             before = self._lost.pop()
             lo, hi = before[0], max(before[1], hi)
@@ -106,18 +105,18 @@ class PartitionBatcher(Generic[R]):
 
     @property
     def open_batch(self) -> int | None:
-        """The batch that has got records, is not complete and may be cut; None: there is none."""
+        """The number of the incomplete batch, if it has records and may be cut; otherwise None."""
         batch = self._batch
         return batch.number if batch.values and batch.number >= self._cuts.decided else None
 
     def must_flush(self, until: int) -> bool:
-        """Whether all below offset `until` is read, and a part of it is in an open batch that may be cut."""
+        """Return whether all offsets below `until` are read, and some of them are in an open batch that may be cut."""
         batch = self._batch
         return batch.lo < until <= self.next_offset and batch.number >= self._cuts.decided
 
     def cut(self, *, also_gaps: bool = False) -> RawBatch[R] | None:
-        """Close the open batch in front of `next_offset`; None: there is none that may be cut. `also_gaps`: a batch
-        that has no record, but offsets without one, is cut too."""
+        """Cut the open batch at `next_offset` and return it; None if no batch may be cut. `also_gaps`: also cut a batch
+        that covers offsets but has no record."""
         if self.open_batch is None and not (also_gaps and self.must_flush(self.next_offset)):
             return None
         self._cuts.add(self._batch.number, self._batch.hi - self.next_offset)
@@ -131,24 +130,25 @@ class PartitionBatcher(Generic[R]):
         leader_epoch: int = -1,
         envelopes: Sequence[Envelope | None] = (),
     ) -> Iterator[RawBatch[R]]:
-        """Take the next records of the log; yield every batch that they complete, in order.
+        """Take the next records of the log, and yield each batch that they complete, in order.
 
-        Offsets below the next expected one were seen before and are ignored. Skipped offsets become gaps, or lost if
-        `mark_lost` named them; batches that lie wholly in these come out empty, many of them as one, so that every
-        batch number appears exactly once. The time it takes grows with the number of batches and gaps, not of records.
+        Offsets below the next expected offset were seen before and are ignored. Skipped offsets become gaps, or lost if
+        they were passed to `mark_lost`. A batch that contains no record is yielded empty, and many such batches are
+        yielded as one range, so that every batch number appears exactly once. The time grows with the number of batches
+        and gaps, not with the number of records.
 
         Args:
-            offsets: rising; best a `range` if none is missing.
-            values: one for each offset.
-            leader_epoch: the last one's; -1: not known.
-            envelopes: one for each value, of each call; or none, of no call.
+            offsets: ascending offsets, preferably a `range` if none is missing.
+            values: one value for each offset.
+            leader_epoch: leader epoch of the last record; -1: unknown.
+            envelopes: one for each value in every call, or none in every call.
         """
         self._leader_epoch = leader_epoch
         at, end = bisect_left(offsets, self.next_offset), len(offsets)
         while at < end:
             yield from self._skip_to(offsets[at])
             until = min(end, at + self._batch.hi - self.next_offset)
-            if offsets[until - 1] - offsets[at] != until - 1 - at:  # one is missing: up to the first that is
+            if offsets[until - 1] - offsets[at] != until - 1 - at:  # an offset is missing: take the records before it
                 until = _first_missing(offsets, at, until)
             self._batch.values += values[at:until]
             self._batch.envelopes += envelopes[at:until]
@@ -158,7 +158,7 @@ class PartitionBatcher(Generic[R]):
                 yield self._close()
 
     def skip_to(self, offset: int) -> Iterator[RawBatch[R]]:
-        """Skip to `offset`: no record below it will come. Yields every batch that this completes."""
+        """Skip to `offset`, because no record below it will follow. Yield each batch that this completes."""
         self._leader_epoch = -1  # a marker of a transaction may have a higher one than the last record
         yield from self._skip_to(offset)
 
@@ -174,7 +174,8 @@ class PartitionBatcher(Generic[R]):
         self._gap_to(offset)
 
     def _full_batches(self, num_offsets: int) -> int:
-        """How many batches that are not cut, from the open one on, so many offsets make."""
+        """Return how many full batches from the open batch on fit into `num_offsets` offsets before the next cut batch.
+        """
         count, first = num_offsets // self._size, self._batch.number
         next_cut = self._cuts.next_cut(first)
         return count if next_cut is None else min(count, next_cut - first)
@@ -199,7 +200,7 @@ class PartitionBatcher(Generic[R]):
 
 
 def _first_missing(offsets: Sequence[int], at: int, until: int) -> int:
-    """The first index after `at` whose offset does not follow the one before it."""
+    """Return the first index after `at` whose offset does not directly follow the offset before it."""
     lo, hi = at + 1, until - 1  # the offset at `hi` is too high for its index
     while lo < hi:
         middle = (lo + hi) // 2
@@ -211,40 +212,40 @@ def _first_missing(offsets: Sequence[int], at: int, until: int) -> int:
 
 
 def stream_buffer_records(config: JobConfig) -> int:
-    """Records that may wait between Kafka and the batches."""
+    """Return how many records may wait between Kafka and the batches."""
     return config.worker.stream_buffer_records or max(64, 4096 // config.data.samples_per_record)
 
 
 def buffer_capacity(config: JobConfig) -> int:
-    """Batches that may wait to be decoded before reading pauses."""
+    """Return how many batches may wait to be decoded before reading pauses."""
     return max(2, stream_buffer_records(config) // config.data.records_per_batch)
 
 
 class BatchBuffer:
-    """Cuts the records of some partitions into batches and keeps these until they are asked for, first in, first out.
+    """A buffer that cuts the records of several partitions into batches and keeps the batches, first in, first out.
 
-    It is bounded by back-pressure, in batches and in bytes: the reader pauses when it is full, until it is half empty.
+    Back-pressure limits the number of its batches and bytes: reading pauses when it is full, until it is half empty.
     """
 
     def __init__(
         self, batchers: Mapping[int, PartitionBatcher[Value]], capacity: int, max_bytes: int = MAX_WAITING_BYTES
     ) -> None:
-        """`batchers`: by partition."""
+        """Create the buffer. `batchers`: the batcher of each partition, by partition number."""
         self._batchers = dict(batchers)
-        self._capacity = capacity  # batches from which on reading pauses
-        self._max_bytes = max_bytes  # bytes in whole batches from which on reading pauses, too
-        self._raw_batches: deque[tuple[RawBatch[Value], int]] = deque()  # with the bytes of its values
+        self._capacity = capacity  # number of batches at which reading pauses
+        self._max_bytes = max_bytes  # bytes of complete batches at which reading pauses, too
+        self._raw_batches: deque[tuple[RawBatch[Value], int]] = deque()  # with their size in bytes
         self._waiting_bytes = 0
-        # What is fed and not cut yet, each with its partition.
+        # Fed records that are not cut yet, with their partition.
         self._cuts: deque[tuple[int, Iterator[RawBatch[Value]]]] = deque()
 
     def __len__(self) -> int:
-        """Batches that are read and not taken."""
+        """Return the number of batches that were read and not taken."""
         return len(self._raw_batches)
 
     @property
     def is_half_empty(self) -> bool:
-        """Reading should go on."""
+        """Whether reading should continue."""
         return (
             not self._cuts
             and len(self._raw_batches) <= self._capacity // 2
@@ -259,20 +260,20 @@ class BatchBuffer:
         leader_epoch: int = -1,
         envelopes: Sequence[Envelope | None] = (),
     ) -> bool:
-        """Take the next records of a partition, as `PartitionBatcher.feed`; whether the buffer is full.
+        """Take the next records of a partition, like `PartitionBatcher.feed`, and return whether the buffer is full.
 
-        They are cut as far as there is room: records far apart make many empty batches.
+        Records are cut as far as there is room, because records that are far apart make many empty batches.
         """
         return self._cut((partition, self._batchers[partition].feed(offsets, values, leader_epoch, envelopes)))
 
     def skip_to(self, partition: int, offset: int) -> None:
-        """Skip to `offset`: no record of the partition below it is to come."""
+        """Skip to `offset`, because no record of the partition below it will follow."""
         self._cut((partition, self._batchers[partition].skip_to(offset)))
 
     def close(self, partition: int, *, also_gaps: bool = False) -> bool:
-        """Cut the open batch of a partition, as `PartitionBatcher.cut`; whether there is one that may be."""
+        """Cut the open batch of a partition, like `PartitionBatcher.cut`. Return whether there was a batch to cut."""
         if self._cuts:
-            return False  # there is no room for what comes before it
+            return False  # there is no room for the records before it
         raw = self._batchers[partition].cut(also_gaps=also_gaps)
         if raw is not None:
             self._put(raw)
@@ -300,7 +301,7 @@ class BatchBuffer:
         return len(self._raw_batches) >= self._capacity or self._waiting_bytes >= self._max_bytes
 
     def take(self) -> RawBatch[Value]:
-        """The next batch; IndexError if the buffer is empty."""
+        """Return the next batch. Raise IndexError if the buffer is empty."""
         raw, num_bytes = self._raw_batches.popleft()
         self._waiting_bytes -= num_bytes
         self._cut()

@@ -1,7 +1,7 @@
-"""Decoding in bulk: what a task's `decode_block` and `decode_many` make of a batch. Nothing is refused here.
+"""Bulk decoding of a batch with a task's `decode_block` and `decode_many`. This module refuses no sample.
 
-A part that these cannot decode is halved until it is small, so one bad sample among thousands costs a few more calls
-and leaves the others in bulk. What is left is decoded one by one (`decoding`).
+A part that cannot be decoded is halved until it is small. So one bad sample among thousands costs a few more calls, and
+the others are still decoded in bulk. The remaining samples are decoded one by one (`decoding`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_SHOWN: Final = 500
 
 
 def checked(task: Task, sample: Sample | tuple[Any, Any], forms: Forms) -> SampleRow:
-    """The arrays of a sample that can be learned. Raises SampleError if it cannot."""
+    """Return the arrays of a sample. Raise SampleError if the sample cannot be learned."""
     row = row_of(sample, forms)
     for root, structure, arrays in (("x", row.x_structure, row.x), ("y", row.y_structure, row.y)):
         for at, array in enumerate(arrays):
@@ -53,15 +53,15 @@ def checked(task: Task, sample: Sample | tuple[Any, Any], forms: Forms) -> Sampl
 
 
 def are_classes(y: npt.NDArray[Any], num_classes: int) -> npt.NDArray[np.bool_]:
-    """The numbers that are classes 0 to `num_classes` - 1, as a mask."""
+    """Return a mask of the numbers that are classes 0 to `num_classes` - 1."""
     are: npt.NDArray[np.bool_] = (y >= 0) & (y < num_classes)
     return are & (np.floor(y) == y) if y.dtype.kind == "f" else are
 
 
-# What the user's code raises about more than a record: the batch is decoded again, or this process ends.
+# Exceptions of the user's code that concern more than a record: the batch is decoded again, or this process ends.
 NOT_OF_RECORDS: Final = (KeyboardInterrupt, RetryLater, TaskError, ConfigError)
-_SMALL: Final = 8  # samples; a part of so many is decoded one by one once its bulk decoding failed
-_FAILURES: Final = 8  # failed calls above twice the successful ones from which on the task is not asked any more
+_SMALL: Final = 8  # samples; a part of so many is decoded one by one if its bulk decoding fails
+_FAILURES: Final = 8  # bulk decoding stops if more calls fail than this plus twice the successful calls
 
 _NO_ROW: Final = SampleRow([np.zeros(0)], None, [np.zeros(0)], None)
 
@@ -71,7 +71,8 @@ Pair: TypeAlias = tuple[Tree, Tree]
 class Part(NamedTuple):
     """k samples that were decoded in one call and passed every check.
 
-    `places`, int64, shape (k,), rising: which values of the batch they come from; a value may give several.
+    `places`, int64, shape (k,), ascending: the positions of their values in the batch; a value may give several
+    samples.
     """
 
     places: npt.NDArray[np.int64]
@@ -79,13 +80,13 @@ class Part(NamedTuple):
 
 
 class SampleBytes:
-    """The bytes of a batch's samples, as a list or, if all have one width, as one block."""
+    """The bytes of a batch's samples: a list or, if all samples have the same width, one block."""
 
     def __init__(self, values: list[bytes] | None, bodies: Sequence[memoryview | bytes], width: int) -> None:
         self._values = values
         self._bodies = bodies
         self._block: memoryview | None = None
-        self.width = width  # bytes of each sample; 0: they differ
+        self.width = width  # bytes of each sample; 0: different widths
         self._count = len(values) if values is not None else sum(map(len, bodies)) // width
 
     @classmethod
@@ -111,7 +112,7 @@ class SampleBytes:
 
     @property
     def block(self) -> memoryview:
-        """All samples, end to end; only if they have one width. Joined at most once."""
+        """All samples, concatenated. Only allowed if they have the same width. They are joined at most once."""
         if self._block is None:
             self._block = memoryview(self._bodies[0] if len(self._bodies) == 1 else b"".join(self._bodies))
         return self._block
@@ -125,8 +126,8 @@ class SampleBytes:
 
 @dataclass(slots=True)
 class Origins:
-    """The offset of each sample's record, int64; their partition; and the record's envelope for each sample, None if
-    the task does not read them."""
+    """The offset of each sample's record, int64; the partition; and the envelope of each sample's record (None: the
+    task does not read envelopes)."""
 
     offsets: npt.NDArray[np.int64]
     partition: int = 0
@@ -138,8 +139,8 @@ class Origins:
 
 @dataclass(slots=True)
 class Bulk:
-    """The result of decoding a batch in bulk: what was decoded, the places and reasons of the samples that the task
-    skips, and the places of all other samples, rising, which are `left`."""
+    """The result of decoding a batch in bulk: the decoded parts, the position and reason of each sample that the task
+    skips, and the ascending positions `left` of all other samples."""
 
     left: npt.NDArray[np.int64]
     parts: list[Part] = field(default_factory=list)
@@ -147,14 +148,8 @@ class Bulk:
 
 
 def decode_in_bulk(task: Task, samples: SampleBytes, origins: Origins, forms: Forms = ANY_FORMS) -> Bulk:
-    """Decode a batch with the task's `decode_block` and `decode_many`.
-
-    Args:
-        forms: what x and y must be; samples that are not are left.
-
-    Raises:
-        RetryLater, TaskError, ConfigError: as the task raises them.
-    """
+    """Decode a batch with the task's `decode_block` and `decode_many`. `forms`: the form that x and y must have;
+    samples of another form are left. RetryLater, TaskError and ConfigError of the task are raised."""
     bulk = Bulk(np.arange(len(samples)))
     if task.defines("decode_block"):
         _decode_blocks(task, samples, bulk, forms)
@@ -191,7 +186,7 @@ def _decode_many(task: Task, samples: SampleBytes, origins: Origins, bulk: Bulk,
     values, envelopes = samples.values(), origins.envelopes
 
     def decode(here: npt.NDArray[np.int64]) -> Samples | Pair | None:
-        # A list of its own: a task that consumes it and then fails leaves the values for the next try.
+        # A separate list: if a task consumes it and then fails, the values are still there for the next try.
         if len(here) == len(values):
             return task.decode_many(Records(values, origins.offsets, origins.partition, envelopes))
         places = here.tolist()
@@ -209,14 +204,14 @@ def _halving(
     bulk: Bulk,
     forms: Forms,
 ) -> npt.NDArray[np.int64]:
-    """Add what `decode` makes of parts of `places` to `bulk`; the remaining places, in any order."""
+    """Add the decoded parts of `places` to `bulk`, and return the remaining positions, in any order."""
     left = [places[:0]]
     waiting = [places]
     failures = successes = 0
     while waiting:
         here = waiting.pop()
         if failures > _FAILURES + 2 * successes:
-            left.append(here)  # none of the records suits, or so many are bad that halving costs more than it saves
+            left.append(here)  # no record is good, or so many are bad that halving costs more than it saves
             continue
         try:
             part = _checked_part(task, decode(here), here, bulk.skipped, forms)
@@ -251,15 +246,16 @@ def _halving(
 def _checked_part(
     task: Task, made: Samples | Pair | None, here: npt.NDArray[np.int64], skipped: dict[int, str], forms: Forms
 ) -> Part | None:
-    """The good samples of those at `here`; None if `made` has no arrays of the task for all that it does not skip.
+    """Return the good samples among the values at `here`. None: `made` does not have valid arrays for all values that
+    it does not skip.
 
-    The checks are the checks that a single sample must pass in `decoding`.
+    The checks are the same as for a single sample in `decoding`.
     """
     if made is None:
         return None
     (xs, x_structure), (ys, y_structure) = trees.flat(made[0]), trees.flat(made[1])
     if not (xs and ys and all(isinstance(array, np.ndarray) for array in (*xs, *ys))):
-        return None  # the type of a list's array would depend on the records that are decoded with it
+        return None  # the array type of a list would depend on the records decoded together with it
     if isinstance(made, Samples) and made.skipped:
         if (reasons := _skips(made.skipped, len(here))) is None:
             return None
@@ -303,7 +299,7 @@ def _checked_part(
     if good is None:
         return Part(here, samples)
     if counts is not None:
-        good = ~np.isin(here, here[~good])  # a value gives all its samples or none
+        good = ~np.isin(here, here[~good])  # all samples of a value are good, or none
     return Part(here[good], samples.take(np.flatnonzero(good).tolist()))
 
 
@@ -315,7 +311,7 @@ def _good(tests: Sequence[npt.NDArray[np.bool_]], count: int) -> npt.NDArray[np.
 
 
 def _fitted(arrays: list[Array], structure: Structure | None, form: Form | None) -> list[Array]:
-    """Raises SampleError if they are of another form."""
+    """Return the arrays in the declared form. Raise SampleError if they have another form."""
     if form is None:
         return arrays
     if structure != form.structure:
@@ -324,7 +320,7 @@ def _fitted(arrays: list[Array], structure: Structure | None, form: Form | None)
 
 
 def _extras(made: Samples, count: int) -> tuple[npt.NDArray[np.float32] | None, npt.NDArray[np.int64] | None]:
-    """Weights and groups of the samples. Raises SampleError if there are not as many, or of another type."""
+    """Return the weights and the groups of the samples. Raise SampleError if their number or type is wrong."""
     weight, group = made.weight, made.group
     if weight is not None:
         weight = np.asarray(weight)
@@ -348,9 +344,9 @@ def _ids(group: Array) -> npt.NDArray[np.int64]:
 def _ragged(
     task: Task, made: Samples | Pair, count: int, forms: Forms
 ) -> tuple[SampleBatch, npt.NDArray[np.bool_]]:  # fmt: skip
-    """The samples, of a task that puts samples of any shape together, and which of them are good.
+    """Return the samples of a task whose samples may differ in shape, and a mask of the good samples.
 
-    What is not good is empty. An array of objects holds the values of one array for each sample.
+    Bad samples are empty. An array of objects holds the values of one array for each sample.
     """
     xs, ys = trees.taken_apart(made[0], count), trees.taken_apart(made[1], count)
     more = [[None] * count if part is None else np.asarray(part).tolist() for part in made[4:]] or [[None] * count] * 2
@@ -366,7 +362,7 @@ def _ragged(
 
 
 def _are_counts(counts: Any, length: int, most: int, reasons: Mapping[int, str]) -> bool:
-    """Whether these say how many samples each of `length` values gives: 0 exactly if it is skipped."""
+    """Return whether `counts` are valid numbers of samples for `length` values: 0 exactly for skipped values."""
     return (
         isinstance(counts, np.ndarray)
         and counts.dtype.kind in "iu"
@@ -377,7 +373,7 @@ def _are_counts(counts: Any, length: int, most: int, reasons: Mapping[int, str])
 
 
 def _skips(skipped: Mapping[str, npt.NDArray[np.bool_]], count: int) -> dict[int, str] | None:
-    """The mask of the skipped ones of `count` samples, and the reasons; None if these are no masks of as many."""
+    """Return the position and reason of each skipped value; None if the masks are not valid for `count` values."""
     reasons: dict[int, str] = {}
     for reason, mask in skipped.items():
         if not (isinstance(mask, np.ndarray) and mask.dtype == np.bool_ and mask.shape == (count,)):

@@ -1,4 +1,5 @@
-"""Decoding a worker's batches: what cannot be learned is stored on the `dead` topic before an update can count it."""
+"""Decoding of a worker's batches. Unlearnable records are stored in the `dead` topic before an update can count them.
+"""
 
 from __future__ import annotations
 
@@ -24,31 +25,31 @@ log = get_logger(__name__)
 
 RETRY_FIRST_S: Final = 0.25
 RETRY_MAX_S: Final = 10.0
-_MAX_PAYLOAD_BYTES: Final = 65_536  # a dead letter keeps this much of the record; the rest is still at its offset
+_MAX_PAYLOAD_BYTES: Final = 65_536  # a dead letter keeps so much of the record; the whole record is at its offset
 
 
 def usable_samples(batch: Batch) -> ComputedBatch:
-    """The samples that decoding has left of a batch, as far as they are known before its gradient."""
+    """Return the samples that are usable after decoding, as far as this is known before the gradient."""
     reasons = reasons_of(batch.data.refused) if batch.dead or batch.dead_samples else ()
     return ComputedBatch(batch.num_samples, dead=batch.dead, dead_samples=batch.dead_samples, dead_reasons=reasons)
 
 
 def reasons_of(refused: Iterable[RefusedSamples]) -> tuple[tuple[str, int], ...]:
-    """The reasons why these were refused, and how many dead letters have each reason."""
+    """Return the reasons for which these samples were refused, with the number of dead letters of each."""
     return ReasonCounts((item.reason, 1) for item in refused).in_order()
 
 
 class DeadLetters:
-    """Decodes one worker's batches and dead-letters refused samples, then or while the gradient is computed.
+    """The decoder of one worker's batches, which dead-letters refused samples, also those refused during the gradient.
 
-    `decode` and `refuse_samples` may run at once, in two threads. Every call may raise ServiceUnavailableError if
+    Two threads may call `decode` and `refuse_samples` at the same time. Each call may raise ServiceUnavailableError if
     Kafka does not take a dead letter.
     """
 
     def __init__(
         self, config: JobConfig, task: Task, channel: WorkerChannel, worker: int, term: Callable[[], int]
     ) -> None:
-        """`term`: that of the newest server the worker knows."""
+        """Create the decoder. `term`: returns the term of the newest server that the worker knows."""
         self._data = config.data
         self._task = task
         self._seen = SeenForms(task)
@@ -72,12 +73,10 @@ class DeadLetters:
         return decoded
 
     def refuse_samples(self, batch: Batch, bad: Mapping[int, str]) -> ComputedBatch:
-        """Dead-letter the samples at these places of the batch, for these reasons; as `usable_samples`, what is left.
-
-        The batch stays as it is.
-        """
+        """Dead-letter the samples at the positions `bad` of the batch, with these reasons. Return the remaining
+        samples, like `usable_samples`. The batch does not change."""
         refused = refuse(batch.data, bad)
-        # The values are no longer in memory: they are dropped once a batch is decoded.
+        # The values are not in memory any more: they are dropped after a batch is decoded.
         values = self._channel.read_values(self._topic, batch.partition, [item.offset for item in refused])
         self._send(batch.partition, refused, values)
         fault_point("worker.after_guard")
@@ -113,27 +112,28 @@ class DeadLetters:
 
 
 class Decoder:
-    """Decodes in one thread of its own, in the order of the calls: a batch that is being decoded delays no gradient.
+    """A decoder with its own thread, in the order of the calls, so that decoding delays no gradient.
 
-    Called from one thread; the futures are set by another.
+    It is called from one thread; another thread sets the futures.
     """
 
-    depth = 8  # how many batches the caller may have under way at once: those that follow wake neither thread
-    waiting_for = ""  # why a batch cannot be decoded at present; "" while they can
+    depth = 8  # maximum number of batches at once: while some wait, neither thread must be woken
+    waiting_for = ""  # the reason why a batch cannot be decoded now; "": batches can be decoded
 
     def __init__(
         self, decode: Callable[[RawRecords], DecodedBatch], wait: Callable[[float], bool] | None = None
     ) -> None:
-        """`wait`: for so many seconds, or until it is true that this is closed; default: the time of day."""
+        """Start the thread. `wait`: waits so many seconds, and returns early with True if this decoder is closed;
+        default: real time."""
         self._decode = decode
         self._closed = threading.Event()
         self._wait = self._closed.wait if wait is None else wait
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="decode")
 
     def decode(self, records: RawRecords) -> Future[DecodedBatch]:
-        """Decode as `DeadLetters.decode` does. Futures are done in the order of the calls.
+        """Decode like `DeadLetters.decode`. Futures are done in the order of the calls.
 
-        A batch that cannot be decoded now is tried again, at most every `RETRY_MAX_S`; those after it wait.
+        A batch that cannot be decoded now is tried again, at intervals of up to `RETRY_MAX_S`. Later batches wait.
         """
         return self._executor.submit(self._decode_patiently, records)
 
@@ -157,6 +157,6 @@ class Decoder:
             return decoded
 
     def close(self) -> None:
-        """Wait for the batches under way, and drop the others."""
+        """Wait for the batches being decoded, and drop the others."""
         self._closed.set()
         self._executor.shutdown(wait=True, cancel_futures=True)

@@ -1,7 +1,7 @@
-"""Records to tensors: what can be used goes into the batch, what cannot is refused with a reason. Of the task's
-exceptions, only those that are not about records get through.
+"""Decoding of records to arrays: usable samples enter the batch, others are refused with a reason. Only those
+exceptions of the task that do not concern records are raised.
 
-Bulk decoding (`bulk`) is tried first. What it leaves is looked at one by one, and only there a sample is refused.
+Bulk decoding (`bulk`) is tried first. The remaining records are decoded one by one, and only then a sample is refused.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from doll.task.trees import Tree
 MAX_REASON_CHARS = 500
 TOMBSTONE = "tombstone"
 NO_SAMPLE = "no sample"
-_Row = tuple[int, SampleRow]  # which value of the batch it comes from, and the sample
+_Row = tuple[int, SampleRow]  # position of the value in the batch, and its sample
 
 
 class RawRecords(NamedTuple):
-    """The records of one batch, not decoded: value i is the record at offset i. In offset order, of one length.
+    """The undecoded records of one batch: value i is the record at offset i. Offsets ascend.
 
     `envelopes`: one for each value; empty if the task does not read them.
     """
@@ -47,7 +47,7 @@ class RawRecords(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RefusedSamples:
-    """Samples of one record that cannot be used. `whole`: none of the record's samples can."""
+    """The unusable samples of one record. `whole`: no sample of the record is usable."""
 
     offset: int
     reason: str
@@ -61,10 +61,10 @@ class RefusedSamples:
 
 @dataclass(slots=True)
 class DecodedBatch:
-    """The usable samples of a batch, in stream order; x, y, weight and group as in `doll.task.batches.SampleBatch`.
+    """The usable samples of a batch, in stream order. x, y, weight and group are as in `doll.task.batches.SampleBatch`.
 
-    `offsets`, int64, shape (n,): the record that each sample came in. `skipped`: why the task has left samples out, and
-    how many for each reason.
+    `offsets`, int64, shape (n,): the offset of each sample's record. `skipped`: (reason, number) of samples that the
+    task has left out.
     """
 
     x: Tree
@@ -85,15 +85,16 @@ class DecodedBatch:
 
 
 class SeenForms:
-    """The form that samples must have: the task's declaration; else that of the first good ones of this process, if x
-    or y is more than one array or samples may differ in shape. Not thread-safe."""
+    """The form that samples must have. It is the form that the task declares. Without a declaration, it is the form of
+    the first good samples of this process, if x or y has several arrays or samples may differ in shape. Not
+    thread-safe."""
 
     def __init__(self, task: Task) -> None:
-        """Raises ConfigError if `Task.spec` returns something else than fields."""
+        """Start with the task's declaration. Raise ConfigError if `Task.spec` does not return fields."""
         self.forms = Forms.from_task(task)
 
     def see(self, rows: Sequence[SampleRow]) -> None:
-        """See good samples, all of one structure: others must be like them."""
+        """Learn the form of good samples, all of one structure, which later samples must have."""
         x, y, is_ragged = self.forms
         first = rows[0]
         if x is None and (is_ragged or first.x_structure is not None):
@@ -103,7 +104,7 @@ class SeenForms:
         self.forms = Forms(x, y, is_ragged)
 
     def see_part(self, samples: SampleBatch) -> None:
-        """See samples that are stacked; otherwise like `see`."""
+        """Learn the form of stacked samples, as in `see`."""
         x, y, _ = self.forms
         if (x is None and trees.is_container(samples.x)) or (y is None and trees.is_container(samples.y)):
             self.see(samples.rows(1))
@@ -117,12 +118,12 @@ def decode_records(
 
     Args:
         samples_per_record: m; above 1, each value is a packed record (`doll.records.packing`) of at most m samples.
-        max_record_bytes: a longer record is refused unread.
-        skip_tombstones: a record without a value is skipped, and not refused.
-        seen: what samples must be, from the batches before; None: these are the first.
+        max_record_bytes: maximum length of a record. A longer record is refused without decoding.
+        skip_tombstones: True: a record without a value is skipped instead of refused.
+        seen: the form of the samples, from the batches before. None: this is the first batch.
 
     Raises:
-        RetryLater, TaskError, ConfigError: as the task raises them. Nothing of the batch is decoded then.
+        RetryLater, TaskError, ConfigError: raised by the task. In this case, no part of the batch is decoded.
     """
     refused: list[RefusedSamples] = []
     skips = ReasonCounts()
@@ -148,7 +149,7 @@ def decode_records(
         if envelopes is not None:
             envelopes = [envelopes[at] for at, count in zip(whole, counts, strict=True) for _ in range(count)]
     origins = Origins(offsets, records.partition, envelopes)
-    with np.errstate(all="ignore"):  # a task's log of a negative number is a NaN, which is refused
+    with np.errstate(all="ignore"):  # for instance, a task's log of a negative number is NaN, which is refused
         bulk = decode_in_bulk(task, samples, origins, seen.forms)
         reasons: dict[int, str] = {}
         rows = _one_by_one(task, samples, origins, bulk.left.tolist(), reasons, bulk.skipped, seen.forms)
@@ -165,9 +166,10 @@ def decode_records(
 def _readable(
     records: RawRecords, max_record_bytes: int, refused: list[RefusedSamples], skips: ReasonCounts | None
 ) -> tuple[list[bytes], list[int], npt.NDArray[np.int64], list[int] | None]:
-    """The values that are neither empty nor too long, their lengths, their offsets, and which these are, None for all.
+    """Return the values that are neither empty nor too long, their lengths, their offsets and their positions (None:
+    all).
 
-    The others are refused, but for those without a value if `skips` is given, which counts them.
+    The others are refused, except values that are missing if `skips` is given, which counts them.
     """
     values = list(records.values)
     widths = [len(value) if value else 0 for value in values]
@@ -199,9 +201,9 @@ def _int64(offsets: Sequence[int]) -> npt.NDArray[np.int64]:
 
 
 def refuse(decoded: DecodedBatch, bad: Mapping[int, str]) -> list[RefusedSamples]:
-    """The records of the samples at these places of the batch, which are refused after decoding.
+    """Return the records of the samples at the positions `bad`, which are refused after decoding.
 
-    A record without any usable sample is refused as a whole, with the samples that decoding had refused already.
+    A record without any usable sample is refused as a whole, including samples that decoding had already refused.
     """
     reasons: dict[int, list[str]] = {}
     for at, reason in sorted(bad.items()):
@@ -224,7 +226,8 @@ def _one_by_one(
     skipped: dict[int, str],
     forms: Forms,
 ) -> list[_Row]:
-    """The samples at these places that can be used; `reasons` and `skipped` get why others are not, by place."""
+    """Return the usable samples at these positions. Add the reasons of others to `reasons` or `skipped`, by position.
+    """
     rows: list[_Row] = []
     for place in places:
         try:
@@ -239,14 +242,14 @@ def _one_by_one(
             raise
         except SkipRecord as exc:
             skipped[place] = str(exc) or "no reason given"
-        except BaseException as exc:  # whatever the user's decode raises: also sys.exit, and a panic of a Rust library
+        except BaseException as exc:  # user code may raise anything: sys.exit, or a panic of a Rust library
             text = str(exc) if isinstance(exc, SampleError) else f"{type(exc).__name__}: {exc}"
             reasons[place] = text[:MAX_REASON_CHARS]
     return rows
 
 
 def _several(task: Task, made: Sample | list[Sample]) -> list[Sample]:
-    """The samples that one value gives. Raises SampleError if they are more than the task may give, and SkipRecord if
+    """Return the samples of one value. Raise SampleError if there are more than the task may return, and SkipRecord if
     there is none."""
     most = task.max_samples_per_record
     if not isinstance(made, list) or (most == 1 and not (made and isinstance(made[0], Sample))):
@@ -261,17 +264,18 @@ def _several(task: Task, made: Sample | list[Sample]) -> list[Sample]:
 def _combined(
     parts: Sequence[Part], rows: list[_Row], reasons: dict[int, str], seen: SeenForms
 ) -> tuple[SampleBatch, npt.NDArray[np.int64]]:
-    """All usable samples, in order, and their values' places; `reasons` gets why others do not suit these."""
+    """Return all usable samples, in order, and the positions of their values. Add the reasons of samples that do not
+    fit the others to `reasons`."""
     is_ragged = seen.forms.is_ragged
     if len(parts) == 1 and not rows and not is_ragged:
         seen.see_part(parts[0].samples)
         return parts[0].samples, parts[0].places
     forms = {_form(part.samples.rows(1)[0]) for part in parts} | {_form(row) for _, row in rows}
     if len(forms) > 1 or is_ragged:
-        # What most of the batch have decides, as if all of it had been decoded one by one.
+        # The majority of the batch decides, as if all samples had been decoded one by one.
         rows = rows + [row for part in parts for row in zip(part.places.tolist(), part.samples.rows(), strict=True)]
         rows = _same_kind(_same_shape(sorted(rows, key=_place), reasons, is_ragged), reasons)
-        rows = [row for row in rows if row[0] not in reasons]  # of a value whose other samples do not suit
+        rows = [row for row in rows if row[0] not in reasons]  # drop all samples of a value with a bad one
         parts = []
     if rows:
         good = [row for _, row in rows]
@@ -295,7 +299,7 @@ def _place(row: _Row) -> int:
 
 
 def _form(row: SampleRow) -> tuple[Any, ...]:
-    """Structure, shapes and types, which the arrays of a batch have in common."""
+    """Return structure, shapes and types, which must be equal for all arrays of a batch."""
     if row.x_structure is None and row.y_structure is None:
         x, y = row.x[0], row.y[0]
         return x.dtype, x.shape, y.dtype, y.shape
@@ -303,7 +307,7 @@ def _form(row: SampleRow) -> tuple[Any, ...]:
 
 
 def _by_record(offsets: npt.NDArray[np.int64], reasons: Mapping[int, str]) -> list[RefusedSamples]:
-    """The refused samples of each record, with the reason that was found first."""
+    """Return the refused samples of each record, with the reason of the first."""
     texts: dict[int, list[str]] = {}
     for place, text in reasons.items():
         texts.setdefault(int(offsets[place]), []).append(text)
@@ -312,7 +316,7 @@ def _by_record(offsets: npt.NDArray[np.int64], reasons: Mapping[int, str]) -> li
 
 
 def _same_kind(rows: list[_Row], reasons: dict[int, str]) -> list[_Row]:
-    """Samples with integers among samples with floats: integers become floats, if that does not change them."""
+    """Convert integers to floats in a batch with both, if this does not change their values."""
     if not rows:
         return rows
     for root, rounded in (("x", np.float32), ("y", np.float64)):
@@ -334,10 +338,12 @@ def _same_kind(rows: list[_Row], reasons: dict[int, str]) -> list[_Row]:
 def _one_kind(
     arrays: list[npt.NDArray[Any]], given: Sequence[Any], rounded: Any
 ) -> tuple[list[npt.NDArray[Any] | None], str]:
-    """The arrays that can stand in one batch, and of what kind most of them are; None: it cannot.
+    """Return the arrays converted to the type of the batch, with None for arrays that cannot be converted, and a
+    description of that type.
 
-    If most hold integers and some that floats do not hold (ids), floats must be whole numbers. `given`: what the
-    arrays were made of, at its own precision. `rounded`: the type of floats.
+    If most arrays hold integers, and some hold integers that floats cannot represent (ids), the float arrays must
+    contain whole numbers. `given`: the values before conversion, with their own precision. `rounded`: the type of
+    floats.
     """
     integers = [array.dtype.kind in "biu" for array in arrays]
     count = sum(integers)
@@ -356,8 +362,8 @@ def _one_kind(
 
 
 def _same_shape(rows: list[_Row], reasons: dict[int, str], is_ragged: bool) -> list[_Row]:
-    """Drop rows of another shape than most samples of the batch have, without a declared shape; of samples that may
-    differ in shape, the structure and the numbers of dimensions count."""
+    """Drop rows whose shape differs from most samples of the batch, if no shape is declared. If samples may differ in
+    shape, compare their structure and number of dimensions."""
     shapes = Counter(row.dimensions if is_ragged else row.shapes for _, row in rows)
     if len(shapes) <= 1:
         return rows
@@ -372,7 +378,7 @@ def _same_shape(rows: list[_Row], reasons: dict[int, str], is_ragged: bool) -> l
 
 
 def _difference(row: SampleRow, usual: SampleRow) -> str:
-    """The reason why a sample does not suit the others."""
+    """Return the reason why a sample does not fit the others."""
     structures = (row.x_structure, row.y_structure)
     if structures == (usual.x_structure, usual.y_structure) == (None, None):
         return (

@@ -1,4 +1,4 @@
-"""Records of `samples` that were deleted before this worker could read them: where to read on, or why to end."""
+"""The handling of `samples` records that were deleted before this worker read them: continue after them, or end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RECHECK_S: Final = 0.1
 
 
 class DeletedRecords:
-    """Decides where a worker reads on in a partition when its log does not hold the next record."""
+    """The decision where a worker continues to read in a partition whose log does not hold the next record."""
 
     def __init__(
         self,
@@ -50,17 +50,15 @@ class DeletedRecords:
         self._clock = clock
 
     async def resume_offset(self, offset: int) -> int | None:
-        """The log does not hold `offset`, the next one to be read: where to go on.
-
-        The same offset: ask Kafka again. None: the process ends.
-        """
+        """Return the offset at which to continue, because the log does not hold `offset`, the next offset to read. The
+        same offset: ask Kafka again. None: the process ends."""
         loop = asyncio.get_running_loop()
         try:
             low, high = await loop.run_in_executor(None, self._channel.watermarks, self._topic, self._partition)
         except ServiceUnavailableError:
             return offset  # the client has logged that Kafka is unreachable
         if offset > high:
-            # The leader has no such offset. One that only does not know yet that it is committed gives no error.
+            # The leader has no such offset. If it does not know yet that an offset is committed, it returns no error.
             self._refuse(short_log_message(self._topic, self._partition, offset, high))
             return None
         if offset >= low or await self._has_newer_start(offset):
@@ -76,17 +74,18 @@ class DeletedRecords:
         return low
 
     def refuse_truncated(self, offset: int, reason: str) -> None:
-        """The log has lost records below `offset` that were read, though it may be as long as before by now: end."""
+        """End the process: the log has lost records below `offset` that were read, although it may be as long as
+        before."""
         self._refuse(truncated_message(self._topic, self._partition, offset, reason))
 
     def _refuse(self, message: str) -> None:
         self._exit.request(ConfigError.exit_code, f"{message}; {TRUNCATED_ADVICE}")
 
     async def _has_newer_start(self, offset: int) -> bool:
-        """Whether the durable model holds `offset` by now, which an earlier process of this worker had sent.
+        """Return whether the durable model holds `offset` by now, from an earlier process of this worker.
 
-        Then this process ends, to start after it. The server is asked and gets time to answer: retention that deletes
-        only what is durable deletes nothing that is needed.
+        If it does, this process ends, and the next one starts after `offset`. The server is asked and gets time to
+        answer, so that retention that deletes only durable records does not count as loss.
         """
         self._channel.send(self._core.join())
         deadline_s = self._clock() + _NEWER_START_TIMEOUT_S

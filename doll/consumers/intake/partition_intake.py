@@ -1,4 +1,4 @@
-"""The intake of one partition: from records to batches that the worker's core may have."""
+"""The intake of one partition: from records to batches for the worker's core."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ class PartitionIntake:
     """One partition that a worker serves.
 
     Attributes:
-        reading: what the reader's deliveries name that are for this intake, and not for an earlier one.
-        progress: (delivered, position), kept by the stream: the records below `delivered` have been fed, and from there
-            to `position` there is no record (markers of transactions, for instance).
-        log_end: one above the last offset, when Kafka was asked last.
-        decoded: batches that the core may not have yet, after some that hold no record.
-        empty: what the first of these batches without a record decodes to.
-        fed_at_s: when records came last; monotonic.
+        reading: the number in the reader's deliveries for this intake; deliveries for an earlier intake have another
+            number.
+        progress: (delivered, position), set by the stream: records below `delivered` were fed, and offsets from there
+            to `position` hold no record (for instance transaction markers).
+        log_end: one above the last offset, when Kafka was last asked.
+        decoded: batches that the core may not get yet, because earlier batches without a record wait.
+        empty: the decoded form of the first of these batches without a record.
+        fed_at_s: time of the last records, in monotonic seconds.
     """
 
     number: int
@@ -45,7 +46,8 @@ class PartitionIntake:
         self.progress = (self.batcher.next_offset, self.batcher.next_offset)
 
     def open_for_s(self, now: float) -> float:
-        """The time for which the open batch has held a record, at this call; 0 if it holds none or may not be cut."""
+        """Return the seconds since the open batch first held a record at a call; 0 if it holds none or may not be cut.
+        """
         number = self.batcher.open_batch
         if number is None or number != self._open_batch:
             self._open_batch, self._open_since_s = number, now
@@ -53,6 +55,7 @@ class PartitionIntake:
 
     @property
     def recordless_until(self) -> int | None:
-        """All delivered records are fed, and there is no record between them and this offset, which is after them."""
+        """The offset up to which no record follows the fed records; None if there is no such gap, or if delivered
+        records are not fed yet."""
         delivered, position = self.progress
         return position if self.batcher.next_offset == delivered < position else None

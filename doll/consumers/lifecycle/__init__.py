@@ -1,1 +1,1 @@
-"""Start and end of a worker: its slot, notices of an interruption, an orderly departure, a loop that stands still."""
+"""The start and end of a worker: its slot, interruption notices, orderly departure, detection of stalled streams."""

@@ -1,8 +1,8 @@
-"""The time and cause of this process's leaving: SIGTERM, a spot notice and other causes are all reported here.
+"""The time and the cause of this process's departure: SIGTERM, a spot notice and other causes are reported here.
 
-Whoever learns of one calls `leave_within`, from any thread. The worker then announces nothing more, finishes the
+Code that learns of a cause calls `leave_within`, in any thread. The worker then announces nothing more, finishes the
 gradient that it owes or returns its batch, sends Leave and exits. Whatever it is doing, the process ends before its
-time is over: the machine will not wait either.
+time is over, because the machine will not wait.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from doll.telemetry import get_logger
 
 log = get_logger(__name__)
 
-# Taken off the time that is left: the process must end before its machine does.
+# Subtracted from the remaining time: the process must end before its machine does.
 MARGIN_S = 0.25
 
 
 def end_within(seconds: float, code: int) -> None:
-    """End this process with `code` after `seconds`, whatever it is doing."""
+    """End this process with exit code `code` after `seconds`, whatever it is doing."""
     timer = threading.Timer(seconds, os._exit, args=(code,))
     timer.daemon = True
     timer.start()
 
 
 class Departure:
-    """Whether, by when and why this process leaves. Safe to use from any thread and from signal handlers."""
+    """The state of this process's departure: whether, when and why. Any thread and any signal handler may use it."""
 
     def __init__(
         self,
@@ -38,12 +38,12 @@ class Departure:
     ) -> None:
         self._clock = clock
         self._end_within = end_within
-        self._lock = threading.RLock()  # a signal may come while the same thread is in here
-        self.by_s: float | None = None  # when it must have ended, on `clock`; None: it stays
-        self.cause = ""  # why, as in its Leave: `sigterm`, `notice`
+        self._lock = threading.RLock()  # a signal handler may run while the same thread holds the lock
+        self.by_s: float | None = None  # time on `clock` at which it must have ended; None: it stays
+        self.cause = ""  # cause, as in its Leave: `sigterm`, `notice`
 
     def leave_within(self, seconds: float, cause: str) -> None:
-        """End this process at the latest `seconds` from now. Of several times the earliest counts."""
+        """End this process at most `seconds` from now. The earliest of several times is used."""
         at_s = self._clock() + seconds
         with self._lock:
             if self.by_s is not None and self.by_s <= at_s:
@@ -55,14 +55,14 @@ class Departure:
         return float("inf") if self.by_s is None else self.by_s - self._clock()
 
     def __call__(self) -> bool:
-        """Whether it must leave."""
+        """Return whether the process must leave."""
         return self.by_s is not None
 
 
 class ProcessExit:
-    """The end of this process on its own account: in order if Faust allows it, within `worker.drain_s` in any case.
+    """The end of this process by its own decision: orderly if Faust allows it, and within `worker.drain_s` in any case.
 
-    The first request to end decides. One event loop owns it.
+    The first request decides. The object belongs to one event loop.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class ProcessExit:
         stop: Callable[[], None],
         end_within: Callable[[float, int], None] = end_within,
     ) -> None:
-        """`within_s`: until the process is ended, whatever it is doing. `flush`: delivers what was sent. `stop`: asks
-        for the end in order."""
-        self.code = 0  # 0: the job is over, or another process has its place; 1: start it again
+        """Create the object. `within_s`: seconds after which the process is ended, whatever it is doing. `flush`:
+        delivers the sent records. `stop`: requests the orderly end."""
+        self.code = 0  # 0: the job is over, or another process has taken its place; 1: start it again
         self.is_requested = False
         self._within_s = within_s
         self._flush = flush

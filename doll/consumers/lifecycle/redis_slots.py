@@ -1,9 +1,9 @@
-"""Identical workers take a slot each: a lease in Redis per slot, held by the process that has it.
+"""Slots for identical workers: each worker takes a slot, which is a lease in Redis held by its process.
 
-Containers of one service (`docker compose up --scale worker=8`) get the same command, so none has a number of its own.
-A process takes the lowest slot that is not leased and renews its lease; if none is free it waits as a spare. Leases
-only keep processes from fencing one another: if two processes have one slot all the same (Redis was wiped, a process
-was frozen), the parameter server fences the earlier one.
+Containers of one service (`docker compose up --scale worker=8`) get the same command, so they have no number. A process
+takes the lowest slot that is not leased, and renews its lease. If no slot is free, the process waits as a spare. Leases
+only prevent processes from fencing each other. If two processes still have the same slot (Redis was wiped, a process
+was frozen), the parameter server fences the earlier process.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from doll.storage.redis_client import WorkerCount
 log = telemetry.get_logger(__name__)
 
 _RETRY_S: Final = 0.5
-_FIRST_LEASE_S: Final = 60.0  # torch is loaded then, and for seconds no other thread of the process runs
+_FIRST_LEASE_S: Final = 60.0  # while torch is loaded, no other thread of the process runs for seconds
 _LOG_AGAIN_S: Final = 30.0
-_SETTLED_S: Final = 15.0  # replicas start within seconds of one another: a slot still free then has nobody coming
-# One step each: between a GET and the next command another process may have taken the slot.
+_SETTLED_S: Final = 15.0  # replicas start within seconds: a slot that is free after this time stays free
+# Each script is atomic: between a GET and the next command, another process could take the slot.
 _RENEW: Final = """
 local holder = redis.call('GET', KEYS[1])
 if holder and holder ~= ARGV[1] then return 0 end
@@ -46,13 +46,13 @@ return 0
 class SlotLeases:
     """The leases of a job's slots, as one process sees them. Calls raise RedisError if Redis does not answer.
 
-    `job`: the job, and what else tells it from others on this Redis. `workers`: of the job file; the job may have been
-    scaled since. `ttl_s`: a lease that is not renewed for this long is free. `holder`: tells processes apart; default:
+    `job`: identifies the job on this Redis. `workers`: the number in the job file; the job may have been scaled since.
+    `ttl_s`: seconds after which a lease that is not renewed is free. `holder`: unique name of the process; default:
     random.
     """
 
     def __init__(self, client: redis.Redis, job: str, workers: int, ttl_s: float, holder: str = "") -> None:
-        self._client: Any = client  # redis-py's types mix its synchronous and asynchronous answers
+        self._client: Any = client  # redis-py's types mix synchronous and asynchronous answers
         self._job = job
         self._job_workers = workers
         self._count = WorkerCount(client, job)
@@ -60,7 +60,7 @@ class SlotLeases:
         self._holder = (holder or uuid.uuid4().hex).encode()
 
     def take(self, at_least_s: float = 0.0) -> int | None:
-        """Take the lowest free slot, leased for `at_least_s` at first; None if all are held."""
+        """Take the lowest free slot, with a first lease of at least `at_least_s`. None: all slots are held."""
         first_ms = max(self._ttl_ms, round(at_least_s * 1000))
         for slot in self.free():
             if self._client.set(self._key(slot), self._holder, nx=True, px=first_ms):
@@ -69,7 +69,7 @@ class SlotLeases:
 
     @property
     def workers(self) -> int:
-        """How many slots there are: as many as the job is to have workers."""
+        """The number of slots, which is the requested number of workers."""
         return self._count.get(self._job_workers)
 
     def free(self) -> list[int]:
@@ -77,7 +77,7 @@ class SlotLeases:
         return [slot for slot, holder in enumerate(holders) if holder is None]
 
     def renew(self, slot: int) -> bool:
-        """Renew the lease of `slot`, also if Redis has lost it; False if another process holds it."""
+        """Renew the lease of `slot`, also if Redis has lost it. Return False if another process holds it."""
         return bool(self._client.eval(_RENEW, 1, self._key(slot), self._holder, self._ttl_ms))
 
     def release(self, slot: int) -> None:
@@ -88,11 +88,11 @@ class SlotLeases:
 
 
 class HeldSlot:
-    """A slot that this process holds until the context's end. From `start_renewing` on a thread renews its lease."""
+    """A slot that this process holds until the context ends. After `start_renewing`, a thread renews its lease."""
 
     def __init__(self, slots: SlotLeases, number: int, config: JobConfig, leave: Callable[[], None]) -> None:
         self.number = number
-        self.lost = False  # another process has taken it: this one gets SIGTERM and may take another slot
+        self.lost = False  # True: another process has taken it; this process leaves and may take another slot
         self._slots = slots
         self._config = config
         self._leave = leave
@@ -131,7 +131,7 @@ class HeldSlot:
                 if now_s - started_s >= _SETTLED_S and now_s - logged_s >= _LOG_AGAIN_S:
                     logged_s = now_s
                     self._warn_of_free_slots()
-            except redis.RedisError:  # Redis is unreachable: everybody waits for it and logs it
+            except redis.RedisError:  # Redis is unreachable: other parts of the process wait for it and log it
                 continue
 
     def _warn_of_free_slots(self) -> None:
@@ -148,15 +148,15 @@ class HeldSlot:
 def lease_slot(
     config: JobConfig, client: redis.Redis, stop: threading.Event, leave: Callable[[], None], *, cluster: str = ""
 ) -> Iterator[HeldSlot | None]:
-    """A free slot of the job, waited for as long as it takes; None if `stop` was set before.
+    """Yield a free slot of the job after waiting as long as needed; None if `stop` was set before.
 
-    While it waits, the process answers health probes as `worker`, healthy but not ready. The first lease is a long one,
-    so that torch can be loaded: call `start_renewing` then.
+    While it waits, the process answers health probes as `worker`: healthy but not ready. The first lease is long, so
+    that torch can be loaded; call `start_renewing` after that.
 
     Args:
-        leave: called, from another thread, when another process has taken the slot.
-        cluster: Kafka's id of its cluster. A process does not know its run yet; another run of the job's name on the
-            same Redis has another Kafka.
+        leave: function that is called in another thread when another process has taken the slot.
+        cluster: Kafka's id of its cluster. It distinguishes jobs of the same name on the same Redis, because a process
+            does not know its run yet.
     """
     slots = SlotLeases(client, scope_of(config.job, cluster), config.data.workers, config.worker.lease_s)
     with heartbeat_of("worker", config) as heartbeat:
@@ -179,7 +179,7 @@ def _wait(slots: SlotLeases, config: JobConfig, stop: threading.Event) -> int | 
         try:
             if (slot := slots.take(_FIRST_LEASE_S)) is not None:
                 return slot
-            if log_now and now_s - started_s >= config.worker.lease_s:  # a predecessor's lease has expired by then
+            if log_now and now_s - started_s >= config.worker.lease_s:  # an earlier lease has expired by then
                 logged_s = now_s
                 log.warning(
                     "waiting_as_spare", workers=slots.workers,

@@ -1,7 +1,7 @@
-"""EC2 instance metadata (IMDSv2): this machine's place in the fleet from its tags, and spot interruption notices.
+"""EC2 instance metadata (IMDSv2): spot interruption notices, and this machine's place in the fleet, read from its tags.
 
-The metadata service is at a link-local address of the machine; `AWS_EC2_METADATA_SERVICE_ENDPOINT` names another one,
-as it does for boto3. Tags are there if the launch template has `InstanceMetadataTags=enabled`.
+The metadata service is at a link-local address of the machine. `AWS_EC2_METADATA_SERVICE_ENDPOINT` sets another
+address, as for boto3. Tags are available if the launch template has `InstanceMetadataTags=enabled`.
 
 Source: Amazon EC2 User Guide, "Use the Instance Metadata Service" and "Spot Instance interruption notices".
 """
@@ -33,7 +33,7 @@ _ENDPOINT: Final = "http://169.254.169.254"
 _TOKEN_S: Final = 21_600
 _TIMEOUT_S: Final = 2.0
 _MAX_BYTES: Final = 65_536
-_MAX_TAG_CHARS: Final = 256  # of a tag, as AWS has it
+_MAX_TAG_CHARS: Final = 256  # limit of a tag at AWS
 POLL_S: Final = 5.0  # as AWS recommends
 _ACTION: Final = "spot/instance-action"
 _REBALANCE: Final = "events/recommendations/rebalance"
@@ -45,18 +45,18 @@ _INSTANCE_ENV: Final = "DOLL_INSTANCE"
 
 
 class Imds:
-    """Reads the instance metadata service, version 2."""
+    """A client of the instance metadata service, version 2."""
 
     def __init__(self, endpoint: str = "", *, timeout_s: float = _TIMEOUT_S) -> None:
         self._endpoint = (endpoint or os.environ.get(ENDPOINT_ENV) or _ENDPOINT).rstrip("/")
         self.timeout_s = timeout_s
         self._token = ""
-        # Through no proxy, which would answer with the metadata of its own machine.
+        # Without a proxy, which would answer with the metadata of its own machine.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def get(self, path: str) -> str | None:
-        """The text at `/latest/meta-data/<path>`; None if there is nothing (404). Raises ServiceUnavailableError if the
-        service does not answer, or refuses."""
+        """Return the text at `/latest/meta-data/<path>`; None if there is none (404). Raise ServiceUnavailableError if
+        the service does not answer or refuses the request."""
         try:
             try:
                 return self._read(path)
@@ -88,11 +88,11 @@ class Imds:
 
 
 def set_identity_from_tags(imds: Imds, environment: MutableMapping[str, str] | None = None) -> None:
-    """Put slot, incarnation, market and machine into the environment, as a fleet on this machine would, and turn on
-    spot notices. What is set already is kept.
+    """Set the slot, incarnation, market and machine in the environment, as a fleet on this machine would, and turn on
+    spot notices. Variables that are already set are kept.
 
     Raises:
-        ConfigError: this machine has no such tags, or they hold no name or number.
+        ConfigError: this machine has no such tags, or a tag has no valid value.
         ServiceUnavailableError: the metadata service does not answer.
     """
     environment = os.environ if environment is None else environment
@@ -112,11 +112,12 @@ def set_identity_from_tags(imds: Imds, environment: MutableMapping[str, str] | N
 
 
 def slot_of_this_machine(slot: int | None) -> int:
-    """The slot in the tags of this EC2 machine, or `slot`; the tags' other values go into the environment.
+    """Return `slot` or, if it is None, the slot in the tags of this EC2 machine. The other values of the tags are set
+    in the environment.
 
     Raises:
-        ConfigError: the tags are missing, or name no slot.
-        ServiceUnavailableError: this is no EC2 machine, or its metadata service is off.
+        ConfigError: the tags are missing, or contain no slot.
+        ServiceUnavailableError: this is not an EC2 machine, or its metadata service is off.
     """
     if slot is not None:
         os.environ[_WORKER_ENV] = str(slot)
@@ -134,7 +135,7 @@ def _checked_text(value: str, what: str) -> str:
 
 
 class NoticeWatcher:
-    """Polls for a spot interruption notice, from a thread, and calls `on_notice` once, with the seconds left."""
+    """A thread that polls for a spot interruption notice, and calls `on_notice` once, with the remaining seconds."""
 
     def __init__(
         self,
@@ -157,13 +158,13 @@ class NoticeWatcher:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop polling; waits for the request under way, not for long."""
+        """Stop polling, and wait a short time for the current request."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(self._imds.timeout_s)
 
     def poll(self) -> bool:
-        """Ask once; whether there is a notice, which has then been reported."""
+        """Ask once. Return whether there is a notice, after reporting it."""
         try:
             text = self._imds.get(_ACTION)
             hint = self._imds.get(_REBALANCE) if text is None else None
@@ -189,7 +190,7 @@ class NoticeWatcher:
             return max(0.0, datetime.fromisoformat(json_object(text)["time"]).timestamp() - self._wall())
         except (ValueError, KeyError, TypeError, OverflowError):
             log.warning("interruption_notice_without_time", notice=text[:200])
-            return 0.0  # it is still a notice, and may be an old one: leave now
+            return 0.0  # it is still a notice, and may be old: leave now
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -203,8 +204,8 @@ class NoticeWatcher:
 
 @contextmanager
 def watch_spot_notices(config: JobConfig, departure: Departure) -> Iterator[None]:
-    """Within the context a spot notice makes this process leave, if the job file or $DOLL_SPOT_NOTICES asks for that.
-    Raises ConfigError if $DOLL_SPOT_NOTICES is neither none nor imds."""
+    """Make this process leave at a spot notice while the context is open, if the job file or $DOLL_SPOT_NOTICES enables
+    it. Raise ConfigError if $DOLL_SPOT_NOTICES is neither none nor imds."""
     source = config.worker.spot_notices or os.environ.get(NOTICES_ENV) or "none"
     if source not in ("none", "imds"):
         raise ConfigError(f"{NOTICES_ENV}: expected none or imds, got {source!r}")

@@ -1,1 +1,1 @@
-"""A worker that is a pipeline: gradients that are computed by stages in processes of their own."""
+"""A worker that is a pipeline: its stages, which are separate processes, compute the gradients."""

@@ -1,7 +1,7 @@
-"""`GradientEngine` of a virtual worker: batches go through a pipeline of stages, several at once.
+"""The `GradientEngine` of a virtual worker: several batches at once go through a pipeline of stages.
 
-One thread does what `doll.pipeline.runtime.virtual_worker` says: it reads weights into the file that the stages
-share, sends samples to the first stage, judges the gradients that come back, and stores the sum of each wave's steps.
+One thread does what `doll.pipeline.runtime.virtual_worker` decides. It reads weights into the file that the stages
+share, sends samples to the first stage, judges the returned gradients, and stores the sum of the steps of each wave.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ log = get_logger(__name__)
 NO_VALUES: Final = np.zeros(0, np.float32)
 _FEW_SAMPLES: Final = 16
 TICK_S: Final = 0.5
-# A thread that did not run for so long has not heard of the stages for another reason than theirs.
+# If this thread itself was paused for so long, the silence of the stages is not their fault.
 _PAUSED_S: Final = 2.0
 _CLOSED: Final = "the engine is closed"
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One batch from its submission to its answer."""
+    """One batch, from its submission to its answer."""
 
     grant: Grant
     batch: Batch
@@ -73,7 +73,7 @@ class Flight:
 
 
 def gradient_of(message: messages.Backward) -> Gradient:
-    """The known part of the gradient that is at the stages."""
+    """Return the known part of a gradient whose values are in the stages."""
     return Gradient(
         torch.from_numpy(NO_VALUES), message.loss_sum, dict(message.metric_sums), message.weight,
         math.sqrt(message.squares), math.sqrt(message.buffer_squares),
@@ -81,32 +81,33 @@ def gradient_of(message: messages.Backward) -> Gradient:
 
 
 def for_link(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """`array`, of a type that links carry, which an undivided worker would take too if that is possible."""
+    """Return `array` with a type that links can send; if possible, with the type that an undivided worker would use."""
     if (native := array.dtype.newbyteorder("=")) in DTYPES:
         return array.astype(native, copy=False)
     return array.astype(np.float32 if array.dtype.kind == "f" else np.int64)
 
 
 def names_of(members: Sequence[vw.Submission]) -> tuple[tuple[int, int], ...]:
-    """(batch, grant id) of each, whose token is its flight."""
+    """Return the (batch, grant id) of each submission, whose token is a `Flight`."""
     return tuple((item.batch, item.token.grant.grant_ids[0]) for item in members)
 
 
 class PipelineGradientEngine:
-    """`GradientEngine` of stages."""
+    """The `GradientEngine` that uses stages."""
 
     def __init__(
         self, config: JobConfig, stages: StageProcesses, *, guard: Guard, computer: GradientComputer,
         compressor: Compressor, blobs: Blobs, dead_letters: DeadLetters, departure: Departure, task_log: TaskLog,
         check: Callable[..., None], task: Task, clock: Callable[[], float] = time.monotonic, scope: str = "",
     ) -> None:  # fmt: skip
-        """`guard`: of `computer`, which has the undivided model: a batch that is not as usual is inspected with it.
-        `check`: `check_with_samples` of the task, its model and the stages' layers, before anything is learned."""
+        """Start the engine. `guard`: the guard of `computer`, which has the undivided model and inspects unusual
+        batches. `check`: `check_with_samples` of the task, its model and the stages' layers, called before the first
+        batch is learned."""
         pipeline, self._wave = config.worker.pipeline, config.training.policy.batches_per_push
         assert pipeline is not None
         self.depth = 2 * self._wave
         self.ended: Future[None] = Future()
-        """Fails when the stages cannot go on, also while nothing is submitted."""
+        """The future that fails when the stages cannot continue, even if nothing is submitted."""
         self._scope = scope or config.job
         self._seed = config.seed
         self._ttl_s = config.blobs.ttl_s
@@ -123,18 +124,18 @@ class PipelineGradientEngine:
         self._dead_letters = dead_letters
         self._departure = departure
         self._task_log = task_log
-        self._check: Callable[..., None] | None = check  # until it has been done
+        self._check: Callable[..., None] | None = check  # None: done
         self._clock = clock
         self._core = vw.VirtualWorkerCore(self._wave, self._wave)
-        self._flights: dict[int, deque[Flight]] = {}  # by batch; more than one if it is computed again
-        self._in_stages: deque[Flight] = deque()  # sent, and not back
-        self._returned: deque[messages.Backward] = deque()  # that wait for an inspection
+        self._flights: dict[int, deque[Flight]] = {}  # by batch; several if it is computed again
+        self._in_stages: deque[Flight] = deque()  # sent and not returned
+        self._returned: deque[messages.Backward] = deque()  # wait for an inspection
         self._suspect: Flight | None = None
         self._is_inspecting = False
         self._answers: dict[tuple[str, int | None], set[int]] = {}  # stages that have answered, until all have
-        self._keys: dict[int, str] = {}  # of waves, by the batch below which they end
+        self._keys: dict[int, str] = {}  # keys of waves, by the batch after their end
         self._storing: vw.Wave | None = None
-        self._rest: tuple[int, Future[GradientDone]] | None = None  # below which batch it is
+        self._rest: tuple[int, Future[GradientDone]] | None = None  # the batch below which it is, and the answer
         self._completed_s = clock()
         self._heard_s = [clock()] * len(stages.pids)
         self._calls: deque[tuple[Callable[[], None], Future[Any] | None]] = deque()
@@ -153,7 +154,7 @@ class PipelineGradientEngine:
         samples = SampleBatch(NO_VALUES, NO_VALUES)
         if batch.num_samples:
             samples = batch.data.samples
-        # Without any weight it adds nothing, as without a usable sample.
+        # A batch of total weight 0 adds nothing, like a batch without usable samples.
         num_samples = batch.num_samples if samples.total_weight else 0
         flight = Flight(grant, batch, goes_on, future, samples)
 
@@ -298,7 +299,7 @@ class PipelineGradientEngine:
                 pass
 
     def _all_have(self, stage: int, what: str, which: int | None) -> bool:
-        """Note the answer of this stage; returns whether all have answered."""
+        """Note the answer of this stage, and return whether all stages have answered."""
         have = self._answers.setdefault((what, which), set())
         have.add(stage)
         if len(have) < len(self._stages.pids):
@@ -329,14 +330,14 @@ class PipelineGradientEngine:
                     self._resolve(submitted.token, None)
 
     def _send_samples(self, message: messages.Forward, flight: Flight) -> None:
-        """Send a minibatch down the chain; if the task cannot put it together, it comes back with this problem."""
+        """Send a minibatch down the chain. If the task cannot collate it, treat it as returned with this problem."""
         seed = batch_seed(self._seed, flight.batch)
         draw_from(seed)
         try:
             x, y = passes.collated(self._task, flight.samples)
         except Exception as exc:  # the user's collate may raise anything
             problem = f"{type(exc).__name__}: {exc}"[:MAX_REASON_CHARS]
-            # What came with the minibatch goes on without it.
+            # The orders in the message are sent without the minibatch.
             rest = messages.StageOrders(commits=message.commits, version=message.version, included=message.included)
             self._send_down(rest, [])
             self._returned.append(
@@ -364,7 +365,7 @@ class PipelineGradientEngine:
         numel = self._computer.weights.size
         values = stored_weights(self._blobs, weights.key, job=self._scope, version=weights.version, numel=numel)
         if values is not None:
-            self._pulled[:] = values  # which all stages have read that were to use those before
+            self._pulled[:] = values  # all stages have read the earlier weights that they needed
         self._do(self._core.pulled(weights, is_there=values is not None))
 
     def _stored(self, until: int | None) -> None:
@@ -392,7 +393,7 @@ class PipelineGradientEngine:
         self._do(self._core.pushed(until))
 
     def _answer(self, flight: Flight, version: int, wave: int | None, holds: tuple[tuple[int, int], ...]) -> None:
-        computed = flight.computed or replace(usable_samples(flight.batch), weight=0.0)  # there are none to compute
+        computed = flight.computed or replace(usable_samples(flight.batch), weight=0.0)  # no sample to compute
         is_kept = (flight.batch.number + 1) % self._wave != 0
         key = "" if wave is None else self._keys.pop(wave, "")
         self._resolve(flight, GradientDone(key, version, (computed,), is_kept=is_kept, holds=holds))
@@ -408,7 +409,7 @@ class PipelineGradientEngine:
 
     def _judge_returned(self) -> None:
         while self._in_stages and self._suspect is None:
-            # In order, except a batch that was computed again: it comes after others.
+            # In order, except a batch that was computed again: it returns after other batches.
             number = self._in_stages[0].batch.number
             at = next((at for at, message in enumerate(self._returned) if message.batch == number), None)
             if at is None:
@@ -453,7 +454,7 @@ class PipelineGradientEngine:
         if flight.bad:
             usable = self._dead_letters.refuse_samples(batch, flight.bad)
         now = self._clock()
-        compute_s = now - max(flight.started_s, self._completed_s)  # batches overlap: what it has added
+        compute_s = now - max(flight.started_s, self._completed_s)  # batches overlap: the time that this batch added
         self._completed_s = now
         version = self._core.version_of(batch.number)
         usable = replace(usable, compute_s=compute_s, version=version, usual=self._guard.usual)
@@ -470,7 +471,8 @@ class PipelineGradientEngine:
     # --- inspection ---------------------------------------------------------------------------------------------------
 
     def _inspect_if_due(self) -> None:
-        """Have the stages show the weights if they hold no other batch: the undivided model inspects the suspect."""
+        """Have the stages store their weights when they hold no other batch, so that the undivided model can inspect
+        the suspect batch."""
         all_back = self._suspect is not None and len(self._in_stages) == len(self._returned)
         if all_back and not self._is_inspecting and not self._core.is_storing:
             self._is_inspecting = True
@@ -491,8 +493,8 @@ class PipelineGradientEngine:
             flight.computed = self._computed(flight, gradient)
             self._complete(flight, 0.0, 0.0)
         else:
-            # Also if no sample is refused: what came back is of older weights, at which one may do harm that the
-            # model gets right by now, with no gradient at all.
+            # Compute again even if no sample is refused: the returned gradient is of older weights, at which a sample
+            # may do harm that the model predicts correctly now, without any gradient.
             left = [at for at in range(flight.samples.num_samples) if at not in bad]
             flight.samples = flight.samples.take(left)
             self._in_stages.appendleft(flight)

@@ -1,6 +1,6 @@
-"""The stage processes of a virtual worker: forked from the worker at its start, before it has threads and connections.
+"""The stage processes of a virtual worker. The worker forks them at its start, before it has threads and connections.
 
-They end with the worker, however it ends. The worker ends when one of them does
+The stages end when the worker ends, whatever the cause. The worker ends when a stage ends
 (`doll.consumers.pipeline.pipeline_engine`).
 """
 
@@ -43,11 +43,11 @@ log = get_logger(__name__)
 
 _READY_S: Final = 120.0
 _END_S: Final = 1.0
-_SEGMENT_BYTES: Final = 64 * 1024 * 1024  # of address space: pages that no message has touched take no memory
+_SEGMENT_BYTES: Final = 64 * 1024 * 1024  # address space; unused pages take no memory
 
 
 class StageLostError(DollError):
-    """A stage has ended, or does not run any more: its virtual worker ends as well."""
+    """A stage has ended or does not run any more. Its virtual worker therefore ends, too."""
 
 
 def failure(message: Failed) -> DollError:
@@ -58,14 +58,14 @@ def failure(message: Failed) -> DollError:
 class StageProcesses:
     """The running stages of one virtual worker."""
 
-    pids: tuple[int, ...]  # their processes, first stage first
-    controls: tuple[StageLink, ...]  # one link to each
-    chain: StageLink  # to the first stage
+    pids: tuple[int, ...]  # their processes, in the order of the stages
+    controls: tuple[StageLink, ...]  # one link to each stage
+    chain: StageLink  # the link to the first stage
     shared: SharedVectors
 
     def wait_until_ready(self, expected: str, within_s: float = _READY_S) -> None:
-        """Wait until all stages run, and run what this process runs. Raises ConfigError if a stage runs something else,
-        or cannot be made, and StageLostError if a stage has ended, or is not ready in time."""
+        """Wait until all stages run the same versions as this process. Raise ConfigError if a stage runs other versions
+        or cannot be created, and StageLostError if a stage has ended or is not ready in time."""
         waiting = set(range(len(self.pids)))
         until_s = time.monotonic() + within_s
         with selectors.DefaultSelector() as selector:
@@ -96,12 +96,11 @@ class StageProcesses:
             )
 
     def first_end(self, number: int) -> tuple[int, str]:
-        """The stage that has ended, and how, in words; waits a moment for its end.
+        """Return the stage that ended first, and how it ended, in words. Wait up to 1 s for its end. `number`: a stage
+        whose link is closed.
 
-        The neighbours of a stage end after it, with a code: one that a signal has ended was the first.
-
-        Args:
-            number: a stage whose link is closed.
+        When a stage is killed by a signal, its neighbours then exit with a code. So a stage that a signal has ended was
+        the first.
         """
         ends: dict[int, str] = {}
         until_s = time.monotonic() + _END_S
@@ -116,13 +115,10 @@ class StageProcesses:
         return number, ends.get(number, "has closed its link")
 
     def why_closed(self, number: int) -> DollError:
-        """The error that says why the link to this stage, or to the first one, is closed.
-
-        Returns:
-            TaskError: a stage has said that the fault is the task's. StageLostError: any other.
-        """
+        """Return the error that explains why the link to this stage, or to the first stage, is closed. The result is a
+        TaskError if a stage has reported that the task is at fault, otherwise a StageLostError."""
         at, how = self.first_end(number)
-        for link in self.controls:  # one may have said why; its message may be behind others
+        for link in self.controls:  # a stage may have reported the reason, perhaps behind other messages
             with contextlib.suppress(LinkClosedError), selectors.DefaultSelector() as selector:
                 selector.register(link, selectors.EVENT_READ)
                 while selector.select(0):
@@ -132,7 +128,7 @@ class StageProcesses:
         return StageLostError(f"stage {at + 1} (pid {self.pids[at]}) {how}: its worker ends with it")
 
     def close(self) -> None:
-        """End the stages; stages that do not end by themselves are killed. May be repeated."""
+        """End the stages, and kill stages that do not end by themselves. This method may be called again."""
         for link in self.controls:
             with contextlib.suppress(LinkClosedError):
                 link.send(encode(StopStage()))
@@ -153,12 +149,11 @@ class StageProcesses:
 def start_stages(
     config: JobConfig, task: Task, model: FlatModel, parts: Sequence[Sequence[Layer]], worker: int, *, in_flight: int,
 ) -> StageProcesses:  # fmt: skip
-    """Fork a process for each of `parts`, the layers of `model`'s module by stage.
-
-    Call it where this process has one thread.
+    """Fork one process for each of `parts`, which are the layers of the model's module by stage. Call it while this
+    process has only one thread.
 
     Raises:
-        ConfigError: a stage cannot be made here, such as on a device that is not there or on macOS.
+        ConfigError: a stage cannot be created here, for instance on a missing device or on macOS.
         StageLostError: a stage has ended, or is not ready in time.
     """
     pipeline = config.worker.pipeline
@@ -168,13 +163,13 @@ def start_stages(
     controls = [socket_pair() for _ in parts]
     chain = [
         shared_pair(in_flight + 2, _SEGMENT_BYTES) for _ in parts
-    ]  # the first is between the worker and the first stage
+    ]  # the first pair connects the worker and the first stage
     ends = [end for pair in (*controls, *chain) for end in pair]
     for end in ends:
         end.limit_sending(pipeline.stage_timeout_s)
     expected = stage_fingerprint(config, model)
     parent, pids = os.getpid(), []
-    # The first backward pass from a given gradient imports it: 0.4 s and 30 MB in each stage, unless they share it.
+    # The first backward pass from a given gradient imports this module: 0.4 s and 30 MB per stage if it is not shared.
     importlib.import_module("torch.fx.experimental.symbolic_shapes")
     sys.stdout.flush()
     sys.stderr.flush()
@@ -203,10 +198,10 @@ def start_stages(
 
 
 def is_limited(config: JobConfig, worker: int) -> bool:
-    """Whether the memory of this worker's processes is limited, or that of one of its stages' devices.
+    """Return whether the memory of this worker's processes, or of a device of its stages, is limited.
 
-    Then the worker's process returns what it frees too, since what is free of its heap would be its stages', and has
-    the undivided model in files.
+    If it is, the worker's process returns freed memory, because its stages would inherit the free part of its heap, and
+    it keeps the undivided model in files.
     """
     pipeline = config.worker.pipeline
     if config.worker.memory_bytes is not None or pipeline is None:
@@ -215,7 +210,7 @@ def is_limited(config: JobConfig, worker: int) -> bool:
 
 
 def stage_fingerprint(config: JobConfig, model: FlatModel) -> str:
-    """The facts on which a worker's stages must agree: the job, the model, DOLL and torch."""
+    """Return the properties that must be equal in all stages: the job, the model, the versions of DOLL and torch."""
     return f"doll {doll.__version__}, torch {torch.__version__}, {fingerprint(config, model)}"
 
 
@@ -223,7 +218,7 @@ def _become_stage(
     config: JobConfig, task: Task, model: FlatModel, layers: Sequence[Layer], worker: int, number: int, in_flight: int,
     parent: int, links: Links, ends: Sequence[StageLink], shared: SharedVectors, expected: str,
 ) -> NoReturn:  # fmt: skip
-    """Run stage `number` in this process, which was forked for it, until the stage's end."""
+    """Run stage `number` in this process, which was forked for it, until the end of the stage."""
     code = 1
     try:
         die_with_parent(parent)
@@ -242,12 +237,12 @@ def _become_stage(
                 is_first=number == 0, is_last=is_last, device=open_device(settings.device), is_limited=limits_memory,
             )  # fmt: skip
             if is_limited(config, worker):
-                forget_pages(model.flat)  # this process had a look at its own part of it
+                forget_pages(model.flat)  # this process has read its own part of the vector
             return stage
 
         if limits_memory:
             return_freed_memory()
-        gc.freeze()  # what the worker has made stays shared with it
+        gc.freeze()  # memory of the worker's objects stays shared with the worker
         process = StageProcess(
             make, links, shared, number=number, fingerprint=expected, slowdown=settings.slowdown
         )  # fmt: skip
@@ -264,7 +259,8 @@ def _become_stage(
 
 
 def _exit_code(pid: int, *, wait: bool = False) -> int | None:
-    """The exit code of a child; minus the signal that has ended it; None: it runs. 0 if it was asked for before."""
+    """Return the exit code of a child, or minus the signal that ended it. None: it runs. 0: its code was read before.
+    """
     try:
         done, status = os.waitpid(pid, 0 if wait else os.WNOHANG)
     except ChildProcessError:

@@ -1,1 +1,1 @@
-"""A worker's protocol with the parameter server: announcements, grants and their answers. Pure."""
+"""A worker's protocol with the parameter server: announcements, grants and answers. Pure."""

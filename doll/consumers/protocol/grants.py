@@ -1,8 +1,8 @@
-"""The grants of one worker: which of its batches are owed, computed, answered and void. Pure.
+"""The grants of one worker: which of its batches are owed, computed, answered or void. Pure.
 
-A message may come twice, and late: grants are sent again when the channel changes, while the other channel still
-carries the first copy. The server refuses a push that comes again. The worker computes a grant once, and knows its
-answer until the batch is durable (docs/decisions/0042).
+A message may arrive twice or late: grants are sent again when the channel changes, while the other channel may still
+deliver the first copy. The server refuses a repeated push. The worker computes a grant once, and keeps its answer until
+the batch is durable (docs/decisions/0042).
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ from doll.records.control import Grant, Nack, Push, PushedBatch
 
 
 class WorkerGrants:
-    """The grants of a worker's batches: which are owed, computed, answered and void.
+    """The grants of a worker's batches: which are owed, computed, answered or void.
 
-    A grant is computed once: the answer to it is known until its batch is durable. `is_wanted` may be called from any
-    thread; all else from one.
+    A grant is computed once: its answer is kept until its batch is durable. Any thread may call `is_wanted`; only one
+    thread may call the other methods.
     """
 
     def __init__(self) -> None:
-        # Of batches that are not durable. Without an entry in `_owed` or `_answered`, the newest grant was given back.
-        self._newest: dict[int, int] = {}  # batch -> newest grant of this server
-        self._owed: dict[int, Grant] = {}  # batch -> the record of its newest grant, which is not answered
+        # For batches that are not durable. Without an entry in `_owed` or `_answered`, the newest grant was given back.
+        self._newest: dict[int, int] = {}  # batch -> id of the newest grant of this server
+        self._owed: dict[int, Grant] = {}  # batch -> its newest grant, which is not answered
         self._answered: dict[int, Push] = {}  # batch -> the push that answers its newest grant
-        self._refused: dict[int, Nack] = {}  # batch -> the Nack that was the answer to its newest grant
-        self.kept: dict[tuple[int, int], PushedBatch] = {}  # (batch, grant) of the sum that is not pushed yet
+        self._refused: dict[int, Nack] = {}  # batch -> the Nack that answers its newest grant
+        self.kept: dict[tuple[int, int], PushedBatch] = {}  # (batch, grant id) -> result that is not pushed
         self._void_until = 0  # grants up to this one are void
 
     @property
     def is_busy(self) -> bool:
-        """A batch is owed and not computed yet."""
+        """Whether a batch is owed and not computed yet."""
         return any((batch, self._newest.get(batch)) not in self.kept for batch in self._owed)
 
     def is_wanted(self, batch: int, number: int) -> bool:
-        """Whether grant `number` of `batch` is the newest, and is not answered."""
+        """Return whether grant `number` is the newest grant of `batch` and is not answered."""
         return batch in self._owed and self._newest.get(batch) == number
 
     def take(self, grant: Grant) -> tuple[list[Push], list[tuple[Grant, range]]]:
-        """A grant has come, perhaps not for the first time: answers that the server may not have; and runs of batches
-        that are to be computed, with the grants that they belong to.
+        """Take a received grant, which may be a repeated one. Return the answers that the server may not have received,
+        and the runs of batches to compute, each with its grant.
 
-        Grants of a worker increase with its batches. So if the grant of a batch is new, earlier grants of later
-        batches are void: the server has taken all of these back. Later grants of later batches have overtaken this one:
-        if their results are in the sum by then, `computed` has them computed again.
+        The grant ids of a worker ascend with its batches. So if the grant of a batch is new, earlier grants of later
+        batches are void, because the server has taken them back. Later grants of later batches have arrived before this
+        grant. If their results are already in the sum, `computed` has them computed again.
         """
         new: list[int] = []
-        answers: dict[int, Push] = {}  # by their first grants
+        answers: dict[int, Push] = {}  # by their first grant id
         for batch, number in enumerate(grant.grant_ids, grant.first):
             newest = self._newest.get(batch, -1)
             if number < newest or number <= self._void_until:
@@ -67,15 +67,16 @@ class WorkerGrants:
         return list(answers.values()), [(grant, run) for run in _runs(new)]
 
     def give_back(self, batch: int, number: int) -> None:
-        """Grant `number` of `batch` is not computed. The worker does not owe it, and computes it if it comes again."""
+        """Note that grant `number` of `batch` is not computed. The worker no longer owes the batch, and computes it if
+        the grant comes again."""
         if self.is_wanted(batch, number):
             self._forget_answer(batch)
 
     def computed(self, items: Sequence[PushedBatch]) -> list[tuple[Grant, range]]:
-        """Take these results, pushed now or with later ones; returns what is to be computed again, as `take` does.
+        """Add these results, which are pushed now or later. Return the batches to compute again, in the form of `take`.
 
-        Later batches had results in the sum if their grants have overtaken those of `items`. Their steps were made
-        without the steps of `items`, so the sum has dropped them.
+        Later batches may already have results in the sum, if their grants arrived before the grants of `items`. Their
+        steps were made without the steps of `items`, so the sum has dropped them.
         """
         dropped = [name for name in self.kept if name[0] >= items[0].batch]
         for name in dropped:
@@ -85,14 +86,15 @@ class WorkerGrants:
         return [(self._owed[batch], range(batch, batch + 1)) for batch in again]
 
     def take_computed(self, names: Sequence[tuple[int, int]]) -> tuple[PushedBatch, ...]:
-        """The known batches of one push, named by (batch, grant id); none if nobody waits for any of them."""
+        """Return the computed batches of one push, named by (batch, grant id); () if none of them is wanted any more.
+        """
         if not all(name in self.kept for name in names):
-            return ()  # one of them has become durable: another process has taken this worker's place
+            return ()  # a batch has become durable: another process has replaced this one
         items = tuple(self.kept.pop(name) for name in names)
         return items if any(self.is_wanted(item.batch, item.grant_id) for item in items) else ()
 
     def answer(self, push: Push) -> None:
-        """`push` is the answer to those of its grants that stand."""
+        """Note `push` as the answer to those of its grants that are wanted."""
         for item in push.batches:
             if self.is_wanted(item.batch, item.grant_id):
                 del self._owed[item.batch]
@@ -102,12 +104,12 @@ class WorkerGrants:
         self._refused[nack.batch] = nack
 
     def unconfirmed(self, applied: int) -> list[Push | Nack]:
-        """Pushes with a batch from `applied` on, and Nacks: the server may not have them."""
+        """Return the pushes with a batch from `applied` on, and the Nacks, which the server may not have received."""
         pushes = {item.batches[0].grant_id: item for at, item in self._answered.items() if at >= applied}
         return [*pushes.values(), *self._refused.values()]
 
     def forget_below(self, batch: int) -> None:
-        """Batches below `batch` are durable."""
+        """Forget the batches below `batch`, which are durable."""
         for number in [number for number in self._newest if number < batch]:
             self._forget_answer(number)
             del self._newest[number]
@@ -117,7 +119,8 @@ class WorkerGrants:
             self._refused = {number: nack for number, nack in self._refused.items() if number >= batch}
 
     def void(self) -> None:
-        """The server has taken all of its grants back. Copies of them may still come."""
+        """Forget all grants, because the server has taken them back. Copies of them may still arrive, and are ignored.
+        """
         self._void_until = max((self._void_until, *self._newest.values()))
         self._newest.clear()
         self._owed.clear()
@@ -141,7 +144,7 @@ def _runs(numbers: Iterable[int]) -> list[range]:
 
 
 def part_of(grant: Grant, begin: int, end: int | None = None) -> Grant:
-    """The grant of its batches from the `begin`-th on, until before the `end`-th."""
+    """Return the part of `grant` for its batches [begin, end), counted from its first batch."""
     if begin == 0 and end in (None, len(grant.grant_ids)):
         return grant
     return msgspec.structs.replace(
@@ -151,6 +154,6 @@ def part_of(grant: Grant, begin: int, end: int | None = None) -> Grant:
 
 
 def grant_id_of(grant: Grant | None, batch: int) -> int:
-    """The grant id of `batch`; 0 if there is none: the server has no such grant, and refuses a push of it."""
+    """Return the grant id of `batch`; 0 if there is none. The server never uses 0, and refuses a push with it."""
     at = -1 if grant is None else batch - grant.first
     return grant.grant_ids[at] if grant is not None and 0 <= at < len(grant.grant_ids) else 0

@@ -1,7 +1,8 @@
-"""Batches of a partition that hold no record: they wait until all before them is durable, and are skipped. Pure.
+"""Batches of a partition that hold no record. They wait until all batches before them are durable, and are then
+skipped. Pure.
 
-A grant and an empty push for each of them would cost milliseconds, hours for a hole of many millions of offsets (ADR
-47). `WorkerCore` holds at most one range of them for each partition, after its batches.
+A grant and an empty push for each of these batches would cost milliseconds, and thus hours for a gap of many millions
+of offsets (ADR 47). `WorkerCore` holds at most one range of them for each partition, after its other batches.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from typing import Final, NamedTuple
 
 from doll.records.control import Skip
 
-# How long nothing may change before the range gives a batch: another one completes a group and is granted within
-# milliseconds; a round of exact versions may be open that lacks this worker's batch; and a grant may be taken back.
+# Time without a change after which the range gives a batch: if other batches wait for a grant, which takes
+# milliseconds; if no batch is held (a round of exact versions may lack one); and if all are granted (a stuck grant).
 _NEXT_AFTER_S: Final = 0.2
 _FIRST_AFTER_S: Final = 1.0
 _STUCK_AFTER_S: Final = 10.0
 
 
 class SkippedRange(NamedTuple):
-    """Batches [first, until) hold no record: `gaps` and `lost` are offset ranges, as of a batch."""
+    """The batches [first, until), which hold no record. `gaps` and `lost` are offset ranges, as for a batch."""
 
     first: int
     until: int
@@ -27,7 +28,8 @@ class SkippedRange(NamedTuple):
 
 
 class SkippedBatches:
-    """The range that a worker has read of a partition and that is not durable yet; none at first."""
+    """The range of batches without a record that a worker has read from a partition and that is not durable yet. It is
+    empty at first."""
 
     def __init__(self) -> None:
         self._range: SkippedRange | None = None
@@ -38,23 +40,23 @@ class SkippedBatches:
         return self._range is not None
 
     def put(self, skipped: SkippedRange, next_batch: int) -> None:
-        """Raises ValueError if it does not begin at `next_batch`."""
+        """Set the range. Raise ValueError if it does not begin at `next_batch`."""
         if skipped.first != next_batch:
             raise ValueError(f"expected batch {next_batch}, got {skipped.first}")
         self._range = skipped
         self._reported = -1
 
     def take(self, now: float, reported: int, hi: int, *, waiting: int, granted: int) -> SkippedRange | None:
-        """The first batch of the range, if others wait for more batches, else None.
+        """Remove and return the first batch of the range if other batches wait for it; None otherwise.
 
-        The worker gives it like any batch. Otherwise a group that lacks a batch would wait for the range, and the
-        range for the group.
+        The worker treats it like any other batch. Otherwise, a group with a missing batch would wait for the range, and
+        the range would wait for the group.
 
         Args:
-            reported: batches that the server reports durable.
+            reported: number of batches that the server reports as durable.
             hi: offset at which the first batch of the range ends.
-            waiting: batches before the range that are not granted.
-            granted: batches that are granted and not durable.
+            waiting: number of batches before the range that are not granted.
+            granted: number of batches that are granted and not durable.
         """
         if reported != self._reported:
             self._reported, self._changed_at_s = reported, now
@@ -68,18 +70,19 @@ class SkippedBatches:
         return front
 
     def end(self, next_batch: int) -> int:
-        """The batch after the range; `next_batch` without a range."""
+        """Return the batch after the range; `next_batch` without a range."""
         return next_batch if self._range is None else self._range.until
 
     def passed(self, durable: int, reported: int) -> int:
-        """The number of durable batches: `durable` before the range, and those of the range once it is reported."""
+        """Return the number of durable batches: `durable` before the range, plus the range if it is reported as
+        durable."""
         if self._range is None or reported < self._range.until:
             return durable
         until, self._range = self._range.until, None
         return until
 
     def record(self, worker: int, session: int, partition: int) -> Skip:
-        """The record that tells the server of the range, which there must be."""
+        """Return the record that tells the server about the range, which must exist."""
         assert self._range is not None
         return Skip(worker=worker, session=session, partition=partition, **self._range._asdict())
 

@@ -1,10 +1,12 @@
-"""A worker's protocol with the parameter server: events in, actions out, no I/O, no clock.
+"""A worker's protocol with the parameter server: events are its input, actions its output, without I/O or clock.
 
-It keeps every batch until the server reports it durable, announces it, answers grants and joins again when a new server
-sends Hello. It serves any number of partitions, which change with a Welcome. The server numbers the worker's batches
-in the order of their grants: a Grant says which batch of which partition that is, and pushes name the worker's numbers.
+The worker keeps every batch until the server reports it as durable. It announces batches, answers grants, and joins
+again when a new server sends Hello. It serves any number of partitions, and a Welcome can change them. The server
+numbers the worker's batches in the order of their grants: a Grant names the partition and the batch of each number, and
+pushes use these numbers.
 
-Announcing again makes up for any lost message. What may come twice, or late, is in `doll.consumers.protocol.grants`.
+A lost message does no harm, because batches are announced again. Messages that arrive twice or late are handled in
+`doll.consumers.protocol.grants`.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from doll.records.control import (
 
 ALIVE_EVERY_S = 1.0
 ANNOUNCE_EVERY_S = 3.0  # a lost announcement is repeated within this time; one small message per worker
-# An announcement takes milliseconds through Kafka. With so many batches announced, no group waits for one.
+# An announcement takes milliseconds through Kafka. If so many batches are announced, no group waits for another one.
 _ENOUGH_ANNOUNCED = 8
 
 
@@ -54,10 +56,10 @@ class Batch:
     """A decoded batch that the worker holds until it is durable.
 
     Attributes:
-        number: the worker's own, of a granted batch (`Grant.first`); before, as `number_in_partition`.
-        data: what the gradient needs (opaque here).
-        num_samples: how many usable samples it has.
-        order: in which the worker has read its batches; `WorkerCore` counts it.
+        number: the worker's own number if the batch is granted (`Grant.first`); before, equal to `number_in_partition`.
+        data: the input of the gradient (not interpreted here).
+        num_samples: number of usable samples.
+        order: position in the order in which the worker has read its batches; `WorkerCore` sets it.
     """
 
     number: int
@@ -81,9 +83,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class ComputedBatch:
-    """The contribution of one batch of a set, by this computation: at another version other samples may be dead.
+    """The contribution of one batch of a set in this computation. With another version, other samples may be dead.
 
-    `dead_samples` are refused in records that are not dead as a whole; `dead_reasons`: why, and how many letters each.
+    `dead_samples`: refused samples in records that are not dead as a whole. `dead_reasons`: each reason and its number
+    of letters.
     """
 
     num_samples: int
@@ -92,9 +95,9 @@ class ComputedBatch:
     dead: tuple[int, ...] = ()
     dead_samples: int = 0
     compute_s: float = 0.0
-    version: int = -1  # of the weights that it was computed at; -1: no weights were needed
+    version: int = -1  # version of the weights used; -1: no weights were needed
     dead_reasons: tuple[tuple[str, int], ...] = ()
-    weight: float | None = None  # sum of the samples' weights; None: their number
+    weight: float | None = None  # sum of the samples' weights; None: each is 1
     usual: tuple[float, ...] = ()  # as in an Alive
 
 
@@ -103,15 +106,15 @@ class GradientDone:
     """The sum of the gradients of a grant's first batches is in the blob store under `key`.
 
     Attributes:
-        key: "" when none of them holds a usable sample.
-        is_kept: nothing is stored yet, since more batches belong to the same push; the next that is stored holds these.
-        holds: (batch, grant id) of all batches that are in what is stored, in their order, as the object that made the
-            sum knows them: the push names these. Empty: it is those of `batches`.
+        key: "" if no batch holds a usable sample.
+        is_kept: nothing is stored yet, because the push needs more batches; the next stored sum contains these batches.
+        holds: (batch, grant id) of all batches in the stored sum, in order, from the object that made the sum; the push
+            names these. Empty: the batches are `batches`.
     """
 
     key: str
-    version: int  # of the weights that it was computed at
-    batches: tuple[ComputedBatch, ...]  # at least one, except for the rest that is pushed when the worker leaves
+    version: int  # version of the weights used
+    batches: tuple[ComputedBatch, ...]  # at least one, except for a rest that is pushed
     fetch_s: float = 0.0
     store_s: float = 0.0
     is_kept: bool = False
@@ -134,7 +137,8 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Compute this grant's gradients on these batches; report `gradient_done`, also in parts, or `weights_missing`."""
+    """Compute the gradients of this grant on these batches; report `gradient_done`, also in parts, or
+    `weights_missing`."""
 
     grant: Grant
     batches: tuple[Batch, ...]
@@ -142,14 +146,14 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class OfferWeights:
-    """An order to compute on nothing older than these weights, which are newer than a grant may ask for."""
+    """Compute on no older weights than these, which are newer than a grant may require."""
 
     weights: NewVersion
 
 
 @dataclass(frozen=True, slots=True)
 class StoreRest:
-    """Store what is held back of the steps of batches below `until`; report `rest_stored`."""
+    """Store the held-back steps of batches below `until`, and report `rest_stored`."""
 
     term: int
     until: int
@@ -157,11 +161,8 @@ class StoreRest:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledge:
-    """Batches of a partition below `until` are durable: acknowledge their offsets to Kafka, in order.
-
-    Attributes:
-        left_out: records that cuts of these batches have left out.
-    """
+    """Acknowledge the offsets of a partition's batches below `until` to Kafka, in order, because they are durable.
+    `left_out`: the number of records that cuts of these batches have left out."""
 
     partition: int
     until: int
@@ -170,7 +171,8 @@ class Acknowledge:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """End this process. `code` 0: the job is over or another took this place; 1: restart me."""
+    """End this process. `code` 0: the job is over or another process has taken this place. 1: start the process again.
+    """
 
     code: int
     reason: str
@@ -178,9 +180,9 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Read other partitions: those of `gone` no more, and those of `new` as well.
+    """Stop reading the partitions `gone`, and begin to read the partitions `new`.
 
-    A partition may be in both: what was read of it does not count.
+    If a partition is in both, the worker drops what it has read of it and reads it again.
     """
 
     gone: tuple[int, ...]
@@ -196,15 +198,15 @@ class ServedPartition:
 
     Attributes:
         origin: offset at which the job began.
-        next_batch: the batch that comes next out of the log, skipped ones included once they are durable.
-        reported_durable: what the server reports durable; ahead of what is forgotten while batches that a predecessor
-            announced are unread.
-        included: how many of its batches are in the model, durable or not, when the server was asked last.
+        next_batch: the next batch to be read from the log, after skipped batches that are durable.
+        reported_durable: the durable batches by the server's report. It can be ahead of the batches that are read, if
+            an earlier process of this worker announced batches that this process has not read yet.
+        included: number of its batches in the model, durable or not, when the server was last asked.
         leader_epoch: see `Served`.
-        batches: that are held, in their order.
-        skipped: after these.
-        cuts: of the batches that are held, and of others that the server has decided or that are being decoded.
-        flush_until: a source has ended at this offset: what is read below it is announced, full or not.
+        batches: the held batches, in order.
+        skipped: the batches without a record after these.
+        cuts: cuts of the held batches, and of batches that the server has decided or that are being decoded.
+        flush_until: a source has ended at this offset: records below it are announced even if they fill no batch.
     """
 
     number: int
@@ -220,22 +222,23 @@ class ServedPartition:
 
     @property
     def durable(self) -> int:
-        """The first batch that is held, or the next one."""
+        """The first batch that is held, or the next batch if none is held."""
         return self.next_batch - len(self.batches)
 
     def bounds(self, records_per_batch: int) -> Bounds:
-        """The offsets of its batches, from the first on that is not durable."""
+        """Return the offsets of its batches, from the first batch that is not durable."""
         return Bounds(self.origin, records_per_batch, self.cuts)
 
     def agrees(self, item: Served) -> bool:
-        """Whether all that is durable was read, and the batches that the server has decided end where they do here.
+        """Return whether all durable batches were read, and whether the batches that the server has decided have the
+        same bounds here.
 
-        Another process may have served the partition meanwhile: what it had in the model has become durable, and it has
-        cut what was not decided.
+        Another process may have served the partition since: its batches in the model have become durable, and it has
+        cut batches that were not decided.
         """
         cuts = self.cuts
         if item.origin != self.origin or item.next_batch < self.durable:
-            return True  # what is held is of no use for another reason: see `_problem`
+            return True  # the held batches are useless for another reason, see `_problem`
         if item.next_batch > self.skipped.end(self.next_batch):
             return False
         is_same = cuts.before(item.next_batch) == item.left_out
@@ -243,11 +246,11 @@ class ServedPartition:
 
 
 class WorkerCore:
-    """One process of a worker, from its Welcome on.
+    """The state of one worker process, from its Welcome on.
 
     Attributes:
         served: the partitions that it serves, by number.
-        retained: batches held that are not durable.
+        retained: number of held batches that are not durable.
     """
 
     def __init__(
@@ -267,19 +270,19 @@ class WorkerCore:
         self.market = market
         self.incarnation = incarnation
         self.draining = False
-        self.most_unread: tuple[tuple[int, int], ...] = ()  # as `lag`, see `Alive`
-        self.waiting_for = ""  # why no batch is decoded at present; "" while they are
+        self.most_unread: tuple[tuple[int, int], ...] = ()  # see `Alive`, as `lag`
+        self.waiting_for = ""  # the reason why no batch is decoded now; "": batches are decoded
         self.retained = self._num_read = 0
-        self._new: list[Batch] = []  # not announced, in the order in which they came
-        self._granted: set[tuple[int, int]] = set()  # of the batches that are held: those with a grant, or applied
-        self._durable = 0  # the worker's batches below it are durable
-        self._grants = WorkerGrants()  # of this server
-        self._newest: Grant | None = None  # of this server, the one with the newest weights
-        self._applied = 0  # batches below it are in the model
-        self._held_back_until = 0  # of batches below it a part of the steps is only here; 0: of none
-        self._rest: Push | None = None  # the newest, until it is durable
-        self._settling_until = 0  # the rest of batches below it is being stored; 0: none is
-        self._settled_until = 0  # the rest of batches below it has been stored
+        self._new: list[Batch] = []  # not announced, in the order of arrival
+        self._granted: set[tuple[int, int]] = set()  # held batches that are granted or applied
+        self._durable = 0  # the worker's batches below this number are durable
+        self._grants = WorkerGrants()  # grants of this server
+        self._newest: Grant | None = None  # this server's grant with the newest weights
+        self._applied = 0  # batches below this number are in the model
+        self._held_back_until = 0  # steps of batches below it are partly held back here; 0: none
+        self._rest: Push | None = None  # the newest rest, until it is durable
+        self._settling_until = 0  # the rest of batches below it is being stored; 0: none
+        self._settled_until = 0  # the rest of batches below it was stored
         self._alive_at_s = now
         self._announced_at_s = now
         self.next_offset = 0
@@ -287,38 +290,39 @@ class WorkerCore:
 
     @property
     def has_room(self) -> bool:
-        """May another batch be read? Otherwise the stream waits (back-pressure)."""
+        """Whether another batch may be read. If not, the stream waits (back-pressure)."""
         return self.retained < self.max_pending
 
     @property
     def busy(self) -> bool:
-        """A granted gradient has not been computed yet, or a rest is being stored."""
+        """Whether a granted gradient is not computed yet, or a rest is being stored."""
         return self._settling_until > 0 or self._grants.is_busy
 
     @property
     def rest(self) -> StoreRest | None:
-        """The order to store, before the worker leaves, the contributions that are computed and not sent whole."""
+        """The order to store contributions that are computed and not completely sent, before the worker leaves; None:
+        there are none."""
         if self._grants.kept or self._held_back_until:
             return StoreRest(self.term, self._held_back_until)
         return None
 
     def batch_ready(self, batch: Batch) -> list[WorkerAction]:
-        """The next batch of a partition is complete and decoded.
+        """Add the next batch of a partition, which is complete and decoded. Raise ValueError if it is not the next
+        batch.
 
-        It is announced immediately if nothing is being computed, or if the server has few announced batches left
-        to grant; else after a tick, with those that come until then: a message for each batch would cost more than it.
-
-        Raises:
-            ValueError: it is not the next one.
+        The batch is announced immediately if no batch is being computed, or if the server has only few announced
+        batches left to grant. Otherwise it is announced in the next tick, together with further batches, because one
+        message for each batch would cost more than the wait.
         """
         self.hold(batch)
         partition = self.served[batch.partition]
         if batch.number_in_partition < partition.reported_durable:
-            return self._forget_durable(partition)  # the server does not report it again
+            return self._forget_durable(partition)  # the server does not report this batch again
         return self._announce_if_few()
 
     def hold(self, batch: Batch) -> None:
-        """Keep a ready batch if more come at the same moment: `announce` tells the server of all of them."""
+        """Add a ready batch without announcing it, if more batches come at the same moment; `announce` announces them.
+        """
         partition = self.served[batch.partition]
         if (number := batch.number_in_partition) != (expected := partition.next_batch):
             raise ValueError(f"expected batch {expected} of partition {partition.number}, got {number}")
@@ -330,13 +334,14 @@ class WorkerCore:
         self._new.append(batch)
 
     def skip(self, partition: int, skipped: SkippedRange) -> list[WorkerAction]:
-        """The next batches of a partition hold no record; while `skipped`, it may give no batch after them."""
+        """Add batches of a partition without a record. While they are in `skipped`, no later batch of it may be added.
+        """
         served = self.served[partition]
         served.skipped.put(skipped, served.next_batch)
         return self._forget_durable(served) or self._announce_skipped(served)
 
     def next_of_skipped(self, partition: int, now: float, records_per_batch: int) -> SkippedRange | None:
-        """One of the skipped batches, if it must be given to `batch_ready` now: see `SkippedBatches.take`."""
+        """Return one of the skipped batches if it must be passed to `batch_ready` now; see `SkippedBatches.take`."""
         if not self.has_room or self.busy or self.draining:
             return None
         served = self.served[partition]
@@ -346,14 +351,14 @@ class WorkerCore:
         return served.skipped.take(now, served.reported_durable, hi, waiting=waiting, granted=granted)
 
     def on_record(self, record: AnyRecord, now: float) -> list[WorkerAction]:
-        """A record came on this worker's `commands` partition."""
+        """Handle a record from this worker's partition of `commands`."""
         match record:
             case Fence() if record.process == self.process:
                 return [Exit(0, "fenced: a newer process of this worker has joined")]
             case Fence():
                 return []
             case Hello() if record.term >= self.term:
-                # Old grants are void: their server is gone, or it has lost track of us.
+                # Old grants are void: their server is gone, or it does not know this process any more.
                 self._void_grants()
                 self._follow(record.term)
                 return [] if self.draining else [Send(self.join())]
@@ -381,7 +386,7 @@ class WorkerCore:
     def _on_welcome(self, record: Welcome) -> list[WorkerAction]:
         if record.process != self.process:
             if 0 < record.incarnation < self.incarnation:
-                # The server has restarted and forgotten this machine, so it gave the slot back to an older one.
+                # The server has restarted without knowing this machine, so it gave the slot to an older machine.
                 return [] if self.draining else [Send(self.join())]
             if record.session > self.session:
                 return [Exit(0, "fenced: a newer process of this worker has been welcomed")]
@@ -393,7 +398,7 @@ class WorkerCore:
         if changed := difference(record.fingerprint, self.fingerprint):
             return [Exit(1, f"the parameter server runs another job file now: {changed}: reading it again")]
         if (record.generation, record.run_id) != (self.generation, self.run_id):
-            # The dead letters of the batches held here belong to the run before.
+            # The dead letters of the held batches belong to the earlier run.
             return [Exit(1, "another run of the job has begun: reading again")]
         if record.grid != self.grid:
             return [Exit(1, "the job was regridded or rolled back, and numbers other batches: reading again")]
@@ -414,9 +419,9 @@ class WorkerCore:
         return [*actions, *self._announce_all()]
 
     def _serve(self, records: Sequence[Served]) -> list[WorkerAction]:
-        """Serve these partitions and no others. What is held of the others is dropped: whoever serves them reads it
-        again. So does this worker if other batches are decided than it holds, or more are durable than it has
-        read."""
+        """Serve exactly these partitions. Drop the held batches of all others; the workers that serve them read them
+        again. If the server has decided other batches than this worker holds, or more batches are durable than it has
+        read, this worker reads its partition again, too."""
         known = [(item, self.served[item.partition]) for item in records if item.partition in self.served]
         kept = {item.partition for item, served in known if served.agrees(item)}
         gone = tuple(number for number in self.served if number not in kept)
@@ -437,7 +442,7 @@ class WorkerCore:
             served = self.served.get(number)
             if served is None or until <= served.reported_durable:
                 continue
-            if served.cuts.before(until) == record.left_out.get(number, 0):  # else a Welcome is on its way
+            if served.cuts.before(until) == record.left_out.get(number, 0):  # otherwise a Welcome will follow
                 served.reported_durable = until
                 actions += self._forget_durable(served)
         self._durable = max(self._durable, record.batches)
@@ -447,8 +452,8 @@ class WorkerCore:
         return actions
 
     def _on_grant(self, grant: Grant) -> list[WorkerAction]:
-        """Compute what is new. A grant may come again, also when its batches are in the model: what is being computed
-        is not begun a second time, and what was answered is answered again."""
+        """Compute the new batches of a grant. A grant may come again, even when its batches are in the model: batches
+        being computed are not begun again, and answered batches are answered again."""
         self._applied = max(self._applied, grant.included)
         is_whole = grant.first >= 0 and len(grant.batches) == len(grant.grant_ids)
         if not is_whole or not all(map(self._find, grant.batches)) or self._means_others(grant):
@@ -459,18 +464,18 @@ class WorkerCore:
         return [*map(Send, answers), *(self._compute(order, run) for order, run in orders)]
 
     def _find(self, name: tuple[int, int]) -> Batch | None:
-        """A batch that is held, by its partition and its number there."""
+        """Return a held batch by its partition and its number in the partition; None if it is not held."""
         served = self.served.get(name[0])
         at = -1 if served is None else name[1] - served.durable
         return served.batches[at] if served is not None and 0 <= at < len(served.batches) else None
 
     def _means_others(self, grant: Grant) -> bool:
-        """Whether the server means other offsets by these batches, which are held, than this worker."""
+        """Return whether these batches, which are held, have other offsets at the server than at this worker."""
         left_out = tuple(self.served[partition].cuts.at(number) for partition, number in grant.batches)
         return left_out != (grant.left_out or ((0, 0),) * len(left_out))
 
     def _compute(self, grant: Grant, run: range) -> Compute:
-        """Compute those of the grant's batches that are new, or are computed again."""
+        """Return the order to compute the batches `run` of the grant."""
         part = part_of(grant, run.start - grant.first, run.stop - grant.first)
         held = map(self._find, part.batches)
         return Compute(
@@ -487,21 +492,23 @@ class WorkerCore:
         return Send(nack)
 
     def is_wanted(self, term: int, batch: int, grant_id: int) -> bool:
-        """Is this batch's gradient still to be computed for this grant, as far as this worker knows?
+        """Return whether the gradient of this batch must still be computed for this grant, as far as this worker knows.
 
-        A later grant replaces it; that of a later server may have the same number. May be called from any thread.
+        A later grant replaces an earlier one. A grant of a later server may have the same id. Any thread may call this
+        method.
         """
         return term == self.term and self._grants.is_wanted(batch, grant_id)
 
     def is_current(self, grant: Grant) -> bool:
-        """Is any gradient of this grant still wanted?"""
+        """Return whether any gradient of this grant is still wanted."""
         return any(self.is_wanted(grant.term, *item) for item in enumerate(grant.grant_ids, grant.first))
 
     def newest(self, grant: Grant) -> Grant:
-        """`grant` with the newest weights that this worker was granted.
+        """Return `grant` with the newest weights of all grants to this worker.
 
-        A grant may wait for its turn while others are computed. Its own weights may be gone then, and newer ones are
-        closer to the model. Its oldest version stays, so that they are read only if the worker has none as new.
+        A grant may wait while other grants are computed. Its own weights may be gone then, and newer weights are closer
+        to the model. Its minimum version does not change, so the newer weights are read only if the worker has no
+        allowed version.
         """
         newest = self._newest
         if newest is None or newest.term != grant.term or newest.version <= grant.version:
@@ -509,7 +516,7 @@ class WorkerCore:
         return msgspec.structs.replace(grant, version=newest.version, key=newest.key, included=newest.included)
 
     def begin(self, grant: Grant) -> Grant | None:
-        """The grant to compute now that it is the turn of `grant`; None: it is void or the worker leaves."""
+        """Return the grant to compute when it is the turn of `grant`; None: it is void or the worker leaves."""
         if self.draining:
             self.not_begun(grant)
         return self.newest(grant) if self.is_current(grant) else None
@@ -517,7 +524,7 @@ class WorkerCore:
     def gradient_done(
         self, grant: Grant, batches: Sequence[Batch], done: GradientDone, begun_at_s: float
     ) -> list[WorkerAction]:
-        """The gradient of the first batches of `grant` is in the blob store: of as many as `done` names."""
+        """Push the gradient of the first batches of `grant`, as many as `done` names: it is in the blob store."""
         computed = tuple(
             PushedBatch(
                 batch=batch.number, grant_id=number, n_samples=item.num_samples, loss_sum=item.loss_sum,
@@ -538,14 +545,14 @@ class WorkerCore:
         return [*(self._announce_if_few() if done.is_kept else self._push(names, done)), *again]
 
     def rest_stored(self, order: StoreRest, done: GradientDone) -> list[WorkerAction]:
-        """Push what the worker had computed and not sent: it is in the blob store."""
+        """Push the contributions that were computed and not sent: they are in the blob store."""
         if order.term != self.term:
             return []
         self._settling_until = 0
         if done.holds:
             return self._push(done.holds, done)
         if not done.key and order.until <= self._settled_until:
-            return []  # what was held back is in the rest that was stored before
+            return []  # the held-back steps are in the rest that was stored before
         self._held_back_until, self._settled_until = 0, order.until
         self._rest = Push(
             worker=self.worker, session=self.session, term=self.term, version=done.version, key=done.key, batches=(),
@@ -554,13 +561,14 @@ class WorkerCore:
         return [Send(self._rest)]
 
     def rest_not_stored(self, order: StoreRest) -> None:
-        """The blob store did not take it: it is still held back, and stored when the server asks again."""
+        """Note that the blob store did not take the rest: it stays held back, and is stored when the server asks again.
+        """
         if order.term == self.term:
             self._settling_until = 0
 
     def _on_settle(self, order: Settle) -> list[WorkerAction]:
-        """A Settle may come again, also late: what is held back by then belongs to another one."""
-        if not order.until:  # a push gets no more batches
+        """Handle a Settle. A late copy may come again when the steps that are held back belong to another Settle."""
+        if not order.until:  # no further batch will join the push
             return [StoreRest(order.term, 0)] if self._grants.kept and not self.busy else []
         if order.until <= self._settled_until:
             return [] if self._rest is None else [Send(self._rest)]  # the server may not have it
@@ -574,7 +582,7 @@ class WorkerCore:
         batches = self._grants.take_computed(names)
         if not batches:
             return []
-        # If only a part of them is void the server takes none, and grants the others again: it must hear of it.
+        # If only a part of them is void, the server takes none and grants the others again, so it must get the push.
         push = Push(
             worker=self.worker, session=self.session, term=self.term, version=done.version, key=done.key,
             batches=batches, fetch_s=done.fetch_s, delta_bytes=done.delta_bytes, store_s=done.store_s,
@@ -585,7 +593,7 @@ class WorkerCore:
         return [*self._announce_if_few(), Send(push)]
 
     def weights_missing(self, grant: Grant) -> list[WorkerAction]:
-        """The weights of this grant are not in the blob store: never compute on others."""
+        """Refuse a grant whose weights are not in the blob store: the worker never computes on other weights."""
         if not self.is_current(grant):
             return []
         self.not_begun(grant)
@@ -598,8 +606,8 @@ class WorkerCore:
                 self._grants.give_back(batch, number)
 
     def resend(self) -> list[WorkerAction]:
-        """Send again what may be lost: pushes that are not known to be in the model, the rest, and Nacks: a server
-        whose time limit has passed meanwhile grants nothing until it has an answer."""
+        """Return the records to send again, because they may be lost: pushes not known to be in the model, the rest,
+        and Nacks. A server whose time limit has passed grants nothing until it has an answer."""
         answers = self._grants.unconfirmed(self._applied)
         return [Send(record) for record in (*answers, *([] if self._rest is None else [self._rest]))]
 
@@ -608,7 +616,8 @@ class WorkerCore:
         self._granted.clear()
 
     def _follow(self, term: int) -> None:
-        """Follow the server of `term`: it numbers its grants from one again, so those of earlier ones do not count."""
+        """Follow the parameter server of `term`. It numbers its grants from 1 again, so grants of earlier servers are
+        void."""
         if term > self.term:
             self.term, self._grants, self._newest = term, WorkerGrants(), None
             self._applied = self._durable = self._held_back_until = self._settling_until = self._settled_until = 0
@@ -631,14 +640,14 @@ class WorkerCore:
         return [Acknowledge(served.number, served.durable, left_out), *self._announce_skipped(served)]
 
     def _announce_all(self) -> list[WorkerAction]:
-        """Announce the held batches, in the order in which they came."""
+        """Announce all held batches, in the order in which they came."""
         held = [batch for served in self.served.values() for batch in served.batches]
         self._new = sorted(held, key=attrgetter("order"))
         skipped = [action for served in self.served.values() for action in self._announce_skipped(served)]
         return [*self.announce(), *skipped]
 
     def _announce_if_few(self) -> list[WorkerAction]:
-        """Announce new batches, unless the server has enough to grant until the next tick."""
+        """Announce new batches, unless the server has enough announced batches until the next tick."""
         waiting = self.retained - len(self._new) - len(self._granted)
         return [] if self.busy and waiting >= _ENOUGH_ANNOUNCED else self.announce()
 
@@ -662,7 +671,7 @@ class WorkerCore:
         return [Send(served.skipped.record(self.worker, self.session, served.number))] if is_next else []
 
     def tick(self, now: float) -> list[WorkerAction]:
-        """Announce new batches, now and then again those that are not durable, and report being alive."""
+        """Announce new batches, regularly repeat the announcement of batches that are not durable, and send Alive."""
         actions = self.announce()
         if now - self._alive_at_s >= ALIVE_EVERY_S:
             self._alive_at_s = now
@@ -682,13 +691,13 @@ class WorkerCore:
         self.draining = True
 
     def leave(self, cause: str) -> Sequence[WorkerAction]:
-        """Leave the job: held batches go back to the queue and wait for the next process of this worker."""
+        """Leave the job. The held batches return to the queue, and wait for the next process of this worker."""
         self._void_grants()
         return [Send(Leave(worker=self.worker, session=self.session, cause=cause))]
 
 
 def _begun(item: Served) -> ServedPartition:
-    """A partition of which nothing is read."""
+    """Return a partition of which nothing is read yet."""
     return ServedPartition(
         item.partition, item.origin, item.next_batch, item.next_batch, item.included, item.leader_epoch,
         cuts=Cuts(item.left_out, item.cuts, decided=item.decided), flush_until=item.flush_until,
@@ -696,9 +705,10 @@ def _begun(item: Served) -> ServedPartition:
 
 
 def _problem(served: ServedPartition, item: Served) -> str:
-    """The reason why a server that says `item` of a partition cannot use what is held of it; "": it can."""
+    """Return the reason why the server, which reports `item`, cannot use the held batches of a partition; "": it can.
+    """
     if item.origin != served.origin:
-        # The same batch number would be other offsets: what is held here must not be announced.
+        # The same batch number would mean other offsets, so the held batches must not be announced.
         return f"the job now begins at offset {item.origin}, not at {served.origin}"
     if item.next_batch < served.durable:
         return f"the durable model is back at {item.next_batch} of {served.durable}"
@@ -706,7 +716,7 @@ def _problem(served: ServedPartition, item: Served) -> str:
 
 
 def _runs_of(batches: Iterable[Batch]) -> list[BatchRange]:
-    """Batches in this order, as runs of consecutive ones of one partition; without their cuts."""
+    """Return batches in this order as runs of consecutive batches of one partition, without their cuts."""
     runs: list[BatchRange] = []
     for batch in batches:
         if runs and (runs[-1].partition, runs[-1].until) == (batch.partition, batch.number_in_partition):

@@ -1,1 +1,1 @@
-"""A worker's part of embedding tables: rows in a cache, asked for at the server, and its own steps on them."""
+"""A worker's part of embedding tables: a cache of requested rows, and the worker's own steps on these rows."""

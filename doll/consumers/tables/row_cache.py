@@ -1,14 +1,15 @@
-"""A worker's cache of one table's rows: bounded, least recently used out first (approximately), never too old. Pure.
+"""A worker's cache of rows of one table. Its memory is limited: approximately the least recently used rows are removed
+first. It never returns rows that are too old. Pure.
 
-Rows are kept as the server has them, and own steps are added when a row is read. So a row is the server's of a version,
-to the bit, and becomes that of a later one by two things: the worker's own pushes that the later one includes, and the
-rows, or the numbers of rows (`Patch`), that others have changed meanwhile. A checksum over all rows that the worker has
-says whether the two agree; if they do not, the rows are asked for again, whole.
+The cache stores rows as the server has them, and adds the worker's own steps when a row is read. So a cached row is
+equal, to the bit, to the server's row of some version. Two things bring it to a later version: the worker's own pushes
+that this version includes, and the rows, or the values of rows (`Patch`), that others have changed since. A checksum
+over all rows of the request shows whether both sides agree. If they do not, the complete rows are requested again.
 
-A row may be used if it is known to be as it was in version v, and v is at least the grant's minimum version (ESSP, Dai
-et al., AAAI 2015; the paper's `>` would stop all workers at staleness 0). The policy turns clocks into versions. A row
-is known as of the version that it was fetched in, and as of later ones for which the server has said that it has not
-changed.
+A row may be used if it is known to be unchanged up to a version v that is at least the grant's minimum version (ESSP,
+Dai et al., AAAI 2015; the paper's `>` would stop all workers at staleness 0). The policy converts clocks to versions. A
+row is known up to the version in which it was fetched, and up to later versions for which the server has reported that
+the row has not changed.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from doll.storage.sections import RowRequest
 from doll.tables.id_index import IdIndex
 from doll.tables.rows import Floats, Ids, Patch, Rows, TableShape, add_in_order, add_where_equal, checksum_of, no_rows
 
-_MAX_VERSIONS: Final = 8  # that the rows of one request are known as of: each takes a section
+_MAX_VERSIONS: Final = 8  # maximum number of known versions in one request: each needs a section
 _NO_IDS: Final[Ids] = np.empty(0, np.int64)
 _PLACE_BYTES: Final = 8 + 8 + 2 + 9 + 16  # version, marks, place in the index and its cells, beside the values
 
 
 class OpLog:
-    """A worker's own steps on one table that the rows it fetches may lack: INC, CLOCK and read-my-writes.
+    """A worker's own steps on one table that fetched rows may lack: INC, CLOCK and read-my-writes.
 
-    Steps of one batch are one entry, with one row for each id (coalesced). An entry stays until the server's rows
-    contain it: the server says of each version how many of the worker's batches it includes. Not thread-safe.
+    The steps of one batch are one entry, with one row for each id (coalesced). An entry is kept until the server's rows
+    contain it: for each version, the server reports how many of the worker's batches are included. Not thread-safe.
     """
 
     def __init__(self, width: int) -> None:
@@ -43,14 +44,14 @@ class OpLog:
         self._closed: deque[tuple[int, Rows]] = deque()  # (batch, its steps)
 
     def __len__(self) -> int:
-        """Batches whose steps are kept, without the open one."""
+        """Return the number of batches whose steps are kept, without the open batch."""
         return len(self._closed)
 
     def inc(self, steps: Rows) -> None:
         self._open = add_in_order([self._open, steps]) if len(self._open.ids) else steps
 
     def close(self, batch: int) -> Rows:
-        """End the open batch (CLOCK); its steps, to be pushed. Raises IllegalEventError if it is not."""
+        """End the open batch (CLOCK), and return its steps to push. Raise IllegalEventError if `batch` is not later."""
         if self._closed and batch <= self._closed[-1][0]:
             raise IllegalEventError(f"expected a batch after {self._closed[-1][0]}, got {batch}")
         rows, self._open = self._open, no_rows(self._width)
@@ -58,26 +59,28 @@ class OpLog:
         return rows
 
     def send_only(self, batch: int, sent: Rows) -> None:
-        """Push only these steps of `batch`, the newest one. Raises IllegalEventError if it is not."""
+        """Reduce the steps of `batch` to the part `sent`. Raise IllegalEventError if `batch` is not the newest batch.
+        """
         if not self._closed or self._closed[-1][0] != batch:
             raise IllegalEventError(f"expected the newest batch, got {batch}")
         self._closed[-1] = (batch, sent)
 
     def forget(self, included: int) -> list[Rows]:
-        """Take the steps below `included`, which rows fetched from now on contain; returns them by batch."""
+        """Remove the steps of batches below `included`, which newly fetched rows contain, and return them in the order
+        of batches."""
         forgotten = []
         while self._closed and self._closed[0][0] < included:
             forgotten.append(self._closed.popleft()[1])
         return forgotten
 
     def take_back(self, batch: int) -> None:
-        """Drop the steps of `batch`, later ones and the open one, to be computed again."""
+        """Drop the steps of `batch`, of later batches and of the open batch, which are computed again."""
         while self._closed and self._closed[-1][0] >= batch:
             self._closed.pop()
         self._open = no_rows(self._width)
 
     def add_to(self, ids: Ids, rows: Floats) -> None:
-        """Add all steps in their order to `rows`, in place, shape (n, width), whose ids are strictly increasing."""
+        """Add all steps in order to `rows`, in place, shape (n, width). `ids` are strictly ascending."""
         for steps in (*(steps for _, steps in self._closed), self._open):
             add_where_equal(ids, rows, steps)
 
@@ -89,27 +92,28 @@ def cached_row_bytes(width: int) -> int:
 class FetchedRows(NamedTuple):
     """An answer of the server."""
 
-    rows: Rows  # all rows that were asked for in full, and the known rows that have changed
-    version: int  # that they are of
-    included: int = 0  # how many of the worker's batches `version` contains
-    patch: Patch | None = None  # what else has changed in known rows; None: `rows` is all
+    rows: Rows  # all rows that were requested completely, and known rows that have changed
+    version: int  # version of the rows
+    included: int = 0  # number of the worker's batches in `version`
+    patch: Patch | None = None  # other changed values of known rows; None: `rows` is complete
 
 
 Fetch: TypeAlias = Callable[[RowRequest], FetchedRows]
 
 
 class RowCache:
-    """Rows of one table, read with the worker's own steps on top (read-my-writes). Not thread-safe.
+    """The cached rows of one table, read together with the worker's own steps (read-my-writes). Not thread-safe.
 
     Attributes:
-        own: steps that the rows here lack.
-        held: own steps that are not pushed, which the rows here lack as well.
-        num_hits, num_misses: rows that `get` has had here, and that it has fetched or asked about.
-        num_differences: answers whose checksum did not fit.
+        own: own steps that the cached rows lack.
+        held: own steps that are held back, which the cached rows lack as well.
+        num_hits, num_misses: numbers of rows that `get` found here, and that it fetched or checked with the server.
+        num_differences: number of answers whose checksum did not match.
     """
 
     def __init__(self, shape: TableShape, max_bytes: int) -> None:
-        """`max_bytes`: of the cache, without `own`. It holds one row at least."""
+        """Create an empty cache. `max_bytes`: limit of the cache's memory, without `own`; there is always room for one
+        row."""
         self.own = OpLog(shape.width)
         self.held = no_rows(shape.width)
         self.num_hits = self.num_misses = self.num_differences = 0
@@ -117,14 +121,14 @@ class RowCache:
         self._capacity = capacity = max(1, min(shape.num_rows, max_bytes // cached_row_bytes(shape.width)))
         self._index = IdIndex(capacity)
         self._values = np.empty((capacity, shape.width), np.float32)
-        self._version = np.full(capacity, -1, np.int64)  # that the row is known as of; -1: the place is free
+        self._version = np.full(capacity, -1, np.int64)  # known version of the row; -1: the place is free
         self._is_recent = np.zeros(capacity, np.bool_)
-        # What was held back of these rows has left: before the next use the server is asked about them.
+        # The held-back steps of these rows were sent: ask the server about these rows before their next use.
         self._must_ask = np.zeros(capacity, np.bool_)
         self._num_used = 0
         self._hand = 0
         self._newest = -1  # version of the newest grant, answer or push
-        # Pushes that follow each other without a gap: a row that is known as of `_from` or later is known as of `_to`.
+        # The server's pushes cover these versions without a gap: a row known up to `_from` or later is known to `_to`.
         self._from = self._to = -1
 
     def __len__(self) -> int:
@@ -135,23 +139,19 @@ class RowCache:
 
     @property
     def num_bytes(self) -> int:
-        """The memory for rows, in bytes, whether they are there or not."""
+        """The allocated memory for rows, in bytes, including free places."""
         return self._capacity * cached_row_bytes(self._shape.width)
 
     def granted(self, version: int, included: int) -> None:
-        """A grant says that `version` is the newest, and contains `included` of the worker's batches."""
+        """Note that a grant names `version` as the newest, with `included` of the worker's batches."""
         if version >= self._newest:
             self._newest = version
             self._forget(included)
 
     def get(self, ids: Ids, min_version: int, fetch: Fetch) -> Floats:
-        """GET: rows `ids`, strictly increasing, as of `min_version` or later; float32, shape (n, width), a copy.
-
-        `fetch` is not called if all are here.
-
-        Raises:
-            BlobError: the answer is older than asked, or lacks rows: ask again.
-        """
+        """Return a copy of rows `ids` of `min_version` or later (GET), float32, shape (n, width). `ids` are strictly
+        ascending. If all rows are here, `fetch` is not called. Raise BlobError if the answer is too old or lacks rows:
+        request them again."""
         slots = self._index.find(ids)
         is_here = slots >= 0
         version = self._version[slots]
@@ -164,7 +164,7 @@ class RowCache:
         asked, places = ids[~is_fresh], slots[~is_fresh]
         if len(asked):
             rows, newest = self._ask(asked, places, known[~is_fresh], min_version, fetch)
-        out = self._values[slots]  # own pushes may have become a part of fresh rows meanwhile
+        out = self._values[slots]  # own pushes may have become a part of fresh rows since
         if len(asked):
             out[~is_fresh] = rows
             self._must_ask[places[places >= 0]] = False
@@ -173,19 +173,19 @@ class RowCache:
         return out
 
     def inc(self, steps: Rows) -> None:
-        """INC: add own steps to the open batch's."""
+        """Add own steps to the steps of the open batch (INC)."""
         self.own.inc(steps)
 
     def see(self, ids: Ids) -> tuple[Floats, npt.NDArray[np.bool_]]:
-        """Rows as this worker sees them, shape (n, width), a copy, and which of them are here; the others are without
-        meaning. `See` of `doll.optim.significance_filter`."""
+        """Return a copy of the rows as this worker sees them, shape (n, width), and a mask of the rows that are here;
+        the values of the others have no meaning. This is `See` of `doll.optim.significance_filter`."""
         slots = self._index.find(ids)
         rows = self._values[slots]
         self._add_own(ids, rows)
         return rows, slots >= 0
 
     def take_back(self, batch: int) -> None:
-        """Own steps of `batch` and later ones do not count any more."""
+        """Drop the own steps of `batch` and of later batches."""
         self.own.take_back(batch)
 
     def must_ask(self, ids: Ids) -> None:
@@ -194,9 +194,10 @@ class RowCache:
         self._must_ask[slots[slots >= 0]] = True
 
     def merge(self, since: int, version: int, included: int, rows: Rows) -> bool:
-        """The server pushes fetched rows that have changed after `since`, as of `version`.
+        """Merge fetched rows that have changed after `since`, which the server has sent as of `version`.
 
-        Only rows that are here are taken. False: it came late, after a later one, and is ignored.
+        Only rows that are in the cache are used. Return False if a later version came before: these rows are then
+        ignored.
         """
         if version < self._newest:
             return False
@@ -216,7 +217,7 @@ class RowCache:
     def _ask(
         self, ids: Ids, slots: npt.NDArray[np.int64], known: npt.NDArray[np.int64], min_version: int, fetch: Fetch
     ) -> tuple[Floats, int]:
-        """Rows `ids` of the newest version, and that version; `slots` is -1 for rows that are not here."""
+        """Return rows `ids` of the newest version, and that version. `slots` is -1 for rows that are not here."""
         is_here = slots >= 0
         answer = self._checked(fetch(RowRequest(ids[~is_here], ids[is_here], _few(known[is_here]))), min_version)
         rows = self._values[slots]
@@ -237,25 +238,25 @@ class RowCache:
         return answer
 
     def _forget(self, included: int) -> None:
-        """The server's rows contain the steps of batches below `included`: so do those here, from now on."""
+        """Add the own steps of batches below `included` to the cached rows, because the server's rows contain them."""
         for steps in self.own.forget(included):
             slots = self._index.find(steps.ids)
             is_here = slots >= 0
             self._values[slots[is_here]] += steps.values[is_here]
 
     def _add_own(self, ids: Ids, rows: Floats) -> None:
-        """Add what the server's rows lack."""
+        """Add the own steps that the server's rows lack."""
         self.own.add_to(ids, rows)
         add_where_equal(ids, rows, self.held)
 
     def clear(self) -> None:
-        """Forget all rows, as for a new term: versions of an earlier one may be void. Own steps are forgotten too."""
+        """Drop all rows and own steps for a new term, because versions of an earlier term may be void."""
         self._drop(np.flatnonzero(self._version >= 0))
         self.own, self.held = OpLog(self._shape.width), no_rows(self._shape.width)
         self._newest = self._from = self._to = -1
 
     def _put(self, ids: Ids, values: Floats, slots: npt.NDArray[np.int64], version: int) -> None:
-        """Keep rows; `slots` is -1 for rows without a place."""
+        """Store rows. `slots` is -1 for rows without a place."""
         is_here = slots >= 0
         self._values[slots[is_here]] = values[is_here]
         self._version[slots[is_here]] = version
@@ -271,14 +272,14 @@ class RowCache:
         self._num_used += len(ids)
 
     def _free_places(self, count: int) -> npt.NDArray[np.int64]:
-        """Places without rows; rows that were not used lately make room (the clock algorithm: a hand goes round, takes
-        what has not been used since it was here last, and marks the rest as not used)."""
+        """Return places without rows. Rows that were not used recently are removed. (Clock algorithm: a hand goes
+        round. It takes the places that were not used since its last visit, and marks the others as not used.)"""
         places = np.empty(0, np.int64)
         while len(places) < count:
             end = min(self._hand + 2 * count + 64, self._capacity)
             is_next = ~self._is_recent[self._hand : end]
             taken = np.flatnonzero(is_next)[: count - len(places)]
-            # The hand stops after the last one that it takes, if these are all.
+            # The hand stops after the last place that it takes, if these are enough.
             if len(places) + len(taken) == count:
                 end = self._hand + int(taken[-1]) + 1
             self._is_recent[self._hand : end] = False
@@ -298,7 +299,7 @@ class RowCache:
 
 
 def _few(versions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """`versions` with at most `_MAX_VERSIONS` different ones: the oldest in place of others."""
+    """Return `versions` with at most `_MAX_VERSIONS` different values; the oldest version replaces the others."""
     different = sorted(set(versions.tolist()))
     if len(different) <= _MAX_VERSIONS:
         return versions
@@ -306,7 +307,7 @@ def _few(versions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def _is_patched(ids: Ids, rows: Floats, is_here: npt.NDArray[np.bool_], whole: Rows, patch: Patch) -> bool:
-    """Make those of `rows` that are here the server's, in place; whether they are its rows now."""
+    """Change those of `rows` that are here to the server's rows, in place. Return whether they are equal now."""
     _write(ids, rows, whole)
     at = np.minimum(np.searchsorted(ids, patch.ids), len(ids) - 1)
     if not (ids[at] == patch.ids).all():
@@ -318,7 +319,7 @@ def _is_patched(ids: Ids, rows: Floats, is_here: npt.NDArray[np.bool_], whole: R
 
 
 def _write(ids: Ids, rows: Floats, other: Rows) -> npt.NDArray[np.bool_]:
-    """Put rows of `other` in the place of `rows` with the same id; which ones these are, shape (len(ids),)."""
+    """Replace rows that have the same id in `other`. Return a mask of these rows, shape (len(ids),)."""
     if not len(other.ids):
         return np.zeros(len(ids), np.bool_)
     at = np.minimum(np.searchsorted(other.ids, ids), len(other.ids) - 1)

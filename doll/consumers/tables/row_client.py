@@ -1,4 +1,4 @@
-"""Asks the parameter server for rows of tables, from the thread that computes, and waits for them."""
+"""The client that requests rows of tables from the parameter server in the thread that computes, and waits for them."""
 
 from __future__ import annotations
 
@@ -23,45 +23,48 @@ _GIVE_UP_S: Final = 20.0  # below the default time after which a grant is replac
 
 
 class RowClient:
-    """One worker process's requests, one at a time. `deliver` and `look_again` are for any thread, the rest for one."""
+    """The requests of one worker process, one at a time. Any thread may call `deliver` and `look_again`; only one
+    thread may call the other methods."""
 
     def __init__(self, config: JobConfig, blobs: Blobs, tables: dict[str, TableShape], scope: str = "") -> None:
-        """`scope`: as in `doll.storage.blobs.scope_of`; default: the job, of a run without an id."""
+        """Create the client. `scope`: as in `doll.storage.blobs.scope_of`; default: the job, for a run without an id.
+        """
         self._scope = scope or config.job
         self._ttl_s = config.blobs.ttl_s
         self._blobs = blobs
         self.tables = tables
         self._send: Callable[[GetRows], object] | None = None
-        self._answers: queue.SimpleQueue[RowsStored | None] = queue.SimpleQueue()  # None: look whether to wait on
+        self._answers: queue.SimpleQueue[RowsStored | None] = queue.SimpleQueue()  # None: check the grant again
         self._is_waiting = False
         self._number = 0
         self._grant: Grant | None = None
         self._is_wanted: Callable[[], bool] = lambda: True
 
     def connect(self, send: Callable[[GetRows], object]) -> None:
-        """Send requests with `send`, which is called from the thread that computes."""
+        """Use `send` to send requests; it is called in the thread that computes."""
         self._send = send
 
     def deliver(self, answer: RowsStored) -> None:
         self._answers.put(answer)
 
     def look_again(self) -> None:
-        """Grants may have become void: a task that waits for rows of a void grant gives up now."""
+        """Check the grant again, because it may have become void. A task that waits for rows of a void grant stops
+        waiting."""
         if self._is_waiting:
             self._answers.put(None)
 
     def begin(self, grant: Grant, is_wanted: Callable[[], bool]) -> None:
-        """Ask for rows as `grant` allows them from now on, while `is_wanted`."""
+        """Request rows as `grant` allows from now on, while `is_wanted` returns True."""
         self._grant, self._is_wanted = grant, is_wanted
 
     def fetch(self, name: str, request: RowRequest) -> FetchedRows:
-        """The rows of table `name` that `request` is for, as of the grant's `min_version` or later.
+        """Return the rows that `request` names in table `name`, of the grant's `min_version` or later.
 
-        A request or an answer may be lost: it is asked again every second.
+        A request or an answer may be lost, so the request is repeated every second.
 
         Raises:
             BlobError: the grant is not wanted any more, or there was no answer for 20 s.
-            ServiceUnavailableError: waiting for the blob store was given up.
+            ServiceUnavailableError: the wait for the blob store was given up.
         """
         assert self._send is not None, "connect() comes first"
         assert self._grant is not None, "begin() comes first"
@@ -99,11 +102,11 @@ class RowClient:
                 continue
             if (answer.term, answer.session, answer.number) == (grant.term, grant.session, self._number):
                 return answer
-            self._blobs.delete(answer.key)  # to a request that was made again
+            self._blobs.delete(answer.key)  # the answer to a request that was repeated
         return None
 
     def _read(self, name: str, answer: RowsStored) -> FetchedRows | None:
-        """The rows of an answer; None if the blob store does not hold them whole."""
+        """Return the rows of an answer; None if the blob store does not hold them completely."""
         try:
             stored = self.take(answer.key)
         except NotFiniteError:
@@ -114,8 +117,9 @@ class RowClient:
         return FetchedRows(rows, stored.version, answer.included, stored.patches.get(name))
 
     def take(self, key: str) -> StoredAnswer:
-        """The rows under `key`. They are deleted: nobody reads them again. Raises BlobError if the blob store does not
-        hold them whole, which is logged, and NotFiniteError if a value is NaN or infinite."""
+        """Return the rows under `key`, and delete them, because no other process reads them. Raise BlobError, after
+        logging it, if the blob store does not hold them completely, and NotFiniteError if a value is NaN or infinite.
+        """
         try:
             if (blob := self._blobs.get(key)) is None:
                 raise BlobError("not in the blob store (any more)")

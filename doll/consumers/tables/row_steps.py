@@ -1,8 +1,9 @@
-"""A worker's optimizer for the rows of one table, for policies whose workers send steps: gradients in, changes out.
+"""A worker's optimizer for the rows of one table, for policies whose workers send steps. Its input is gradients, its
+output is changes.
 
-State exists for rows that this worker has had a gradient of. It is this process's own: it begins again with each
-process and never crosses the wire, as that of `doll.consumers.compute.step_model`. It is bounded: if it is full, the
-rows whose last gradient is the longest ago lose theirs, and are then as rows that this worker has never seen.
+Only rows that had a gradient in this worker have optimizer state. The state belongs to this process: each process
+starts with a new state, which is never sent, as in `doll.consumers.compute.step_model`. Its memory is limited. If it is
+full, the rows whose last gradient is oldest lose their state, and are then like rows that this worker has never seen.
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ from doll.tables.rows import Floats, Ids, Rows
 
 _FIRST_PLACES: Final = 1024
 _PLACE_BYTES: Final = 9 + 16 + 8 + 8  # place in the index and its cells, last use, list of free slots
-_EVICTED_AT_ONCE: Final = 8  # one in so many: to look for them costs as much as to look at all rows
+_EVICTED_AT_ONCE: Final = 8  # one row in so many: finding them costs as much as looking at all rows
 _NEVER: Final = -1
 
 
 def state_row_bytes(optimizer: RowOptimizer, width: int) -> int:
-    """Memory for the state of one row of `width` values."""
+    """Return the memory in bytes for the state of one row of `width` values."""
     num_states = len(optimizer.state_names)
     return 4 * state_width(optimizer, width) * num_states + _PLACE_BYTES if num_states else 0
 
 
 class RowSteps:
-    """Steps on one table. Not thread-safe."""
+    """The optimizer steps on one table. Not thread-safe."""
 
     def __init__(self, width: int, optimizer: RowOptimizer, max_bytes: int | None = None) -> None:
-        """`max_bytes`: of the state, that of one row at least; None: no bound."""
-        self.num_evicted = 0  # rows that have lost their state, each time counted
+        """Create an empty state. `max_bytes`: limit of the state's memory, with room for at least one row; None: no
+        limit."""
+        self.num_evicted = 0  # how many times a row has lost its state
         self._optimizer = optimizer
         self._row_bytes = state_row_bytes(optimizer, width)
         is_bounded = max_bytes is not None and self._row_bytes > 0
@@ -47,23 +49,23 @@ class RowSteps:
         self._num_steps = 0
 
     def __len__(self) -> int:
-        """Rows that have state."""
+        """Return the number of rows that have state."""
         return len(self._last_use) - len(self._free)
 
     @property
     def num_bytes(self) -> int:
-        """The memory for state, in bytes, whether rows have it or not."""
+        """The allocated memory for state, in bytes, including free places."""
         return len(self._last_use) * self._row_bytes
 
     def step(self, rows: Floats, gradient: Rows, scale: float) -> Rows:
-        """The changes of one step in these rows, which INC adds (`RowCache.inc`).
+        """Return the changes of these rows by one step, which INC adds (`RowCache.inc`).
 
         Args:
-            rows: of `gradient.ids`, as the worker sees them, float32, shape (n, width).
-            scale: factor for the gradient: 1 / samples for their mean.
+            rows: the rows `gradient.ids` as the worker sees them, float32, shape (n, width).
+            scale: factor for the gradient; for the mean gradient, 1 / number of samples.
 
         Raises:
-            TaskError: there is no room for the state of so many rows.
+            TaskError: there is no room for so many optimizer states.
         """
         self._num_steps += 1
         slots = self._slots(gradient.ids) if self._state else None
@@ -79,7 +81,7 @@ class RowSteps:
         return Rows(gradient.ids, after.numpy() - rows)
 
     def _slots(self, ids: Ids) -> npt.NDArray[np.int64]:
-        """The slots of the state of `ids`, in use now; new ones are zero."""
+        """Return the slots of the state of `ids`, and mark them as used now. New slots contain zeros."""
         if self._capacity is not None and len(ids) > self._capacity:
             raise TaskError(
                 f"a batch has gradients of {len(ids):,} rows of one table, and worker.row_cache_bytes leaves room for "
@@ -97,7 +99,7 @@ class RowSteps:
         return slots
 
     def _make_room(self, count: int) -> None:
-        """Have `count` free slots at least."""
+        """Make at least `count` slots free."""
         lacking = count - len(self._free)
         places = len(self._last_use)
         if lacking > 0 and (self._capacity is None or places < self._capacity):
@@ -121,7 +123,7 @@ class RowSteps:
             self._state[name] = grown
 
     def _evict(self, count: int) -> None:
-        """Forget the state of `count` rows, or of all that this step does not use."""
+        """Drop the state of `count` rows, or of all rows that this step does not use."""
         slots = np.flatnonzero((self._last_use != _NEVER) & (self._last_use < self._num_steps))
         if len(slots) > count:
             slots = slots[np.argpartition(self._last_use[slots], count - 1)[:count]]

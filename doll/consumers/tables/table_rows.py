@@ -1,4 +1,5 @@
-"""The rows of a worker's tables: a cache for each, filled by requests and by what the server sends without asking."""
+"""The rows of a worker's tables: a cache for each table, filled by requests and by rows that the server sends unasked.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ _NO_BOUNDS: Final[Mapping[str, int]] = {}
 
 
 class WorkerTables:
-    """All tables of one worker. Not thread-safe, except `offer`: the thread that computes owns it."""
+    """All tables of one worker. Not thread-safe, except `offer`: the thread that computes owns the object."""
 
     def __init__(
         self, client: RowClient, max_bytes: int, *, max_rows: Mapping[str, int] = _NO_BOUNDS,
@@ -35,14 +36,16 @@ class WorkerTables:
         report: Callable[[dict[str, float]], object] = lambda values: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """
+        """Create the caches.
+
         Args:
-            max_bytes: of all caches and `steps` together; each table has a share by its size, and holds as many rows as
-                states of rows.
-            max_rows: of bounded tables.
-            optimizers: of each table's rows, if this worker steps itself; None: it sends gradients.
-            threshold: v of the filter of own steps; 0: all of them are sent.
-            report: is called with `measures` now and then.
+            max_bytes: limit of the memory of all caches and of `steps` together. It is divided among the tables by
+                their size. Within its share, each table has room for as many cached rows as optimizer states of rows.
+            max_rows: maximum number of rows of each bounded table, by table name.
+            optimizers: the optimizer of each table, by name, if this worker computes the optimizer steps. None: the
+                worker sends gradients.
+            threshold: the threshold v of the significance filter for this worker's own steps. 0: all steps are sent.
+            report: function that is called with `measures` every 10 s.
         """
         self._client = client
         sizes = {name: max_rows.get(name, shape.num_rows) * shape.width for name, shape in client.tables.items()}
@@ -68,12 +71,12 @@ class WorkerTables:
         self._min_version = 0
 
     def offer(self, weights: NewVersion) -> None:
-        """The server has sent rows that have changed."""
+        """Note that the server has sent changed rows."""
         if weights.rows_key:
             self._offered.append(weights)
 
     def begin(self, grant: Grant, is_wanted: Callable[[], bool]) -> None:
-        """Begin `grant`, for which rows are looked up next; if it is not wanted any more, nobody waits for rows."""
+        """Begin `grant`, for which rows are looked up next. If `is_wanted` returns False, the wait for rows ends."""
         if grant.term != self._term:  # versions of an earlier term may be void
             self._term = grant.term
             for cache in self._caches.values():
@@ -88,7 +91,7 @@ class WorkerTables:
             self._report(self.measures())
 
     def measures(self) -> dict[str, float]:
-        """Rows, states of rows and their memory, over all tables, as `Metric` values."""
+        """Return the rows, the optimizer states of rows and their memory, over all tables, as values of a `Metric`."""
         caches, steps = self._caches.values(), self.steps.values()
         evicted = sum(table.num_evicted for table in steps)
         if evicted and not self._has_warned:
@@ -108,16 +111,17 @@ class WorkerTables:
         }
 
     def look_up(self, name: str, ids: Ids) -> Floats:
-        """Rows `ids` of a table, strictly increasing, with the worker's own steps; float32, shape (n, width), a copy.
+        """Return a copy of rows `ids` of a table with the worker's own steps, float32, shape (n, width). `ids` are
+        strictly ascending.
 
         Raises:
             BlobError: the server does not answer, or the grant is void.
-            ServiceUnavailableError: waiting for the blob store was given up.
+            ServiceUnavailableError: the wait for the blob store was given up.
         """
 
         def fetch(request: RowRequest) -> FetchedRows:
             answer = self._client.fetch(name, request)
-            # Those before the answer. Later ones would say that own steps are in the rows, which this answer lacks.
+            # Only versions up to the answer's. Later ones contain own steps that this answer lacks.
             self._merge_offered(answer.version)
             return answer
 
@@ -131,8 +135,8 @@ class WorkerTables:
     # --- own steps ----------------------------------------------------------------------------------------------------
 
     def step(self, gradients: Mapping[str, Rows], scale: float) -> dict[str, Rows]:
-        """The changes of the optimizer in these rows, by table; nothing is changed yet. Raises BlobError if the rows
-        have not come, and TaskError if there is no room for the state of so many rows."""
+        """Return the optimizer's changes of these rows, by table, without applying them. Raise BlobError if the rows
+        have not arrived, and TaskError if there is no room for so many optimizer states."""
         seen = {name: self.look_up(name, rows.ids) for name, rows in gradients.items()}
         return {name: self.steps[name].step(seen[name], rows, scale) for name, rows in gradients.items()}
 
@@ -141,13 +145,13 @@ class WorkerTables:
             self._caches[name].inc(rows)
 
     def close(self, batch: int) -> dict[str, Rows]:
-        """End batch `batch`: its steps, by table, to be pushed."""
+        """End batch `batch`, and return its steps to push, by table."""
         closed = {name: cache.own.close(batch) for name, cache in self._caches.items()}
         return {name: rows for name, rows in closed.items() if len(rows.ids)}
 
     def take_back(self, batch: int) -> None:
-        """Own steps of `batch` and later ones do not count any more: they are computed again. Raises IllegalEventError
-        (see `RowResidual.take_back`)."""
+        """Drop the own steps of `batch` and of later batches, which are computed again. Raise IllegalEventError like
+        `RowResidual.take_back`."""
         for name, cache in self._caches.items():
             if (residual := self._residuals.get(name)) is not None:
                 residual.take_back(batch)
@@ -158,11 +162,12 @@ class WorkerTables:
 
     @property
     def holds_back(self) -> bool:
-        """Something of the own steps is not sent."""
+        """Whether a part of the own steps is not sent."""
         return any(len(residual.held.ids) for residual in self._residuals.values())
 
     def filter(self, steps: Mapping[str, Rows], batch: int, version: int) -> dict[str, Rows]:
-        """The part to send of the steps of `batch`, the newest one, and of what was held back: `RowResidual.split`."""
+        """Return the part to send of the steps of `batch`, the newest batch, and of the held-back steps; see
+        `RowResidual.split`."""
         if not self._residuals:
             return dict(steps)
         sent = {}
@@ -176,12 +181,12 @@ class WorkerTables:
         return sent
 
     def rest(self, until: int) -> dict[str, Rows]:
-        """The part of the steps of batches below `until` that is held back, by table; see `RowResidual.below`."""
+        """Return the held-back part of the steps of batches below `until`, by table; see `RowResidual.below`."""
         held = {name: residual.below(until) for name, residual in self._residuals.items()}
         return {name: rows for name, rows in held.items() if len(rows.ids)}
 
     def clear_rest(self) -> None:
-        """Clear what was held back: it is pushed, or void, and rows with it are fetched again."""
+        """Clear the held-back steps, which are pushed or void. Their rows are fetched again."""
         for name, residual in self._residuals.items():
             cache = self._caches[name]
             cache.must_ask(residual.clear())
@@ -190,14 +195,14 @@ class WorkerTables:
     # --- eager rows ---------------------------------------------------------------------------------------------------
 
     def _merge_offered(self, until: float = math.inf) -> None:
-        """Take what the server has sent, up to version `until`."""
+        """Merge the rows that the server has sent, up to version `until`."""
         while self._offered and not (self._offered[0].term == self._term and self._offered[0].version > until):
             weights = self._offered.popleft()
             if weights.term != self._term:
                 continue
             try:
                 stored = self._client.take(weights.rows_key)
-            except BlobError:  # rows that are missed are asked for when they are too old
+            except BlobError:  # missed rows are requested when the cached rows are too old
                 continue
             for name, cache in self._caches.items():
                 rows = stored.rows.get(name, cache.no_rows())
