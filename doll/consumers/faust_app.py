@@ -44,8 +44,7 @@ _LANE: Final = 0  # the only partition that Faust knows: all chunks are delivere
 
 
 class ChunkConsumer(base.Consumer):  # type: ignore[misc]
-    """Faust's consumer. It assigns the app's partitions, and passes the reader's chunks to the conductor as messages.
-    """
+    """Faust's consumer. It assigns the partitions, and passes the reader's chunks to the conductor as messages."""
 
     _generation = 0
 

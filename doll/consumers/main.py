@@ -194,8 +194,7 @@ class _WorkerProcess:
             self._channel.close()
 
     def _join(self) -> tuple[Welcome, int] | None:
-        """Return the server's Welcome and the offset of the first command after it. None: this process must not work.
-        """
+        """Return the server's Welcome and the offset of the first command after it. None: do not work."""
         config, channel = self._config, self._channel
         self._heartbeat.set_waiting_for("the parameter server's answer")
         try:
@@ -345,8 +344,7 @@ class _WorkerProcess:
 
 
 def process_name() -> str:
-    """Return a unique name for this process. It begins with the name of its machine, if that is given ($DOLL_INSTANCE).
-    """
+    """Return a unique name for this process. It begins with the machine's name, if that is given ($DOLL_INSTANCE)."""
     machine = os.environ.get(INSTANCE_ENV, "")
     return f"{machine}:{uuid.uuid4().hex}" if machine else uuid.uuid4().hex
 

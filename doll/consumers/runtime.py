@@ -161,8 +161,7 @@ class WorkerRuntime:
         return ReadFrom(number, intake.batcher.next_offset, Learned(included, served.leader_epoch), intake.reading)
 
     def intake_of(self, delivery: Chunk | NoRecordBelow | OutOfRange | Truncated) -> PartitionIntake | None:
-        """Return the intake that a delivery belongs to. None: the worker has stopped serving the partition since then.
-        """
+        """Return the intake that a delivery belongs to. None: the worker no longer serves the partition."""
         intake = self.intakes.get(delivery.partition)
         return intake if intake is not None and intake.reading == delivery.reading else None
 

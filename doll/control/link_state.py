@@ -57,8 +57,7 @@ def record_of(frame: bytes) -> AnyRecord:
 
 
 class LinkState:
-    """The numbers and times of one end of a link. It accepts the record types `accepts`. Times are monotonic seconds.
-    """
+    """The numbers and times of one end of a link. It accepts the types `accepts`. Times are monotonic seconds."""
 
     __slots__ = ("_accepts", "_heard_s", "_received", "_sent", "_sent_s")
 
@@ -107,8 +106,7 @@ class LinkState:
 
 
 class Link(ABC):
-    """One end of an open link. Calls never block. Each call may raise LinkError, which means that the link has ended.
-    """
+    """One end of an open link. Calls never block. Each call may raise LinkError: the link has ended."""
 
     kind: ClassVar[str]
 
@@ -149,8 +147,7 @@ class Link(ABC):
         return records
 
     def check(self, now: float) -> None:
-        """Send a Ping if it is due, and raise LinkError after silence. Call it several times a second, after `receive`.
-        """
+        """Send a Ping if it is due, and raise LinkError after silence. Call it often, after `receive`."""
         if self._error is not None:
             raise self._error
         self._state.check(now)

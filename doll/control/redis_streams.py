@@ -209,7 +209,7 @@ class ControlStreams:
             self._out.flush()
 
     def close(self) -> None:
-        """Close the connections, and delete this end's stream if Redis answers. May be repeated."""
+        """Close the connections, and delete this end's stream if Redis answers. This method may be called again."""
         if self._out.fileno() >= 0:
             with contextlib.suppress(LinkError):
                 self._out.send(b"UNLINK", self._key)
@@ -221,7 +221,7 @@ class ControlStreams:
 
 
 class StreamLink(Link):
-    """A worker's end of a link to the server that reads `stream`."""
+    """The worker's end of a link to the server that reads `stream`."""
 
     kind = "redis"
 

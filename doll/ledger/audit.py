@@ -78,8 +78,7 @@ def _audit_once(config: JobConfig, services: Services, checkpoint: Checkpoint | 
 
 
 def _other_topic(config: JobConfig, services: Services, checkpoint: Checkpoint | None) -> list[str]:
-    """Return a problem if another topic of the same name has replaced the samples topic since its samples were learned.
-    """
+    """Return a problem if another topic of the same name has replaced the samples topic since learning began."""
     expected = "" if checkpoint is None else read_counts(config, checkpoint.state).samples_id
     actual_id = topics.topic_id(config, services, "samples") if expected else ""
     problem = replaced_topic(config.topic("samples"), expected, actual_id)

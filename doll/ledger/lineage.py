@@ -84,8 +84,7 @@ class GenerationFilter:
         self.next_generation: int | None = None
 
     def records(self, records: Iterable[T]) -> Iterator[T]:
-        """Yield the records of `updates` of this generation, in log order, up to the beginning of the next generation.
-        """
+        """Yield the records of `updates` of this generation, in log order, until the next generation begins."""
         lineage = Lineage()
         for record in records:
             lineage.feed(record)

@@ -1,5 +1,4 @@
-"""The number of batches and records of each partition in a checkpoint, read from the engine's state in the checkpoint.
-"""
+"""The number of batches and records of each partition in a checkpoint, read from the engine's state."""
 
 from __future__ import annotations
 

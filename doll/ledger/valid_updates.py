@@ -202,6 +202,5 @@ def _kept_version(record: TermStarted, newest: int, rollbacks: Sequence[Rollback
 
 
 def _left_from(newest: int, term: float, rollbacks: Sequence[Rollback]) -> float:
-    """Return the lowest version that a rollback of a term between `newest` and `term` goes back to; infinite if none.
-    """
+    """Return the lowest version that a rollback with a term between `newest` and `term` returns to, or infinity."""
     return min((item.to for item in rollbacks if newest < item.term < term), default=float("inf"))

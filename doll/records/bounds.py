@@ -90,8 +90,7 @@ class Cuts:
         del self._batches[at:], self._sums[at:]
 
     def forget_below(self, batch: int) -> None:
-        """Remove the cuts of the batches below `batch`, whose bounds are not needed any more. Only their sum is kept.
-        """
+        """Remove the cuts of the batches below `batch`, whose bounds are not needed any more; keep their sum."""
         if self._batches and (at := bisect_left(self._batches, batch)):
             self._before = self._sums[at - 1]
             del self._batches[:at], self._sums[:at]

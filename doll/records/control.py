@@ -75,8 +75,7 @@ class Announce(WorkerRecord, frozen=True):
 
 
 class Skip(WorkerRecord, frozen=True):
-    """Batches [first, until) of a partition hold no record and need no gradient. All batches before them are durable.
-    """
+    """Batches [first, until) of a partition hold no record and need no gradient. All earlier batches are durable."""
 
     partition: int
     first: int
@@ -156,8 +155,7 @@ class GetRows(WorkerRecord, frozen=True):
 
 
 class Alive(WorkerRecord, frozen=True):
-    """A heartbeat, sent every second from the worker's event loop: the process runs and its event loop is not blocked.
-    """
+    """A heartbeat, sent every second from the worker's event loop: the process runs and the loop is not blocked."""
 
     retained: int = 0  # batches that are held and not yet durable
     next_offset: int = 0  # sum over the worker's partitions of the next offset to read

@@ -33,8 +33,7 @@ def encode_positions(positions: Sequence[int]) -> bytes:
 
 
 def decode_positions(line: bytes, streams: int) -> list[int]:
-    """Decode a line of `encode_positions`. Raise RecordError if the line does not contain one number for each stream.
-    """
+    """Decode a line of `encode_positions`. Raise RecordError if the line does not have one number for each stream."""
     try:
         positions = _positions.decode(line)
     except msgspec.MsgspecError as exc:

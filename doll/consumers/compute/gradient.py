@@ -1,5 +1,4 @@
-"""Algorithm 2: the gradient of one batch at exactly the given weights, and the version of the weights in the replica.
-"""
+"""Algorithm 2: the gradient of one batch at exactly the given weights, and the version in the replica."""
 
 from __future__ import annotations
 
@@ -264,8 +263,7 @@ class GradientComputer:
     def _forward(
         self, batch: SampleBatch, buffers: torch.Tensor, *, use_running_stats: bool
     ) -> tuple[Any, passes.Loss, passes.Inputs]:  # fmt: skip
-        """Return the output, the loss and the task's inputs. `buffers`: a copy of the module's buffers before the pass.
-        """
+        """Return the output, the loss and the task's inputs. `buffers`: a copy of the buffers before the pass."""
         if self.seed is not None:
             draw_from(self.seed, self._model.device)
         module = self._model.module.train()
@@ -377,8 +375,7 @@ class GradientSum:
 def stored_weights(
     blobs: Blobs, key: str, *, job: str, version: int, numel: int
 ) -> npt.NDArray[np.float32] | None:  # fmt: skip
-    """Return the weights under `key`, shape (numel,), perhaps as a view. None: the store does not hold them completely.
-    """
+    """Return the weights under `key`, shape (numel,), perhaps as a view. None: they are not there completely."""
     if (blob := blobs.get(key)) is None:
         return None
     try:
@@ -418,8 +415,7 @@ class ReplicaState(NamedTuple):
 
 
 class CachedVersion:
-    """A `LocalModel` that keeps the last fetched version, while grants allow this version and no newer one was offered.
-    """
+    """A `LocalModel` that keeps the last fetched version, while grants allow it and no newer one was offered."""
 
     def __init__(
         self, job: str, blobs: Blobs, computer: GradientComputer, background: Executor | None = None,

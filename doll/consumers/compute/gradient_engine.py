@@ -184,8 +184,7 @@ class BatchComputer(Protocol):
     def compute(
         self, x: Tree, y: Tree, weight: Array | None, group: Array | None, *, seed: int
     ) -> GuardedGradient:  # fmt: skip
-        """Return the gradient or the step. Arguments are as in `SampleBatch`. `seed`: see `doll.model.random_numbers`.
-        """
+        """Return the gradient or the step. Arguments: see `SampleBatch`. `seed`: see `doll.model.random_numbers`."""
 
 
 def batch_seed(seed: int, batch: Batch) -> int:
@@ -209,8 +208,8 @@ class GrantHandler:
         rows: WorkerTables | None = None,
         scope: str = "",
     ) -> None:
-        """Create the handler. `scope`: as in `doll.storage.blobs.scope_of`; default: the job, for a run without an id.
-        """
+        """Create the handler. `scope`: as in `doll.storage.blobs.scope_of`; default: the job's name, for a run without
+        id."""
         self._scope = scope or config.job
         self._seed = config.seed
         self._ttl_s = config.blobs.ttl_s
@@ -226,7 +225,7 @@ class GrantHandler:
         self._last = (0, 0, 0)  # term, grant id and version of the last computed batch
 
     def offer(self, weights: NewVersion) -> None:
-        """See `GradientEngine.offer`. May be called from any thread."""
+        """See `GradientEngine.offer`. Any thread may call this method."""
         if self._rows is not None:
             self._rows.offer(weights)
         self._local_model.offer(weights)

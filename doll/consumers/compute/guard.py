@@ -42,8 +42,7 @@ _MOST_MOMENTUM: Final = 0.999
 
 
 class Ordinary(NamedTuple):
-    """Samples that are neither bad nor extreme, the same samples with wrong targets, and the usual norm of a gradient.
-    """
+    """Samples that are neither bad nor extreme, the same samples with wrong targets, and the usual gradient norm."""
 
     samples: SampleBatch
     mistaken: SampleBatch
@@ -290,8 +289,7 @@ class Guard:
     def _any_sample_does_harm(
         self, wrong: SampleBatch, usual: float, ordinary: SampleBatch, before: float, wrong_loss: float
     ) -> bool:
-        """Return whether ordinary samples with wrong targets would break the model, too: the learning rate is at fault.
-        """
+        """Return whether ordinary samples with wrong targets break the model, too: the learning rate is at fault."""
         norms = self._norms_of(wrong)
         middle = sorted(range(len(norms)), key=lambda at: norms[at])[len(norms) // 2]
         gradient, _ = self._try(wrong.take([middle]), use_running_stats=True)

@@ -1,5 +1,4 @@
-"""Faster ways to newer weights: reading them during the computation, or computing them from older weights and deltas.
-"""
+"""Faster ways to newer weights: reading during the computation, or computing them from older weights and deltas."""
 
 from __future__ import annotations
 

@@ -174,8 +174,7 @@ class PartitionBatcher(Generic[R]):
         self._gap_to(offset)
 
     def _full_batches(self, num_offsets: int) -> int:
-        """Return how many full batches from the open batch on fit into `num_offsets` offsets before the next cut batch.
-        """
+        """Return how many full batches, from the open one on, fit into `num_offsets` before the next cut batch."""
         count, first = num_offsets // self._size, self._batch.number
         next_cut = self._cuts.next_cut(first)
         return count if next_cut is None else min(count, next_cut - first)

@@ -1,5 +1,4 @@
-"""Decoding of a worker's batches. Unlearnable records are stored in the `dead` topic before an update can count them.
-"""
+"""Decoding of a worker's batches. Refused records are stored in the `dead` topic before an update can count them."""
 
 from __future__ import annotations
 

@@ -226,8 +226,7 @@ def _one_by_one(
     skipped: dict[int, str],
     forms: Forms,
 ) -> list[_Row]:
-    """Return the usable samples at these positions. Add the reasons of others to `reasons` or `skipped`, by position.
-    """
+    """Return the usable samples of these positions; add reasons of others to `reasons` or `skipped`, by position."""
     rows: list[_Row] = []
     for place in places:
         try:

@@ -46,8 +46,7 @@ class PartitionIntake:
         self.progress = (self.batcher.next_offset, self.batcher.next_offset)
 
     def open_for_s(self, now: float) -> float:
-        """Return the seconds since the open batch first held a record at a call; 0 if it holds none or may not be cut.
-        """
+        """Return the seconds since a call first saw a record in the open batch; 0 if it has none or may not be cut."""
         number = self.batcher.open_batch
         if number is None or number != self._open_batch:
             self._open_batch, self._open_since_s = number, now

@@ -259,8 +259,7 @@ def _become_stage(
 
 
 def _exit_code(pid: int, *, wait: bool = False) -> int | None:
-    """Return the exit code of a child, or minus the signal that ended it. None: it runs. 0: its code was read before.
-    """
+    """Return the exit code of a child, or minus the signal that ended it. None: it runs. 0: the code was read."""
     try:
         done, status = os.waitpid(pid, 0 if wait else os.WNOHANG)
     except ChildProcessError:

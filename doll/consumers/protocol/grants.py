@@ -86,8 +86,7 @@ class WorkerGrants:
         return [(self._owed[batch], range(batch, batch + 1)) for batch in again]
 
     def take_computed(self, names: Sequence[tuple[int, int]]) -> tuple[PushedBatch, ...]:
-        """Return the computed batches of one push, named by (batch, grant id); () if none of them is wanted any more.
-        """
+        """Return the computed batches of one push, named by (batch, grant id); () if none is wanted any more."""
         if not all(name in self.kept for name in names):
             return ()  # a batch has become durable: another process has replaced this one
         items = tuple(self.kept.pop(name) for name in names)
@@ -119,8 +118,7 @@ class WorkerGrants:
             self._refused = {number: nack for number, nack in self._refused.items() if number >= batch}
 
     def void(self) -> None:
-        """Forget all grants, because the server has taken them back. Copies of them may still arrive, and are ignored.
-        """
+        """Forget all grants, because the server has taken them back. Copies may still arrive, and are ignored."""
         self._void_until = max((self._void_until, *self._newest.values()))
         self._newest.clear()
         self._owed.clear()

@@ -171,8 +171,7 @@ class Acknowledge:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """End this process. `code` 0: the job is over or another process has taken this place. 1: start the process again.
-    """
+    """End this process. `code` 0: the job is over or another process has taken this place. 1: start it again."""
 
     code: int
     reason: str
@@ -321,8 +320,7 @@ class WorkerCore:
         return self._announce_if_few()
 
     def hold(self, batch: Batch) -> None:
-        """Add a ready batch without announcing it, if more batches come at the same moment; `announce` announces them.
-        """
+        """Add a ready batch without announcing it, if more come at the same moment; `announce` announces them."""
         partition = self.served[batch.partition]
         if (number := batch.number_in_partition) != (expected := partition.next_batch):
             raise ValueError(f"expected batch {expected} of partition {partition.number}, got {number}")
@@ -334,8 +332,7 @@ class WorkerCore:
         self._new.append(batch)
 
     def skip(self, partition: int, skipped: SkippedRange) -> list[WorkerAction]:
-        """Add batches of a partition without a record. While they are in `skipped`, no later batch of it may be added.
-        """
+        """Add batches of a partition without a record. While they are in `skipped`, no later batch may be added."""
         served = self.served[partition]
         served.skipped.put(skipped, served.next_batch)
         return self._forget_durable(served) or self._announce_skipped(served)
@@ -561,8 +558,7 @@ class WorkerCore:
         return [Send(self._rest)]
 
     def rest_not_stored(self, order: StoreRest) -> None:
-        """Note that the blob store did not take the rest: it stays held back, and is stored when the server asks again.
-        """
+        """Note that the blob store did not take the rest: it stays held back until the server asks again."""
         if order.term == self.term:
             self._settling_until = 0
 
@@ -705,8 +701,7 @@ def _begun(item: Served) -> ServedPartition:
 
 
 def _problem(served: ServedPartition, item: Served) -> str:
-    """Return the reason why the server, which reports `item`, cannot use the held batches of a partition; "": it can.
-    """
+    """Return the reason why the server, which reports `item`, cannot use a partition's held batches; "": it can."""
     if item.origin != served.origin:
         # The same batch number would mean other offsets, so the held batches must not be announced.
         return f"the job now begins at offset {item.origin}, not at {served.origin}"

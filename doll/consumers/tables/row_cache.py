@@ -59,8 +59,7 @@ class OpLog:
         return rows
 
     def send_only(self, batch: int, sent: Rows) -> None:
-        """Reduce the steps of `batch` to the part `sent`. Raise IllegalEventError if `batch` is not the newest batch.
-        """
+        """Reduce the steps of `batch` to the part `sent`. Raise IllegalEventError if `batch` is not the newest."""
         if not self._closed or self._closed[-1][0] != batch:
             raise IllegalEventError(f"expected the newest batch, got {batch}")
         self._closed[-1] = (batch, sent)

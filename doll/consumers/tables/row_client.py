@@ -27,8 +27,8 @@ class RowClient:
     thread may call the other methods."""
 
     def __init__(self, config: JobConfig, blobs: Blobs, tables: dict[str, TableShape], scope: str = "") -> None:
-        """Create the client. `scope`: as in `doll.storage.blobs.scope_of`; default: the job, for a run without an id.
-        """
+        """Create the client. `scope`: as in `doll.storage.blobs.scope_of`; default: the name of the job, for a run
+        without id."""
         self._scope = scope or config.job
         self._ttl_s = config.blobs.ttl_s
         self._blobs = blobs

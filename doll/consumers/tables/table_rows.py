@@ -1,5 +1,4 @@
-"""The rows of a worker's tables: a cache for each table, filled by requests and by rows that the server sends unasked.
-"""
+"""The rows of a worker's tables: a cache for each table, filled by requests and by rows that the server pushes."""
 
 from __future__ import annotations
 
