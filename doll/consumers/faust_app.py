@@ -38,8 +38,8 @@ from doll.process.signals import note
 from doll.services import Services
 
 _ASK_AGAIN_S: Final = 1.0  # the broker does not know yet whether it holds an offset
-_WAITING_CHUNKS: Final = 2  # between Faust's consumer and its agent
-_EVENT_CHUNKS: Final = 64  # in one event
+_WAITING_CHUNKS: Final = 2  # number of chunks between Faust's consumer and its agent
+_EVENT_CHUNKS: Final = 64  # maximum number of chunks in one event
 _LANE: Final = 0  # the only partition that Faust knows: all chunks are delivered on it
 
 

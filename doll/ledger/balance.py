@@ -88,7 +88,7 @@ class LedgerReport:
     # Ranges below the end of the durable model that are in no update, or dead without a dead letter.
     missing: tuple[Range, ...]
     twice: tuple[Range, ...]  # ranges that more than one update of the durable model applied
-    gap_ranges: tuple[Range, ...]  # where the `gaps` are
+    gap_ranges: tuple[Range, ...]  # the ranges of the `gaps`
     partly_dead_samples: int  # samples refused inside packed records whose other samples were applied
     partitions: tuple[PartitionCounts, ...]
     problems: tuple[str, ...]  # other contradictions, one sentence each

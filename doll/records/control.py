@@ -204,7 +204,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     origin: int  # offset at which the job began on this partition
     next_batch: int  # first batch that is not in the durable model; reading continues here
     included: int = 0  # number of its batches in the model, durable or not
-    leader_epoch: int = -1  # of the last of these batches, as in a PushedBatch
+    leader_epoch: int = -1  # leader epoch of the last of these batches, as in a PushedBatch
     decided: int = 0  # the bounds of batches below are final: the model or the server has their gradients
     left_out: int = 0  # number of records left out by the cuts of batches before `next_batch`
     cuts: tuple[tuple[int, int], ...] = ()  # cuts of batches [next_batch, decided): (batch, records left out)
@@ -223,7 +223,7 @@ class Welcome(ServerRecord, frozen=True, omit_defaults=True):
     samples_id: str = ""  # Kafka's id of the samples topic; "": unknown
     generation: int = 0  # see `TermStarted`
     run_id: str = ""  # run of the server, see `TermStarted`; a worker of another run ends
-    endpoints: tuple[str, ...] = ()  # of control links, the fastest first: "local:PATH", "redis:STREAM"
+    endpoints: tuple[str, ...] = ()  # control links, the fastest first: "local:PATH", "redis:STREAM"
     usual: tuple[float, ...] = ()  # as in the last Alive
     grid: int = 0  # see `TermStarted`; a worker of another grid ends
 
@@ -253,7 +253,7 @@ class NewVersion(ServerRecord, frozen=True):
     version: int
     key: str
     included: int = 0  # as in a Grant
-    rows_key: str = ""  # of the rows that the worker has requested and that changed after `rows_since`
+    rows_key: str = ""  # blob key of rows that the worker has requested and that changed after `rows_since`
     rows_since: int = 0
 
 
@@ -261,7 +261,7 @@ class RowsStored(ServerRecord, frozen=True):
     """The answer to GetRows: the rows are in the blob store."""
 
     session: int
-    number: int  # of the request
+    number: int  # number of the request
     version: int  # version of the rows
     key: str
     included: int  # as in a Grant
@@ -613,7 +613,7 @@ def num_bytes(first: int, until: int) -> int:
 def bits_of(ranges: Sequence[tuple[int, int]]) -> bytes:
     """Encode ranges [lo, hi) of offsets as bits. The ranges may have any order; at least one is needed."""
     first, until = min(lo for lo, _ in ranges), max(hi for _, hi in ranges)
-    digits = bytearray(b"0") * (until - first)  # the last one is of the first offset
+    digits = bytearray(b"0") * (until - first)  # the last digit belongs to the first offset
     for lo, hi in ranges:
         digits[until - hi : until - lo] = b"1" * (hi - lo)
     size = num_bytes(first, until) - _BASE_BYTES

@@ -38,7 +38,7 @@ def read_file(
     skipped = sum(1 for _ in itertools.islice(lines, skip))
     if not repeat:
         return lines
-    if skipped < skip:  # the file has so many lines
+    if skipped < skip:  # the file has `skipped` lines
         lines = itertools.islice(_lines(path, header, max_bytes), skip % skipped, None)
     again = itertools.chain.from_iterable(_lines(path, header, max_bytes) for _ in itertools.count())
     return itertools.chain(lines, again)
@@ -80,7 +80,7 @@ def read_pipe(descriptor: int, *, max_bytes: int, timeout_s: float = 0.02) -> It
     A last line without line end counts as a line. A line longer than `max_bytes` is cut to one byte more than that, so
     that a length check refuses it.
     """
-    rest = bytearray()  # of the incomplete line
+    rest = bytearray()  # beginning of the incomplete line
     while True:
         # Never a blocking read: the caller must be able to stop.
         if not select.select([descriptor], [], [], timeout_s)[0]:

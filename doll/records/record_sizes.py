@@ -16,10 +16,10 @@ from doll.records.control import ServerStatus, WorkerStatus, encode
 COMPRESSED: Final = 2
 """The minimum factor by which compression shortens long records (tests/integration/test_record_sizes.py)."""
 STATUS_LIMIT_BYTES: Final = 1_800_000  # before compression
-_MOST_REASONS: Final = 500  # of 200 characters, which may compress badly
-_STATUS_BYTES: Final = 256  # of a worker, without its `waiting_for`
-_ESSENTIAL_BYTES: Final = 128  # of a worker with only `_DECIDED_BY`
-_MEMBER_BYTES: Final = 320  # of a batch in an update with few dead letters
+_MOST_REASONS: Final = 500  # reasons of up to 200 characters, which may compress badly
+_STATUS_BYTES: Final = 256  # size of a worker without its `waiting_for`
+_ESSENTIAL_BYTES: Final = 128  # size of a worker with only the fields `_DECIDED_BY`
+_MEMBER_BYTES: Final = 320  # size of a batch in an update, with few dead letters
 _NAMED_IN_MEMBER: Final = 64  # a batch of so many records fits `_MEMBER_BYTES`, whichever of them are refused
 _SURE_BYTES: Final = 1_200  # more than a worker needs with a `waiting_for` of 200 characters
 # Fields that other processes use for decisions: live or not, process, machine, time of the last record.
@@ -33,7 +33,7 @@ def fitted(status: ServerStatus, limit_bytes: int = STATUS_LIMIT_BYTES) -> Serve
     worker 3"), and only the first 500 texts are kept. If the status is still too large, only the fields that other
     processes use for decisions are kept; the fields that are shown to people are dropped.
     """
-    if len(status.workers) * _SURE_BYTES < limit_bytes:  # as much before compression as may be after it
+    if len(status.workers) * _SURE_BYTES < limit_bytes:  # surely within the limit
         return status
     status = msgspec.structs.replace(status, workers=_said_once(status.workers))
     if len(encode(status)) <= limit_bytes:

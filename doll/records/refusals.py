@@ -21,10 +21,10 @@ _NUMBER: Final = re.compile(r"\d+")
 class UnreadValue(bytes):
     """A placeholder for a value that was not read or not kept. As bytes it is empty, so it is never decoded."""
 
-    code: DeadLetterCode  # of its dead letter
+    code: DeadLetterCode  # code of its dead letter
     reason: str
-    num_bytes: int  # of the value; 0 if it is not known
-    head: bytes  # its first bytes
+    num_bytes: int  # size of the value; 0: unknown
+    head: bytes  # first bytes of the value
 
     @classmethod
     def with_reason(cls, code: DeadLetterCode, reason: str, num_bytes: int = 0, head: bytes = b"") -> UnreadValue:

@@ -17,7 +17,7 @@ class Rollback(msgspec.Struct, frozen=True, kw_only=True):
     to: int  # the earlier version, of grid `grid`
     grid: int
     version: int  # its new number
-    term: int  # of the checkpoint of `version`
+    term: int  # term of the checkpoint of `version`
     skipped: bool = False  # True: the samples learned since then are left out; False: they are learned again
 
     def leaves(self, term: int, version: int, grid: int = 0) -> bool:

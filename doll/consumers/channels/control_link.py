@@ -47,7 +47,7 @@ class ControlLink:
         self._services = services
         self._accepted = _ACCEPTED[kind]
         self._welcome: Welcome | None = None
-        self._term = 0  # of the newest Welcome
+        self._term = 0  # term of the newest Welcome
         self._welcomed = asyncio.Event()
         self._link: Link | None = None
         self._failed = asyncio.Event()
@@ -108,7 +108,7 @@ class ControlLink:
                 await self._hold(welcome, link)
                 if time.monotonic() - opened_s >= _STEADY_S:
                     pause_s = _RETRY_S
-            if self._welcome is not welcome:  # another one came meanwhile: attach to that server now
+            if self._welcome is not welcome:  # a newer Welcome has come: attach to its server now
                 pause_s = _RETRY_S
                 continue
             self._welcomed.clear()
@@ -251,7 +251,7 @@ class ControlLink:
             return
         self._num_refused += 1
         self._on_refused(self._num_refused)
-        if self._refused != (endpoint, str(error)):  # it is tried again every few seconds
+        if self._refused != (endpoint, str(error)):  # log only once: the endpoint is tried again every few seconds
             self._refused = (endpoint, str(error))
             log.warning("control_endpoint_refused", endpoint=endpoint, reason=str(error))
 

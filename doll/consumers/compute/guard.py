@@ -168,7 +168,7 @@ class Guard:
             return True
         self._usual, self._usual_batches = ordinary.usual, _USUAL_BATCHES
         before, wrong = self._loss(ordinary.samples), self._loss(ordinary.mistaken)
-        usual_weight = gradient.weight / count  # of its samples; the step divides by it
+        usual_weight = gradient.weight / count  # mean weight of its samples; the step divides by the weight
         return harmful(before, wrong, self._loss_after(gradient, self._norms.usual, ordinary.samples, usual_weight))
 
     def _diverges(self) -> bool:

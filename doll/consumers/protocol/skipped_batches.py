@@ -47,7 +47,8 @@ class SkippedBatches:
         self._reported = -1
 
     def take(self, now: float, reported: int, hi: int, *, waiting: int, granted: int) -> SkippedRange | None:
-        """Remove and return the first batch of the range if other batches wait for it; None otherwise.
+        """Remove and return the first batch of the range if the job waits for further batches of this worker; None
+        otherwise.
 
         The worker treats it like any other batch. Otherwise, a group with a missing batch would wait for the range, and
         the range would wait for the group.

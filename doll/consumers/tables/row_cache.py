@@ -283,7 +283,7 @@ class RowCache:
                 end = self._hand + int(taken[-1]) + 1
             self._is_recent[self._hand : end] = False
             taken += self._hand
-            self._is_recent[taken] = True  # not to be taken twice
+            self._is_recent[taken] = True  # so that the next round does not take it again
             places = np.concatenate([places, taken])
             self._hand = end % self._capacity
         self._drop(places[self._version[places] >= 0])
