@@ -1,4 +1,4 @@
-"""The theory of DOLL as a library: pure functions over numbers and numpy arrays, with units in their names.
+"""The theory of DOLL as a library: pure functions of numbers and numpy arrays. Names of arguments state their units.
 
-Symbols, assumptions and corrections of the paper are in docs/theory.md.
+docs/theory.md lists the symbols, the assumptions and the corrections of the papers.
 """

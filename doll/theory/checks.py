@@ -1,4 +1,4 @@
-"""Checks of arguments that the theory functions share: a wrong number is a `ValueError` that names it."""
+"""Argument checks that the theory functions share. An invalid number raises a `ValueError` that names the argument."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def fraction(**values: float) -> None:
 
 
 def rates(rates_per_s: npt.ArrayLike) -> Floats:
-    """Arrival rates as float64, shape (N,), N >= 1.
+    """Return arrival rates as a float64 array of shape (N,), N >= 1.
 
     Raises:
-        ValueError: another shape, a rate that is negative or not finite, or no rate above 0.
+        ValueError: the shape is not (N,), a rate is negative or not finite, or no rate is above 0.
     """
     values = np.atleast_1d(np.asarray(rates_per_s, dtype=np.float64))
     if values.ndim != 1 or not values.size:

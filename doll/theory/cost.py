@@ -1,10 +1,10 @@
-"""The expected cost and time of a mix of spot and on-demand workers.
+"""The expected cost and run time of a mix of spot and on-demand workers.
 
-A worker on-demand is billed until the job ends, one on spot only while it is up. `samples` is the whole work, J K b:
-updates times batches per update times samples per batch.
+An on-demand worker is billed until the job ends. A spot worker is billed only while it is up. `samples` is the total
+work, J K b: updates times batches per update times samples per batch.
 
-Source: the DOLL paper, Eq. (19)-(22). The corrections are listed in docs/theory.md. The formulas of equal streams, (15)
-and (16), are in `benchmarks/paper/formulas.py`.
+Source: the DOLL paper, Eq. (19)-(22). The corrections are listed in docs/theory.md. The formulas for equal streams,
+(15) and (16), are in `benchmarks/paper/formulas.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Prices:
         checks.positive(on_demand_usd_per_h=self.on_demand_usd_per_h)
 
     def times(self, machines: float) -> Prices:
-        """The prices of `machines` machines together, each at these prices."""
+        """Return the prices of `machines` machines together, each of which has these prices."""
         return Prices(self.spot_usd_per_h * machines, self.on_demand_usd_per_h * machines)
 
     @property
@@ -44,7 +44,7 @@ class Prices:
 
 
 def work_samples(updates: float, group_size: int, batch_size: float) -> float:
-    """J K b: the samples that `updates` updates consume.
+    """Return J K b, the number of samples that `updates` updates use.
 
     >>> work_samples(10_000, group_size=20, batch_size=256)
     51200000.0
@@ -56,12 +56,12 @@ def work_samples(updates: float, group_size: int, batch_size: float) -> float:
 
 @dataclass(frozen=True)
 class CostRatio:
-    """Corollary 2: cost over the all-on-demand cost, for the best real and the best whole number of spot workers.
+    """The cost of the best mix divided by the cost of all workers on-demand (Corollary 2).
 
     Attributes:
-        num_spot_real: n_c, the optimum when a fraction of a worker may be on spot.
-        lower: cost ratio at n_c, exactly; no whole number of spot workers that meets the deadline is cheaper.
-        upper: cost ratio at n_c - 1: the best whole number costs no more than this.
+        num_spot_real: n_c, the optimal number of spot workers if it need not be an integer.
+        lower: exact cost ratio at n_c. No integer number of spot workers that meets the deadline is cheaper.
+        upper: cost ratio at n_c - 1. The best integer number of spot workers costs at most this ratio.
     """
 
     num_spot_real: float
@@ -70,19 +70,20 @@ class CostRatio:
 
 
 def cost_ratio(deadline_ratio: float, num_workers: int, alpha: float, prices: Prices) -> CostRatio:
-    """Corollary 2, two-sided: what the best mix costs, as a fraction of all on-demand.
+    """Return bounds on the cost of the best mix as a fraction of the all-on-demand cost (Corollary 2, two-sided).
 
     Args:
         deadline_ratio: r = θ / θ_0, at least 1.
-        num_workers: N.
-        alpha: availability, in [0, 1].
-        prices: both prices; spot the cheaper one (else the ratio is 1: all on-demand).
+        num_workers: N, the number of workers.
+        alpha: availability of spot, in [0, 1].
+        prices: prices of both markets. If spot is not cheaper, the ratio is 1 (all workers on-demand).
 
-    Source: the DOLL paper, Corollary 2, Eq. (19). Differs from the paper: (19) is a lower bound on cost, so an upper
-    bound on savings; the upper bound on cost is added. The maximum with π_s/π_o covers r >= 1/α.
+    Source: the DOLL paper, Corollary 2, Eq. (19). Differs from the paper: (19) is a lower bound on the cost, so it is
+    an upper bound on the savings; this function adds the upper bound on the cost. The maximum with π_s/π_o covers r >=
+    1/α.
 
     Raises:
-        ValueError: the deadline is below θ_0 (a deadline that cannot be met has no ratio), or a number out of range.
+        ValueError: the deadline is below θ_0 (no mix meets it, so there is no ratio), or a number is out of range.
 
     >>> ratio = cost_ratio(1.05, 64, 0.9, Prices(0.158, 0.286))
     >>> round(ratio.num_spot_real, 3), round(ratio.lower, 4)
@@ -104,15 +105,15 @@ def cost_ratio(deadline_ratio: float, num_workers: int, alpha: float, prices: Pr
 
 
 def unequal_cost_usd(samples: float, rates_per_s: npt.ArrayLike, alpha: float, prices: Prices) -> Floats:
-    """(22): expected cost in USD with the n slowest streams on spot, for every n = 0 .. N; infinite if nobody works.
+    """Return the expected cost in USD, Eq. (22), with the n slowest streams on spot, for each n = 0 .. N.
 
     Args:
-        samples: J K b.
-        rates_per_s: λ_n, one per worker, in any order.
-        alpha: availability, in [0, 1].
+        samples: J K b, the total work.
+        rates_per_s: λ_n, arrival rate of each worker's stream in samples per second, in any order.
+        alpha: availability of spot, in [0, 1].
 
     Returns:
-        float64, shape (N + 1,).
+        Costs as float64, shape (N + 1,). A cost is infinite if no worker is ever up.
 
     Source: the DOLL paper, Eq. (22), with prices per hour.
 
@@ -127,11 +128,11 @@ def unequal_cost_usd(samples: float, rates_per_s: npt.ArrayLike, alpha: float, p
 
 
 def relative_cost(effective_per_s: Floats, alpha: float, prices: Prices) -> Floats:
-    """(22) for one sample, in USD per 3600 samples: price per hour over effective rate, n = 0 .. N; infinite if
-    nobody works.
+    """Return the cost of one sample, Eq. (22), in USD per 3600 samples, for each n = 0 .. N: the price per hour divided
+    by the effective rate. The cost is infinite if no worker is ever up.
 
     Args:
-        effective_per_s: of `effective_of_sorted`, shape (N + 1,).
+        effective_per_s: effective rates from `effective_of_sorted`, samples per second, shape (N + 1,).
     """
     count = len(effective_per_s) - 1
     slope = alpha * prices.spot_usd_per_h - prices.on_demand_usd_per_h
@@ -143,10 +144,11 @@ def relative_cost(effective_per_s: Floats, alpha: float, prices: Prices) -> Floa
 
 
 def effective_of_sorted(ascending_per_s: Floats, alpha: float) -> Floats:
-    """(20) times K b: S - (1 - α) Λ(n), samples per second with the n slowest streams on spot, n = 0 .. N.
+    """Return S - (1 - α) Λ(n), the effective samples per second with the n slowest streams on spot, for each n = 0 ..
+    N. This is Eq. (20) times K b.
 
     Args:
-        ascending_per_s: λ_n in ascending order, shape (N,).
+        ascending_per_s: λ_n in ascending order, samples per second, shape (N,).
 
     Source: the DOLL paper, Eq. (20).
 

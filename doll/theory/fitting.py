@@ -1,8 +1,8 @@
-"""J(ε) from a run's own error curve: a fit of Eq. (10)'s form, β ρ^J + γ, with bootstrap intervals.
+"""J(ε) from the error curve of a run: a fit of β ρ^J + γ, the form of Eq. (10), with bootstrap intervals.
 
-The form holds for strongly convex problems; for others it is an empirical curve, and so is what it extrapolates. The
-fit minimises relative error, since the target lies where the curve is low. If one exponential does not follow the
-whole curve (networks learn fast, then slowly), `fit_tail` leaves out the start.
+The form holds for strongly convex problems. For other problems both the curve and its extrapolation are empirical. The
+fit minimises the relative error, because the target is usually at the low end of the curve. If a single exponential
+does not fit the whole curve (networks learn fast at first and slowly later), `fit_tail` leaves out the start.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from doll.theory.checks import Floats
 
 @dataclass(frozen=True)
 class Decay:
-    """The bound of Eq. (10): error after J updates at most β ρ^J + γ.
+    """The bound of Eq. (10): the error after J updates is at most β ρ^J + γ.
 
     Attributes:
         rho: ρ = 1 - η c, in (0, 1).
         beta: β = G(w_0) - G* - γ; at least 0 for a run that improves.
-        gamma: γ, the floor that the gradient noise leaves.
+        gamma: γ, the error floor that is due to the gradient noise.
     """
 
     rho: float
@@ -38,14 +38,15 @@ class Decay:
         checks.non_negative(gamma=self.gamma)
 
     def error(self, updates: npt.ArrayLike) -> Floats:
-        """β ρ^J + γ, of the shape of `updates`."""
+        """Return β ρ^J + γ for each J in `updates`, in the same shape."""
         return np.asarray(self.beta * np.power(self.rho, np.asarray(updates, dtype=np.float64)) + self.gamma)
 
     def updates_to(self, target: float) -> int:
-        """J(ε) = ⌈ln((ε - γ)/β) / ln ρ⌉: the fewest updates whose bound is at most ε.
+        """Return J(ε) = ⌈ln((ε - γ)/β) / ln ρ⌉, the smallest number of updates for which the bound is at most ε.
 
         Raises:
-            InfeasiblePlanError: ε <= γ, constraint "error"; nearest: the error that the floor allows.
+            InfeasiblePlanError: ε <= γ. The constraint is "error"; `nearest` has the smallest error that the floor
+                allows.
 
         >>> Decay(rho=0.5, beta=1.0, gamma=0.0).updates_to(0.25)
         2
@@ -70,7 +71,8 @@ _GRID = 60
 
 @dataclass(frozen=True)
 class FitInterval:
-    """A value with the bounds that hold it with the stated probability. Infinite if there is no bound."""
+    """An estimated value with the bounds of its interval. A bound is infinite if the value has no bound on that
+    side."""
 
     point: float
     low: float
@@ -79,14 +81,15 @@ class FitInterval:
 
 @dataclass(frozen=True)
 class CurveFit:
-    """Eq. (10)'s form through a measured curve.
+    """The form of Eq. (10), fitted to a measured curve.
 
     Attributes:
         curve: the fitted decay.
-        rho, beta, gamma: its constants with 90 % bootstrap intervals.
+        rho, beta, gamma: the constants of the curve with 90 % bootstrap intervals.
         relative_rmse: root mean square of (fit - measured) / measured.
-        num_points: evaluations used.
-        first_update, last_update: J of the first and last of them; beyond the last the curve is extrapolated.
+        num_points: number of evaluations that were used.
+        first_update, last_update: J of the first and the last of these evaluations. After the last one the curve is
+            extrapolated.
         replicas: rho, beta and gamma of the bootstrap replicas, shape (replicas, 3).
     """
 
@@ -101,13 +104,15 @@ class CurveFit:
     replicas: Floats
 
     def updates_to(self, target: float, *, reached: bool = False) -> FitInterval:
-        """J(ε) with its 90 % interval; the upper end is infinite when in some replicas the floor is above the target.
+        """Return J(ε) with its 90 % interval. The upper end is infinite if the floor of more than about 5 % of the
+        replicas is above the target.
 
         Args:
-            reached: the run did reach the target, so that replicas with a floor above it are known to be wrong.
+            reached: whether the run has reached the target. If so, replicas with a floor above the target are wrong and
+                are ignored.
 
         Raises:
-            InfeasiblePlanError: the fitted floor is at or above the target, constraint "error".
+            InfeasiblePlanError: the fitted floor is at or above the target (constraint "error").
         """
         point = self.curve.updates_to(target)
         estimates = []
@@ -126,15 +131,15 @@ def fit_decay(
 ) -> CurveFit:
     """Fit β ρ^J + γ with β, γ >= 0 to measured errors.
 
-    Intervals come from a moving-block bootstrap of the relative residuals: neighbouring evaluations share weights, so
-    their residuals are not independent. The length of a block is the cube root of m.
+    The intervals come from a moving-block bootstrap of the relative residuals, because the residuals of neighbouring
+    evaluations are not independent (the weights are similar). The block length is the cube root of m.
 
     Args:
         updates: J of each evaluation, ascending, shape (m,), m >= 6.
-        errors: measured error, above 0, shape (m,).
+        errors: measured error of each evaluation, above 0, shape (m,).
 
     Raises:
-        ValueError: too few points, an error that is not above 0, or all at one update.
+        ValueError: there are too few points, an error is not above 0, or all evaluations are at the same update.
 
     >>> j = np.arange(0, 300, 10)
     >>> fit = fit_decay(j, 2.0 * 0.98**j + 0.1, np.random.default_rng(0), replicas=20)
@@ -179,13 +184,15 @@ def fit_decay(
 def fit_tail(
     updates: npt.ArrayLike, errors: npt.ArrayLike, rng: np.random.Generator, *, replicas: int = 200
 ) -> CurveFit:
-    """Fit as `fit_decay` does, from the earliest of J = 0, a quarter and half of the run whose fit follows its end.
+    """Fit as `fit_decay` does, but leave out the start of the run if necessary.
 
-    A fit follows the end when the logarithm of measured / fitted has no trend over the last half of the run: a falling
-    one says that the run still learns where the fit has reached its floor.
+    Tries the starts J = 0, a quarter of the run and half of the run, in this order, until a fit follows the end of the
+    run; otherwise returns the last of these fits. A fit follows the end if the logarithm of measured / fitted has no
+    trend over the last half of the run. A falling trend means that the run still improves after the fit has reached its
+    floor.
 
     Raises:
-        ValueError: as in `fit_decay`.
+        ValueError: see `fit_decay`.
     """
     at, measured = np.asarray(updates, dtype=np.float64), np.asarray(errors, dtype=np.float64)
     fit = fit_decay(at, measured, rng, replicas=replicas)
@@ -200,7 +207,7 @@ def fit_tail(
 
 
 def first_crossing(updates: npt.ArrayLike, errors: npt.ArrayLike, target: float, window: int = 3) -> float | None:
-    """J at which the running median of `window` evaluations first reaches the target; None when it never does.
+    """Return the first J at which the running median of `window` evaluations reaches the target; None if it never does.
 
     >>> first_crossing([0, 10, 20, 30, 40, 50], [9, 1, 8, 2, 1, 1], target=2.0)
     30.0
@@ -214,7 +221,7 @@ def first_crossing(updates: npt.ArrayLike, errors: npt.ArrayLike, target: float,
 
 
 def _still_falls(at: Floats, residuals: Floats) -> bool:
-    """Whether the residuals' trend over `at` is below 0 by more than two standard errors."""
+    """Return whether the trend of the residuals over `at` is below 0 by more than two standard errors."""
     centred = at - at.mean()
     spread = float(centred @ centred)
     if len(at) < 6 or spread == 0:
@@ -225,7 +232,8 @@ def _still_falls(at: Floats, residuals: Floats) -> bool:
 
 
 def _fit(at: Floats, weights: Floats, curves: Floats) -> Floats:
-    """Best (ρ, β, γ) of each row of `curves`, shape (rows, 3): a search over ρ, linear least squares for the rest."""
+    """Return the best (ρ, β, γ) of each row of `curves`, shape (rows, 3): searches ρ, and fits β and γ by linear least
+    squares."""
     span = at[-1] - at[0]
     # |ln ρ| from "hardly falls over the run" to "gone after its first hundredth".
     pulls = np.geomspace(0.05 / span, 300.0 / span, _GRID)
@@ -248,7 +256,7 @@ def _fit(at: Floats, weights: Floats, curves: Floats) -> Floats:
 
 
 def _linear(at: Floats, weights: Floats, curves: Floats, pulls: Floats) -> tuple[Floats, Floats, Floats]:
-    """Weighted non-negative least squares of curves on (ρ^J, 1); each result of shape (pulls, rows)."""
+    """Fit the curves on (ρ^J, 1) by weighted non-negative least squares. Each result has the shape (pulls, rows)."""
     basis = np.exp(-np.outer(pulls, at))
     w1, wb, wbb = weights.sum(), basis @ weights, (basis**2) @ weights
     wy = curves @ weights

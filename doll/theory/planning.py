@@ -1,7 +1,7 @@
-"""How many workers to put on spot, and which: Theorem 4, its chance-constrained form, and Theorem 5.
+"""How many workers, and which ones, to put on spot: Theorem 4, its chance-constrained form, and Theorem 5.
 
-Each answer is exact for whole numbers of workers (tests compare with brute force). What cannot be met raises
-`InfeasiblePlanError`, which names the constraint that binds and the nearest values that would do.
+Each answer is exact for an integer number of workers (tests compare with brute force). If a constraint cannot be met,
+the functions raise `InfeasiblePlanError`, which names the binding constraint and the nearest feasible values.
 
 Source: the DOLL paper, Theorem 4 (18), Lemma 2 (23), Theorem 5. Differs from the paper: see docs/theory.md (D8-D11).
 """
@@ -25,14 +25,14 @@ from doll.theory.preemption import shortfall_prob
 
 @dataclass(frozen=True)
 class SpotAssignment:
-    """Theorem 5's answer.
+    """The result of Theorem 5.
 
     Attributes:
-        spot: bool, shape (N,): True for the workers that go to spot, the slowest streams first.
-        num_spot: how many those are.
-        expected_runtime_s: (21) for this assignment.
-        expected_cost_usd: (22) for this assignment.
-        deadline_binds: one more worker on spot would be cheaper but late.
+        spot: bool, shape (N,): True for each worker on spot. The slowest streams are put on spot first.
+        num_spot: number of workers on spot.
+        expected_runtime_s: expected run time in seconds, Eq. (21), of this assignment.
+        expected_cost_usd: expected cost in USD, Eq. (22), of this assignment.
+        deadline_binds: whether one more worker on spot would be cheaper, but would miss the deadline.
     """
 
     spot: npt.NDArray[np.bool_]
@@ -52,25 +52,26 @@ def best_assignment(
     cycle_s: float | None = None,
     risk: float | None = None,
 ) -> SpotAssignment:
-    """Theorem 5: the streams to put on spot, for streams of unequal rates. Exact, O(N log N), vectorised.
+    """Return the cheapest assignment of streams with unequal rates to spot (Theorem 5). Exact, O(N log N), vectorised.
 
-    Cost over n = "the n slowest streams on spot" has one local minimum, and the feasible n are a prefix, so the scan
-    stops at the first n that is late or dearer than the one before.
+    The cost as a function of n ("the n slowest streams on spot") has one local minimum, and every n up to the largest
+    feasible n is feasible. So the scan stops at the first n that is late or more expensive than the one before.
 
     Args:
-        samples: J K b, the work that is left.
-        rates_per_s: λ_n, one per worker.
-        alpha: availability, in [0, 1].
-        deadline_s: θ, seconds that are left.
-        prices: of the two markets.
-        cycle_s: mean seconds of one up and one down period of a spot worker; needed with `risk`.
-        risk: accepted probability of missing the deadline, in (0, 0.5]; None: the expected runtime counts.
+        samples: J K b, the remaining work.
+        rates_per_s: λ_n, arrival rate of each worker's stream in samples per second.
+        alpha: availability of spot, in [0, 1].
+        deadline_s: θ, the remaining time in seconds.
+        prices: prices of the two markets.
+        cycle_s: mean length of one up period plus one down period of a spot worker, seconds; required with `risk`.
+        risk: accepted probability of missing the deadline, in (0, 0.5]. None: the expected run time must meet the
+            deadline.
 
     Raises:
         InfeasiblePlanError: θ < θ_0.
 
-    Source: the DOLL paper, Lemma 2 (23) and Theorem 5; proof of quasi-convexity in docs/theory.md. Differs from the
-    paper: Lemma 2 is a constraint on every N_s, not a property of the optimum.
+    Source: the DOLL paper, Lemma 2 (23) and Theorem 5; the proof of quasi-convexity is in docs/theory.md. Differs from
+    the paper: Lemma 2 is a constraint on every N_s, not a property of the optimum.
 
     >>> best = best_assignment(600, [3, 1, 2], 0.5, 150.0, Prices(0.1, 1.0))
     >>> best.num_spot, best.spot.tolist(), round(best.expected_runtime_s, 2)
@@ -111,7 +112,8 @@ def best_assignment(
 def late_prob(
     samples: float, ascending_per_s: Floats, num_spot: int, alpha: float, cycle_s: float, time_s: float
 ) -> float:
-    """P(late) of the mix "the `num_spot` slowest on spot", if it is kept: outages and the noise of arrivals.
+    """Return the probability that a fixed mix with the `num_spot` slowest streams on spot is late, because of outages
+    and the noise of arrivals.
 
     >>> round(late_prob(72_000, np.full(8, 10.0), 8, 0.95, 1000.0, 1000.0), 3)
     0.03
@@ -124,7 +126,8 @@ def late_prob(
 def _most_at_risk(
     samples: float, ascending: Floats, alpha: float, time_s: float, cycle_s: float, risk: float, most: int
 ) -> int:
-    """The largest number on spot, at most `most`, with P(late) at most `risk`: P(late) grows with it."""
+    """Return the largest number of workers on spot, at most `most`, for which P(late) is at most `risk`. P(late) grows
+    with the number."""
     check_risk(risk)
     low, high = 0, most
     while low < high:
@@ -137,10 +140,11 @@ def _most_at_risk(
 
 
 def check_budget(cost_usd: float, budget_usd: float | None, *, updates: float, deadline_s: float) -> None:
-    """Raise when the cheapest plan that meets deadline and error target costs more than the budget.
+    """Raise an error if the cheapest plan that meets the deadline and the error target costs more than the budget.
 
     Raises:
-        InfeasiblePlanError: constraint "budget"; nearest: the budget that would do, and the updates that this one buys.
+        InfeasiblePlanError: the constraint is "budget"; `nearest` has the smallest sufficient budget, and the number of
+            updates that this budget pays for.
 
     >>> check_budget(2.0, 3.0, updates=100, deadline_s=60.0)
     """
@@ -157,7 +161,8 @@ def check_budget(cost_usd: float, budget_usd: float | None, *, updates: float, d
 
 
 def _slowest(rates: Floats, ascending: Floats, count: int) -> npt.NDArray[np.bool_]:
-    """Mask of the `count` slowest; among equal rates the lower numbers. Cheaper than an argsort."""
+    """Return a mask of the `count` slowest workers; among equal rates, the lower numbers first. Cheaper than an
+    argsort."""
     if count == 0:
         return np.zeros(len(rates), dtype=np.bool_)
     edge = ascending[count - 1]
@@ -170,7 +175,8 @@ def _slowest(rates: Floats, ascending: Floats, count: int) -> npt.NDArray[np.boo
 def too_slow(
     samples: float, rate_per_s: float, deadline_s: float, detail: str, workers: int | None = None
 ) -> InfeasiblePlanError:
-    """The error for a deadline below θ_0; `workers`: how many equal ones would do."""
+    """Return the error for a deadline below θ_0. `workers`: number of workers of equal rate that would meet the
+    deadline."""
     shortest = samples / rate_per_s
     nearest = {"deadline_s": shortest, "work_fraction": deadline_s / shortest}
     if workers is not None:
@@ -189,7 +195,7 @@ _STANDARD = NormalDist()
 
 
 def quantile(probability: float) -> float:
-    """z with P(Z <= z) = `probability`, in (0, 1).
+    """Return the z with P(Z <= z) = `probability`, in (0, 1), for a standard normal Z.
 
     >>> round(quantile(0.95), 3)
     1.645
@@ -198,7 +204,7 @@ def quantile(probability: float) -> float:
 
 
 def check_risk(risk: float) -> None:
-    """Refuse an accepted probability of being late that no plan is made for.
+    """Raise an error if `risk`, the accepted probability of being late, is outside the range that the planner supports.
 
     Raises:
         ValueError: `risk` is not in (0, 0.5].
@@ -208,7 +214,7 @@ def check_risk(risk: float) -> None:
 
 
 def tail(z: float) -> float:
-    """P(Z > z), also for infinite z.
+    """Return P(Z > z) for a standard normal Z. `z` may be infinite.
 
     >>> tail(0.0), tail(math.inf)
     (0.5, 0.0)

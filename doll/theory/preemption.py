@@ -1,8 +1,8 @@
-"""Spot workers that come and go: how much of the time they are up, and how much that varies.
+"""Preemptible spot workers: the share of the time for which they are up, and its variance.
 
-Model: each spot worker is a two-state Markov chain of its own, up with probability α in the long run, one up and one
-down period lasting `cycle_s` together on average. If outages come together, variances grow
-by a design effect.
+Model: each spot worker is an independent two-state Markov chain, which is up with probability α in the long run. One up
+period and one down period together last `cycle_s` on average. If outages of several workers come together, the
+variances grow by a design effect.
 
 Source: the DOLL paper, Section IV (Eq. (4)-(6)); the variance is derived in docs/theory.md.
 """
@@ -22,14 +22,15 @@ _NEVER = 1e-200  # a share of the time below this counts as 0
 
 
 def uptime_variance_s2(time_s: float, alpha: float, cycle_s: float) -> float:
-    """v(t): variance of the seconds that one spot worker is up within `time_s`, from a stationary start.
+    """Return v(t), the variance of the seconds for which one spot worker is up within `time_s`, from a stationary
+    start.
 
     v(t) = 2 p [t/g - (1 - e^(-g t)) / g²], p = α (1 - α), g = 1 / (p · cycle).
 
     Args:
-        time_s: length of the window, seconds.
-        alpha: availability, in [0, 1]; 0 and 1 have no variance.
-        cycle_s: mean seconds of one up and one down period together.
+        time_s: length of the time window, seconds.
+        alpha: availability, in [0, 1]; the variance is 0 for 0 and 1.
+        cycle_s: mean length of one up period plus one down period, seconds.
 
     >>> round(uptime_variance_s2(6720, 0.9, 1000.0))
     107406
@@ -50,19 +51,23 @@ def uptime_variance_s2(time_s: float, alpha: float, cycle_s: float) -> float:
 def shortfall_prob(
     needed: float, rates_per_s: npt.ArrayLike, alpha: float, cycle_s: float, time_s: float, noise_var: float
 ) -> float:
-    """Probability that spot workers make fewer than `needed` samples within `time_s`, from a stationary start.
+    """Return the probability that spot workers make fewer than `needed` samples within `time_s`, from a stationary
+    start.
 
-    Uptimes of few workers are far from normal: a worker may well not be interrupted at all. So the distribution of
-    Σ λ_n U_n + noise is computed from its characteristic function (Gil-Pelaez's integral by the midpoint rule), with
-    E[exp(s U)] of a two-state chain in closed form. Rates that differ by less than a twentieth count as their mean.
+    The total up time of a few workers is far from normal: often a worker is not interrupted at all. Therefore the
+    distribution of Σ λ_n U_n + noise is computed from its characteristic function (Gil-Pelaez's integral by the
+    midpoint rule), with E[exp(s U)] of a two-state chain in closed form. Rates that differ by less than a twentieth are
+    replaced by their mean.
 
     Args:
-        needed: samples; may be negative.
-        rates_per_s: λ_n while a worker is up, shape (n,); may be empty.
-        alpha, cycle_s: availability of a worker, in [0, 1], and its mean up + down time.
-        time_s: length of the window, seconds.
-        noise_var: variance of all else, normal, in samples². Less than a thirtieth of the outages' standard deviation
-            counts as that, or as 1/3000 of what the workers can make if this is less.
+        needed: number of samples; may be negative.
+        rates_per_s: λ_n, samples per second while a worker is up, shape (n,); may be empty.
+        alpha: availability of a worker, in [0, 1].
+        cycle_s: mean length of one up period plus one down period of a worker, seconds.
+        time_s: length of the time window, seconds.
+        noise_var: variance of all other noise, which is normal, in samples². The standard deviation is raised to at
+            least a thirtieth of that of the outages, or to 1/3000 of the samples that the workers can make if this is
+            less.
 
     Source: Gil-Pelaez (1951); see docs/theory.md.
 
@@ -95,7 +100,7 @@ def shortfall_prob(
 
 
 def _uptime_transform(s: npt.NDArray[np.complex128], alpha: float, cycle_s: float, time_s: float) -> Any:
-    """E[exp(s U)] of a worker's uptime U within `time_s`; from the 2 x 2 generator of its chain."""
+    """Return E[exp(s U)] of a worker's up time U within `time_s`, from the 2 x 2 generator of its chain."""
     ends, comes = 1 / (alpha * cycle_s), 1 / ((1 - alpha) * cycle_s)
     trace = s - ends - comes
     root = np.sqrt(trace**2 + 4 * comes * s)
@@ -104,28 +109,30 @@ def _uptime_transform(s: npt.NDArray[np.complex128], alpha: float, cycle_s: floa
 
 
 def _below(z: float) -> float:
-    """P(Z < z) of a standard normal Z."""
+    """Return P(Z < z) for a standard normal Z."""
     return 0.5 * math.erfc(-z / math.sqrt(2))
 
 
 class Availability(NamedTuple):
-    """Long-run share of the time for which something is up, and the mean length of an up and a down period together."""
+    """Long-run share of the time for which a worker or machine is up, and the mean length of one up period plus one
+    down period, in seconds."""
 
     alpha: float
     cycle_s: float
 
 
 def gang_availability(machines: int, alpha: float, cycle_s: float) -> Availability:
-    """Availability of k machines that are used all together or not at all: α^k, and cycle / (k α^(k-1)).
+    """Return the availability of k machines that work only while all of them are up: α^k, and the cycle / (k α^(k-1)).
 
-    Assumes that the machines come and go independently, each a chain of its own. A period with all k up ends k times as
-    often as that of one machine, after α cycle / k on average; these periods are a share α^k of the time. Machines that
-    fail together are lost more rarely: machines of a pool that come and go together have the α and the cycle of
-    one machine.
+    Assumes that the machines come and go independently, each as a chain of its own. A period in which all k machines
+    are up ends k times as often as an up period of one machine, after α cycle / k on average. These periods are a share
+    α^k of the time. Machines that fail together interrupt the worker less often: machines of a pool that come and go
+    together have the α and the cycle of one machine.
 
     Args:
         machines: k, 1 or more.
-        alpha, cycle_s: of one machine.
+        alpha: availability of one machine, in [0, 1].
+        cycle_s: mean length of one up period plus one down period of one machine, seconds.
 
     >>> [round(value, 3) for value in gang_availability(3, 0.9, 1000.0)]
     [0.729, 411.523]

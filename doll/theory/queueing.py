@@ -1,7 +1,7 @@
-"""Samples to batches to groups: rates, stability, and how many updates are done by a given time.
+"""From samples to batches to groups: rates, stability, and the number of updates within a given time.
 
-A stream brings samples at rate λ_A; b samples are a batch, K batches of any workers a group, each group one update.
-All functions hold for unequal streams if they take the total rate S = Σ λ_n (N λ_A for equal ones).
+A stream delivers samples at the rate λ_A. A batch has b samples; a group has K batches of any workers; each group makes
+one update. All functions also hold for unequal streams if they get the total rate S = Σ λ_n (N λ_A for equal streams).
 
 Source: the DOLL paper, Section III (Eq. (1)-(4), Proposition 1, Theorem 1). Corrections: docs/theory.md, D4-D6.
 """
@@ -15,7 +15,7 @@ from doll.theory import checks
 
 
 def batch_rate_per_s(total_rate_per_s: float, batch_size: float) -> float:
-    """λ_B = S / b, batches per second of all workers together.
+    """Return λ_B = S / b, the batches per second of all workers together.
 
     >>> batch_rate_per_s(64 * 125, 256)
     31.25
@@ -25,7 +25,7 @@ def batch_rate_per_s(total_rate_per_s: float, batch_size: float) -> float:
 
 
 def update_rate_per_s(total_rate_per_s: float, group_size: int, batch_size: float) -> float:
-    """λ_U = S / (K b), updates per second of a stable system.
+    """Return λ_U = S / (K b), the updates per second of a stable system.
 
     Source: the DOLL paper, Eq. (1).
 
@@ -37,7 +37,7 @@ def update_rate_per_s(total_rate_per_s: float, group_size: int, batch_size: floa
 
 
 def harmonic(n: int) -> float:
-    """H_n = 1 + 1/2 + ... + 1/n: the mean maximum of n exponential times of mean 1.
+    """Return H_n = 1 + 1/2 + ... + 1/n, the mean of the maximum of n exponential times with mean 1.
 
     >>> harmonic(2), round(harmonic(20), 2)
     (1.5, 3.6)
@@ -46,12 +46,12 @@ def harmonic(n: int) -> float:
 
 
 class Stability(NamedTuple):
-    """Proposition 1 as margins: above 1 the form holds.
+    """The two conditions of Proposition 1 as margins. A condition holds if its margin is above 1.
 
     Attributes:
-        sufficient: (b / S) / μ_C. Above 1 the queue is stable even if one worker computes all K batches.
-        necessary: (b / S) / ((H_K / K) μ_C). At or below 1 it grows without bound when the K batches are computed at K
-            distinct workers and compute times are exponential.
+        sufficient: (b / S) / μ_C. Above 1, the queue is stable even if one worker computes all K batches.
+        necessary: (b / S) / ((H_K / K) μ_C). At or below 1, the queue grows without bound if K different workers
+            compute the K batches and the compute times are exponential.
     """
 
     sufficient: float
@@ -59,20 +59,21 @@ class Stability(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """`stable`, `depends` (on how batches of a group spread over workers) or `unstable`."""
+        """The verdict: `stable`, `depends` (on how the batches of a group are spread over the workers) or
+        `unstable`."""
         return "stable" if self.sufficient > 1 else "depends" if self.necessary > 1 else "unstable"
 
 
 def stability(total_rate_per_s: float, group_size: int, batch_size: float, service_s: float) -> Stability:
-    """Proposition 1: may groups come faster than they are served?
+    """Return the margins of Proposition 1, which show whether groups arrive faster than the workers compute them.
 
     Args:
         total_rate_per_s: S, samples per second of all streams.
-        group_size: K.
-        batch_size: b.
-        service_s: μ_C, mean seconds to compute and upload one batch's gradient.
+        group_size: K, batches per update.
+        batch_size: b, samples per batch.
+        service_s: μ_C, mean seconds to compute and upload the gradient of one batch.
 
-    Source: the DOLL paper, Proposition 1. Differs from the paper: H_K in place of log K in the necessary form.
+    Source: the DOLL paper, Proposition 1. Differs from the paper: H_K instead of log K in the necessary condition.
 
     >>> [round(x, 3) for x in stability(64 * 125, 20, 256, service_s=0.032)]
     [1.0, 5.559]
@@ -83,7 +84,7 @@ def stability(total_rate_per_s: float, group_size: int, batch_size: float, servi
 
 
 def smallest_stable_batch(total_rate_per_s: float, service_s: float) -> int:
-    """The least b that makes the system stable by the sufficient form, if a gradient takes μ_C whatever its b is.
+    """Return the smallest b that makes the system stable by the sufficient condition, if μ_C does not depend on b.
 
     >>> smallest_stable_batch(8000, 0.030)
     241

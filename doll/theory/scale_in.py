@@ -1,10 +1,10 @@
 """MLLess's scale-in tuner: smoothing, the knee of a loss curve, the two curve fits, step times, and the score s.
 
-A *step* is one model update. Losses are above 0; steps are numbered from 1. scipy is imported by the fits.
+A *step* is one model update. Losses are above 0. Steps are numbered from 1. Only the fits import scipy.
 
 Source: MLLess (Middleware 2021, and its journal version of 2023), "Scale-in auto-tuner", Eq. (1)-(3). Differs from the
-paper: the sign of the score, see `relative_excess`; the slope at the knee is relative, see `knee`; the step-time model
-has two coefficients, see `StepTimes`. docs/theory.md lists the reasons.
+paper: the sign of the score, see `relative_excess`; the slope at the knee is relative, see `knee`; the model of step
+times has two coefficients, see `StepTimes`. docs/theory.md lists the reasons.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from doll.theory import checks
 from doll.theory.checks import Floats
 
 SPAN: Final = 20
-"""The span of the exponential averages that find the knee, in points."""
+"""The span of the exponential averages that are used to find the knee, in points."""
 FIT_SPAN: Final = 5
-"""The span of the exponential average before each fit, in points: MLLess's public code has it, turned off."""
+"""The span of the exponential average before each fit, in points. MLLess's public code has this average, but turned
+off."""
 MIN_POINTS: Final = 8
-"""A curve of four constants is not fitted to fewer."""
+"""The minimum number of points for a fit of a curve with four constants."""
 _MAX_EXPONENT: Final = 16.0  # of the reference curve: beyond it t**exponent overflows, and no loss falls like that
 _MAX_EVALUATIONS: Final = 1_000  # a fit of a hundred points takes about 15 on a curve, and some hundreds on noise
 _PRECISION: Final = 1e-7  # of the fit, relative
@@ -35,13 +36,13 @@ _NEGLIGIBLE: Final = 1e-17
 
 
 def ewma(values: npt.ArrayLike, span: float) -> Floats:
-    """The exponential average of the values so far, corrected for its short start; shape (n,).
+    """Return the exponential average of the values up to each point, corrected for the short start; shape (n,).
 
     Args:
-        values: shape (n,).
-        span: 2 / α - 1, with α the weight of the newest value, above 1; 0: the values themselves.
+        values: the values, shape (n,).
+        span: 2 / α - 1, above 1, where α is the weight of the newest value. 0: return the values unchanged.
 
-    Source: MLLess, "Scale-in auto-tuner": losses pass it before each fit.
+    Source: MLLess, "Scale-in auto-tuner": losses are averaged in this way before each fit.
 
     >>> [round(float(value), 3) for value in ewma([0, 0, 3, 0, 0], span=3)]
     [0.0, 0.0, 1.714, 0.8, 0.387]
@@ -52,11 +53,12 @@ def ewma(values: npt.ArrayLike, span: float) -> Floats:
 
 
 def ewma_both_ways(values: npt.ArrayLike, span: float = SPAN) -> Floats:
-    """Mean of the exponential averages in both directions, each corrected for its short start; shape (n,).
+    """Return the mean of the forward and the backward exponential average, each corrected for its short start; shape
+    (n,).
 
     Args:
-        values: shape (n,).
-        span: 2 / α - 1, with α the weight of the newest value.
+        values: the values, shape (n,).
+        span: 2 / α - 1, where α is the weight of the newest value.
 
     Source: MLLess's public code (two-sided, span 20).
 
@@ -72,7 +74,7 @@ def ewma_both_ways(values: npt.ArrayLike, span: float = SPAN) -> Floats:
 
 
 def _average_so_far(series: Floats, keep: float) -> Floats:
-    """Σ keep^i y_(t-i) / Σ keep^i for every t. Weights below the precision of a float are left out."""
+    """Return Σ keep^i y_(t-i) / Σ keep^i for each t. Weights below the precision of a float are left out."""
     if not series.size:
         return series.copy()
     lags = len(series)
@@ -85,17 +87,17 @@ def _average_so_far(series: Floats, keep: float) -> Floats:
 
 
 def knee(steps: npt.ArrayLike, losses: npt.ArrayLike, slope: float, span: float = SPAN) -> float | None:
-    """The step from which on the smoothed loss falls by less than `slope` per step; None if it does not yet.
+    """Return the step after which the smoothed loss falls by less than `slope` per step; None if it still falls faster.
 
-    Differs from the paper: its slope is absolute, in loss per step, so its threshold depends on the unit of the loss.
-    Here it is divided by the smoothed loss. The search begins at the steepest fall, so that a flat start of the curve
-    is no knee.
+    Differs from the paper: the slope in the paper is absolute, in loss per step, so the threshold depends on the unit
+    of the loss. Here the slope is divided by the smoothed loss. The search begins at the steepest fall, so that a flat
+    start of the curve is not taken for the knee.
 
     Args:
         steps: step numbers, ascending, shape (n,).
-        losses: above 0, shape (n,).
+        losses: losses, above 0, shape (n,).
         slope: τ < 0, relative change of the loss per step.
-        span: of `ewma_both_ways`, for the losses and for their slopes.
+        span: span of `ewma_both_ways`, both for the losses and for their slopes.
 
     Raises:
         ValueError: `slope` is not below 0.
@@ -128,12 +130,12 @@ def knee(steps: npt.ArrayLike, losses: npt.ArrayLike, slope: float, span: float 
 
 @dataclass(frozen=True)
 class ReferenceCurve:
-    """(2): L(t) = 1 / (θ0 t^θ1 + θ2) + θ3, the loss after t steps with all workers."""
+    """The curve of Eq. (2), L(t) = 1 / (θ0 t^θ1 + θ2) + θ3: the loss after t steps with all workers."""
 
     theta: tuple[float, float, float, float]
 
     def loss(self, step: float) -> float:
-        """L(step); step > 0.
+        """Return L(step), for a step above 0.
 
         >>> round(ReferenceCurve((0.05, 1.58, 0.58, 0.49)).loss(100.0), 4)
         0.5037
@@ -144,12 +146,13 @@ class ReferenceCurve:
 
 @dataclass(frozen=True)
 class SlowCurve:
-    """(3): l(t) = 1 / (θ0 t² + θ1 t + θ2) + θ3, the loss after t steps since the last removal."""
+    """The curve of Eq. (3), l(t) = 1 / (θ0 t² + θ1 t + θ2) + θ3: the loss t steps after the last removal of a
+    worker."""
 
     theta: tuple[float, float, float, float]
 
     def loss(self, step: float) -> float:
-        """l(step)."""
+        """Return l(step)."""
         t0, t1, t2, t3 = self.theta
         return _inverse(t0 * step * step + t1 * step + t2) + t3
 
@@ -162,13 +165,14 @@ def _inverse(value: float) -> float:
 
 
 def fit_reference(steps: npt.ArrayLike, losses: npt.ArrayLike) -> ReferenceCurve | None:
-    """The best (2) with θ >= 0, late points counting more (σ_k = 1/k for the k-th); None if no fit is possible.
+    """Return the best curve of Eq. (2) with θ >= 0; None if no fit is possible. Later points have more weight (σ_k =
+    1/k for the k-th point).
 
     Args:
-        steps: above 0, ascending, shape (n,).
-        losses: above 0, shape (n,).
+        steps: step numbers, above 0, ascending, shape (n,).
+        losses: losses, above 0, shape (n,).
 
-    Source: MLLess, Eq. (2); bounded least squares as in its public code.
+    Source: MLLess, Eq. (2); bounded least squares as in MLLess's public code.
     """
     at, values = np.asarray(steps, dtype=np.float64), np.asarray(losses, dtype=np.float64)
     sigma = 1 / np.arange(1, len(at) + 1, dtype=np.float64)
@@ -188,7 +192,8 @@ def fit_reference(steps: npt.ArrayLike, losses: npt.ArrayLike) -> ReferenceCurve
 
 
 def fit_slow(steps: npt.ArrayLike, losses: npt.ArrayLike) -> SlowCurve | None:
-    """The best (3) with θ >= 0; None if no fit is possible. Arguments as of `fit_reference`.
+    """Return the best curve of Eq. (3) with θ >= 0; None if no fit is possible. The arguments are those of
+    `fit_reference`.
 
     Source: MLLess, Eq. (3).
     """
@@ -218,7 +223,7 @@ def _fit(
     upper: Sequence[float],
     sigma: Floats | None = None,
 ) -> tuple[tuple[float, ...], float, float] | None:
-    """Bounded least squares on steps and losses that are scaled to at most 1: constants, and both scales."""
+    """Fit by bounded least squares, with steps and losses scaled to at most 1; return the constants and both scales."""
     try:
         from scipy.optimize import curve_fit
     except ImportError as error:
@@ -247,7 +252,7 @@ def _fit(
 
 @dataclass(frozen=True)
 class Pace:
-    """A loss curve and how long its steps take.
+    """A loss curve and the duration of its steps.
 
     Attributes:
         step_s: mean seconds of a step.
@@ -260,7 +265,7 @@ class Pace:
         checks.positive(step_s=self.step_s)
 
     def steps_within(self, horizon_s: float) -> int:
-        """⌊Δ / d⌋: whole steps within a horizon.
+        """Return ⌊Δ / d⌋, the number of whole steps within a horizon of `horizon_s` seconds.
 
         >>> Pace(SlowCurve((0, 0, 1, 0)), step_s=0.3).steps_within(10)
         33
@@ -268,28 +273,30 @@ class Pace:
         return math.floor(horizon_s / self.step_s + 1e-9)
 
     def loss_ahead(self, step: float, horizon_s: float) -> float:
-        """The loss `horizon_s` after `step`."""
+        """Return the predicted loss `horizon_s` seconds after `step`."""
         return self.curve.loss(step + self.steps_within(horizon_s))
 
 
 Score = Callable[[float, float, Pace, Pace, float], float]
-"""Arguments as of `relative_excess`. A worker is removed if the score is below the threshold S."""
+"""A score function, with the arguments of `relative_excess`. A worker is removed if the score is below the threshold
+S."""
 
 
 def relative_excess(step: float, horizon_s: float, reference: Pace, current: Pace, reference_step: float) -> float:
-    """s = (l_p(t + ⌊Δ/d_p⌋) - L_P(t + ⌊Δ/d_P⌋)) / L_P(t + ⌊Δ/d_P⌋): the excess loss of fewer workers.
+    """Return s = (l_p(t + ⌊Δ/d_p⌋) - L_P(t + ⌊Δ/d_P⌋)) / L_P(t + ⌊Δ/d_P⌋), the relative excess loss with fewer workers.
 
-    Differs from the paper: (1) is printed with the other sign, L_P - l_p, together with the rule "remove where s < S".
-    That removes workers exactly where they are needed: at a loss 20 % above the reference it is -0.2. The public code
-    decides as here. Each curve is advanced by its own step time; the papers differ from each other in that.
+    Differs from the paper: (1) is printed with the other sign, L_P - l_p, together with the rule "remove if s < S".
+    This would remove workers exactly when they are needed: at a loss 20 % above the reference, that s is -0.2. MLLess's
+    public code has the sign that is used here. Each curve is advanced by its own step time; the two versions of the
+    paper differ on this point.
 
     Args:
         step: t, the newest step.
-        horizon_s: Δ.
-        reference: L_P and d_P.
-        current: l_p and d_p.
-        reference_step: the step at which L_P starts: t as in the paper, or the step that all workers would have
-            reached by now.
+        horizon_s: Δ, seconds for which losses are predicted.
+        reference: L_P and d_P, the loss curve and step time with all workers.
+        current: l_p and d_p, the loss curve and step time with the current workers.
+        reference_step: the step at which L_P starts: t as in the paper, or the step that all workers would have reached
+            by now.
 
     Source: MLLess, Eq. (1), corrected.
 
@@ -305,10 +312,11 @@ def relative_excess(step: float, horizon_s: float, reference: Pace, current: Pac
 
 
 def without_outliers(seconds: npt.ArrayLike, window: int = 10, tolerance: float = 0.05) -> Floats:
-    """The durations that are within `tolerance` of the rolling median of `window` of them.
+    """Return the durations that differ by at most `tolerance` (a fraction) from the rolling median of `window`
+    durations.
 
-    If this leaves less than half of them, steps vary by nature: then those up to three times the median are kept,
-    which leaves out pauses only.
+    If this removes more than half of the durations, steps vary by nature. Then durations up to three times the median
+    are kept, so that only pauses are removed.
 
     Source: MLLess's public code (rolling median, 10 values, 5 %).
 
@@ -331,7 +339,7 @@ def without_outliers(seconds: npt.ArrayLike, window: int = 10, tolerance: float 
 
 
 def mean_step_s(seconds: npt.ArrayLike) -> float | None:
-    """Mean of the durations without outliers; None without a duration above 0."""
+    """Return the mean of the durations without outliers; None if no duration is above 0."""
     kept = without_outliers(seconds)
     mean = float(kept.mean()) if kept.size else 0.0
     return mean if mean > 0 else None
@@ -339,29 +347,29 @@ def mean_step_s(seconds: npt.ArrayLike) -> float | None:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """d(w) = a + b w, seconds of a step with w workers.
+    """A model of the step time, d(w) = a + b w: seconds of a step with w workers.
 
-    Differs from the paper's code, whose three coefficients c0 + (w - 1) c1 + w c2 have two degrees of freedom.
+    Differs from the paper's code, whose three coefficients c0 + (w - 1) c1 + w c2 have only two degrees of freedom.
     """
 
     a: float
     b: float
 
     def seconds(self, workers: float) -> float:
-        """d(workers)."""
+        """Return d(workers), the seconds of a step."""
         return self.a + self.b * workers
 
 
 def fit_step_times(workers: npt.ArrayLike, seconds: npt.ArrayLike, counts: npt.ArrayLike | None = None) -> StepTimes:
-    """Least squares of a + b w.
+    """Fit a + b w by least squares.
 
     Args:
-        workers: w of each measurement, two different ones at least, shape (n,).
-        seconds: mean duration of a step, shape (n,).
-        counts: steps in each mean, shape (n,); default: equal.
+        workers: number of workers w of each measurement, shape (n,); at least two different numbers.
+        seconds: mean duration of a step in each measurement, shape (n,).
+        counts: number of steps in each mean, shape (n,). None: all means have the same weight.
 
     Raises:
-        ValueError: fewer than two different w.
+        ValueError: there are fewer than two different w.
 
     >>> fit_step_times([24, 23, 22], [0.29, 0.28, 0.27])
     StepTimes(a=0.05, b=0.01)

@@ -1,13 +1,15 @@
-"""How old the weights are that workers compute on: the staleness histogram of the ESSP paper (Fig. 1, left). Pure.
+"""The staleness of the weights with which workers compute: the staleness histogram of the ESSP paper (Fig. 1, left).
+Pure.
 
-The clock of worker p is the number of its batches in the model: a version at which it is k contains p's batches 0 to
-k - 1. When worker w computes its batch c on version v, every other worker p gives one difference
+The clock of worker p is the number of its batches in the model: a version at which this clock is k contains the batches
+0 to k - 1 of p. When worker w computes its batch c with version v, every other worker p contributes one difference
 
     d = (newest batch of p in version v) - c = (clock of p at version v) - 1 - c.
 
-Under bsp every difference is -1. Under a policy that lets nobody be more than s batches ahead they are -s - 1 to s: a
-worker may push batch c + s before it waits. Differs from the paper, whose text speaks of a difference between the
-clocks of two workers; this is the one on the axis of its figure.
+Under the policy bsp every difference is -1. Under a policy that lets no worker be more than s batches ahead of another,
+differences are -s - 1 to s, because a worker may push batch c + s before it waits. Differs from the paper, whose text
+defines the difference between the clocks of two workers; this module uses the difference on the axis of the paper's
+figure.
 """
 
 from __future__ import annotations
@@ -20,19 +22,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 EXACT: Final = 128
-"""Differences up to this size are counted as they are."""
+"""The largest absolute difference that is counted exactly."""
 ALL_UP_TO: Final = 16
-"""Workers up to which a read is compared with every other one by default; with more of them, with one."""
+"""Up to this number of workers, a read is by default compared with all other workers; with more workers, with one
+other."""
 HISTORY: Final = 1 << 15
-"""The number of versions for which the meter knows every worker's clock."""
+"""The number of versions for which the meter keeps the clock of each worker."""
 _KEPT_BITS: Final = 5
 _TRIM_AT: Final = 64
 
 
 def bucket(difference: int) -> int:
-    """The value as which a difference is counted: above `EXACT` it is nearer to 0, by at most 1/16 of it.
+    """Return the value as which a difference is counted. Above `EXACT` this value is nearer to 0, by at most 1/16 of
+    the difference.
 
-    So a histogram stays small however far the workers of a policy without a bound drift apart.
+    So a histogram stays small even if workers drift far apart under a policy without a bound.
 
     >>> bucket(-3), bucket(128), bucket(1000), bucket(-1000)
     (-3, 128, 992, -992)
@@ -46,12 +50,12 @@ def bucket(difference: int) -> int:
 
 
 class Histogram:
-    """Differences by how often they came. Histograms can be added up.
+    """A histogram of the differences. Histograms can be added up with `merge`.
 
     Attributes:
-        counts: how often, by `bucket`.
-        total: sum of the differences, exact.
-        older: reads of a version so old that the meter had forgotten the clocks at it; they are not in `counts`.
+        counts: number of occurrences of each difference, by its `bucket`.
+        total: exact sum of the differences.
+        older: number of reads of a version for which the meter had no clocks any more; `counts` does not include them.
     """
 
     __slots__ = ("counts", "older", "total")
@@ -62,13 +66,13 @@ class Histogram:
         self.older = older
 
     def add(self, difference: int, times: int = 1) -> None:
-        """Count a difference."""
+        """Count a difference `times` times."""
         key = difference if -EXACT <= difference <= EXACT else bucket(difference)
         self.counts[key] = self.counts.get(key, 0) + times
         self.total += difference * times
 
     def merge(self, other: Histogram) -> None:
-        """Count what `other` has counted, too."""
+        """Add the counts of `other`."""
         for difference, times in other.counts.items():
             self.counts[difference] = self.counts.get(difference, 0) + times
         self.total += other.total
@@ -76,17 +80,18 @@ class Histogram:
 
     @property
     def size(self) -> int:
-        """Differences counted."""
+        """The number of counted differences."""
         return sum(self.counts.values())
 
     @property
     def mean(self) -> float:
-        """Mean difference; NaN without reads."""
+        """The mean difference; NaN without reads."""
         size = self.size
         return self.total / size if size else math.nan
 
     def percentile(self, percent: float) -> float:
-        """The smallest difference that at least `percent` % of all do not exceed; NaN without reads.
+        """Return the smallest difference d such that at least `percent` % of all differences are at most d; NaN without
+        reads.
 
         The 1st percentile is the staleness that 99 % of the reads do not exceed.
 
@@ -103,15 +108,16 @@ class Histogram:
 
 
 class StalenessMeter:
-    """Follows which batches each version contains, and counts the differences of every read.
+    """Tracks which batches each version contains, and counts the differences of every read.
 
-    The cost of a call does not grow with the number of workers. A read is compared with all other workers up to
-    `all_up_to` of them. With more, it is compared with one: each worker's reads take the others in turn, so that every
-    pair of workers counts equally often, and the mean has no bias unless the workers' speeds repeat with the same
-    period. Workers that are away, or were when the version was made, are left out: nobody waits for them.
+    The cost of a call does not grow with the number of workers. With at most `all_up_to` workers, a read is compared
+    with all other workers. With more workers, a read is compared with one other worker: successive reads of a worker
+    use the other workers in turn. Every pair of workers then counts equally often, and the mean has no bias unless the
+    speeds of the workers repeat with the same period. Workers that are inactive now, or that joined after the version
+    was made, are left out, because no worker waits for them.
 
     Attributes:
-        histogram: of all reads so far.
+        histogram: histogram of all reads so far.
     """
 
     def __init__(
@@ -126,12 +132,13 @@ class StalenessMeter:
     ) -> None:
         """
         Args:
-            clocks: batches of each worker in version `version`.
-            history: versions after the newest that may be read and counted; 0: the newest only, which costs nothing
-                to keep.
-            warm_up: batches of each worker that are not counted as reads.
-            all_up_to: workers up to which a read is compared with all others.
-            is_active: whether a worker is live.
+            clocks: number of batches of each worker in version `version`.
+            version: the current version.
+            history: number of versions before the newest for which reads are counted. 0: only reads of the newest
+                version, which needs no memory.
+            warm_up: number of first batches of each worker that are not counted as reads.
+            all_up_to: maximum number of workers with which a read is compared with all other workers.
+            is_active: function that returns whether a worker is live.
         """
         self.histogram = Histogram()
         self._clocks = list(clocks)
@@ -147,11 +154,12 @@ class StalenessMeter:
         self._changes: deque[tuple[int, int]] = deque()  # (version, worker) of the entries in `_tracks`, in order
 
     def joined(self, worker: int, clock: int | None = None) -> None:
-        """A process of this worker begins, for the first time or again.
+        """Record that a process of this worker begins, for the first time or again.
 
         Args:
-            clock: of its next batch, as the policy counts it. None: the smallest clock of the other active workers, if
-                it is after them. Nobody waits for the batches that it has missed.
+            clock: clock of the worker's next batch, as the policy counts it. None: the smallest clock of the other
+                active workers, if it is larger than the worker's own clock, since no worker waits for the batches that
+                this worker has missed.
         """
         if clock is None:
             others = (at for other, at in enumerate(self._clocks) if other != worker and self._is_active(other))
@@ -165,9 +173,9 @@ class StalenessMeter:
         self._offsets[worker] -= batches
 
     def read(self, worker: int, version: int, batch: int, count: int = 1) -> None:
-        """`worker` computes its batches `batch` to `batch + count - 1` on version `version`.
+        """Record that `worker` computes its batches `batch` to `batch + count - 1` with version `version`.
 
-        Call it before `applied` tells of a version that contains them.
+        Call this method before `applied` reports a version that contains these batches.
         """
         if batch < self._warm_up:
             return
@@ -184,7 +192,8 @@ class StalenessMeter:
                 self._compare(self._next(worker), version, at, 1)
 
     def applied(self, worker: int, version: int, batches: int) -> None:
-        """`version` contains the first `batches` batches of this worker. Versions do not fall from call to call."""
+        """Record that `version` contains the first `batches` batches of this worker. Versions must not decrease between
+        calls."""
         self._set(worker, version, batches + self._offsets[worker])
 
     def _compare(self, other: int, version: int, clock: int, count: int) -> None:
@@ -224,7 +233,7 @@ class StalenessMeter:
 
 
 class _Track:
-    """The clock of one worker at each of the last versions; its first entry is the clock before them."""
+    """The clock of one worker at each of the last versions. The first entry is the clock before these versions."""
 
     __slots__ = ("_clocks", "_first", "_versions")
 
