@@ -1,5 +1,6 @@
-"""The provisioner: machines for a job's workers, in the markets that meet the deadline at the least cost.
+"""The provisioner: it launches and ends the machines of a job's workers, in the markets that meet the deadline at the
+lowest cost.
 
-`controller` orders the effects of a turn, `planning` chooses markets, `reconcile` turns the choice into launches and
-terminations, and `fleets` carries them out. `main` is the process around it.
+`controller` defines the order of the effects of a turn, `planning` chooses markets, `reconcile` turns the choice into
+launches and terminations, and `fleets` carries these out. `main` is the process that runs the controller.
 """

@@ -1,4 +1,5 @@
-"""The apply step of a turn: end and launch instances, and write each action to the journal before it is done."""
+"""The apply step of a turn: end and launch instances. Each action is written to the journal before it is carried
+out."""
 
 from __future__ import annotations
 
@@ -18,20 +19,20 @@ log = telemetry.get_logger(__name__)
 
 
 class Journal(Protocol):
-    """Appends an entry to the provisioner's journal."""
+    """A function that appends an entry to the provisioner's journal."""
 
     def __call__(self, kind: str, now_s: float, **fields: Any) -> None: ...
 
 
 @dataclass(eq=False, repr=False)
 class ActionExecutor:
-    """Carries actions out on a fleet.
+    """Carries out actions on a fleet.
 
     Args:
-        save: persists the state, pending orders above all; returns why that failed, or "".
-        check_lease: asked before each order, since this process may have been frozen. Raises FencedError if another
-            provisioner has taken over, CheckpointError if that is not known.
-        known_to_successor: ids of the instances in the state that a successor has saved.
+        save: function that saves the state, which includes pending orders. Returns the reason for a failure, or "".
+        check_lease: function that is called before each order, because this process may have been frozen. Raises
+            FencedError if another provisioner has taken over, CheckpointError if this cannot be determined.
+        known_to_successor: function that returns the ids of the instances in the state that a successor has saved.
     """
 
     fleet: Fleet
@@ -45,12 +46,13 @@ class ActionExecutor:
     _unconfirmed: list[Instance] = field(default_factory=list, init=False)  # launched since the lease was known as ours
 
     def confirm(self) -> None:
-        """Record that everything launched until now was launched under the lease."""
+        """Record that all instances launched so far were launched while this provisioner held the lease."""
         self._unconfirmed.clear()
 
     def undo(self) -> None:
-        """End what was launched after another provisioner took over: this process may have been frozen between its look
-        at the lease and its order. The successor may have ended the job by then, so nobody else would."""
+        """End the instances that were launched after another provisioner took over. This can happen if this process is
+        frozen between its check of the lease and its order. The successor does not end these instances if it has
+        already ended the job."""
         if not self._unconfirmed:
             return
         try:
@@ -64,7 +66,7 @@ class ActionExecutor:
         self._unconfirmed.clear()
 
     def _lease_problem(self) -> str:
-        """Return why an order is not made now, or "". Raises FencedError if the lease is another's."""
+        """Return why no order can be made now, or "". Raises FencedError if another provisioner holds the lease."""
         try:
             self.check_lease()
         except FencedError:
@@ -76,7 +78,7 @@ class ActionExecutor:
         return ""
 
     def apply(self, actions: Sequence[FleetAction], instances: list[Instance], now_s: float) -> list[ActionResult]:
-        """Carry out the ends, then the launches; `instances` is brought up to date."""
+        """Carry out the terminations, then the launches. `instances` is updated in place."""
         results: list[ActionResult] = [ActionResult(action) for action in actions if isinstance(action, Wait)]
         ends = [action for action in actions if isinstance(action, Terminate)]
         if ends:
@@ -95,7 +97,7 @@ class ActionExecutor:
         return results
 
     def end_others(self, others: Sequence[Instance], now_s: float, alarms: list[str], *, dry_run: bool) -> None:
-        """End instances that another job has left in this job's fleet."""
+        """End the instances that another job has left in this job's fleet."""
         if not others:
             return
         jobs = ", ".join(sorted({instance.job for instance in others}))
@@ -115,14 +117,14 @@ class ActionExecutor:
             alarms.append(f"machines of another job could not be ended: {problem}")
 
     def clear_away(self, ended: Sequence[Instance], *, dry_run: bool) -> None:
-        """Have the fleet's owner drop what it keeps of these ended instances: the job is over."""
+        """Have the fleet remove the records that it keeps of these ended instances, because the job is over."""
         if not ended or dry_run:
             return
         if problem := self._end([instance.id for instance in ended]):
             log.warning("ended_instances_not_cleared", error=problem, action="nothing runs; their owner keeps them")
 
     def _end(self, ids: Sequence[str]) -> str:
-        """Ask the fleet to end these instances; returns why that failed, or ""."""
+        """Ask the fleet to end these instances. Returns the reason for a failure, or ""."""
         if problem := self._lease_problem():
             return problem
         try:

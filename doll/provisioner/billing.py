@@ -1,6 +1,6 @@
-"""The cost of instances: billing rules, the bill, a job's account, and the figures that it is set against. Pure.
+"""The cost of instances: billing rules, the bill, a job's account, and reference costs for comparison. Pure.
 
-A bill is computed from instance records and prices alone, so it comes out the same however often it is made.
+A bill is computed from instance records and prices only, so computing the bill again gives the same result.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from doll.theory.cost import SECONDS_PER_HOUR, Prices
 _NO_TIMES: Mapping[str, float] = MappingProxyType({})
 MARKETS: tuple[Market, ...] = ("spot", "on_demand")
 PriceOf = Callable[[str, Market, float, float], Series]
-"""`PriceFeed.series`: pool, market, start and end in Unix seconds."""
+"""A function as `PriceFeed.series`; arguments: pool, market, start and end in Unix seconds."""
 
 
 @dataclass(frozen=True)
 class BillingRule:
-    """A rule by which the owner of the machines counts time: a started step is a whole one (0 counts time as it is). A
-    spot instance that its owner takes back within `free_if_interrupted_s` costs nothing. `source` and `as_of` are of
-    the rule."""
+    """A rule by which the owner of the machines bills time: a started step of `step_s` is billed as a whole step (0:
+    time is billed exactly). A spot instance that its owner interrupts within `free_if_interrupted_s` costs nothing.
+    `source` and `as_of` state the source of the rule and its date."""
 
     name: str
     step_s: float
@@ -49,14 +49,14 @@ class BillingRule:
         )
 
     def billed_s(self, seconds: float) -> float:
-        """Seconds that are billed for an instance that was there for `seconds`."""
+        """Return the seconds that are billed for an instance that existed for `seconds`."""
         if self.step_s:
             # A hair over a step is rounding of Unix times, no started second.
             seconds = math.ceil(seconds / self.step_s - 1e-6) * self.step_s
         return max(seconds, self.minimum_s)
 
     def is_free(self, instance: Instance) -> bool:
-        """Its owner took it back so soon that it costs nothing."""
+        """Return whether the instance costs nothing because its owner interrupted it soon after the launch."""
         if instance.end_reason is not EndReason.INTERRUPTED or instance.market != "spot" or instance.ended_s is None:
             return False
         return instance.ended_s - instance.launched_s < self.free_if_interrupted_s
@@ -86,9 +86,10 @@ class BillLine:
     """One instance on the bill, with all of its machines.
 
     Attributes:
-        billed_s: machine-seconds that count.
-        usd_without_boots: the part for the time in which its worker was the slot's, from ready until fenced or ended.
-        free: it was interrupted so soon that it costs nothing.
+        billed_s: billed machine-seconds.
+        usd_without_boots: the part of `usd` for the time in which the instance's worker held the slot: from ready until
+            fenced or ended.
+        free: whether the instance costs nothing because it was interrupted soon after the launch.
     """
 
     id: str
@@ -112,12 +113,13 @@ class BillLine:
 
 @dataclass(frozen=True)
 class Bill:
-    """A sum of lines.
+    """A sum of bill lines.
 
     Attributes:
-        usd_without_boots: see `BillLine`; the paper's cost (16), (22) counts no boots and no overlap.
-        hours_by_market: billed machine-hours.
-        instances, free: how many there were, and how many of them cost nothing.
+        usd_without_boots: see `BillLine`. The paper's cost (16), (22) includes neither boots nor the overlap of two
+            instances.
+        hours_by_market: billed machine-hours of each market.
+        instances, free: number of instances, and number of these that cost nothing.
     """
 
     usd: float = 0.0
@@ -135,7 +137,7 @@ class Bill:
 
     @classmethod
     def total(cls, lines: Iterable[BillLine], earlier: Bill | None = None) -> Bill:
-        """The sum of these lines, after what is on an earlier bill."""
+        """Return the sum of these lines and of an earlier bill."""
         before, new = cls() if earlier is None else earlier, tuple(lines)
         usd, hours = dict(before.usd_by_market), dict(before.hours_by_market)
         for line in new:
@@ -149,7 +151,7 @@ class Bill:
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, without the lines."""
+        """Return plain values for JSON, without the lines."""
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "lines"}
 
 
@@ -157,12 +159,13 @@ def bill_lines(
     instances: Collection[Instance], price_of: PriceOf, rule: BillingRule, now_s: float,
     *, ready_s: Mapping[str, float] = _NO_TIMES, fenced_s: Mapping[str, float] = _NO_TIMES,
 ) -> list[BillLine]:  # fmt: skip
-    """The cost of each instance until `now_s`, or until it ended.
+    """Return the cost of each instance until `now_s`, or until the instance ended.
 
     Args:
-        price_of: `PriceFeed.series`, of one machine; its ServiceUnavailableError passes through.
-        ready_s: when its worker became the slot's, by id; without it nothing is in `usd_without_boots`.
-        fenced_s: when the next one took over, by id.
+        price_of: function as `PriceFeed.series`: prices of one machine. Its ServiceUnavailableError is passed on.
+        ready_s: Unix time at which the instance's worker got the slot, by instance id. Without a time,
+            `usd_without_boots` is 0.
+        fenced_s: Unix time at which the next instance took the slot over, by instance id.
     """
     lines: dict[str, BillLine] = {}
     pools: dict[tuple[str, Market], list[Instance]] = {}
@@ -187,7 +190,8 @@ def _costs_from_s(instance: Instance) -> float:
 
 
 def _integral(series: Series, at_s: Floats) -> Floats:
-    """The integral of the step function from its first time on; its first and last values hold beyond its ends."""
+    """Return the integral of the step function from its first time to `at_s`. The first and the last value extend
+    beyond the ends of the function."""
     times, values = series.times_s, series.values
     sums = np.concatenate(([0.0], np.cumsum(values[:-1] * np.diff(times))))
     index = np.clip(np.searchsorted(times, at_s, side="right") - 1, 0, len(times) - 1)
@@ -198,7 +202,8 @@ def _integral(series: Series, at_s: Floats) -> Floats:
 def _line(
     instance: Instance, rule: BillingRule, end_s: float, usd_per_s: float, served_s: tuple[float, float]
 ) -> BillLine:
-    """The bill of one instance; `usd_per_s` is of one machine, `served_s` infinite if it is not known."""
+    """Return the bill of one instance. `usd_per_s` is the price of one machine; `served_s` is infinite if it is not
+    known."""
     count, free = instance.machines, rule.is_free(instance)
     was_never_placed = instance.costs_from_s is not None and end_s <= instance.costs_from_s
     billed_s = 0.0 if free or was_never_placed else rule.billed_s(end_s - _costs_from_s(instance))
@@ -215,17 +220,17 @@ def bill(
     instances: Collection[Instance], price_of: PriceOf, rule: BillingRule, now_s: float,
     *, ready_s: Mapping[str, float] = _NO_TIMES, fenced_s: Mapping[str, float] = _NO_TIMES,
 ) -> Bill:  # fmt: skip
-    """The cost of these instances until `now_s`, each counted once by its id; see `bill_lines`."""
+    """Return the cost of these instances until `now_s`. Each instance is counted once by its id. See `bill_lines`."""
     distinct = {instance.id: instance for instance in instances}
     return Bill.total(bill_lines(distinct.values(), price_of, rule, now_s, ready_s=ready_s, fenced_s=fenced_s))
 
 
 def all_on_demand_usd(samples: float, rates_per_s: Floats, on_demand_usd_per_h: float) -> float:
-    """The cost of the same work with every worker on-demand: N π_o for the time that it takes at the rate of all.
+    """Return the cost of the same work with every worker on-demand: N π_o times the run time at the total rate.
 
     Args:
-        samples: J K b that was done, or is to be done.
-        rates_per_s: λ_n, shape (N,).
+        samples: J K b, the work that is done or that is to be done.
+        rates_per_s: λ_n, samples per second of each stream, shape (N,).
 
     Source: the DOLL paper, Eq. (3) and (5), for unequal streams.
 
@@ -239,12 +244,13 @@ def all_on_demand_usd(samples: float, rates_per_s: Floats, on_demand_usd_per_h: 
 
 
 def usd_per_1000_updates(usd: float, updates: float) -> float:
-    """USD per thousand updates; NaN before the first."""
+    """Return the USD per thousand updates; NaN before the first update."""
     return usd / updates * 1000 if updates > 0 else math.nan
 
 
 def usd_per_error_point(usd: float, first_error: float, error: float) -> float:
-    """USD per percentage point by which the held-out error, a fraction, has fallen; NaN if it has not.
+    """Return the USD per percentage point by which the held-out error (a fraction) has fallen; NaN if it has not
+    fallen.
 
     >>> usd_per_error_point(3.0, 0.9, 0.6)
     0.1
@@ -254,11 +260,12 @@ def usd_per_error_point(usd: float, first_error: float, error: float) -> float:
 
 
 LINES_KEPT_S = 24 * 3600.0
-"""The bill of an instance that ended longer ago is kept as part of a sum; no fleet lists the instance any more."""
+"""After this time since an instance ended, its bill is kept only as part of a sum. No fleet lists such an instance any
+more."""
 
 
 class BillingAccount(KeptState):
-    """Bills instances and keeps the bills of ended instances. `price_of` is `PriceFeed.series`."""
+    """Bills instances, and keeps the bills of ended instances. `price_of` is a function as `PriceFeed.series`."""
 
     KEPT: ClassVar = {"earlier_usd": float, "last_usd": float, "last_usd_per_h": dict[str, float]}
     LATER: ClassVar = ("last_usd_per_h",)
@@ -270,7 +277,7 @@ class BillingAccount(KeptState):
         self.clear()
 
     def clear(self) -> None:
-        """Begin a bill of zero."""
+        """Start a new bill of zero."""
         self._lines: dict[str, BillLine] = {}  # of ended instances
         self._archived_bill = Bill()  # of instances that ended long ago
         self._earlier_usd = 0.0
@@ -278,25 +285,26 @@ class BillingAccount(KeptState):
 
     @property
     def billed(self) -> Collection[str]:
-        """Ids of ended instances with a line on the bill."""
+        """The ids of ended instances that have a line on the bill."""
         return self._lines.keys()
 
     def expect_earlier_costs(self) -> None:
-        """The state is lost: the next bill takes over the sum that the last decision announced."""
+        """Record that the state is lost: the next bill includes the cost that the newest published decision states."""
         self._earlier_usd = math.nan
 
     def bill_ended(
         self, instance: Instance, now_s: float, *, ready_s: Mapping[str, float], fenced_s: Mapping[str, float]
     ) -> BillLine:
-        """Put the final bill of an ended instance on the account. Raises ServiceUnavailableError if prices do not
-        answer."""
+        """Add the final bill of an ended instance to the account. Raises ServiceUnavailableError if prices are not
+        available."""
         (line,) = bill_lines([instance], self._price_of, self._rule, now_s, ready_s=ready_s, fenced_s=fenced_s)
         self._lines[instance.id] = line
         return line
 
     def reopen(self, instance: Instance) -> None:
-        """Take back a final bill: the instance runs all the same, since it was listed late, or stopped and started. One
-        that was started again costs from then on; one that had never ended is billed from its launch."""
+        """Withdraw the final bill of an instance that runs after all, because it was listed late, or stopped and
+        started again. An instance that was started again is billed from its new start. An instance that had not ended
+        is billed from its launch."""
         line = self._lines.pop(instance.id)
         if line.ended_s is not None and instance.launched_s >= line.ended_s:
             self._keep_sum(line)
@@ -313,14 +321,15 @@ class BillingAccount(KeptState):
         machines: int,
         alarms: list[str],
     ) -> Bill:
-        """The bill until now. If prices do not answer, machines are billed at the last known price, and the bill never
-        falls.
+        """Return the bill until now. If prices are not available, machines are billed at the last known price. The bill
+        never decreases.
 
         Args:
-            running: instances; those with a final bill are not billed again.
-            otherwise: prices of a worker of `machines` machines, for pools whose price was never known.
+            running: instances to bill; instances with a final bill are not billed again.
             announced: the newest published decision, see `expect_earlier_costs`.
-            alarms: gets a line if prices do not answer.
+            otherwise: prices of a worker with `machines` machines, for pools whose price was never known.
+            machines: number of machines per worker.
+            alarms: list that gets a line if prices are not available.
         """
         running = [instance for instance in running if instance.id not in self._lines]
         lines, missing = list[BillLine](), list[str]()

@@ -1,13 +1,15 @@
 """The provisioner's loop, one turn at a time: observe, plan, reconcile, apply. It has no clock and no thread.
 
-Order of effects of a turn: 1. list the fleet; 2. put ended instances on the bill; 3. write each end to the journal,
-then end the instance; 4. write orders to the journal and save; 5. make them, one by one; 6. save. After a crash between
-any two of them the next turn continues: the fleet's tags show what exists, an order that may have been made is repeated
-word by word, which returns the same instance, and ending an instance twice is no error.
+A turn has these effects, in this order: 1. list the fleet; 2. add ended instances to the bill; 3. write each
+termination to the journal, then end the instance; 4. write orders to the journal and save the state; 5. make the
+orders, one by one; 6. save the state. After a crash between two steps, the next turn continues: the fleet's tags show
+which instances exist, an order that may have been made is repeated unchanged, which returns the same instance, and
+ending an instance twice is no error.
 
-The next turn may be another process's, while this one is frozen. It has taken the state over by then, so this one's 4
-and 6 fail, and it looks for the lease before each order of 3 and 5. What it launched between such a look and the next
-it ends itself, unless the successor knows it.
+The next turn may be that of another process, while this process is frozen. That process has then taken over the state,
+so steps 4 and 6 of this process fail. This process also checks the lease before each termination and order of steps 3
+and 5. If it launched an instance between such a check and the next one, it ends this instance, unless the successor
+knows it.
 """
 
 from __future__ import annotations
@@ -59,9 +61,10 @@ class JobClock(KeptState):
     """The clock of one run of a job.
 
     Attributes:
-        started_s: Unix seconds, as the job's settings may state it; None before the first turn.
-        generation: of the job's run on its topics.
-        begun_s: instances that ended before belong to an earlier run, and were billed there.
+        started_s: start of the clock in Unix seconds; the job's settings may state it. None before the first turn.
+        generation: generation of the job's run on its topics.
+        begun_s: Unix time of the start of this run. Instances that ended before belong to an earlier run and were
+            billed there.
     """
 
     KEPT: ClassVar = {"started_s": float, "generation": int, "begun_s": float}
@@ -73,8 +76,8 @@ class JobClock(KeptState):
         self.ignores_earlier_runs = False  # the stored state is another run's: the next turn begins one of its own
 
     def begin_run(self, observed: Observed, now_s: float, stated_s: float | None) -> bool:
-        """Follow the job's generation; returns whether one has begun after a run with state, so that its bill must go.
-        `stated_s` is the start that the settings state."""
+        """Follow the job's generation. Returns whether a new generation has begun after a run with state, whose bill
+        must then be cleared. `stated_s` is the start that the settings state."""
         if self.ignores_earlier_runs:
             self.ignores_earlier_runs, self.begun_s = False, now_s
             self.started_s = now_s if self.started_s is None else self.started_s
@@ -88,7 +91,8 @@ class JobClock(KeptState):
         return True
 
     def start(self, observed: Observed, listed: Sequence[Instance], now_s: float) -> None:
-        """Start the clock without state: now, at the first launch of this run, or when a published decision says."""
+        """Start the clock without a saved state: at the start that the newest published decision states, otherwise at
+        the first launch of this run, otherwise now."""
         launched_s = [
             instance.launched_s
             for instance in listed
@@ -101,7 +105,7 @@ class JobClock(KeptState):
             self.started_s = announced.started_s
 
     def restore(self, kept: Mapping[str, Any]) -> None:
-        """Restore; a start that the settings state wins over the kept one."""
+        """Restore the saved state. A start that the settings state replaces the saved start."""
         stated_s = self.started_s
         super().restore(kept)
         self.started_s = self.started_s if stated_s is None else stated_s
@@ -112,9 +116,9 @@ class _Turn:
     """The observations of one turn.
 
     Attributes:
-        instances: of the job; actions bring them up to date.
-        prices: of a worker with all of its machines.
-        alarms: for people; the turn adds to them.
+        instances: instances of the job; updated by the actions of the turn.
+        prices: prices of a worker with all of its machines.
+        alarms: alarms for people; the turn adds alarms to this list.
     """
 
     now_s: float
@@ -126,7 +130,7 @@ class _Turn:
 
     @property
     def has_machines(self) -> bool:
-        """An instance runs or boots."""
+        """Whether an instance runs or boots."""
         return any(instance.is_alive for instance in self.instances)
 
 
@@ -134,20 +138,21 @@ class _Turn:
 class Controller:
     """The provisioner of one job.
 
-    Call `turn` at least every `settings.planner.replan_s`, and `observed.feed` it the job's records in between. A new
-    object continues from the state store.
+    Call `turn` at least every `settings.planner.replan_s` seconds, and pass the job's records to `observed.feed` in
+    between. A new object continues from the state in the state store.
 
     Args:
-        billing: how the owner of the fleet's machines bills.
-        probe: reports whether spot has a machine without buying one; None: inferred from launches and their outcomes.
-        check_lease: raises if another provisioner has taken over.
-        dry_run: decide and report, but change nothing and persist nothing.
-        job, topics_id: "": not known. Machines that another job has left in this fleet are ended; the state of earlier
-            topics of the same names is void.
+        billing: billing rule of the owner of the fleet's machines.
+        probe: function that returns whether spot has a machine, without a purchase. None: this is inferred from the
+            outcomes of launches.
+        check_lease: function that raises FencedError if another provisioner has taken over.
+        dry_run: whether to decide and report only, without changing or saving anything.
+        job, topics_id: name of the job and id of its topics; "": not known. Machines that another job has left in this
+            fleet are ended. A state that belongs to earlier topics with the same names is ignored.
 
     Attributes:
-        observed: the job's records so far.
-        positions: where the caller stands in what it reads; persisted with the state.
+        observed: what is known from the job's records so far.
+        positions: positions of the caller in the topics that it reads; saved with the state.
     """
 
     settings: ControllerSettings
@@ -168,7 +173,7 @@ class Controller:
         self._restore()
 
     def _reset(self) -> None:
-        """Begin without a state."""
+        """Start without a saved state."""
         settings, count = self.settings, self.settings.num_slots
         self.observed = Observed(
             settings.rates_per_s,
@@ -199,8 +204,9 @@ class Controller:
         self._last_decision: dict[str, Any] | None = None  # for those who cannot read this machine's journal
 
     def retarget(self, settings: ControllerSettings) -> None:
-        """Change deadline, budget, work, K or behaviour while the job runs; priors (rates, availability) are ignored.
-        Raises ValueError if slots, b or machines per worker differ: they never change within a job."""
+        """Change deadline, budget, work, K or behaviour while the job runs; the initial rates and availability are
+        ignored. Raises ValueError if slots, b or machines per worker differ, because these never change within a
+        job."""
         self.settings.check_change(settings)
         self.settings = settings
         self._plan.retarget(settings)
@@ -208,17 +214,17 @@ class Controller:
         self.observed.keeps_losses = settings.scale_in is not None
 
     def release_request(self, decision: Decision) -> records.Scale | None:
-        """The request to the parameter server after this decision, or None."""
+        """Return the request to the parameter server that follows from this decision; None if there is none."""
         if self.dry_run or decision.phase != "run":
             return None
         return release_request(decision.released, self.observed.status)
 
     def turn(self, now_s: float, *, draining: bool = False) -> Decision:
-        """Decide and act; `draining` ends every instance and starts none.
+        """Decide and act. If `draining`, end every instance and launch none.
 
         Raises:
-            FencedError: another provisioner has taken over. Nothing was done since then.
-            ConfigError, CheckpointError: state or journal cannot be written.
+            FencedError: another provisioner has taken over. Nothing was changed after that.
+            ConfigError, CheckpointError: the state or the journal cannot be written.
         """
         turn = self._observe(now_s, ends_all=draining or self.observed.finished is not None)
         if isinstance(turn, Decision):
@@ -248,7 +254,7 @@ class Controller:
         return decision
 
     def _plan_and_apply(self, turn: _Turn, draining: bool) -> tuple[DesiredState, list[ActionResult]]:
-        """Plan, reconcile and apply, again if a launch fails that the plan had counted on."""
+        """Plan, reconcile and apply. This is repeated if a launch fails that the plan relied on."""
         results: list[ActionResult] = []
         for _ in range(_MAX_PLANS_PER_TURN):
             desired = self._desired_state(turn, self._phase(draining))
@@ -275,8 +281,8 @@ class Controller:
             turn.alarms.append(f"no machine is launched before this is corrected: {self._retried_store.problem}")
 
     def _observe(self, now_s: float, *, ends_all: bool) -> _Turn | Decision:
-        """Observe fleet, prices, bill and health; returns a decision to do nothing if fleet or prices do not answer.
-        With `ends_all` every instance is to be ended, which needs no price."""
+        """Observe fleet, prices, bill and health. Returns a decision to do nothing if the fleet or the prices are not
+        available. With `ends_all` every instance is to be ended, for which no prices are needed."""
         alarms: list[str] = []
         listed = self._list(alarms)
         prices = self._current_prices(now_s, alarms)
@@ -302,7 +308,7 @@ class Controller:
         return _Turn(now_s, instances, readiness, bill, _UNKNOWN_PRICES if prices is None else prices, alarms)
 
     def _list(self, alarms: list[str]) -> list[Instance] | None:
-        """The fleet's listing, under the lease; None if one of them does not answer."""
+        """Return the fleet's listing after a check of the lease; None if the lease or the fleet is not available."""
         try:
             self.check_lease()
             listed = list(self.fleet.instances())
@@ -316,7 +322,8 @@ class Controller:
         return listed
 
     def _current_prices(self, now_s: float, alarms: list[str]) -> Prices | None:
-        """The prices of a worker with all of its machines."""
+        """Return the prices of a worker with all of its machines: the current prices, or otherwise the last known
+        ones."""
         try:
             self._last_prices = self.prices.current(now_s).times(self.settings.machines_per_worker)
         except ServiceUnavailableError as exc:
@@ -324,7 +331,7 @@ class Controller:
         return self._last_prices
 
     def _own(self, listed: Sequence[Instance], now_s: float, alarms: list[str]) -> list[Instance]:
-        """The instances of this job; instances that another job has left in its fleet are ended."""
+        """Return the instances of this job, and end instances that another job has left in its fleet."""
         own = [instance for instance in listed if not instance.job or not self.job or instance.job == self.job]
         ids = {instance.id for instance in own}
         others = [item for item in listed if item.id not in ids and item.state is not InstanceState.ENDED]
@@ -333,7 +340,8 @@ class Controller:
         return own
 
     def _begin(self, now_s: float, listed: Sequence[Instance]) -> None:
-        """The job's clock starts with the first turn; a successor without state reads it from the topics and tags."""
+        """Start the job's clock in the first turn. A successor without state takes the start from the topics and
+        tags."""
         if self._clock.begin_run(self.observed, now_s, self.settings.started_s):
             log.info("generation_started", generation=self._clock.generation, action="clock, work and bill begin again")
             self._plan.begin_generation()
@@ -355,7 +363,7 @@ class Controller:
             self._launch_state.seen(slot, self.observed.highest_incarnation(slot))
 
     def _merge_listing(self, listed: Sequence[Instance], now_s: float, alarms: list[str]) -> list[Instance]:
-        """All instances of the job; news of them go to launch state, bill and journal."""
+        """Return all instances of the job, and report their changes to launch state, bill and journal."""
         tracker = self._tracker
         instances = tracker.merge(listed, now_s, self.settings.limits.listing_lag_s)
         for instance in instances:
@@ -413,7 +421,7 @@ class Controller:
         return "idle" if self._health.idle else "run"
 
     def _state(self, turn: _Turn) -> PlannerState:
-        """The planner's input: where the job stands."""
+        """Return the planner's input: the current state of the job."""
         assert self._clock.started_s is not None
         return self._plan.state(
             self.observed, turn.instances, turn.readiness.ready_s, self._launch_state, bill=turn.bill,
@@ -421,7 +429,7 @@ class Controller:
         )  # fmt: skip
 
     def _review_workers(self, turn: _Turn) -> None:
-        """Scale-in: which slots have no worker from now on. It is saved before anything is done about it."""
+        """Decide by scale-in which slots have no worker from now on. The decision is saved before it takes effect."""
         changes = self._plan.review_workers(self._state(turn), self.observed, turn.instances, turn.now_s)
         for change in changes:
             log.info("scale_in", what=change.kind, slot=change.slot, why=change.why)
@@ -430,7 +438,7 @@ class Controller:
             self._save()
 
     def _desired_state(self, turn: _Turn, phase: Phase) -> DesiredState:
-        """Which market each slot is to be in, and why."""
+        """Return the wanted market of each slot, with the reason."""
         state = self._state(turn)
         whys: dict[Phase, str] = {
             "drain": "every instance is ended",
@@ -461,7 +469,7 @@ class Controller:
         )  # fmt: skip
 
     def _needs_replan(self, result: ActionResult) -> bool:
-        """A launch failed that the plan had counted on."""
+        """Return whether a launch failed that the plan relied on."""
         if not result.failure or not isinstance(result.action, Launch):
             return False
         order = result.action.order
@@ -487,7 +495,7 @@ class Controller:
         )  # fmt: skip
 
     def _decide_nothing(self, now_s: float, prices: Prices | None, alarms: Sequence[str]) -> Decision:
-        """The fleet or the prices cannot be observed, so nothing is done."""
+        """Return a decision to do nothing, because the fleet or the prices are not available."""
         why = "as before: fleet or prices do not answer"
         rates = self.observed.rates_per_s()
         return Decision(
@@ -499,7 +507,8 @@ class Controller:
     def _where_the_job_stands(
         self, bill: Bill, rates_per_s: Floats, prices: Prices | None, alarms: Sequence[str], now_s: float
     ) -> dict[str, Any]:
-        """The fields of a decision that do not depend on what was decided; prices of a worker, None: not known."""
+        """Return the fields of a decision that do not depend on the outcome of planning. `prices` are of one worker;
+        None: not known."""
         settings, observed, plan = self.settings, self.observed, self._plan
         samples_done = plan.samples_done(observed)
         on_demand_usd = math.nan
@@ -530,14 +539,14 @@ class Controller:
 
     @property
     def _parts(self) -> dict[str, KeptState]:
-        """The parts whose state is kept, by their names in the file."""
+        """The parts whose state is saved, by their names in the file."""
         return {
             "launch_state": self._launch_state, "observed": self.observed, "plan": self._plan,
             "instances": self._tracker, "billing": self._account, "clock": self._clock, "health": self._health,
         }  # fmt: skip
 
     def _save(self) -> str:
-        """Persist everything; "", or why it is not persisted."""
+        """Save the state. Returns the reason for a failure, or ""."""
         if self.dry_run:
             return ""
         self._tracker.forget_all_but(self._account.billed)

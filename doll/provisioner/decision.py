@@ -1,4 +1,4 @@
-"""The record of one turn: what was observed, what is wanted and why, what was done, what it costs."""
+"""The record of one turn: the observations, the wanted state with reasons, the actions, and the costs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Phase = Literal["run", "done", "drain", "budget", "failed", "idle", "stopped", "
 
 @dataclass(frozen=True)
 class ActionResult:
-    """An action and its outcome; `id` is of the instance that was launched."""
+    """An action and its outcome. `id` is the id of the launched instance."""
 
     action: FleetAction
     failure: str = ""
     id: str = ""
 
     def text(self) -> str:
-        """One line for people."""
+        """Return the result as one line for people."""
         match self.action:
             case Launch(order=order, why=why):
                 outcome = self.failure or self.id or "as planned"
@@ -41,24 +41,27 @@ class ActionResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """One turn.
+    """The decision of one turn.
 
     Attributes:
-        now_s, started_s: Unix seconds.
-        phase: "run"; "done" (the job has ended), "drain", "budget" (it is spent), "failed" (the job cannot advance, a
-            person must act), "idle" (until the source sends again): everything is ended; "stopped" (nothing is launched
-            until a person has acted); "unavailable" (the fleet or the prices do not answer: nothing is done).
-        markets, reasons: per slot; None: no machine. In phase "run" the slot is released by scale-in.
-        binding: what decides, see `Plan.binding`, or "budget".
-        results: actions with their outcomes, waits included.
-        instances: as of now, ended ones included while the fleet lists them.
-        ready: ids of instances whose worker has its slot.
-        incarnations: the highest used, per slot.
-        samples_done, target_samples, updates_done: work that is in the model, and that is wanted.
-        target_updates: None if the policy does not fix the batches of an update.
-        rates_per_s: λ_n as estimated, shape (N,).
-        prices: of a worker with all of its machines.
-        finished: nothing runs and nothing is left to do.
+        now_s, started_s: time of the decision and start of the job's clock, Unix seconds.
+        phase: "run"; "done" (the job has ended), "drain", "budget" (the budget is spent), "failed" (the job cannot
+            advance, a person must act) and "idle" (the source sends nothing): in these phases all machines are ended;
+            "stopped": nothing is launched until a person has acted; "unavailable": the fleet or the prices are not
+            available, so nothing is done.
+        markets, reasons: wanted market of each slot, with the reason. None: no machine; in phase "run" the slot is then
+            released by scale-in.
+        binding: the binding constraint, see `Plan.binding`, or "budget".
+        results: actions with their outcomes, including waits.
+        instances: instances after the actions, including ended instances that the fleet still lists.
+        ready: ids of the instances whose worker holds its slot.
+        incarnations: highest incarnation used so far, per slot.
+        samples_done, target_samples, updates_done: samples in the model, total samples of the work, and updates in the
+            model.
+        target_updates: total updates of the work; None if the policy does not fix the batches of an update.
+        rates_per_s: λ_n as estimated, samples per second of each stream, shape (N,).
+        prices: prices of a worker with all of its machines.
+        finished: whether nothing runs and nothing is left to do.
         cost_sd_usd, finish_sd_s: standard deviations of `expected_cost_usd` and `expected_finish_s`.
     """
 
@@ -99,30 +102,31 @@ class Decision:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds on the job's clock."""
+        """The seconds on the job's clock."""
         return self.now_s - self.started_s
 
     @property
     def released(self) -> tuple[int, ...]:
-        """Slots without a worker by scale-in."""
+        """The slots that have no worker because of scale-in."""
         if self.phase not in ("run", "stopped"):
             return ()
         return tuple(slot for slot, market in enumerate(self.markets) if market is None)
 
     @property
     def perf_per_usd(self) -> float:
-        """1 / (T cost) of the whole job as expected, MLLess's Eq. (4); NaN if one of them is not known."""
+        """The expected performance per USD of the whole job, 1 / (T cost), MLLess's Eq. (4); NaN if T or the cost is
+        not known."""
         product = self.expected_finish_s * self.expected_cost_usd
         return 1 / product if math.isfinite(product) and product > 0 else math.nan
 
     @property
     def alive(self) -> tuple[Instance, ...]:
-        """Instances that run or boot."""
+        """The instances that run or boot."""
         return tuple(instance for instance in self.instances if instance.is_alive)
 
     @property
     def running(self) -> list[str]:
-        """The market of each slot's worker, "" if none is ready."""
+        """The market of each slot's worker; "" if no worker is ready."""
         markets: dict[int, str] = {
             instance.slot: instance.market for instance in self.alive if instance.id in self.ready
         }
@@ -134,7 +138,7 @@ class Decision:
         return tuple(result for result in self.results if not isinstance(result.action, Wait))
 
     def record(self) -> records.ProvisionDecision:
-        """The record for the job's topic `metrics`."""
+        """Return the record for the job's topic `metrics`."""
         distinct = tuple(dict.fromkeys(self.reasons))
         return records.ProvisionDecision(
             turn=self.turn, time_s=self.now_s, started_s=self.started_s, phase=self.phase, binding=self.binding,
@@ -147,7 +151,7 @@ class Decision:
         )  # fmt: skip
 
     def measurements(self) -> dict[str, float]:
-        """Numbers for the topic `metrics`, finite ones only."""
+        """Return the measurements for the topic `metrics`; only finite numbers."""
         alive = self.alive
         values = {
             "elapsed_s": self.elapsed_s,
@@ -185,7 +189,7 @@ class Decision:
         return {name: float(value) for name, value in values.items() if math.isfinite(value)}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values: a line of the journal, and of `doll provision status --json`."""
+        """Return plain values, for a line of the journal and for `doll provision status --json`."""
         waits = [result.action for result in self.results if isinstance(result.action, Wait)]
         return {
             **self.measurements(),
@@ -210,7 +214,7 @@ class Decision:
 
 
 def order_fields(launch: Launch) -> dict[str, Any]:
-    """An order for the journal."""
+    """Return the fields of an order for the journal."""
     order = launch.order
     return {
         "slot": order.slot, "incarnation": order.incarnation, "market": order.market, "attempt": order.attempt,
@@ -219,7 +223,7 @@ def order_fields(launch: Launch) -> dict[str, Any]:
 
 
 def _by_text(texts: Mapping[int, str]) -> dict[str, str]:
-    """The slots of each text, as ranges."""
+    """Return the slots of each text, as ranges."""
     slots: dict[str, list[int]] = {}
     for slot in sorted(texts):
         slots.setdefault(texts[slot], []).append(slot)

@@ -1,9 +1,9 @@
-"""Whether a job is worth its machines: when launches are held back, when everything is ended, and what people are told.
+"""The health of a job: when launches are held back, when all machines are ended, and which alarms people get.
 
-A job that cannot advance must not be paid for. Nothing is launched without a parameter server; a slot whose machines
-fail again and again is given up (`LaunchState`); after `max_stall_s` of paid time without an update, or when every slot
-is given up, all machines are ended until a person clears that (`state_store.clear_stops`), over all restarts. While the
-source sends nothing, machines are ended too, and launched again when it sends. See
+A job that cannot advance must not cost money. Nothing is launched without a parameter server. A slot whose machines
+fail again and again is given up (`LaunchState`). After `max_stall_s` of paid time without an update, or when every slot
+is given up, all machines are ended until a person clears the stop (`state_store.clear_stops`); restarts do not clear
+it. If the source sends nothing, machines are also ended, and launched again when it sends. See
 docs/decisions/0049-a-job-that-cannot-advance-is-stopped.md. Pure.
 """
 
@@ -36,7 +36,7 @@ _ALARM_FAILURES = 2  # machines in a row; one alone is replaced, and no news
 
 @dataclass(frozen=True)
 class _JobView:
-    """The job in one turn; `active` are the slots that are to have workers."""
+    """The state of the job in one turn. `active` are the slots that should have workers."""
 
     observed: Observed
     launch_state: LaunchState
@@ -51,20 +51,21 @@ class _JobView:
         return self.observed.ps_since_s(self.now_s) is not None
 
     def failure(self, slots: Sequence[int]) -> str:
-        """The last failure of the first of these slots."""
+        """Return the last failure of the first of these slots."""
         return self.launch_state.slots[slots[0]].failure
 
 
 class JobHealth(KeptState):
-    """The job's health over the turns. Call `review` once per turn, then read the attributes.
+    """The health of a job over the turns. Call `review` once per turn, then read the attributes.
 
     Attributes:
-        failed: why everything is ended until a person has acted; "": it is not. It stays over restarts until a person
-            clears it: a supervisor starts again what has ended.
-        idle: since when the source has sent nothing, for people, if everything is ended until it sends; else "".
-        hold_launches: why nothing is launched now; "": launches go on.
-        hold_moves: why no slot moves from spot to on-demand now; "": they may.
-        alarms: of this turn.
+        failed: why all machines are ended until a person acts; "": the job has not failed. It is kept over restarts
+            until a person clears it, because a supervisor restarts a process that has ended.
+        idle: text of the time since which the source has sent nothing, if all machines are ended for this reason;
+            otherwise "".
+        hold_launches: why nothing is launched now; "": launches are allowed.
+        hold_moves: why no slot moves from spot to on-demand now; "": moves are allowed.
+        alarms: alarms of this turn.
     """
 
     KEPT: ClassVar = {
@@ -88,7 +89,7 @@ class JobHealth(KeptState):
         self, settings: ControllerSettings, observed: Observed, instances: Sequence[Instance], readiness: Readiness,
         launch_state: LaunchState, plan: MarketPlan, now_s: float,
     ) -> None:  # fmt: skip
-        """Look at the job as it is now."""
+        """Update the attributes from the current state of the job."""
         active = np.flatnonzero(plan.scale_in.active).tolist()
         alive = [instance for instance in instances if instance.is_alive]
         view = _JobView(observed, launch_state, plan, readiness, now_s, active, alive)
@@ -126,8 +127,8 @@ class JobHealth(KeptState):
             )
 
     def _observe_progress(self, observed: Observed, now_s: float, *, counts: bool) -> float:
-        """Look at the job's progress; returns when it was last seen. The time `counts` if machines are paid, and the
-        job does not wait for the market or the source."""
+        """Record the job's progress. Returns the Unix time of the last progress. `counts`: whether this time counts as
+        stalled, which it does if machines are paid and the job waits neither for the market nor for the source."""
         term, batches = observed.term, observed.batches_done
         if term != self._term[0]:
             self._term_since_s = now_s
@@ -144,15 +145,15 @@ class JobHealth(KeptState):
         return self._progressed_s
 
     def tells_of_spot(self, launch_state: LaunchState, num_slots: int, *, is_run: bool) -> Bools:
-        """Slots whose state says something about spot, shape (N,): none unless machines are wanted and workers can
-        join, and not those whose machines fail by themselves.
-        """
+        """Return the slots whose state is evidence of spot's availability, shape (N,). There are none unless machines
+        are wanted and workers can join. Slots whose machines fail by themselves are excluded."""
         counts = is_run and not self.hold_launches
         return np.array([counts and not launch_state.slots[slot].failures for slot in range(num_slots)], dtype=np.bool_)
 
 
 def _stall_cause(view: _JobView) -> str:
-    """Why the model does not advance, as far as the provisioner can see: one line for people, the same in each turn."""
+    """Return why the model does not advance, as far as the provisioner can see: one line for people, unchanged over the
+    turns."""
     observed = view.observed
     if not view.server_runs:
         return server_text(observed)
@@ -170,14 +171,14 @@ def _stall_cause(view: _JobView) -> str:
 
 
 def server_text(observed: Observed) -> str:
-    """That no parameter server is heard."""
+    """Return the text that says that no parameter server is heard."""
     seen_s = observed.ps_last_seen_s
     since = "" if not math.isfinite(seen_s) else f" since {time_text(seen_s)}"
     return f"no parameter server has been heard{since}"
 
 
 def time_text(at_s: float) -> str:
-    """A Unix time for people.
+    """Return a Unix time as text for people.
 
     >>> time_text(1_700_000_000.0)
     '2023-11-14 22:13:20 UTC'
@@ -189,7 +190,8 @@ def time_text(at_s: float) -> str:
 
 
 def _waits_for_spot(view: _JobView) -> bool:
-    """A slot is to be on spot and has no machine, because spot has no capacity: the others may have to wait for it."""
+    """Return whether a slot that should be on spot has no machine because spot has no capacity. Other slots may have to
+    wait for it."""
     with_machine = {instance.slot for instance in view.alive}
     return any(
         slot not in with_machine and view.plan.markets[slot] == "spot" and view.launch_state.slots[slot].no_capacity
@@ -226,7 +228,7 @@ def _slot_alarms(view: _JobView) -> list[str]:
 def alarms_of(
     desired: DesiredState, launch_state: LaunchState, health: JobHealth, *, budget_usd: float | None, now_s: float
 ) -> list[str]:
-    """The alarms of a turn, for people."""
+    """Return the alarms of a turn, for people."""
     alarms = list(health.alarms) if desired.phase == "run" else []
     if desired.phase == "failed":
         alarms.append(f"the job is stopped, and all machines are ended: {health.failed}. Correct it, then {_CLEAR}")

@@ -1,4 +1,4 @@
-"""The job's instances: the fleet's listing merged with what was known before, and which of them are ready."""
+"""The job's instances: the fleet's listing merged with earlier knowledge, and the instances that are ready."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from doll.provisioner.reconcile import Readiness
 
 
 class InstanceTracker(KeptState):
-    """Memory of the instances from one turn to the next.
+    """Keeps the instances from one turn to the next.
 
     Attributes:
-        known: instances that had not ended when last observed, or have no final bill yet, by id.
-        unlisted: ids of instances that the newest listing lacks.
-        pools: the newest spot pool of each slot; "" before the first.
-        ready_s: since when an instance's worker has, or had, its slot, by id.
-        fenced_s: when the next incarnation took the slot over, by id.
+        known: instances, by id, that had not ended when last observed, or that have no final bill yet.
+        unlisted: ids of known instances that are missing from the newest listing.
+        pools: newest spot pool of each slot; "" before the first.
+        ready_s: Unix time at which the instance's worker got its slot, by instance id.
+        fenced_s: Unix time at which the next incarnation took the slot over, by instance id.
     """
 
     KEPT: ClassVar = {
@@ -44,8 +44,8 @@ class InstanceTracker(KeptState):
         self._noticed_s: dict[str, float] = {}  # when the interruption notice was first seen, by id
 
     def merge(self, listed: Sequence[Instance], now_s: float, listing_lag_s: float) -> list[Instance]:
-        """The listed instances, and known ones that are not listed: within `listing_lag_s` of its launch an instance
-        may be missing from the listing, later it is gone."""
+        """Return the listed instances and the known ones that are not listed. Up to `listing_lag_s` after its launch,
+        an instance may be missing from the listing; after that time, a missing instance counts as ended."""
         merged = {instance.id: instance for instance in listed}
         self.unlisted = self.known.keys() - merged.keys()
         for id_, known in self.known.items():
@@ -61,8 +61,9 @@ class InstanceTracker(KeptState):
         return list(merged.values())
 
     def record(self, instance: Instance, launch_state: LaunchState, now_s: float, *, server_runs: bool) -> bool:
-        """Report an instance of one of the job's slots to `launch_state`; returns whether an interruption is new. While
-        no parameter server runs, workers cannot join and machines shut down, which is no failure of theirs."""
+        """Report an instance of one of the job's slots to `launch_state`. Returns whether a new interruption was seen.
+        If no parameter server runs (`server_runs` is False), workers cannot join and machines shut down; this does not
+        count as a failure."""
         launch_state.seen(instance.slot, instance.incarnation)
         pending = launch_state.pending.get(instance.slot)
         identity = (instance.incarnation, instance.market)
@@ -96,7 +97,8 @@ class InstanceTracker(KeptState):
     def record_health(
         self, instances: Sequence[Instance], readiness: Readiness, launch_state: LaunchState, now_s: float
     ) -> None:
-        """Report to `launch_state` which slots' machines fail though they run, and which have worked for long."""
+        """Report to `launch_state` the slots whose running machines fail, and the slots whose machines have worked for
+        `healthy_s`."""
         limits = launch_state.limits
         for instance in instances:
             if not instance.is_alive or not 0 <= instance.slot < len(self.pools):
@@ -111,7 +113,7 @@ class InstanceTracker(KeptState):
         return frozenset(id_ for id_, seen_s in self._noticed_s.items() if now_s - seen_s > notice_timeout_s)
 
     def launched(self, instance: Instance) -> None:
-        """A launch returned this instance."""
+        """Record an instance that a launch has returned."""
         self.known[instance.id] = instance
         if instance.market == "spot":
             self.pools[instance.slot] = instance.pool
@@ -119,7 +121,7 @@ class InstanceTracker(KeptState):
     def readiness(
         self, instances: Sequence[Instance], observed: Observed, now_s: float, *, boot_timeout_s: float
     ) -> Readiness:
-        """Which instances work, by the job's records. Boot times are reported to `observed`."""
+        """Return which instances work, according to the job's records. Boot times are reported to `observed`."""
         readiness = Readiness()
         ps_since_s = observed.ps_since_s(now_s)
         for slot in range(len(self.pools)):
@@ -151,7 +153,7 @@ class InstanceTracker(KeptState):
         return readiness
 
     def forget_all_but(self, ids: Collection[str]) -> None:
-        """Drop the times of instances that are neither known nor in `ids`."""
+        """Delete the times of instances that are neither known nor in `ids`."""
         kept = self.known.keys() | ids
         self._ends_recorded &= kept
         self._failures_recorded &= kept
@@ -168,7 +170,7 @@ class InstanceTracker(KeptState):
 
 
 def _vanished(instance: Instance, now_s: float) -> Instance:
-    """An instance that is not listed any more, with the likeliest end."""
+    """Return an instance that is not listed any more, with its most likely end."""
     if instance.ended_s is not None:
         return replace(instance, state=InstanceState.ENDED)
     if instance.notice_s is not None and instance.notice_s <= now_s:

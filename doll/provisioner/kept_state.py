@@ -1,6 +1,7 @@
-"""Objects whose state is kept over restarts: attributes to and from the plain values of a JSON file. Pure.
+"""Objects whose state is kept over restarts: conversion of attributes to and from the plain values of a JSON file.
+Pure.
 
-JSON has no infinity and no arrays: a number that is not finite ("never") is None there, and an array is a list.
+JSON has neither infinity nor arrays. A number that is not finite ("never") is stored as None, and an array as a list.
 """
 
 from __future__ import annotations
@@ -15,23 +16,25 @@ import numpy as np
 
 
 class KeptState:
-    """Base of an object with a state that is kept. A kept value is the attribute of its name, or of `_` and its name.
+    """Base class of objects whose state is saved. A saved value is the attribute with its name, or with `_` and its
+    name.
 
     Attributes:
-        KEPT: type of each kept value by its name; `KeptState` for one with a state of its own. Arrays keep their shape.
-        LATER: names of values that the state files of earlier releases lack.
+        KEPT: type of each saved value, by name; `KeptState` for an object with a state of its own. Arrays keep their
+            shape.
+        LATER: names of values that are missing in the state files of earlier releases.
     """
 
     KEPT: ClassVar[Mapping[str, Any]] = {}
     LATER: ClassVar[Collection[str]] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; `restore` takes them back."""
+        """Return plain values for JSON, which `restore` reads."""
         return {name: plain(getattr(self, self._attribute(name))) for name in self.KEPT}
 
     def restore(self, kept: Mapping[str, Any]) -> None:
-        """Continue from what `to_dict` returned; for a value of None the new object's own value stays. Raises KeyError,
-        TypeError or ValueError if `kept` is something else, or of another number of slots."""
+        """Continue from the result of `to_dict`. If a value is None, the new object keeps its own value. Raises
+        KeyError, TypeError or ValueError if `kept` has another form or another number of slots."""
         restored: dict[str, Any] = {}
         for name, kind in self.KEPT.items():
             value = kept.get(name) if name in self.LATER else kept[name]
@@ -49,7 +52,7 @@ class KeptState:
 
 
 def plain(value: Any) -> Any:
-    """A value for JSON."""
+    """Convert a value for JSON."""
     if isinstance(value, KeptState):
         return value.to_dict()
     if isinstance(value, np.ndarray):
@@ -79,7 +82,7 @@ def _restored(value: Any, kind: Any, current: Any) -> Any:
 
 
 def _converted(value: Any, kind: Any) -> Any:
-    """A value of this type. Fields of a `msgspec.Struct` that are None have their defaults."""
+    """Convert a value to this type. Fields of a `msgspec.Struct` that are None get their defaults."""
     return msgspec.convert(_without_none(value), kind, str_keys=True)
 
 

@@ -1,7 +1,7 @@
-"""The memory of launches from one turn to the next: incarnations, attempts, pending orders, pauses. Pure.
+"""The state of launches that is kept between turns: incarnations, attempts, pending orders, pauses. Pure.
 
-Pauses follow from outcomes: a slot without a machine waits before its next try, a pool without capacity is avoided, a
-market whose quota is used up or that refuses is left alone for a while.
+Pauses follow from outcomes. A slot without a machine waits before its next attempt. A pool without capacity is avoided.
+A market that refuses, or whose quota is used up, is not asked for some time.
 """
 
 from __future__ import annotations
@@ -25,23 +25,27 @@ class LaunchLimits:
     """Rates and timeouts of launches.
 
     Attributes:
-        launches_per_min: launches of the whole fleet per minute. Failed attempts count too, for spot launches only.
-        fallbacks_per_min: of those, moves from spot to on-demand while the deadline is not in danger: more would use up
-            the remaining pools.
-        retry_s: from an attempt without a machine to the next one.
-        pool_backoff_s: how long a pool is avoided after it had no capacity or interrupted a machine; 0: never.
-        quota_s: how long a market is left alone after its quota was used up.
-        early_s, max_early_ends: an interruption so soon after the launch is early; so many in a row are allowed before
-            a slot's spot launches pause.
-        backoff_s, max_backoff_s: first and longest pause; each one doubles.
-        boot_timeout_s, silence_timeout_s: an instance whose worker is not ready by then, or silent for so long, is
-            replaced.
-        min_refusals: turns in which a market refused machines, not for lack of capacity, before it counts as closed.
-        listing_lag_s: how long a launch that the fleet acknowledged, or may have made, may take to be listed.
-        max_failures: machines of a slot in a row that fail (not interruptions) before nothing more is launched for it.
-            The pause after each doubles, from `retry_s` to `max_backoff_s`.
-        healthy_s: a worker that has had its slot for this long ends such a row.
-        notice_timeout_s: an instance still there so long after its notice was seen is ended.
+        launches_per_min: maximum launches of the whole fleet per minute. Failed attempts count too, but only against
+            spot launches.
+        fallbacks_per_min: maximum number of these launches that move a slot from spot to on-demand while the deadline
+            is not in danger. More moves would use up the remaining pools.
+        retry_s: time from an attempt without a machine to the next attempt.
+        pool_backoff_s: time for which a pool is avoided after it had no capacity or interrupted a machine. 0: pools are
+            never avoided.
+        quota_s: time for which a market is not asked after its quota was used up.
+        early_s, max_early_ends: an interruption less than `early_s` after the launch is early. More than
+            `max_early_ends` early interruptions in a row pause the spot launches of the slot.
+        backoff_s, max_backoff_s: first and longest pause; each pause is twice as long as the one before.
+        boot_timeout_s, silence_timeout_s: an instance is replaced if its worker is not ready after `boot_timeout_s`, or
+            silent for `silence_timeout_s`.
+        min_refusals: number of turns in which a market must refuse machines, for other reasons than capacity, before it
+            counts as closed.
+        listing_lag_s: longest time until a launch appears in the listing, also one that the fleet may have made without
+            an answer.
+        max_failures: number of machines of a slot that may fail in a row (interruptions do not count) before nothing
+            more is launched for the slot. The pause after each failure doubles, from `retry_s` to `max_backoff_s`.
+        healthy_s: a worker that has held its slot for this time ends such a row of failures.
+        notice_timeout_s: an instance that still exists this long after its notice was seen is ended.
     """
 
     launches_per_min: float = 120.0
@@ -63,7 +67,7 @@ class LaunchLimits:
 
 
 class SlotAttempts(msgspec.Struct):
-    """The launches of one slot; `LaunchState` alone changes it."""
+    """The launches of one slot. Only `LaunchState` changes it."""
 
     incarnation: int = 0  # the highest that was ever ordered or observed
     attempt: int = 0  # of the next order with that incarnation
@@ -78,7 +82,7 @@ class SlotAttempts(msgspec.Struct):
 
 @dataclass
 class _MarketRefusals:
-    """Refusals of one market for other reasons than capacity."""
+    """The refusals of one market for other reasons than capacity."""
 
     message: str
     last_s: float
@@ -89,14 +93,16 @@ class LaunchState(KeptState):
     """Launches and their outcomes. The caller reports every outcome.
 
     Attributes:
-        no_capacity_s: when a spot launch of any slot last got no machine, unless one has succeeded since; else -inf.
-        limits: may be replaced at any time; pauses that have begun stay as they are.
-        pending: orders whose outcome is not known yet, by slot, and since when. They are repeated exactly as they were.
-        launches_from_s: nothing is launched before: a predecessor whose state is lost may have made machines that are
-            not listed yet.
+        no_capacity_s: Unix time at which a spot launch of any slot last got no machine; -inf if a spot launch has
+            succeeded since then, or if there was none.
+        limits: may be replaced at any time; pauses that have begun do not change.
+        pending: orders whose outcome is not known yet, with the time of the order, by slot. They are repeated
+            unchanged.
+        launches_from_s: time before which nothing is launched, because a predecessor whose state is lost may have
+            launched machines that are not listed yet.
         run: `Order.run` of new orders.
-        stopped: why nothing is launched until a person has acted; "": launches go on. It is set at the start of a job
-            only: what has worked before may work again, and is tried again after a pause.
+        stopped: why nothing is launched until a person acts; "": launches are allowed. It is only set at the start of a
+            job. Launches that have worked before may work again, so they are paused and tried again instead.
     """
 
     KEPT: ClassVar = {
@@ -123,13 +129,13 @@ class LaunchState(KeptState):
         self.stopped = ""
 
     def seen(self, slot: int, incarnation: int) -> None:
-        """An instance or a worker of this incarnation exists, or did."""
+        """Record that an instance or a worker of this incarnation exists or existed."""
         attempts = self.slots[slot]
         if incarnation >= attempts.incarnation:
             attempts.incarnation, attempts.attempt, attempts.failed = incarnation, 0, False
 
     def ordered(self, order: Order, now_s: float, *, fallback: bool) -> None:
-        """The order is about to be made."""
+        """Record that the order is about to be made."""
         attempts = self.slots[order.slot]
         attempts.incarnation, attempts.attempt, attempts.failed = order.incarnation, order.attempt, False
         if order.slot not in self.pending or self.pending[order.slot][0] != order:
@@ -139,7 +145,7 @@ class LaunchState(KeptState):
             self._fallbacks_s.append(now_s)
 
     def launched(self, order: Order) -> None:
-        """The order has its instance."""
+        """Record that the order has launched its instance."""
         self.pending.pop(order.slot, None)
         attempts = self.slots[order.slot]
         attempts.retry_at_s.pop(order.market, None)
@@ -149,12 +155,12 @@ class LaunchState(KeptState):
             attempts.no_capacity, self.no_capacity_s = False, -math.inf
 
     def cancelled(self, order: Order) -> None:
-        """The order was not made."""
+        """Record that the order was not made."""
         self.pending.pop(order.slot, None)
         self.slots[order.slot].failed = True
 
     def failed(self, order: Order, error: LaunchError, now_s: float) -> None:
-        """The order got no instance."""
+        """Record that the order got no instance."""
         limits, attempts = self.limits, self.slots[order.slot]
         retry_s = now_s + limits.retry_s
         if error.failure is LaunchFailure.THROTTLED:
@@ -194,7 +200,7 @@ class LaunchState(KeptState):
             attempts.no_capacity, attempts.no_spot_s, self.no_capacity_s = True, now_s, now_s
 
     def _refusal(self, market: Market, message: str, now_s: float) -> int:
-        """Note a refusal; in how many turns this market has refused since it launched something."""
+        """Record a refusal. Returns the number of turns in which this market has refused since its last launch."""
         refusal = self._refused.setdefault(market, _MarketRefusals(message, now_s))
         if now_s > refusal.last_s:
             refusal.turns += 1
@@ -202,7 +208,7 @@ class LaunchState(KeptState):
         return refusal.turns
 
     def interrupted(self, instance: Instance, at_s: float) -> None:
-        """A spot machine has its interruption notice, or was interrupted without attempts."""
+        """Record that a spot machine has an interruption notice, or was interrupted without notice."""
         limits, attempts = self.limits, self.slots[instance.slot]
         attempts.no_spot_s = max(attempts.no_spot_s, at_s)
         if limits.pool_backoff_s > 0:
@@ -216,7 +222,8 @@ class LaunchState(KeptState):
             self._not_before(attempts, "spot", at_s + min(pause_s, limits.max_backoff_s))
 
     def instance_failed(self, instance: Instance, why: str, now_s: float) -> None:
-        """A machine ended by itself, never became ready or went silent: the slot's next launch waits, in any market."""
+        """Record that a machine ended by itself, never became ready or went silent. The slot's next launch waits, in
+        any market."""
         limits, attempts = self.limits, self.slots[instance.slot]
         attempts.failures += 1
         attempts.failure = f"{instance.id} {why}"
@@ -225,7 +232,7 @@ class LaunchState(KeptState):
             self._not_before(attempts, market, now_s + min(pause_s, limits.max_backoff_s))
 
     def instance_works(self, slot: int) -> None:
-        """A machine of the slot has worked for `healthy_s`."""
+        """Record that a machine of the slot has worked for `healthy_s`."""
         attempts = self.slots[slot]
         attempts.failures, attempts.failure = 0, ""
 
@@ -234,61 +241,67 @@ class LaunchState(KeptState):
         slot.retry_at_s[market] = max(slot.retry_at_s.get(market, -math.inf), at_s)
 
     def avoided_pools(self, market: Market, now_s: float) -> frozenset[str]:
-        """Pools to avoid in this market; a pool without spot capacity may have on-demand capacity."""
+        """Return the pools to avoid in this market. A pool without spot capacity may have on-demand capacity."""
         return frozenset(pool for pool, until_s in self._avoided_pools[market].items() if now_s < until_s)
 
     def blocked_s(self, slot: int, market: Market) -> float:
-        """Until when nothing of this market is launched for the slot; a past time if launches are allowed."""
+        """Return the time before which nothing is launched for the slot in this market; a past time if launches are
+        allowed."""
         return max(
             self.slots[slot].retry_at_s.get(market, -math.inf), self._quota.get(market, -math.inf),
             self._paused.get(market, -math.inf),
         )  # fmt: skip
 
     def is_paused(self, market: Market, now_s: float) -> bool:
-        """The market has just refused an order for a reason that all orders share."""
+        """Return whether the market has just refused an order for a reason that applies to all orders."""
         return now_s < self._paused.get(market, -math.inf)
 
     @property
     def has_launched(self) -> bool:
-        """A slot has, or had, a machine: the job can be provisioned as it is described."""
+        """Whether a slot has or had a machine, which shows that the job's settings allow launches."""
         return any(
             slot.incarnation > 1 or (slot.incarnation == 1 and not slot.failed and number not in self.pending)
             for number, slot in enumerate(self.slots)
         )
 
     def refusal(self, market: Market) -> str:
-        """The market's last refusal for another reason than capacity; "" if there was none since the last launch."""
+        """Return the market's last refusal for another reason than capacity; "" if there was none since the last
+        launch."""
         return self._refused[market].message if market in self._refused else ""
 
     def is_closed(self, market: Market, now_s: float) -> bool:
-        """The market refused in `min_refusals` turns and launched nothing since; it is asked again after `quota_s`."""
+        """Return whether the market has refused in `min_refusals` turns without a launch since. It is asked again after
+        `quota_s`."""
         refusal, limits = self._refused.get(market), self.limits
         return refusal is not None and refusal.turns >= limits.min_refusals and now_s - refusal.last_s < limits.quota_s
 
     def gave_up(self, slot: int) -> bool:
-        """So many machines of the slot failed in a row that nothing is launched for it until a person has acted."""
+        """Return whether too many machines of the slot failed in a row. Nothing is then launched for it until a person
+        acts."""
         return self.slots[slot].failures >= self.limits.max_failures
 
     def stop_if_all_refuse(self, now_s: float) -> None:
-        """Stop launching if both markets refuse for reasons that a person must remove. No machine has worked yet."""
+        """Stop launching if both markets refuse for reasons that a person must correct. Call this only if no machine
+        has worked yet."""
         markets: tuple[Market, ...] = get_args(Market)
         if all(self.is_closed(market, now_s) for market in markets):
             messages = dict.fromkeys(self.refusal(market) for market in markets)
             self.stopped = "every pool of both markets refuses: " + "; ".join(messages)
 
     def quota_s(self, market: Market) -> float:
-        """Until when the market's quota counts as used up."""
+        """Return the time until which the market's quota counts as used up."""
         return self._quota.get(market, -math.inf)
 
     def may_have_launched(self, now_s: float) -> bool:
-        """There may be a machine that is not listed yet: of a pending order, or of a predecessor without its state."""
+        """Return whether a machine may exist that is not listed yet, from a pending order or from a predecessor whose
+        state is lost."""
         listing_lag_s = self.limits.listing_lag_s
         return now_s < self.launches_from_s or any(
             now_s - since_s <= listing_lag_s for _, since_s in self.pending.values()
         )
 
     def next_order(self, slot: int, market: Market, now_s: float) -> Order:
-        """The next order for the slot: a pending one exactly as it was, else a new one."""
+        """Return the next order for the slot: a pending order unchanged, otherwise a new one."""
         if slot in self.pending:
             order, since_s = self.pending[slot]
             # Whatever is wanted by now, it must first be known whether that order has made a machine.
@@ -303,8 +316,8 @@ class LaunchState(KeptState):
         return Order(slot, incarnation, market, attempt, avoid, self.run, self._machines)
 
     def launches_left(self, now_s: float) -> tuple[int, int, int]:
-        """Launches that this minute still allows, and of them spot launches and fallbacks. Failed attempts count
-        against spot only."""
+        """Return how many launches are left in this minute, and how many of these may be spot launches and fallbacks.
+        Failed attempts count only against spot launches."""
         self._launched_s = [at_s for at_s in self._launched_s if now_s - at_s < 60]
         self._failed_launches_s = [at_s for at_s in self._failed_launches_s if now_s - at_s < 60]
         self._fallbacks_s = [at_s for at_s in self._fallbacks_s if now_s - at_s < 60]
@@ -320,7 +333,7 @@ class LaunchState(KeptState):
         return {"pending": pending, **super().to_dict()}
 
     def restore(self, kept: Mapping[str, Any]) -> None:
-        """The state that is kept. `stopped` is not: a new start finds out, which costs one refused order."""
+        """Restore the saved state. `stopped` is not restored: after a restart, one refused order sets it again."""
         if len(kept["slots"]) != len(self.slots):
             raise ValueError(f"expected {len(self.slots)} slots, got {len(kept['slots'])}")
         super().restore(kept)

@@ -1,9 +1,11 @@
-"""One provisioner at a time: two would double the fleet. The newest claim wins; a provisioner with an older one stops.
+"""One provisioner at a time, because two would double the fleet. The newest claim is valid; a provisioner with an older
+one stops.
 
-Claims lie beside the job's checkpoints, and are made like a parameter server's: a file or S3 object created
-exclusively. Beside them the newest provisioner renews its lease: a document with a number that rises, replaced on
-condition that it is its own. A standby that sees no new number for the length of a lease claims the job. It measures
-that time by its own clock, and only while the store answers: nobody can renew a lease in a store that does not.
+Claims are stored beside the job's checkpoints. They are made like the claims of a parameter server: a file or S3 object
+is created exclusively. The newest provisioner also renews its lease: a document with an increasing number, which is
+replaced only if it is still the provisioner's own. A standby that sees no new number for the length of a lease claims
+the job. It measures this time with its own clock, and only while the store is available, because nobody can renew a
+lease in an unavailable store.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ HolderState = Literal["held", "left", "ended"]
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """The content of the lease's document: the number of the claim, one that rises with each renewal, and the state.
-    `left`: it was asked to stop, and the job goes on; `ended`: there is nothing left to do."""
+    """The content of the lease document: the number of the claim, a number that increases with each renewal, and the
+    state. `left`: the provisioner was asked to stop, and the job continues. `ended`: there is nothing left to do."""
 
     provisioner: int = 0
     renewal: int = 0
@@ -44,10 +46,11 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class Lease:
-    """Exclusive right to change the job's fleet, held from construction. Raises CheckpointError if claims cannot be
+    """An exclusive right to change the job's fleet, held from construction. Raises CheckpointError if claims cannot be
     written.
 
-    A standby takes over from one that has not renewed its lease for `lease_s`. `clock` is monotonic seconds.
+    A standby takes over from a provisioner that has not renewed its lease for `lease_s`. `clock` returns monotonic
+    seconds.
     """
 
     def __init__(
@@ -62,21 +65,21 @@ class Lease:
         self.number = claims.claim_term()
 
     def check(self) -> None:
-        """Return while the lease is ours, renewed if that is due. Raises FencedError if another provisioner has claimed
-        the job since, CheckpointError if the claims cannot be read."""
+        """Check that the lease is ours, and renew it if a renewal is due. Raises FencedError if another provisioner has
+        claimed the job since, CheckpointError if the claims cannot be read."""
         newest = self._claims.newest_term()
         if newest > self.number:
             raise self._over(newest)
         self.renew_if_due()
 
     def renew_if_due(self) -> None:
-        """Renew the lease some times in its length; call it often. Raises what `renew` raises."""
+        """Renew the lease if a part of its length has passed; call this method often. Raises the errors of `renew`."""
         if self._clock() - self._renewed_s >= self._every_s:
             self.renew()
 
     def renew(self, state: HolderState = "held") -> None:
-        """Say that this provisioner goes on, or why it does not. Raises FencedError if another one has taken over,
-        CheckpointError if the store does not answer."""
+        """Renew the lease, or record why this provisioner stops. Raises FencedError if another provisioner has taken
+        over, CheckpointError if the store is not available."""
         self._renewed_s = self._clock()  # of a store that does not answer, it is not asked at once again
         self._renewals += 1
         data = msgspec.json.encode(Holder(self.number, self._renewals, state))
@@ -92,7 +95,7 @@ class Lease:
         raise CheckpointError(f"{self._claims.location}/{DOCUMENT} was changed {_ATTEMPTS} times while it was renewed")
 
     def end(self, state: HolderState) -> None:
-        """Say why this provisioner does not go on, so that a standby need not wait. Raises FencedError, see `renew`."""
+        """Record why this provisioner stops, so that a standby need not wait. Raises FencedError, see `renew`."""
         try:
             self.renew(state)
         except CheckpointError as exc:
@@ -106,7 +109,7 @@ class Lease:
 
 
 class LeaseWatch:
-    """Whether the lease of another provisioner is over. Pure: `now` is any monotonic time in seconds."""
+    """Determines whether the lease of another provisioner is over. Pure: `now` is any monotonic time in seconds."""
 
     def __init__(self, lease_s: float, now: float) -> None:
         self._lease_s = lease_s
@@ -114,8 +117,8 @@ class LeaseWatch:
         self._seen: Holder | None = None
 
     def look(self, holder: Holder, now: float) -> Literal["held", "over", "ended"]:
-        """Judge by the document's content now. An end counts only if it is seen to happen: the job may be going on
-        again."""
+        """Judge the lease by the current content of the document. The state `ended` counts only if an earlier call saw
+        another state, because the job may have started again."""
         begins, changed = self._seen is None, holder != self._seen
         self._seen = holder
         if changed:
@@ -127,13 +130,14 @@ class LeaseWatch:
         return "held"
 
     def restart(self, now: float) -> None:
-        """The store does not answer, so nobody could have renewed the lease: it begins again."""
+        """Start the lease time again: the store is not available, so nobody could have renewed the lease."""
         self._since_s = now
 
 
 def wait_for_lease(config: JobConfig, run_folder: Path, wait: Callable[[float], bool]) -> bool:
-    """Wait until no other provisioner has the lease (True); False if one has ended the job, or on a request to stop, by
-    which `wait` for so many seconds returns False. Raises CheckpointError if the store does not answer at the start."""
+    """Wait until no other provisioner holds the lease, and return True. Returns False if another provisioner has ended
+    the job, or if a stop is requested; `wait` then returns False. Raises CheckpointError if the store is not available
+    at the start."""
     claims, lease_s = claims_of(config, run_folder), config.provision.lease_s
     with heartbeat_of("provisioner-standby", config) as heartbeat:
         heartbeat.set_waiting_for("the end of the other provisioner's lease (standby)")
@@ -161,8 +165,8 @@ def wait_for_lease(config: JobConfig, run_folder: Path, wait: Callable[[float], 
 
 
 def holder_of(claims: CheckpointStore) -> Holder:
-    """The newest provisioner's words on its lease; an empty holder without any. Raises CheckpointError if the store
-    does not answer."""
+    """Return the newest content of the lease document; an empty holder if there is none. Raises CheckpointError if the
+    store is not available."""
     return _decoded(claims.read_document(DOCUMENT)[0])
 
 
@@ -178,6 +182,6 @@ def _decoded(content: bytes | None) -> Holder:
 
 
 def claims_of(config: JobConfig, run_folder: Path) -> CheckpointStore:
-    """The store of the provisioners' claims and state: `provision-JOB/` beside the checkpoints. Raises CheckpointError
-    if it is in S3 and boto3 cannot be set up."""
+    """Return the store of the provisioners' claims and state: `provision-JOB/` beside the checkpoints. Raises
+    CheckpointError if it is in S3 and boto3 cannot be set up."""
     return open_store(config, run_folder, f"provision-{config.job}")  # several jobs may have one folder
