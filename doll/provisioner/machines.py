@@ -1,6 +1,7 @@
-"""The fleet that a job file names, with its prices and its billing: where a new kind of fleet is added.
+"""The fleet of a job file, with its prices and billing rule. A new kind of fleet is added here.
 
-Worker processes of this machine (`fleet.kind: processes`) need a fork server: `doll.run.local.provisioning` adds them.
+Worker processes on this machine (`fleet.kind: processes`) need a fork server, so `doll.run.local.provisioning` adds
+them.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ Opener = Callable[[JobConfig, Path], AbstractContextManager["Machines"]]
 
 @dataclass(frozen=True)
 class Machines:
-    """A fleet and what belongs to it.
+    """A fleet with its prices and billing rule.
 
     Attributes:
-        probe: can tell whether spot is available; None on a real market.
-        billing: how the owner of the machines bills; the controller's bills and budget follow it.
-        placement: EC2's scores of where spot is likely; None elsewhere, or if the job does not ask for them.
+        probe: function that returns whether spot is available; None on a real market.
+        billing: billing rule of the owner of the machines, which the controller's bills and budget follow.
+        placement: EC2's spot placement scores; None for other fleets, or if the job does not request the scores.
     """
 
     fleet: Fleet
@@ -43,7 +44,8 @@ class Machines:
 
 
 def check_machines(config: JobConfig) -> None:
-    """Raise ConfigError if the job's fleet has no opener, or launches machines one by one and a worker has several."""
+    """Raise ConfigError if the job's fleet has no opener, or if it launches single machines but a worker has
+    several."""
     if config.fleet.kind not in OPENERS:
         raise ConfigError(f"fleet.kind: expected {' or '.join(OPENERS)}, got {config.fleet.kind}")
     if (machines := config.machines_per_worker) > 1:
@@ -55,8 +57,8 @@ def check_machines(config: JobConfig) -> None:
 
 
 def open_machines(config: JobConfig, run_folder: Path) -> AbstractContextManager[Machines]:
-    """The machines of a job whose fleet has an opener; a fleet may keep files, e.g. a cache of prices, in the run
-    folder. Raises ConfigError if the fleet cannot be used as the job file describes it, see `check_machines`."""
+    """Open the machines of a job whose fleet has an opener. A fleet may keep files, such as a cache of prices, in the
+    run folder. Raises ConfigError if the fleet cannot be used as the job file describes it, see `check_machines`."""
     check_machines(config)
     return OPENERS[config.fleet.kind](config, run_folder)
 
@@ -69,7 +71,7 @@ def _open_ec2(config: JobConfig, run_folder: Path) -> Iterator[Machines]:
 
 
 def _at_stated_prices(connect: Callable[[JobConfig], Fleet]) -> Opener:
-    """The opener of a fleet whose prices the job file states."""
+    """Return the opener of a fleet whose prices the job file states."""
 
     @contextmanager
     def open_fleet(config: JobConfig, run_folder: Path) -> Iterator[Machines]:
@@ -80,7 +82,7 @@ def _at_stated_prices(connect: Callable[[JobConfig], Fleet]) -> Opener:
 
 
 def stated_prices(config: JobConfig) -> PriceFeed:
-    """The prices of the job file's plan section, which never change. Raises ConfigError if it states none."""
+    """Return the constant prices of the job file's plan section. Raises ConfigError if the section states none."""
     plan = config.plan
     if plan.spot_usd_per_h is None or plan.on_demand_usd_per_h is None:
         raise ConfigError("expected plan.spot_usd_per_h and plan.on_demand_usd_per_h: this fleet has no price list")

@@ -1,4 +1,4 @@
-"""The provisioner as a process: a controller with its fleet, records, lease and publisher; and `drain`."""
+"""The provisioner as a process: a controller with its fleet, records, lease and publisher. Also has `drain`."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from doll.services import Services
 
 @dataclass(eq=False, repr=False)
 class DecisionPublisher:
-    """Sends to the job's `metrics` and to its `events`, which the parameter server reads, without waiting; decisions
-    that Kafka does not take are in the journal."""
+    """Sends decisions to the job's topic `metrics`, and requests to its topic `events`, which the parameter server
+    reads. Sending does not wait; decisions that Kafka does not accept are in the journal."""
 
     publisher: Publisher
     topic: str
@@ -47,17 +47,18 @@ class DecisionPublisher:
         self._sent_s = self.clock()
 
     def publish(self, decision: Decision, *, last: bool) -> None:
-        """Send a decision. `last`: this process exits normally, so its silence is no failure. A provisioner that gets
-        SIGTERM leaves machines running: its silence must be noticed."""
+        """Send a decision. `last`: this process exits normally, so its silence afterwards is not a failure. A
+        provisioner that gets SIGTERM leaves machines running, so its silence must be noticed."""
         values = {**decision.measurements(), **({LEFT: 1.0} if last else {})}
         self._send(decision.record(), Metric(source=PROVISIONER, values=values, time_s=decision.now_s))
 
     def ask(self, request: Scale) -> None:
-        """Ask the parameter server; again after the next decision if it has not done so."""
+        """Send a request to the parameter server. The caller repeats it after the next decision if the server has not
+        fulfilled it."""
         self.publisher.try_send(self.events, request)
 
     def heartbeat(self) -> None:
-        """Send a heartbeat if nothing was sent for `HEARTBEAT_EVERY_S`; call it often."""
+        """Send a heartbeat if nothing was sent for `HEARTBEAT_EVERY_S`; call this method often."""
         if self.clock() - self._sent_s >= HEARTBEAT_EVERY_S:
             self._send(Metric(source=PROVISIONER, values={}, time_s=time.time()))
 
@@ -67,7 +68,7 @@ class DecisionPublisher:
             self.publisher.try_send(self.topic, record)
 
     def close(self) -> None:
-        """Wait up to 5 s until Kafka has everything."""
+        """Wait up to 5 s until Kafka has all records."""
         self.publisher.close()
 
 
@@ -85,12 +86,12 @@ ReadSettings = Callable[[JobConfig], tuple[ControllerSettings, list[str]]]
 
 @dataclass(frozen=True)
 class ProvisionerSetup:
-    """A provisioner's parts and settings. Its journal is in `run_folder`; its state is beside the checkpoints.
+    """The parts and settings of a provisioner. Its journal is in `run_folder`; its state is beside the checkpoints.
 
     Attributes:
-        read_settings: settings from a job file, with notes on their origin.
-        load, path: reads the job file, which may be edited while the job runs.
-        accept: called with a job file that was edited and is followed from now on.
+        read_settings: function that returns the settings of a job file, with notes on their origin.
+        load, path: function that reads the job file, which may be edited while the job runs, and path of this file.
+        accept: function that is called with an edited job file when the provisioner starts to use it.
     """
 
     config: JobConfig
@@ -105,9 +106,9 @@ class ProvisionerSetup:
 
 
 class ProvisionerProcess:
-    """A running provisioner. Use as a context manager, then call `read_history` once, then one of the loops. Raises
-    ConfigError if the job file lacks the work or the rates, or its fleet cannot be used, and ServiceUnavailableError if
-    Kafka or Redis does not answer."""
+    """A running provisioner. Use it as a context manager, then call `read_history` once, then one of the loops. Raises
+    ConfigError if the job file lacks the work or the rates, or if its fleet cannot be used; ServiceUnavailableError if
+    Kafka or Redis is not available."""
 
     def __init__(self, setup: ProvisionerSetup) -> None:
         self._setup = setup
@@ -153,7 +154,8 @@ class ProvisionerProcess:
         self._open.close()
 
     def read_history(self) -> None:
-        """Read what was written before this process started, or since an earlier one saved its state."""
+        """Read the records that were written before this process started, or since an earlier process saved its
+        state."""
         for timed_record in self._job_records.read_history():
             self._controller.observed.feed(timed_record.record, timed_record.at_s)
             self._renew_lease()
@@ -161,8 +163,8 @@ class ProvisionerProcess:
         self._heartbeat.set_waiting_for("")
 
     def run(self, stop_requested: StopRequested) -> Decision | None:
-        """Turns until nothing is left to do or a person must act; returns the last decision, or None if a stop was
-        requested."""
+        """Repeat turns until nothing is left to do or a person must act. Returns the last decision, or None if a stop
+        was requested."""
         job_file = JobFile(self._setup.path, self._setup.load)
         while True:
             if (changed := job_file.changed()) is not None:
@@ -179,11 +181,11 @@ class ProvisionerProcess:
                 return None
 
     def run_once(self) -> Decision:
-        """One turn."""
+        """Execute one turn."""
         return self._turn(last=True)
 
     def end_machines(self) -> Decision:
-        """Turns until all machines have ended; the last decision."""
+        """Repeat turns until all machines have ended, and return the last decision."""
         while True:
             decision = self._turn(draining=True)
             if decision.finished:
@@ -192,7 +194,7 @@ class ProvisionerProcess:
             self._follow(_URGENT_AFTER_S, lambda: False)
 
     def _renew_lease(self) -> None:
-        """Renew the lease if that is due; raises FencedError if another provisioner has taken over."""
+        """Renew the lease if this is due. Raises FencedError if another provisioner has taken over."""
         try:
             if self._lease is not None:
                 self._lease.renew_if_due()
@@ -207,7 +209,7 @@ class ProvisionerProcess:
         self._heartbeat.expect("turn", within_s=max(60.0, 10 * self._settings.planner.replan_s))
 
     def _retarget(self, config: JobConfig) -> None:
-        """Follow a job file that has changed."""
+        """Use the settings of a job file that has changed."""
         try:
             settings, _ = self._setup.read_settings(config)
             self._controller.retarget(settings)
@@ -224,7 +226,7 @@ class ProvisionerProcess:
         )  # fmt: skip
 
     def _turn(self, *, last: bool = False, draining: bool = False) -> Decision:
-        """One turn, published and logged; `last`: this process exits afterwards."""
+        """Execute one turn, publish and log its decision. `last`: this process exits afterwards."""
         self._heartbeat.beat("turn")
         now_s = time.time()
         ends = self._job_records.sample_ends()
@@ -261,7 +263,7 @@ class ProvisionerProcess:
         )  # fmt: skip
 
     def _follow(self, seconds: float, stop_requested: StopRequested) -> None:
-        """Read records until the next turn is due; less long if a worker comes or goes, or the job ends."""
+        """Read records until the next turn is due. Returns earlier if a worker joins or leaves, or if the job ends."""
         start_s, urgent = time.monotonic(), False
         while not stop_requested() and time.monotonic() - start_s < seconds:
             self._renew_lease()
@@ -280,7 +282,8 @@ def _publisher(config: JobConfig, services: Services) -> DecisionPublisher:
 
 
 def publish_last(config: JobConfig, services: Callable[[], Services], decision: Decision) -> None:
-    """Publish the decision of a process that exits, if Kafka answers: others learn of it, and nothing depends on it."""
+    """Publish the decision of a process that exits, if Kafka is available. Other processes learn of it, but none
+    depends on it."""
     try:
         resolved = services()
         if problem := kafka_problem(config, resolved, _KAFKA_TIMEOUT_S):
@@ -294,7 +297,8 @@ def publish_last(config: JobConfig, services: Callable[[], Services], decision: 
 
 
 class JobFile:
-    """The job file, which may be edited while the job runs. `load` reads it, with the overrides of the command line."""
+    """The job file, which may be edited while the job runs. `load` reads it and applies the overrides of the command
+    line."""
 
     def __init__(self, path: Path, load: Callable[[], JobConfig]) -> None:
         self._path = path
@@ -309,7 +313,8 @@ class JobFile:
         return (stat.st_mtime_ns, stat.st_size)
 
     def changed(self) -> JobConfig | None:
-        """The job file as it is now, if it has changed since the last call; an invalid one is logged and ignored."""
+        """Return the job file if it has changed since the last call, otherwise None. An invalid file is logged and
+        ignored."""
         stamp = self._stamp()
         if stamp in (self._last_stamp, (0, 0)):
             return None
@@ -325,15 +330,15 @@ def drain(
     config: JobConfig, machines: Machines, lease: Lease, state_store: StateStore, wait: Callable[[float], bool],
     *, clock: Callable[[], float] = time.time,
 ) -> Decision | None:  # fmt: skip
-    """End all instances of the job and wait until they are gone; `lease` is claimed already. It needs the fleet and the
-    lease only: neither Kafka nor Redis, prices nor a plan. Bills and launches continue in the provisioner's state, if
+    """End all instances of the job and wait until they have ended. `lease` is already claimed. This needs only the
+    fleet and the lease: neither Kafka, Redis, prices nor a plan. Bills and launches continue in the saved state, if
     there is one.
 
-    Returns the last decision, or None if a stop was requested, by which `wait` for so many seconds returns False.
+    Returns the last decision, or None if a stop was requested; `wait` then returns False.
 
     Raises:
         FencedError: another provisioner has taken over.
-        ServiceUnavailableError: some are still there, or the fleet has not answered, after `DRAIN_TIMEOUT_S`.
+        ServiceUnavailableError: after `DRAIN_TIMEOUT_S`, some instances still exist or the fleet has not answered.
     """
     telemetry.configure(process="provisioner")
     controller = Controller(
@@ -361,7 +366,7 @@ def drain(
 
 
 def _no_plan(config: JobConfig) -> ControllerSettings:
-    """Settings of a controller that plans nothing."""
+    """Return settings for a controller that does not plan."""
     return ControllerSettings(
         planner=PlannerSettings(samples=1.0, batch_size=config.data.batch_size, deadline_s=1.0),
         rates_per_s=np.ones(config.data.workers),
@@ -370,8 +375,9 @@ def _no_plan(config: JobConfig) -> ControllerSettings:
 
 
 class _KnownState:
-    """The state store of a provisioner that ran before. Without its state nothing is saved, since a drain has not read
-    the topics: when the job's clock began, and what was spent, is in them. A full disk keeps no machine alive."""
+    """The state store of a provisioner that ran before. If there is no saved state, nothing is saved, because a drain
+    does not read the topics, which state the start of the job's clock and the cost so far. A full disk does not stop a
+    drain."""
 
     def __init__(self, store: StateStore) -> None:
         self._store = store

@@ -1,4 +1,5 @@
-"""Which market each slot is to be in, and why: the planner's input from the job and the fleet, and its output."""
+"""The wanted market of each slot, with the reason: makes the planner's input from job and fleet, and uses its
+output."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ _RESERVE_TURNS = 3  # a running machine goes on for some turns whatever is decid
 
 @dataclass(frozen=True)
 class BudgetFit:
-    """A choice of markets, bool of shape (N,), True for spot, that the budget enforces. `short`: not even the cheapest
-    choice is within it."""
+    """A choice of markets that keeps within the budget: bool of shape (N,), True for spot. `short`: the budget is not
+    enough even for the cheapest choice."""
 
     on_spot: Bools
     expected_cost_usd: float
@@ -40,8 +41,9 @@ class BudgetFit:
 def fit_to_budget(
     on_spot: Bools, state: PlannerState, planner: PlannerSettings, *, reserve_usd: float
 ) -> BudgetFit | None:
-    """The plan `on_spot` with as many more slots on spot as the budget needs; None if it needs none. If no choice is
-    within the budget, the cheapest one: the work goes on until it is spent. `reserve_usd` is held back per machine."""
+    """Return the choice `on_spot` with as many more slots on spot as the budget requires; None if it requires no more.
+    If every choice exceeds the budget, returns the cheapest one: the work continues until the budget is spent.
+    `reserve_usd` is kept free for each machine."""
     work = planner.samples - state.samples_done
     if planner.budget_usd is None or work <= 0:
         return None
@@ -65,7 +67,8 @@ def fit_to_budget(
 
 
 def reserve_usd(prices: Prices, replan_s: float, billing: BillingRule) -> float:
-    """Held back for each machine, USD at the higher price: it runs on for some turns whatever is decided."""
+    """Return the USD that are kept free for each machine, at the higher price: it continues for some turns whatever is
+    decided."""
     seconds = max(_RESERVE_TURNS * replan_s, billing.billed_s(0.0))
     return max(prices.spot_usd_per_h, prices.on_demand_usd_per_h) * seconds / SECONDS_PER_HOUR
 
@@ -75,7 +78,7 @@ _RE_ESTIMATE_EVERY = 3  # evaluations
 
 @dataclass(frozen=True)
 class DesiredState:
-    """The wanted fleet. See `Decision` for the attributes; `urgent`: the deadline is in danger."""
+    """The wanted fleet. `Decision` describes the attributes. `urgent`: the deadline is in danger."""
 
     phase: Phase
     markets: tuple[Market | None, ...]
@@ -92,7 +95,7 @@ class DesiredState:
 
     @classmethod
     def of_no_machines(cls, phase: Phase, why: str, state: PlannerState) -> DesiredState:
-        """No slot has a machine."""
+        """Return the state in which no slot has a machine."""
         count = state.num_workers
         return cls(
             phase=phase, markets=(None,) * count, reasons=(why,) * count, binding=phase,
@@ -102,12 +105,12 @@ class DesiredState:
 
 
 class MarketPlan(KeptState):
-    """The markets that were last chosen, and what the next choice needs of the past.
+    """The markets that were chosen last, and the history that the next choice needs.
 
     Attributes:
-        planner: work, deadline and behaviour; the work as re-estimated.
-        moves: slots that changed their market so far.
-        scale_in: which slots have no worker, whatever their market.
+        planner: work, deadline and behaviour; includes the new estimate of the work.
+        moves: number of changes of a slot's market so far.
+        scale_in: the slots that have no worker, whatever their market.
     """
 
     KEPT: ClassVar = {"moves": int, "scale_in": KeptState}
@@ -129,7 +132,7 @@ class MarketPlan(KeptState):
 
     @property
     def markets(self) -> tuple[Market | None, ...]:
-        """The last choice; None per slot before the first."""
+        """The last choice; None for each slot before the first choice."""
         if self._on_spot is None:
             return (None,) * self._settings.num_slots
         return _markets(self._on_spot, self.scale_in.active)
@@ -140,27 +143,28 @@ class MarketPlan(KeptState):
         return self._history.spot_available
 
     def retarget(self, settings: ControllerSettings) -> None:
-        """Other work, deadline, budget or behaviour."""
+        """Use another work, deadline, budget or behaviour."""
         self._settings, self.planner, self._evaluations = settings, settings.planner, 0
         self.scale_in.retarget(settings.scale_in)
 
     def begin_generation(self) -> None:
-        """The job starts again: no market is chosen and no move is made yet."""
+        """Start again with a new generation of the job: no market is chosen and no move is made yet."""
         self.retarget(self._settings)
         self.scale_in.clear()
         self._on_spot = None
         self.moves = 0
 
     def planned(self, observed: Observed) -> PlannerSettings:
-        """The planner's settings: boots as planned, or as nine of ten took if that is longer."""
+        """Return the planner's settings. The boot time is the planned one, or the 90th percentile of observed boots if
+        it is longer."""
         return replace(self.planner, boot_s=max(self.planner.boot_s, observed.boots.slow_s))
 
     def samples_done(self, observed: Observed) -> float:
-        """Samples in the model."""
+        """Return the number of samples in the model."""
         return float(observed.batches_done * self.planner.batch_size)
 
     def re_estimate(self, observed: Observed) -> None:
-        """Estimate the work from the job's own held-out errors, if the job asks for it."""
+        """Estimate the work again from the job's held-out errors, if the job has an error target."""
         settings = self._settings
         if settings.target_error is None:
             return
@@ -187,8 +191,8 @@ class MarketPlan(KeptState):
         *,
         counts: Bools,
     ) -> None:
-        """Report to the estimator which slots on spot work; boots count as down. `counts`: slots whose state says
-        something about spot, shape (N,)."""
+        """Report to the estimator which slots on spot work; boots count as down. `counts`: slots whose state is
+        evidence of spot's availability, shape (N,)."""
         if self._on_spot is None or self._dry_run:
             return
         up = np.zeros(self._settings.num_slots, dtype=np.bool_)
@@ -201,7 +205,7 @@ class MarketPlan(KeptState):
         self, observed: Observed, instances: Sequence[Instance], ready: Collection[str], launch_state: LaunchState,
         *, bill: Bill, prices: Prices, now_s: float, started_s: float,
     ) -> PlannerState:  # fmt: skip
-        """The planner's input: where the job stands."""
+        """Return the planner's input: the current state of the job."""
         count = self._settings.num_slots
         on_spot, up = np.ones(count, dtype=np.bool_), np.zeros(count, dtype=np.bool_)
         newest = np.zeros(count, dtype=np.int64)
@@ -225,7 +229,7 @@ class MarketPlan(KeptState):
         )  # fmt: skip
 
     def _spot_available(self, on_spot: Bools, running: Bools, launch_state: LaunchState, now_s: float) -> Bools:
-        """Whether spot has a machine for each slot, shape (N,)."""
+        """Return whether spot has a machine for each slot, shape (N,)."""
         limits = self._settings.limits
         has_quota = now_s >= launch_state.quota_s("spot")
         available = self._history.spot_available.copy()
@@ -248,7 +252,7 @@ class MarketPlan(KeptState):
     def review_workers(
         self, state: PlannerState, observed: Observed, instances: Sequence[Instance], now_s: float
     ) -> list[SlotChange]:
-        """Release or recall slots if the job asks for scale-in; in a dry run never."""
+        """Release or recall slots if the job uses scale-in; never in a dry run."""
         if self._dry_run:
             return []
         noticed = {instance.slot for instance in instances if instance.is_alive and instance.notice_s is not None}
@@ -260,14 +264,15 @@ class MarketPlan(KeptState):
         return changes
 
     def resume(self, now_s: float) -> None:
-        """All slots get a machine again after a time without: their boots begin now."""
+        """Record that all slots get a machine again after a time without machines: their boots begin now."""
         self._history.move(np.ones(self._settings.num_slots, dtype=np.bool_), now_s)
 
     def choose(
         self, state: PlannerState, observed: Observed, *, fleet_is_empty: bool, now_s: float, hold: str = ""
     ) -> DesiredState:
-        """The markets of all slots, by the planner and within the budget; remembered unless this is a dry run. While
-        `hold` is not "", no slot moves from spot to on-demand, nor does one whose source has paused."""
+        """Choose the markets of all slots with the planner, within the budget. The choice is remembered unless this is
+        a dry run. While `hold` is not "", no slot moves from spot to on-demand; a slot whose source has paused does not
+        do so either."""
         settings, active = self.planned(observed), self.scale_in.active
         first = self._on_spot is None and fleet_is_empty
         working = sharing(
@@ -313,7 +318,7 @@ class MarketPlan(KeptState):
         return {"on_spot": plain(self._on_spot), "work": work, **self._history.to_dict(), **super().to_dict()}
 
     def restore(self, kept: Mapping[str, Any]) -> None:
-        """Restore; re-estimated work is kept only if the job asks for the same."""
+        """Restore the saved state. The estimated work is kept only if the planned work of the job has not changed."""
         super().restore(kept)
         self._history.restore(kept)
         if kept["on_spot"] is not None:

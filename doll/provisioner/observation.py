@@ -1,7 +1,7 @@
-"""The provisioner's knowledge of a job, folded from its records: progress, rates, who holds which slot. Pure.
+"""The provisioner's knowledge of a job, collected from its records: progress, rates, and the holder of each slot. Pure.
 
-Records come from the topics `updates`, `events`, `commands` and `metrics`, in any order between the topics. Times are
-Unix seconds.
+Records come from the topics `updates`, `events`, `commands` and `metrics`. The order of records of different topics
+does not matter. Times are Unix seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NEWEST: Final = 0.1  # weight of the newest batch in a worker's mean service ti
 
 
 PAUSE_S: Final = 480.0
-"""A stream without a sample for so long has paused, unless it is so slow that this is nothing unusual."""
+"""A stream has paused if it sends no sample for this time, unless such gaps are usual for a slow stream."""
 _GAPS_OF_A_PAUSE: Final = 20.0  # mean gaps between two samples; chance makes one of e^-20
 _LEAST_OF_PRIOR: Final = 1e-6  # the planner needs a rate above 0, also of a slot without a partition
 
@@ -37,11 +37,12 @@ Owners = npt.NDArray[np.int64]
 
 
 class StreamRates(KeptState):
-    """Feed it the ends of the partitions. Which slot serves a partition is the caller's to say: it changes.
+    """The rates of the streams, computed from the end offsets of the partitions. The caller sets which slot serves a
+    partition.
 
     Attributes:
-        owners: the slot that serves each partition, shape (P,); P is 0 before the first ends.
-        last_arrival_s: of any partition; None before the first ends.
+        owners: slot that serves each partition, shape (P,). P is 0 before the first end offsets.
+        last_arrival_s: time of the last arrival in any partition; None before the first end offsets.
     """
 
     def __init__(self, prior_per_s: npt.ArrayLike, samples_per_record: float) -> None:
@@ -54,11 +55,11 @@ class StreamRates(KeptState):
         self.last_arrival_s: float | None = None
 
     def first_owners(self, partitions: int) -> Owners:
-        """The slots that serve the partitions of a new job."""
+        """Return the slots that serve the partitions of a new job."""
         return np.arange(partitions) % len(self._prior)
 
     def observe(self, now_s: float, ends: Sequence[int]) -> None:
-        """The end of each partition, offsets, as seen at `now_s`. Partitions may be added, not taken away."""
+        """Record the end offset of each partition at `now_s`. Partitions may be added, but not removed."""
         if self._rates is None or len(ends) != len(self._quiet_s):
             self._resize(len(ends))
         assert self._rates is not None
@@ -78,7 +79,7 @@ class StreamRates(KeptState):
         self._ends = (now_s, list(ends))
 
     def _resize(self, partitions: int) -> None:
-        """Change the number of partitions. What is known of them stays if they become more."""
+        """Change the number of partitions. The knowledge of existing partitions is kept if the number grows."""
         earlier, owners = self._rates, self.first_owners(partitions)
         self._rates = RateEstimator(self._prior[owners] / np.bincount(owners, minlength=len(self._prior))[owners])
         keep = 0 if partitions < len(self._quiet_s) else len(self._quiet_s)
@@ -88,7 +89,7 @@ class StreamRates(KeptState):
         self.owners = np.concatenate([self.owners[:keep], owners[keep:]])
 
     def per_s(self) -> Floats:
-        """λ̂ > 0, samples per second of the partitions of each slot while they come, shape (N,)."""
+        """Return λ̂ > 0 for each slot, shape (N,): samples per second of the slot's partitions while samples arrive."""
         if self._rates is None:
             return self._prior
         count = len(self._prior)
@@ -97,23 +98,23 @@ class StreamRates(KeptState):
         return rates
 
     def pause_s(self) -> Floats:
-        """How long the streams of each slot may be without a sample before they count as paused, shape (N,)."""
+        """Return the seconds without a sample after which the streams of each slot count as paused, shape (N,)."""
         pauses_s: Floats = np.maximum(PAUSE_S, _GAPS_OF_A_PAUSE * self._samples_per_record / self.per_s())
         return pauses_s
 
     def paused(self) -> Bools:
-        """Slots of which no partition sends anything, shape (N,); also those that have none."""
+        """Return the slots for which no partition sends anything, shape (N,); includes slots without a partition."""
         if self._rates is None:
             return np.zeros(len(self._prior), dtype=np.bool_)
         quiet: Bools = np.bincount(self.owners[~self._is_quiet()], minlength=len(self._prior)) == 0
         return quiet
 
     def is_silent(self) -> bool:
-        """No partition sends anything."""
+        """Return whether no partition sends anything."""
         return self._rates is not None and bool(self._is_quiet().all())
 
     def without_partition(self) -> Bools:
-        """Slots that serve no partition, though there is one for each slot, shape (N,)."""
+        """Return the slots that serve no partition although there are enough partitions for all slots, shape (N,)."""
         count = len(self._prior)
         none: Bools = np.bincount(self.owners, minlength=count) == 0
         return none & (len(self.owners) >= count)
@@ -135,7 +136,7 @@ class StreamRates(KeptState):
 
 
 class _Slot(msgspec.Struct):
-    """The process that the parameter server has welcomed last for one slot."""
+    """The process of a slot that the parameter server has welcomed last."""
 
     process: str = ""  # as in `Welcome.process`
     session: int = 0  # the parameter server's number for it
@@ -154,15 +155,16 @@ class _Slot(msgspec.Struct):
     holds_back: bool = False  # its newest batch has left a part of its step at the worker
 
     def note_incarnation(self, incarnation: int) -> None:
-        """An instance of this incarnation exists or did. Implausible numbers are ignored: topics are no proof."""
+        """Record that an instance of this incarnation exists or existed. Implausible numbers are ignored, because
+        records of a topic may be wrong."""
         if incarnation <= _MAX_INCARNATION:
             self.highest_incarnation = max(self.highest_incarnation, incarnation)
 
 
 @dataclass(frozen=True)
 class SlotHolder:
-    """The holder of a slot. Incarnation 0: a worker that no fleet has started. It `works` if it has not left, and has
-    been heard while others were."""
+    """The holder of a slot. Incarnation 0: a worker that no fleet has started. `works`: the worker has not left, and it
+    was heard while other workers were heard."""
 
     incarnation: int
     since_s: float
@@ -171,14 +173,15 @@ class SlotHolder:
 
 
 class Observed(KeptState):
-    """Feed it records and the ends of the partitions; ask it what the planner needs.
+    """The knowledge of the provisioner about a job. The caller passes records and end offsets of partitions; the planner reads
+    results.
 
     Args:
         prior_rates_per_s: λ_n of the job file, samples per second, shape (N,).
         samples_per_record: see `ControllerSettings`.
-        prior_alpha, prior_cycle_s: what is believed of spot before anything is seen.
-        heartbeat_timeout_s: a worker that is not heard for this long, while others are, does not work.
-        keeps_losses: record the loss of each update in `losses`.
+        prior_alpha, prior_cycle_s: assumed availability and cycle of spot before anything is observed.
+        heartbeat_timeout_s: a worker that is silent for this time, while others are heard, does not work.
+        keeps_losses: whether to record the loss of each update in `losses`.
     """
 
     KEPT: ClassVar = {
@@ -229,16 +232,18 @@ class Observed(KeptState):
 
     @property
     def term(self) -> int:
-        """The newest server's term."""
+        """The term of the newest server."""
         return self._lineage.newest_term
 
     @property
     def generation(self) -> int:
-        """The generation of the job's run on these topics: a later one begins again, with an origin of its own."""
+        """The generation of the job's run on these topics. A new generation starts the job again, with its own
+        origin."""
         return self._lineage.generation
 
     def feed(self, record: records.AnyRecord, at_s: float) -> None:
-        """One record, written at about `at_s`. Unknown records, and records of slots that do not exist, are ignored."""
+        """Process one record, written at about `at_s`. Unknown records, and records of slots that do not exist, are
+        ignored."""
         self.last_seen_s = max(self.last_seen_s, at_s)
         if isinstance(record, records.Welcome | records.TermStarted | records.Update | records.ServerStatus):
             if at_s - self.ps_last_seen_s > self.heartbeat_timeout_s:
@@ -323,8 +328,9 @@ class Observed(KeptState):
         slot.last_seen_s = max(slot.last_seen_s, at_s)
 
     def _read_on(self, record: records.Alive, slot: _Slot, at_s: float) -> None:
-        """The reading speed of a worker that is behind its stream limits its rate. One that reads nothing waits, for
-        its source or for the parameter server, which says nothing of its speed once it is more than a gap."""
+        """Update the reading speed of a worker, which limits its rate if the worker is behind its stream. A worker that
+        reads nothing waits for its source or the parameter server. Such a pause says nothing about its speed, unless it
+        is a usual gap."""
         if slot.read_to >= 0 and record.next_offset == slot.read_to:
             return
         span_s = at_s - slot.read_at_s
@@ -357,14 +363,16 @@ class Observed(KeptState):
         self.losses.cut(record.kept_version)
 
     def observe_ends(self, now_s: float, ends: Sequence[int]) -> None:
-        """The end of each partition, offsets, as seen at `now_s`: how fast samples come while they come."""
+        """Record the end offset of each partition at `now_s`, from which the rate of samples while they arrive is
+        estimated."""
         partitions = len(self._streams.owners)
         self._streams.observe(now_s, ends)
         if len(ends) != partitions:
             self._follow_assignment()
 
     def _follow_assignment(self) -> None:
-        """Partitions move while a job runs. What a worker has read of others says nothing of its speed now."""
+        """Update the slots of the partitions, which may move while a job runs. The reading speed of a worker is
+        forgotten if its partitions have changed."""
         before, owners = self._streams.owners, self._assignment()
         self._streams.owners = owners
         moved = owners != before
@@ -372,62 +380,64 @@ class Observed(KeptState):
             self._read.forget(number, float(self._streams.per_s()[number]))
 
     def _assignment(self) -> Owners:
-        """The slot of each partition: the newest Welcome that names it says who serves it. One that none names is
-        served as in a new job."""
+        """Return the slot of each partition, according to the newest Welcome that names the partition. A partition that
+        no Welcome names is served as in a new job."""
         owners = self._streams.first_owners(len(self._streams.owners))
         for number in sorted(range(self.num_slots), key=lambda number: self._slots[number].served_s):
             owners[[partition for partition in self._slots[number].served if partition < len(owners)]] = number
         return owners
 
     def paused(self) -> Bools:
-        """Streams that send nothing though their worker is there to read it, shape (N,)."""
+        """Return the streams that send nothing although their worker is ready to read, shape (N,)."""
         working = [(holder := self.holder(slot)) is not None and holder.works for slot in range(self.num_slots)]
         return np.array(working, dtype=np.bool_) & self._streams.paused() & ~self.released
 
     def without_partition(self) -> Bools:
-        """Slots that serve no partition and may get one, shape (N,): their streams are served by others."""
+        """Return the slots that serve no partition although they could, shape (N,): other slots serve their streams."""
         return self._streams.without_partition()
 
     def source_silent_since_s(self) -> float | None:
-        """Since when no stream has sent anything; None if one has not long ago, or the ends are not known."""
+        """Return the time since which no stream has sent anything; None if a stream has sent recently, or the end
+        offsets are not known."""
         return self._streams.last_arrival_s if self._streams.is_silent() else None
 
     def rates_per_s(self) -> Floats:
-        """λ̂_n: samples that come per second in the partitions that each slot serves now, or that its worker can read
-        if those are fewer; shape (N,)."""
+        """Return λ̂_n, shape (N,): samples per second that arrive in the partitions that each slot serves now, or that
+        the slot's worker can read, whichever is smaller."""
         rates: Floats = np.minimum(self._streams.per_s(), self._read.per_s())
         return rates
 
     @property
     def service_s(self) -> float:
-        """μ_C: mean seconds from a granted batch to its stored gradient; NaN before the first."""
+        """The mean seconds μ_C from a granted batch to its stored gradient; NaN before the first batch."""
         count, seconds = self._service
         return seconds / count if count else math.nan
 
     def slot_service_s(self, slot: int) -> float:
-        """Recent mean service time of the batches of one slot; 0 before the first."""
+        """Return the recent mean service time of the slot's batches, seconds; 0 before the first batch."""
         return self._slots[slot].service_s
 
     def capacity_per_s(self, batch_size: float) -> Floats:
-        """Samples that each slot's worker can compute per second; 0 before its first batch, shape (N,)."""
+        """Return the samples per second that each slot's worker can compute, shape (N,); 0 before its first batch."""
         service_s = np.array([slot.service_s for slot in self._slots])
         return np.where(service_s > 0, batch_size / np.maximum(service_s, 1e-9), 0.0)
 
     def replica_losses(self) -> Floats | None:
-        """Recent mean loss of each slot's batches on its worker's own weights, NaN before the first, shape (N,); None
-        if no worker holds a part of its steps back, so that all have the same weights."""
+        """Return the recent mean loss of each slot's batches with its worker's own weights, shape (N,); NaN before the
+        first batch. Returns None if no worker withholds a part of its steps, because then all workers have the same
+        weights."""
         if not any(slot.holds_back for slot in self._slots):
             return None
         return np.array([math.nan if slot.loss is None else slot.loss for slot in self._slots])
 
     @property
     def batches_per_update(self) -> float:
-        """Mean over the updates so far; NaN before the first."""
+        """The mean number of batches per update so far; NaN before the first update."""
         return self.batches_done / self.version if self.version > 0 else math.nan
 
     def errors(self, measure: str) -> tuple[list[int], list[float]]:
-        """Version and held-out error of each evaluation, ascending, errors above 0. `measure` is "error_rate" (1 -
-        accuracy) or "loss"."""
+        """Return version and held-out error of each evaluation, in ascending order of versions; only errors above 0.
+        `measure` is "error_rate" (1 - accuracy) or "loss"."""
         errors_by_version: dict[int, float] = {}
         for version, loss, accuracy in self.evaluations:
             error = loss if measure == "loss" else math.nan if accuracy is None else 1 - accuracy
@@ -436,7 +446,7 @@ class Observed(KeptState):
         return sorted(errors_by_version), [errors_by_version[version] for version in sorted(errors_by_version)]
 
     def holder(self, slot: int) -> SlotHolder | None:
-        """Who holds the slot; None while no worker was welcomed."""
+        """Return the holder of the slot; None if no worker was welcomed yet."""
         holder = self._slots[slot]
         if not holder.process:
             return None
@@ -444,11 +454,12 @@ class Observed(KeptState):
         return SlotHolder(holder.incarnation, holder.since_s, holder.last_seen_s, works)
 
     def ps_since_s(self, now_s: float) -> float | None:
-        """Since when a parameter server has run without a pause; None if none runs: no worker can join then."""
+        """Return the time since which a parameter server has run without a pause; None if none runs, so that no worker
+        can join."""
         return self._ps_since_s if now_s - self.ps_last_seen_s <= self.heartbeat_timeout_s else None
 
     def highest_incarnation(self, slot: int) -> int:
-        """The highest incarnation that has ever asked for the slot, as far as is known."""
+        """Return the highest known incarnation that has ever asked for the slot."""
         return self._slots[slot].highest_incarnation
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,15 +1,15 @@
-"""From the machines that exist to the machines that are wanted: what to launch, end or wait for, and why. Pure.
+"""Compares the existing with the wanted machines, and returns what to launch, end or wait for, with reasons. Pure.
 
-Rules, slot by slot:
+Rules for each slot:
 
-- An instance is *ready* when its worker has the slot; that fences every older one. Older ones are ended then, not
-before.
-- A slot never has more than two instances, the second only to replace the first.
-- An instance with an interruption notice is replaced, not ended: the cloud does that, and may not charge for it. One
-that is still there long after its notice is ended.
-- An instance whose worker has not joined in time is ended at once: nothing depends on it. One whose worker has gone
-silent is ended when its successor is ready, or when its slot is given up.
-- Instances of unknown slots, of a job that has finished, and stopped ones are ended.
+- An instance is *ready* when its worker holds the slot, which fences all older instances. Older instances are ended
+then, not before.
+- A slot never has more than two instances. The second one only replaces the first.
+- An instance with an interruption notice is replaced but not ended: the cloud ends it, and may not charge for it. If it
+still exists long after its notice, it is ended.
+- An instance whose worker has not joined in time is ended at once, because nothing depends on it. An instance whose
+worker has gone silent is ended when its successor is ready, or when its slot is given up.
+- Instances of unknown slots, instances of a finished job, and stopped instances are ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from doll.provisioner.planning.state import Market
 
 @dataclass(frozen=True)
 class Launch:
-    """Make this order."""
+    """Launch an instance with this order."""
 
     order: Order
     why: str
@@ -54,13 +54,13 @@ FleetAction = Launch | Terminate | Wait
 
 @dataclass(frozen=True)
 class Readiness:
-    """Which instances work.
+    """The instances that work.
 
     Attributes:
-        ready_s: since when an instance's worker has its slot, by id of the instance.
-        silent_s: for how long a worker that has had its slot has sent nothing, by id of its instance.
-        not_ready_s: for how long an instance that is not ready could have become so, by id.
-        incarnation_held: the highest incarnation whose worker has had the slot, by slot.
+        ready_s: Unix time since which the instance's worker holds its slot, by instance id.
+        silent_s: seconds for which a worker that has held its slot has sent nothing, by instance id.
+        not_ready_s: seconds for which an instance that is not ready could have become ready, by instance id.
+        incarnation_held: highest incarnation whose worker has held the slot, by slot.
     """
 
     ready_s: dict[str, float] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Readiness:
     incarnation_held: dict[int, int] = field(default_factory=dict)
 
     def failure(self, id_: str, limits: LaunchLimits) -> str:
-        """Why the instance is to be replaced; "" if it is not."""
+        """Return why the instance must be replaced; "" if it need not be."""
         not_ready_s, silent_s = self.not_ready_s.get(id_, 0.0), self.silent_s.get(id_, 0.0)
         if not_ready_s > limits.boot_timeout_s:
             return f"is not ready after {not_ready_s:.0f} s"
@@ -78,17 +78,18 @@ class Readiness:
 
 @dataclass(frozen=True)
 class FleetStatus:
-    """The fleet and what is wanted of it, at one moment.
+    """The fleet and its wanted state at one moment.
 
     Attributes:
-        wanted: market of each slot; None: no machine.
-        urgent: the deadline is in danger: fallbacks are not held back.
-        spare_usd: what may still be committed; infinite without a budget.
-        commit_usd: what one launch commits, by market.
-        unlisted: ids of instances that are known from their launch, but not in the fleet's own listing yet. A notice
-            would not show, so they are not ended before they are listed.
-        overdue: ids of instances whose interruption notice is so old that they are ended.
-        hold: why nothing is launched now; "": launches go on.
+        wanted: wanted market of each slot. None: no machine.
+        reasons: reason for the wanted market of each slot.
+        urgent: whether the deadline is in danger; fallbacks are then not limited.
+        spare_usd: USD that launches may still use; infinite without a budget.
+        commit_usd: USD that one launch uses, by market.
+        unlisted: ids of instances that are known from their launch, but that the fleet does not list yet. A notice for
+            these would not be visible, so they are not ended before they are listed.
+        overdue: ids of instances that are ended because their interruption notice is too old.
+        hold: why nothing is launched now; "": launches are allowed.
     """
 
     wanted: Sequence[Market | None]
@@ -104,8 +105,8 @@ class FleetStatus:
 
 
 def reconcile(status: FleetStatus, launch_state: LaunchState, now_s: float) -> list[FleetAction]:
-    """The actions of this turn, in order: ends first, then launches, slots without a machine first. Nothing is done or
-    remembered here; the caller reports outcomes to `launch_state`."""
+    """Return the actions of this turn in order: first terminations, then launches, of which slots without a machine
+    come first. This function carries out and remembers nothing; the caller reports outcomes to `launch_state`."""
     by_slot: dict[int, list[Instance]] = {}
     actions: list[FleetAction] = []
     for instance in status.instances:
@@ -146,7 +147,7 @@ def reconcile(status: FleetStatus, launch_state: LaunchState, now_s: float) -> l
 
 
 def _available_market(slot: int, market: Market, launch_state: LaunchState, now_s: float) -> Market:
-    """Spot instead of on-demand if that is closed or its quota is used up; else the market that is wanted."""
+    """Return spot instead of on-demand if on-demand is closed or its quota is used up; otherwise the wanted market."""
     closed = now_s < launch_state.quota_s("on_demand") or launch_state.is_closed("on_demand", now_s)
     if market == "on_demand" and closed and now_s >= launch_state.blocked_s(slot, "spot"):
         return "on_demand" if launch_state.is_closed("spot", now_s) else "spot"
@@ -158,7 +159,8 @@ def _end(instance: Instance, why: str) -> Terminate:
 
 
 def _defer_unlisted(action: FleetAction, status: FleetStatus) -> FleetAction:
-    """An instance that is not listed yet may have a notice that cannot be seen: it is ended once it is listed."""
+    """Return a wait instead of the end of an instance that is not listed yet, because it may have a notice that is not
+    visible. The instance is ended after it is listed."""
     if isinstance(action, Terminate) and action.id in status.unlisted:
         return Wait(action.slot, f"{action.id} is not listed yet, it is ended later: {action.why}")
     return action
@@ -189,12 +191,12 @@ class _SlotInstances:
 
     @property
     def rank(self) -> int:
-        """Order of launches if limits do not allow all: slots without any machine first."""
+        """The priority of the slot if limits do not allow all launches: slots without any machine come first."""
         return 2 if self._serving is not None and self._serving.notice_s is None else 1 if self.alive else 0
 
     @property
     def failed(self) -> list[Terminate]:
-        """The ends of the instances that are to be replaced."""
+        """The terminations of the instances that must be replaced."""
         return [
             _end(instance, self._unhealthy[instance.id])
             for instance in self.alive
@@ -202,11 +204,11 @@ class _SlotInstances:
         ]
 
     def falls_back(self, target: Market) -> bool:
-        """Whether a launch in `target` is a move from spot to on-demand."""
+        """Return whether a launch in `target` is a move from spot to on-demand."""
         return target == "on_demand" and any(instance.market == "spot" for instance in self.alive)
 
     def decide(self, target: Market) -> tuple[list[Terminate], Wait | str | None]:
-        """The machines to end, and why to launch one or what to wait for; None if nothing is needed."""
+        """Return the machines to end, and the reason for a launch or a wait; None if neither is needed."""
         fenced = [instance for instance in self.alive if instance.incarnation < self._fenced_below]
         rest = [instance for instance in self.alive if instance.incarnation >= self._fenced_below]
         endable = [instance for instance in rest if instance.notice_s is None]
@@ -239,7 +241,7 @@ class _SlotInstances:
         return ends, Wait(self._slot, f"{target} is wanted, but the slot has two machines")
 
     def _launch_reason(self) -> str:
-        """Why a machine is to be launched, if the slot has at most one, and that one is not fit."""
+        """Return the reason for a launch, if the slot has at most one machine and this machine is not suitable."""
         if not self.alive:
             return "no machine"
         instance = self.alive[0]
@@ -253,7 +255,7 @@ class _SlotInstances:
 def _admit(
     requests: Sequence[tuple[int, int, Market, str, bool]], status: FleetStatus, launch_state: LaunchState, now_s: float
 ) -> list[FleetAction]:
-    """The launches that limits, pauses and budget allow now; waits, with their reasons, for the other requests."""
+    """Return the launches that limits, pauses and budget allow now, and waits with reasons for the other requests."""
     actions: list[FleetAction] = []
     launches, spot_launches, fallbacks = launch_state.launches_left(now_s)
     spare_usd = status.spare_usd

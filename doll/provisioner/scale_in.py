@@ -1,9 +1,9 @@
-"""The rule that removes workers that hardly speed a job up: when, which one, and when it comes back. Pure.
+"""The rule that removes workers that hardly speed a job up: when, which one, and when it is recalled. Pure.
 
-A slot without a worker by this rule is *released*. Its machine is ended in order: the worker finishes or returns its
-batches, sends what it still holds back, and leaves. The server gives its partitions to the other workers
-(`release_request`), so that they take over its data, as in the paper. A released slot is *recalled*, and gets
-partitions again, if the deadline comes into danger or the rule is switched off. See
+A slot that has no worker because of this rule is *released*. Its machine ends in an orderly way: the worker finishes or
+returns its batches, sends the updates that it still withholds, and leaves. The server assigns its partitions to the
+other workers (`release_request`), so that they also learn its data, as in the paper. A released slot is *recalled*, and
+gets partitions again, if the deadline comes into danger or the rule is switched off. See
 docs/decisions/0032-scale-in-releases-slots.md and 0079-the-others-take-over-from-a-released-worker.md.
 """
 
@@ -28,23 +28,23 @@ from doll.theory.checks import Floats
 from doll.theory.fitting import fit_tail
 
 _RECALL: Final = 0.5
-"""A slot is recalled at this share of the reserve for a release: the distance keeps slots from alternating."""
+"""Fraction of the reserve for a release at which a slot is recalled. The distance prevents slots from alternating."""
 _UNKNOWN: Final = "the state of an earlier provisioner is lost"
 MOST_LATE = 0.05
-"""Accepted probability of missing the deadline after a release, where the job states none (`plan.risk`)."""
+"""The accepted probability of missing the deadline after a release, if the job does not state one (`plan.risk`)."""
 _DEARER = 1.01  # of the expected cost: beyond what rounding of forecasts explains
 _REPLICAS = 50
 
 
 def spare_needed_s(settings: PlannerSettings, reserve: float) -> float:
-    """Seconds to spare with all remaining slots on-demand that the release of a slot needs: the reserve, and what the
-    deadline guard keeps (all of spot interrupted now, detected late, and booted again)."""
+    """Return the spare seconds, with all remaining slots on-demand, that the release of a slot requires: the reserve,
+    and the time that the deadline guard keeps (all spot machines interrupted now, detected late, and booted again)."""
     return reserve * settings.deadline_s + settings.detection_delay + settings.boot_s
 
 
 def deadline_at_risk(state: PlannerState, settings: PlannerSettings, reserve: float) -> str:
-    """Why the slots of `state` cannot do the work in time with this fraction of the deadline to spare, or "". The
-    settings have the work that the error target needs."""
+    """Return why the slots of `state` cannot do the work in time with the fraction `reserve` of the deadline to spare,
+    or "". `settings` has the work that the error target requires."""
     plan = planner.plan(state, settings)
     needed_s = spare_needed_s(settings, reserve)
     if not plan.feasible or plan.slack_s < needed_s:
@@ -56,8 +56,9 @@ def deadline_at_risk(state: PlannerState, settings: PlannerSettings, reserve: fl
 
 
 def release_refusal(before: PlannerState, after: PlannerState, settings: PlannerSettings, reserve: float) -> str:
-    """Why going from the slots of `before` to those of `after` endangers deadline or budget, or costs more, or "". The
-    predictions are the planner's for both: Eq. (15)-(16) and (21)-(22) of the DOLL paper on the remaining work."""
+    """Return why a change from the slots of `before` to the slots of `after` endangers the deadline or the budget, or
+    costs more; "" if it does not. Both predictions are the planner's: Eq. (15)-(16) and (21)-(22) of the DOLL paper for
+    the remaining work."""
     if refusal := deadline_at_risk(after, settings, reserve):
         return refusal
     forecast, cost_usd = (
@@ -80,14 +81,15 @@ def release_refusal(before: PlannerState, after: PlannerState, settings: Planner
 def sharing(
     state: PlannerState, slots: Bools, capacity_per_s: Floats, without_partition: Bools | None = None
 ) -> PlannerState:
-    """The state of the slots that have workers, each with its share of the streams of the others.
+    """Return the state of the slots that have workers, each with its share of the streams of the other slots.
 
     Args:
-        state: of all slots, each with the rate of the streams that it serves now.
-        slots: those with workers, shape (N,).
-        capacity_per_s: samples that a worker can compute, shape (N,); 0: not known, and no share is counted on.
-        without_partition: slots whose streams others serve now, shape (N,): one that is to have a worker gets an equal
-            part back from them. None: none.
+        state: state of all slots, each with the rate of the streams that it serves now.
+        slots: slots that have workers, shape (N,).
+        capacity_per_s: samples per second that each worker can compute, shape (N,). 0: not known; the worker then gets
+            no share.
+        without_partition: slots whose streams other slots serve now, shape (N,). If such a slot is to have a worker, it
+            gets an equal part of the total rate. None: there is no such slot.
 
     Raises:
         ValueError: no slot with a rate above 0 is left.
@@ -101,7 +103,8 @@ def sharing(
 
 
 def release_request(released: Sequence[int], status: ServerStatus | None) -> Scale | None:
-    """The request to the parameter server; None if it knows which workers are released, or none runs."""
+    """Return the request to the parameter server; None if it already has these released workers, or if no server
+    runs."""
     if status is None or not status.num_workers or tuple(released) == status.released:
         return None
     return Scale(workers=status.num_workers, run_id=status.run_id, released=tuple(released))
@@ -109,7 +112,7 @@ def release_request(released: Sequence[int], status: ServerStatus | None) -> Sca
 
 @dataclass(frozen=True)
 class ErrorTarget:
-    """The held-out error ε that a job is to reach; `measure` is "error_rate" or "loss"."""
+    """The held-out error ε that a job must reach. `measure` is "error_rate" or "loss"."""
 
     error: float
     measure: str
@@ -118,12 +121,12 @@ class ErrorTarget:
 def error_refusal(
     updates: Sequence[float], errors: Sequence[float], target: float, floor_growth: float
 ) -> tuple[str, float]:
-    """Why the error target ε would be out of reach, or "", and the upper end of J(ε) by the job's own error curve; 0 if
-    the curve is too short to say.
+    """Return why the error target ε would be out of reach, or "", and the upper end of J(ε) from the job's own error
+    curve; 0 if the curve is too short.
 
-    γ of (10) is proportional to 1/(K b), so an update of fewer batches raises the floor of the curve: by
-    `floor_growth`, the batches of an update now over those after the release. `updates` is J of each held-out
-    evaluation, ascending, and `errors` are above 0; shape (m,) each.
+    γ of (10) is proportional to 1/(K b), so updates of fewer batches raise the floor of the curve by the factor
+    `floor_growth`: the batches of an update now, divided by those after the release. `updates` is J of each held-out
+    evaluation, ascending; `errors` are above 0; both have the shape (m,).
     """
     at, measured = np.asarray(updates, dtype=np.float64), np.asarray(errors, dtype=np.float64)
     if len(at) < MIN_EVALUATIONS or measured[-1] > MIN_FALL * measured[0]:
@@ -145,10 +148,10 @@ class ScaleInSettings:
 
     Attributes:
         deadline_reserve: fraction of the deadline that must be left to spare after a release.
-        require_gain: release only if Perf/$ rises by the step times that were measured.
-        target: the held-out error that the job is to reach; None: its work says enough.
-        evict: whose worker is released: "worst_replica", as in the paper, or the "slowest", as in MLLess's code.
-        batches_of_update: batches of an update with 0, 1, ..., N live workers; empty: always the same.
+        require_gain: whether a release requires that Perf/$ rises according to the measured step times.
+        target: held-out error that the job must reach. None: only the planned work counts.
+        evict: the worker to release: "worst_replica", as in the paper, or "slowest", as in MLLess's code.
+        batches_of_update: batches of an update with 0, 1, ..., N live workers; empty if the number never changes.
     """
 
     tuner: TunerSettings
@@ -159,7 +162,7 @@ class ScaleInSettings:
     batches_of_update: tuple[int, ...] = ()
 
     def floor_growth(self, workers: int) -> float:
-        """Batches of an update with so many workers over those with one fewer."""
+        """Return the batches of an update with this number of workers, divided by the batches with one worker fewer."""
         if not self.batches_of_update:
             return 1.0
         return self.batches_of_update[workers] / self.batches_of_update[workers - 1]
@@ -167,7 +170,7 @@ class ScaleInSettings:
 
 @dataclass(frozen=True)
 class SlotChange:
-    """An action of the rule, for the journal: a line of this kind."""
+    """An action of the rule; the journal gets a line of this kind."""
 
     kind: Literal["release", "recall", "release_refused"]
     slot: int
@@ -175,7 +178,7 @@ class SlotChange:
 
 
 class ScaleIn(KeptState):
-    """The released slots of a job, bool of shape (N,). Without settings the rule is off, and released slots are
+    """The released slots of a job, bool of shape (N,). If `settings` is None, the rule is off and released slots are
     recalled."""
 
     KEPT: ClassVar = {"whys": dict[int, str], "stopped": str, "tuner": KeptState}
@@ -186,7 +189,7 @@ class ScaleIn(KeptState):
         self.clear()
 
     def clear(self) -> None:
-        """The job begins again: all slots have workers."""
+        """Start again with workers in all slots."""
         self.released: Bools = np.zeros(self._num_slots, dtype=np.bool_)
         self._whys: dict[int, str] = {}
         self._stopped = ""  # why no slot is released any more
@@ -197,15 +200,15 @@ class ScaleIn(KeptState):
 
     @property
     def active(self) -> Bools:
-        """Slots that are to have workers, shape (N,)."""
+        """The slots that should have workers, shape (N,)."""
         return ~self.released
 
     def why(self, slot: int) -> str:
-        """Why this slot is released."""
+        """Return why this slot is released."""
         return f"released by scale-in, the others have its partitions: {self._whys.get(slot, _UNKNOWN)}"
 
     def retarget(self, settings: ScaleInSettings | None) -> None:
-        """Other settings; switched on in mid-run, it begins with what is observed from then on."""
+        """Use other settings. If the rule is switched on during a run, it uses only observations from then on."""
         self._settings = settings
         if settings is None:
             self._tuner = None
@@ -215,7 +218,8 @@ class ScaleIn(KeptState):
             self._tuner.settings = settings.tuner
 
     def adopt(self, decision: ProvisionDecision) -> None:
-        """The state of an earlier provisioner is lost: what it last published says which slots were released."""
+        """Take the released slots from the last decision that was published, if the state of the earlier provisioner is
+        lost."""
         if decision.phase not in ("run", "stopped") or len(decision.markets) != self._num_slots:
             return
         self.released = np.array([not market for market in decision.markets], dtype=np.bool_)
@@ -227,7 +231,8 @@ class ScaleIn(KeptState):
     def review(
         self, state: PlannerState, asked: PlannerSettings, observed: Observed, noticed: Collection[int], now_s: float
     ) -> list[SlotChange]:
-        """Recall slots, release one, or neither. `noticed` are the slots whose machine has an interruption notice."""
+        """Recall slots, release one slot, or do neither. `noticed` are the slots whose machine has an interruption
+        notice."""
         if self._settings is None:
             return [self._recall(slot, "scale-in is switched off") for slot in np.flatnonzero(self.released).tolist()]
         if self.released.any() and (changes := self._recall_in_danger(state, asked, observed)):
@@ -250,7 +255,7 @@ class ScaleIn(KeptState):
     def _recall_in_danger(
         self, state: PlannerState, asked: PlannerSettings, observed: Observed
     ) -> list[SlotChange]:  # fmt: skip
-        """Recall as many of the released slots, the fastest stream first, as the deadline needs."""
+        """Recall as many released slots as the deadline requires, those with the fastest streams first."""
         assert self._settings is not None
         reserve = _RECALL * self._settings.deadline_reserve
         of_others = observed.capacity_per_s(asked.batch_size), observed.without_partition()
@@ -268,11 +273,11 @@ class ScaleIn(KeptState):
         return SlotChange("recall", slot, why)
 
     def _candidate(self, state: PlannerState, observed: Observed, noticed: Collection[int]) -> int | None:
-        """The slot to release; None if no worker is ready.
+        """Return the slot to release; None if no worker is ready.
 
-        One that is about to lose its machine; else that of the worst replica, whose batches have the highest loss on
-        its own weights; else, and if all workers have the same weights, that of the slowest stream, then of the slowest
-        worker.
+        A slot that is about to lose its machine comes first. Next comes the worst replica: the slot whose batches have
+        the highest loss with its worker's own weights. If these are equal, or all workers have the same weights, the
+        slot with the slowest stream is released, then the slot with the slowest worker.
         """
         assert self._settings is not None
         rates = state.rates_per_s / state.rates_per_s.max()
@@ -291,7 +296,7 @@ class ScaleIn(KeptState):
         )  # fmt: skip
 
     def _refusal(self, slot: int, state: PlannerState, asked: PlannerSettings, observed: Observed) -> str:
-        """Why the slot may not be released, or ""."""
+        """Return why the slot must not be released, or ""."""
         settings, tuner = self._settings, self._tuner
         assert settings is not None
         assert tuner is not None

@@ -19,7 +19,7 @@ from doll.provisioner.scale_in import ErrorTarget, ScaleInSettings
 from doll.theory.checks import Floats
 
 ALARM_S: Final = 300.0
-"""Time without progress, or until a worker has joined, after which a person is told."""
+"""Time without progress, or until a worker has joined, after which an alarm is raised."""
 _LEAST_STALL_S = 900.0
 _MOST_STALL_S = 3600.0
 _UPDATES_OF_A_STALL = 10
@@ -27,22 +27,24 @@ _UPDATES_OF_A_STALL = 10
 
 @dataclass(frozen=True)
 class ControllerSettings:
-    """The job and the behaviour of its provisioner.
+    """The settings of a job and of its provisioner.
 
     Attributes:
-        planner: work, deadline (on the job's clock), budget and behaviour; `replan_s` is the longest time between two
-            turns, which the caller keeps.
-        rates_per_s: λ_n of the job file, samples per second, shape (N,): one slot each.
-        samples_per_record: m of packed records, and what the task makes of each of these on average.
+        planner: work, deadline (on the job's clock), budget and behaviour. `replan_s` is the longest time between two
+            turns; the caller must keep it.
+        rates_per_s: λ_n of the job file, samples per second, shape (N,); one rate per slot.
+        samples_per_record: average number of samples that the task makes of one record, including the m samples of
+            packed records.
         prior_alpha: assumed availability of spot before anything is observed.
-        heartbeat_timeout_s: a worker that sent nothing for this long, while others did, does not work.
-        target_error, measure: the work is re-estimated from the job's own held-out errors; None: it stays as planned.
-        started_s: when the job's clock began, Unix seconds; None: at the first turn.
-        machines_per_worker: k: an instance of a slot is so many machines, all of them or none. Prices of the feed are
-            of one machine.
-        max_stall_s: time for which machines are paid and no update is applied before everything is ended.
-        releases_idle: while the source sends nothing for so long, machines are ended, and launched again when it sends;
-            False if the source waits for the workers.
+        heartbeat_timeout_s: a worker that sends nothing for this time, while others do, does not work.
+        target_error, measure: error target with which the work is estimated again from the job's held-out errors, and
+            its measure. None: the work stays as planned.
+        started_s: start of the job's clock, Unix seconds. None: the first turn.
+        machines_per_worker: k, number of machines of an instance, which has either all of them or none. The prices of
+            the feed are of one machine.
+        max_stall_s: paid time without an update after which all machines are ended.
+        releases_idle: whether machines are ended if the source sends nothing for that time, and launched again when it
+            sends. False if the source waits for the workers.
     """
 
     planner: PlannerSettings
@@ -65,12 +67,12 @@ class ControllerSettings:
 
     @property
     def stall_alarm_s(self) -> float:
-        """Time without an update after which a person is told: several times what an update should take."""
+        """The time without an update after which an alarm is raised: several times the expected time of an update."""
         samples = self.planner.samples_per_update or self.planner.batch_size
         return min(self.max_stall_s / 2, max(ALARM_S, 3 * samples / float(self.rates_per_s.sum())))
 
     def check_change(self, new: ControllerSettings) -> None:
-        """Raise ValueError if slots, b or machines per worker differ: they never change within a job."""
+        """Raise ValueError if slots, b or machines per worker differ, because these never change within a job."""
         if new.num_slots != self.num_slots:
             raise ValueError(f"expected {self.num_slots} slots as before, got {new.num_slots}")
         before, after = self.planner.batch_size, new.planner.batch_size
@@ -82,8 +84,8 @@ class ControllerSettings:
 
 
 def controller_settings(config: JobConfig) -> tuple[ControllerSettings, list[str]]:
-    """The settings of a job file's provisioner, and notes on where the numbers come from. A pilot run in its plan is
-    resolved already (`doll.monitor.state.pilot_run.with_pilot`).
+    """Return the settings of a job file's provisioner, and notes on the origin of the numbers. A pilot run in the plan
+    must be resolved already (`doll.monitor.state.pilot_run.with_pilot`).
 
     Raises:
         ConfigError: the work or the rates are not known, a number is out of its range, or the extra is not installed.
@@ -128,13 +130,14 @@ def controller_settings(config: JobConfig) -> tuple[ControllerSettings, list[str
 
 
 def _max_stall_s(planner: PlannerSettings, rate_per_s: float) -> float:
-    """How long a job may stand still: a part of its deadline, and long enough for slow updates."""
+    """Return the time for which a job may make no progress: a part of its deadline, and long enough for slow
+    updates."""
     update_s = (planner.samples_per_update or planner.batch_size) / rate_per_s
     return max(min(max(planner.deadline_s / 4, _LEAST_STALL_S), _MOST_STALL_S), _UPDATES_OF_A_STALL * update_s)
 
 
 def _scale_in(config: JobConfig) -> ScaleInSettings | None:
-    """When workers are removed; None: never."""
+    """Return when workers are removed; None: never."""
     own, workers = config.provision.scale_in, config.data.workers
     if not own.enabled:
         return None
@@ -153,7 +156,7 @@ def _scale_in(config: JobConfig) -> ScaleInSettings | None:
 
 
 def _target(config: JobConfig) -> ErrorTarget | None:
-    """The held-out error that the job is to reach, by its plan or its stop rule."""
+    """Return the held-out error that the job must reach, from its plan or its stop rule."""
     plan, stop = config.plan, config.stop
     if plan.target_error is not None:
         return ErrorTarget(plan.target_error, plan.measure)

@@ -1,9 +1,9 @@
-"""The provisioner's state in one small file, replaced whole, and a journal of its decisions.
+"""The provisioner's state in one small file, which is replaced as a whole, and a journal of its decisions.
 
-The state lies beside the job's checkpoints, in a folder or in S3, so that a provisioner on another machine can go on
-from it. It names its owner, and is replaced only on condition that it is as its owner left it: from the moment a
-successor has put its own number there, its predecessor can save nothing, and makes no order, since orders are saved
-before they are made. The journal is for people, and stays on the machine of the provisioner that wrote it.
+The state is stored beside the job's checkpoints, in a folder or in S3, so that a provisioner on another machine can
+continue from it. It names its owner, and is replaced only if it has not changed since this owner's last write. After a
+successor has written its own number, its predecessor can neither save nor make orders, because orders are saved before
+they are made. The journal is for people. It stays on the machine of the provisioner that wrote it.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ _ATTEMPTS: Final = 10
 
 
 class StateStore(Protocol):
-    """State and journal of one provisioner. Values are plain, as JSON has them."""
+    """State and journal of one provisioner. Values are plain JSON values."""
 
     def load(self) -> dict[str, Any] | None:
-        """The state that was saved last; None if nothing was, or it cannot be read. May be repeated."""
+        """Return the state that was saved last; None if there is none, or if it cannot be read. May be called
+        repeatedly."""
 
     def save(self, kept: Mapping[str, Any]) -> None:
-        """Replace the state, whole or not at all; durable on return. May be repeated. Raises ConfigError or
-        CheckpointError if it cannot be written, FencedError if it is another provisioner's by now."""
+        """Replace the state, completely or not at all; it is durable on return. May be called repeatedly. Raises
+        ConfigError or CheckpointError if it cannot be written, FencedError if another provisioner owns it."""
 
     def append(self, entry: Mapping[str, Any]) -> None:
-        """Add a line to the journal; actions are written before they are done. Raises ConfigError if it cannot be
-        written."""
+        """Add a line to the journal. Actions are written before they are carried out. Raises ConfigError if the line
+        cannot be written."""
 
 
 class FileStateStore:
-    """`StateStore` as `provision-<job>.json` and `provision-<job>.jsonl` in a folder, made when it is first written to.
-    A folder may outlive a job, as that of a host does, so each job has its own files."""
+    """A `StateStore` in the files `provision-<job>.json` and `provision-<job>.jsonl` of a folder, which is created at
+    the first write. A folder may be used by several jobs, one after the other, so each job has its own files."""
 
     def __init__(self, folder: Path, job: str) -> None:
         self.state = folder / f"provision-{job}.json"
@@ -80,10 +81,10 @@ class FileStateStore:
 
 
 class SharedStateStore:
-    """`StateStore` beside the checkpoints, with its journal in a folder of this machine. A state that an earlier
-    release, or a run on one machine, has left in that folder is taken over once.
+    """A `StateStore` beside the checkpoints, with its journal in a folder of this machine. A state in that folder, from
+    an earlier release or a run on one machine, is taken over once.
 
-    `number` is of the writing provisioner's claim; 0: it only reads.
+    `number` is the number of the writing provisioner's claim; 0: it only reads.
     """
 
     def __init__(self, store: CheckpointStore, local: FileStateStore, number: int = 0) -> None:
@@ -94,8 +95,8 @@ class SharedStateStore:
         self.journal = local.journal
 
     def take(self) -> None:
-        """Become the owner of the state; what a predecessor saves after that is refused. Raises FencedError if a later
-        provisioner has it already, CheckpointError if the store does not answer."""
+        """Become the owner of the state. Writes of a predecessor are refused after that. Raises FencedError if a later
+        provisioner owns the state already, CheckpointError if the store is not available."""
         kept = self._read_own()
         earlier = self._local.load() if kept is None else None
         self._replace(kept if earlier is None else earlier, reread=True)
@@ -108,7 +109,7 @@ class SharedStateStore:
                 log.warning("provision_state_not_moved", file=str(moved), error=str(exc))
 
     def load(self) -> dict[str, Any] | None:
-        """The state. Raises CheckpointError if the store does not answer."""
+        """Return the state. Raises CheckpointError if the store is not available."""
         _, kept, _ = self._read()
         return self._local.load() if kept is None else kept
 
@@ -119,7 +120,7 @@ class SharedStateStore:
         self._local.append(entry)
 
     def _read(self) -> tuple[int, dict[str, Any] | None, Any]:
-        """The owner's number, the state, and what both are known by."""
+        """Return the owner's number, the state, and the version mark of the document."""
         data, known = self._store.read_document(_DOCUMENT)
         if data is None:
             return 0, None, known
@@ -133,7 +134,7 @@ class SharedStateStore:
         return owner, kept if isinstance(kept, dict) else None, known
 
     def _read_own(self) -> dict[str, Any] | None:
-        """The state, to be replaced; it is not a later provisioner's."""
+        """Return the state before it is replaced. Raises FencedError if a later provisioner owns it."""
         owner, kept, known = self._read()
         if owner > self._number:
             raise FencedError(
@@ -144,8 +145,8 @@ class SharedStateStore:
         return kept
 
     def _replace(self, kept: Mapping[str, Any] | None, *, reread: bool) -> None:
-        """Replace the state, even if an answer to an earlier attempt was lost. With `reread`, what a predecessor has
-        saved meanwhile is kept instead of `kept`."""
+        """Replace the state, even if the answer to an earlier attempt was lost. With `reread`, a state that a
+        predecessor has saved in the meantime is kept instead of `kept`."""
         for _ in range(_ATTEMPTS):
             data = json.dumps({"provisioner": self._number, "kept": kept}).encode()
             known = self._store.replace_document(_DOCUMENT, data, self._known)
@@ -159,17 +160,17 @@ class SharedStateStore:
 
 
 def state_of(config: JobConfig, run_folder: Path, number: int = 0) -> SharedStateStore:
-    """The state of the job's provisioners, with the journal of the one that uses this folder; see `SharedStateStore`.
-    Raises CheckpointError if it is in S3 and boto3 cannot be set up."""
+    """Return the state of the job's provisioners, with the journal in this folder; see `SharedStateStore`. Raises
+    CheckpointError if the state is in S3 and boto3 cannot be set up."""
     return SharedStateStore(claims_of(config, run_folder), FileStateStore(run_folder, config.job), number)
 
 
 class RetriedStateStore:
-    """A state store whose errors, once it has taken something, are errors of a moment, as a full disk is; before, it
-    raises.
+    """A state store that raises errors only before its first successful write. After it, an error is treated as
+    temporary, for example a full disk.
 
-    What a turn does for the job's safety must not depend on the disk: machines are ended and the budget is kept, though
-    the journal has a gap. Only launches need `save` to have succeeded. `problem` is why the last write failed, or "".
+    The job's safety must not depend on the disk: machines are ended and the budget is kept even if the journal has a
+    gap. Only launches require that `save` has succeeded. `problem` is the reason why the last write failed, or "".
     """
 
     def __init__(self, store: StateStore) -> None:
@@ -198,7 +199,7 @@ class RetriedStateStore:
 
 
 def stops_of(kept: Mapping[str, Any], max_failures: int) -> list[str]:
-    """The stops in the state that a provisioner has kept, for people; `max_failures` is that of `LaunchLimits`."""
+    """Return the stops in a saved state as text for people. `max_failures` is that of `LaunchLimits`."""
     stops = [f"the job: {failed}"] if (failed := kept.get("health", {}).get("failed")) else []
     slots = kept["launch_state"]["slots"]
     if given_up := [slot for slot, attempts in enumerate(slots) if attempts["failures"] >= max_failures]:
@@ -207,8 +208,8 @@ def stops_of(kept: Mapping[str, Any], max_failures: int) -> list[str]:
 
 
 def cleared(kept: Mapping[str, Any], max_failures: int) -> dict[str, Any]:
-    """The state without stops: the time without an update begins again, and a slot that was given up gets one more
-    machine, at once. After a failure of that one it is given up again."""
+    """Return the state without stops. The time without an update starts at 0 again, and a slot that was given up gets
+    one more machine at once. If this machine fails, the slot is given up again."""
     state = copy.deepcopy(dict(kept))
     state.get("health", {}).update(failed="", stalled_s=0.0)
     for attempts in state["launch_state"]["slots"]:
@@ -218,11 +219,11 @@ def cleared(kept: Mapping[str, Any], max_failures: int) -> dict[str, Any]:
 
 
 def clear_stops(config: JobConfig, run_folder: Path) -> list[str]:
-    """Clear the stops; returns them. If there are any, a provisioner that runs is replaced, and ends.
+    """Clear the stops and return them. If there are any, a running provisioner is replaced, and ends.
 
-    Stops outlast the process: a supervisor may start a provisioner again whatever its exit code was, and what it had
-    stopped would be paid for again (docs/decisions/0107-a-stop-lasts-until-it-is-cleared.md). Raises CheckpointError if
-    the store does not answer, FencedError if a provisioner has started at the same moment.
+    Stops are kept over restarts, because a supervisor may restart a provisioner whatever its exit code was, and the
+    stopped work would cost money again (docs/decisions/0107-a-stop-lasts-until-it-is-cleared.md). Raises
+    CheckpointError if the store is not available, FencedError if a provisioner has started at the same moment.
     """
     limit = config.provision.max_failures
     kept = state_of(config, run_folder).load()

@@ -1,4 +1,4 @@
-"""The provisioner's last decision, from its journal and its state, and as text."""
+"""The provisioner's last decision, read from its journal and its state, and its text."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _TAIL_BYTES: Final = 4_000_000  # lines are long; the newest decision is near th
 
 
 def last_decision(store: FileStateStore | SharedStateStore, start_command: str) -> dict[str, Any]:
-    """The last decision in the journal, or in the state if that is newer, with the instances of the state. Raises
-    ConfigError, which names `start_command`, if nothing was decided yet."""
+    """Return the last decision from the journal, or from the state if it is newer, with the instances of the state.
+    Raises ConfigError, which names `start_command`, if there is no decision yet."""
     try:
         state = store.load() or {}
     except CheckpointError as error:
@@ -56,14 +56,14 @@ def last_decision(store: FileStateStore | SharedStateStore, start_command: str) 
 
 
 def decision_text(decision: Decision) -> str:
-    """A decision for people."""
+    """Return a decision as text for people."""
     instances = [{**asdict(instance), "state": instance.state.value} for instance in decision.instances]
     return _text({**decision.to_dict(), "instances": instances})
 
 
 def status_text(decision: Mapping[str, Any], now_s: float) -> str:
-    """The value of `last_decision`, for people, at this Unix time. Raises ConfigError if the journal holds something
-    else."""
+    """Return the result of `last_decision` as text for people at this Unix time. Raises ConfigError if the journal has
+    other content."""
     try:
         return f"last decision {age_text(now_s - decision['time_s'])} ago: {_text(decision)}"
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -112,7 +112,7 @@ def _text(decision: Mapping[str, Any]) -> str:
 
 
 def _instance_lines(decision: Mapping[str, Any]) -> list[str]:
-    """The wanted market and the machines of each slot."""
+    """Return lines with the wanted market and the machines of each slot."""
     wanted = {slot: market.replace("_", "-") or "none" for slot, market in enumerate(decision["markets"])}
     now_s, ready = decision["time_s"], decision["ready"]
     by_slot: dict[int, list[str]] = {}
@@ -133,7 +133,7 @@ def _instance_lines(decision: Mapping[str, Any]) -> list[str]:
 def instance_text(
     market: str, incarnation: int, state: InstanceState, *, is_ready: bool, has_notice: bool, age_s: float
 ) -> str:
-    """A machine in a few words, as `spot #2 ready, 35 s old`: the second machine of its slot."""
+    """Return a short text on a machine, such as `spot #2 ready, 35 s old` for the second machine of its slot."""
     if has_notice:
         shown = "interruption notice"
     elif state == InstanceState.RUNNING:
@@ -144,7 +144,7 @@ def instance_text(
 
 
 def age_text(seconds: float) -> str:
-    """`35 s`, `12 min` or `3.5 h`."""
+    """Return an age as `35 s`, `12 min` or `3.5 h`."""
     seconds = max(0.0, seconds)
     if seconds < 120:
         return f"{seconds:.0f} s"
