@@ -1,1 +1,1 @@
-"""Which markets the workers run on: rules, planner, forecast, assessment, baselines. Pure."""
+"""The choice of markets for the workers: rules, planner, forecast, assessment, baselines. Pure."""

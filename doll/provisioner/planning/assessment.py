@@ -1,6 +1,7 @@
-"""Before a job starts: can it be done, with how many workers on spot, which, at what cost and risk. Pure.
+"""An assessment before a job starts: whether the job is feasible, how many and which workers to put on spot, cost and
+risk. Pure.
 
-`assess` answers for a fixed mix (Theorem 5) and for the adaptive planner, which the live system uses.
+`assess` answers for a fixed mix (Theorem 5) and for the adaptive planner, which running jobs use.
 """
 
 from __future__ import annotations
@@ -26,15 +27,18 @@ from doll.theory.queueing import Stability, smallest_stable_batch, stability, up
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A question to the planner. Raises ValueError for a number out of its range.
+    """A request to the planner. Raises ValueError for a number out of its range.
 
     Attributes:
-        planner: work, deadline, budget and risk, checked: the same for a running job (`ControllerSettings.planner`).
-        rates_per_s: λ_n, samples per second of each stream, shape (N,); as in `planner`, those that the task makes.
-        mean_samples: that the task makes of one record, see `PlanConfig.mean_samples`.
-        prices, alpha: of a worker with all of its machines, see `plan_request.of_workers`.
-        has_deadline: one is asked for; else `planner.deadline_s` is a time in which even all on spot are done.
-        service_s: μ_C; None: not known.
+        planner: work, deadline, budget and risk, already checked; the same as for a running job
+            (`ControllerSettings.planner`).
+        rates_per_s: λ_n, samples per second of each stream, shape (N,). Like the work in `planner`, it counts the
+            samples that the task makes.
+        mean_samples: mean number of samples that the task makes of one record, see `PlanConfig.mean_samples`.
+        prices, alpha: prices and availability of a worker with all of its machines, see `plan_request.of_workers`.
+        has_deadline: whether a deadline is requested; if not, `planner.deadline_s` is long enough even for all workers
+            on spot.
+        service_s: μ_C, mean seconds to compute and upload the gradient of one batch. None: not known.
     """
 
     planner: PlannerSettings
@@ -52,28 +56,28 @@ class PlanRequest:
 
     @property
     def updates(self) -> float:
-        """J."""
+        """The number of updates, J."""
         return self.planner.samples / (self.group_size * self.batch_size)
 
     @property
     def group_size(self) -> int:
-        """K."""
+        """The number of batches per update, K."""
         assert self.planner.group_size is not None
         return self.planner.group_size
 
     @property
     def batch_size(self) -> float:
-        """b, in samples that the task makes."""
+        """The number of samples per batch, b, as the task makes them."""
         return self.planner.batch_size
 
     @property
     def deadline_s(self) -> float | None:
-        """The deadline that is asked for."""
+        """The requested deadline; None if there is none."""
         return self.planner.deadline_s if self.has_deadline else None
 
     @property
     def stability(self) -> Stability | None:
-        """Proposition 1; None without a service time."""
+        """The margins of Proposition 1; None without a service time."""
         if self.service_s is None:
             return None
         return stability(self.total_per_s, self.group_size, self.batch_size, self.service_s)
@@ -89,18 +93,21 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Assessment:
-    """The answer.
+    """The result of an assessment.
 
     Attributes:
-        problem: why the job cannot be done as asked, neither by a fixed mix nor adaptively; None when it can. With a
-            problem, `mix` is the best that can be done.
-        binding: "none", "deadline", "risk", "price" (what keeps more workers off spot), "budget" or "error".
-        mix: the fixed mix of least expected cost within the deadline (and the risk); all on-demand when late.
-        static: forecast for the mix, kept unchanged to the end.
+        problem: why neither a fixed mix nor the adaptive planner can do the job as requested; None if one of them can.
+            If there is a problem, `mix` is the best possible mix.
+        binding: the binding constraint: "none", "deadline", "risk", "price" (which keeps more workers off spot),
+            "budget" or "error".
+        mix: fixed mix with the lowest expected cost within the deadline (and the risk); all on-demand if the job is
+            late.
+        static: forecast for the mix, if it is kept unchanged to the end.
         adaptive: forecast for the adaptive planner with its guard; None if the deadline cannot be met.
-        all_on_demand_usd, on_demand_s: cost and time of all on-demand.
-        all_spot_usd, all_spot_s: of all on spot, in expectation.
-        bounds: Corollary 2, lowest and highest cost ratio of the best mix; None for unequal rates or no deadline.
+        all_on_demand_usd, on_demand_s: cost and run time with all workers on-demand.
+        all_spot_usd, all_spot_s: expected cost and run time with all workers on spot.
+        bounds: lowest and highest cost ratio of the best mix by Corollary 2; None for unequal rates or without a
+            deadline.
     """
 
     request: PlanRequest
@@ -122,11 +129,11 @@ class Assessment:
 
     @property
     def savings(self) -> float:
-        """Expected saving of the mix against all on-demand, as a fraction."""
+        """The expected saving of the mix compared with all workers on-demand, as a fraction."""
         return 1 - self.static.expected_cost_usd / self.all_on_demand_usd if self.all_on_demand_usd else 0.0
 
     def reasons(self) -> tuple[str, ...]:
-        """Why each slot is where it is."""
+        """The reason for the market of each slot."""
         rates = self.request.rates_per_s
         equal = bool(rates.min() == rates.max())
         which = "all streams are equally fast" if equal else "among the slowest streams: least is lost while it is down"
@@ -143,7 +150,7 @@ class Assessment:
         return tuple(f"spot: {which}" if spot else f"on-demand: {keeps}" for spot in self.mix)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         request, stable = self.request, self.request.stability
         return {
             "feasible": self.problem is None,
@@ -173,7 +180,7 @@ class Assessment:
 
 
 def assess(request: PlanRequest) -> Assessment:
-    """Answer the request. What cannot be done is in the answer (`problem`), not raised."""
+    """Answer the request. If the job is not feasible, the answer says so (`problem`); no error is raised."""
     samples, rates, alpha, prices = request.planner.samples, request.rates_per_s, request.alpha, request.prices
     problem: InfeasiblePlanError | None = None
     binding = "none"
@@ -218,8 +225,8 @@ def assess(request: PlanRequest) -> Assessment:
 
 
 def risk_curve(request: PlanRequest) -> tuple[Floats, Floats]:
-    """Expected cost in USD and P(miss) of every mix "the n slowest on spot", n = 0 .. N; shape (N + 1,) each. P(miss)
-    is computed for 65 mixes and interpolated between them."""
+    """Return the expected cost in USD and P(miss) of each mix "the n slowest on spot", n = 0 .. N; shape (N + 1,) each.
+    P(miss) is computed for 65 mixes and interpolated between them."""
     ascending = np.sort(request.rates_per_s)
     costs = unequal_cost_usd(request.planner.samples, ascending, request.alpha, request.prices)
     limit = request.planner.deadline_s
@@ -232,7 +239,7 @@ def risk_curve(request: PlanRequest) -> tuple[Floats, Floats]:
 
 
 def _with_longer_deadline(request: PlanRequest, error: InfeasiblePlanError) -> InfeasiblePlanError:
-    """The error of a budget that binds, with the deadline at which it would do, if there is one."""
+    """Return the error of a binding budget, with the deadline for which the budget would be enough, if there is one."""
     if error.constraint != "budget" or request.planner.budget_usd is None:
         return error
     costs = unequal_cost_usd(request.planner.samples, request.rates_per_s, request.alpha, request.prices)
@@ -279,7 +286,7 @@ def _adaptive(request: PlanRequest) -> Forecast:
 
 
 def _advice(request: PlanRequest) -> list[str]:
-    """Advice on K and b."""
+    """Return advice on K and b."""
     size, batch, workers, total = request.group_size, request.batch_size, request.num_workers, request.total_per_s
     advice = []
     margin, service_s = request.stability, request.service_s
@@ -316,7 +323,8 @@ _BINDING = {
 
 
 def report_text(assessment: Assessment, notes: Sequence[str], beside: Sequence[str] = ()) -> str:
-    """The assessment with its advice and `notes`; `beside` are lines on what runs beside the workers."""
+    """Return the assessment as text, with its advice and `notes`. `beside` are lines on the services that run beside
+    the workers."""
     request, static = assessment.request, assessment.static
     count = request.num_workers
     lines = []
@@ -356,7 +364,7 @@ def report_text(assessment: Assessment, notes: Sequence[str], beside: Sequence[s
 
 
 def _machines(assessment: Assessment) -> list[str]:
-    """The machines and prices of a worker that has more than one machine."""
+    """Return the machines and prices of a worker that has more than one machine."""
     request, prices = assessment.request, assessment.request.prices
     workers, count = request.num_workers, request.machines_per_worker
     if count == 1:
@@ -369,7 +377,7 @@ def _machines(assessment: Assessment) -> list[str]:
 
 
 def _slots_by_market(assessment: Assessment) -> list[str]:
-    """Streams by market with the reason, as ranges."""
+    """Return the streams of each market with the reason, as ranges."""
     lines = []
     reasons = assessment.reasons()
     for market, spot in (("spot", True), ("on-demand", False)):

@@ -1,7 +1,7 @@
-"""Estimates from observations: spot's availability with an interval, rates, boots, the work. Pure.
+"""Estimates from observations: availability of spot with an interval, rates, boot times, work. Pure.
 
-Model: an up period of a spot slot ends at rate q, a down period at rate r; α = r / (q + r). With Gamma posteriors for q
-and r the quantiles of α are quantiles of a Beta, transformed: exact, no sampling.
+Model: an up period of a spot slot ends at the rate q, a down period at the rate r, so α = r / (q + r). With Gamma
+posteriors for q and r, the quantiles of α are transformed quantiles of a Beta distribution: exact, without sampling.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from doll.theory.checks import Floats
 from doll.theory.fitting import first_crossing, fit_tail
 
 _LEAST_OF_PRIOR = 1e-6
-"""A rate is never estimated below this fraction of the stated one."""
+"""A rate estimate is never below this fraction of the stated rate."""
 
 
 def alpha_quantile(
     probability: float, ends_of_up: float, ends_of_down: float, up_s: float, down_s: float, prior: float = 0.5
 ) -> float:
-    """Quantile of α given how many up and down periods ended, and in how many seconds, above 0. The counts may be
-    fractions after decay and division by a design effect.
+    """Return the quantile of α, given the numbers of up and down periods that ended and the total up and down seconds
+    (above 0). The numbers may be fractions, because of decay and of the division by a design effect.
 
     q ~ Gamma(prior + ends_of_up, up_s), r ~ Gamma(prior + ends_of_down, down_s), so p = r·down / (r·down + q·up) is
-    Beta(prior + ends_of_down, prior + ends_of_up) and α = p·up / (p·up + (1-p)·down), which rises with p.
+    Beta(prior + ends_of_down, prior + ends_of_up) and α = p·up / (p·up + (1-p)·down), which increases with p.
 
     >>> round(alpha_quantile(0.5, 50, 50, 9000.0, 1000.0), 3)
     0.9
@@ -52,11 +52,11 @@ def alpha_quantile(
 
 
 class AvailabilityEstimator(KeptState):
-    """Estimates α and the cycle from slots that are watched while they are assigned to spot.
+    """Estimates α and the cycle from slots that are observed while they are assigned to spot.
 
-    A slot on-demand says nothing about spot (censored). Interruptions of one pool within `cluster_s` count as one
-    cluster; the tallies are worth Σk²/Σk times less when they come together. The prior is worth half an observed period
-    each of up and down; old observations count half after `half_life_s`.
+    A slot on-demand gives no information on spot (it is censored). Interruptions in one pool within `cluster_s` count
+    as one cluster. If they come together, the counts are divided by the design effect Σk²/Σk. The prior is worth half
+    an observed up period and half a down period. Observations lose half of their weight after `half_life_s`.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class AvailabilityEstimator(KeptState):
         self._clusters: deque[tuple[float, int]] = deque(maxlen=1000)
 
     def observe(self, now_s: float, up: Bools, assigned: Bools, pools: Sequence[Hashable] | None = None) -> None:
-        """All slots as seen at `now_s` (not earlier than before), shape (N,) each.
+        """Record the state of all slots at `now_s`, which must not decrease. The arrays have the shape (N,).
 
         Args:
-            up: the slot's spot worker is ready.
-            assigned: the slot is on spot, so that `up` speaks about spot.
-            pools: pool (type and zone) of each slot; default: all in one.
+            up: whether the slot's spot worker is ready.
+            assigned: whether the slot is on spot, so that `up` gives information on spot.
+            pools: pool (type and zone) of each slot. None: all slots are in one pool.
         """
         up, assigned = np.asarray(up, dtype=np.bool_), np.asarray(assigned, dtype=np.bool_)
         if self._up.shape == up.shape and now_s >= self._now_s:
@@ -108,13 +108,13 @@ class AvailabilityEstimator(KeptState):
 
     @property
     def design_effect(self) -> float:
-        """Σk²/Σk over the clusters of interruptions; 1 when each slot is interrupted alone."""
+        """The design effect Σk²/Σk over the clusters of interruptions; 1 if each slot is interrupted alone."""
         sizes = [size for _, size in self._clusters] + [size for _, size in self._open.values()]
         total = sum(sizes)
         return sum(size * size for size in sizes) / total if total else 1.0
 
     def alpha(self, level: float = 0.9) -> Alpha:
-        """Median of α, and the interval that holds it with probability `level`."""
+        """Return the median of α, and the interval that contains α with probability `level`."""
         checks.fraction(level=level)
         effect = self.design_effect
         counts = (self._ends_of_up / effect, self._ends_of_down / effect)
@@ -127,13 +127,13 @@ class AvailabilityEstimator(KeptState):
 
     @property
     def cycle_s(self) -> float:
-        """Mean seconds of an up and a down period together."""
+        """The mean seconds of one up period plus one down period."""
         up = (self._up_s + self._prior_up_s) / (self._ends_of_up + 0.5)
         down = (self._down_s + self._prior_down_s) / (self._ends_of_down + 0.5)
         return up + down
 
     def to_dict(self) -> dict[str, Any]:
-        """The state to keep, without up and down times under way."""
+        """Return the state to save, without the current up and down periods."""
         # A cluster that may still grow is kept as one that cannot: its successor begins after a restart.
         clusters = [*self._clusters, *self._open.values()]
         return {
@@ -154,10 +154,11 @@ class AvailabilityEstimator(KeptState):
 
 
 class RateEstimator(KeptState):
-    """Arrival rates of the streams: samples over up-time, after a prior of shape (N,) worth `prior_s` seconds.
+    """Estimates the arrival rates of the streams: samples divided by up time, after a prior of shape (N,) worth
+    `prior_s` seconds.
 
-    Observations and the prior count half after `half_life_s` of up-time: a stream that changes in the course of a day
-    is followed, and noise of minutes is not.
+    Observations and the prior lose half of their weight after `half_life_s` of up time. The estimate therefore follows
+    changes during a day, but not the noise of minutes.
     """
 
     KEPT: ClassVar = {"samples": Floats, "up_s": Floats, "prior_s": Floats}
@@ -173,7 +174,8 @@ class RateEstimator(KeptState):
         self._up_s = np.zeros(len(self._prior))
 
     def observe(self, samples: npt.ArrayLike, up_s: npt.ArrayLike) -> None:
-        """Samples that came, and seconds up in which they came, since the last call; shape (N,) each."""
+        """Record, for each stream, the samples that arrived and the seconds that its worker was up since the last call;
+        shape (N,) each."""
         more_s = np.asarray(up_s, dtype=np.float64)
         keep = 0.5 ** (more_s / self._half_life_s)
         self._samples = self._samples * keep + np.asarray(samples, dtype=np.float64)
@@ -181,24 +183,24 @@ class RateEstimator(KeptState):
         self._prior_s = self._prior_s * keep
 
     def adopt(self, earlier: RateEstimator) -> None:
-        """Take over what `earlier` knows of its streams, the first ones."""
+        """Take over the estimates of `earlier` for its streams, which are the first ones here."""
         for name in ("_samples", "_up_s", "_prior_s"):
             getattr(self, name)[: len(earlier._prior)] = getattr(earlier, name)
 
     def forget(self, stream: int, per_s: float) -> None:
-        """Forget what was seen of this stream, and believe this rate instead, like a prior."""
+        """Forget the observations of this stream, and assume the rate `per_s` instead, like a prior."""
         self._samples[stream], self._up_s[stream], self._prior_s[stream] = per_s * self._first_s, self._first_s, 0.0
 
     def per_s(self) -> Floats:
-        """λ̂ > 0, samples per second of each stream while its worker is up, shape (N,)."""
+        """Return λ̂ > 0, samples per second of each stream while its worker is up, shape (N,)."""
         rates: Floats = (self._samples + self._prior * self._prior_s) / (self._up_s + self._prior_s)
         # After months without a sample the counts underflow; the planner needs a rate above 0.
         return np.maximum(rates, _LEAST_OF_PRIOR * self._prior)
 
 
 class BootTimeEstimator(KeptState):
-    """How long machines take from the order to a worker that has its slot. The newest `keep` count; older ones say
-    little about the image and the market of today."""
+    """Estimates the time from the order of a machine to a worker that holds its slot. Only the newest `keep` boots
+    count, because older ones say little about the current image and market."""
 
     KEPT: ClassVar = {"seconds": list[Annotated[float, Meta(ge=0)]]}
 
@@ -206,13 +208,14 @@ class BootTimeEstimator(KeptState):
         self._seconds: deque[float] = deque(maxlen=keep)
 
     def observe(self, seconds: float) -> None:
-        """One boot."""
+        """Record the seconds of one boot."""
         checks.non_negative(seconds=seconds)
         self._seconds.append(seconds)
 
     @property
     def slow_s(self) -> float:
-        """p90: the smallest time that nine of ten do not exceed; 0 before the first."""
+        """The 90th percentile of boot times: the smallest time that nine of ten boots do not exceed; 0 before the first
+        boot."""
         return float(np.quantile(list(self._seconds), 0.9, method="inverted_cdf")) if self._seconds else 0.0
 
 
@@ -230,19 +233,20 @@ def re_estimated(
     *,
     most: float = 2.0,
 ) -> PlannerSettings:
-    """The settings with the work from the run's own error curve, or unchanged while the curve is too short.
+    """Return the settings with the work estimated from the run's own error curve; unchanged settings if the curve is
+    too short.
 
-    The upper end of the estimate's interval is taken, since too small an estimate spends slack that is needed later; if
-    that end is unbounded, the point estimate. One step changes the work by at most the factor `most`. The curve is
-    fitted against updates, or against batches if updates differ.
+    The upper end of the estimate's interval is used, because too small an estimate uses up slack that is needed later.
+    If the upper end is infinite, the point estimate is used. One step changes the work by at most the factor `most`.
+    The curve is fitted against updates, or against batches if the updates differ in size.
 
     Args:
         samples: samples in the model at each held-out evaluation, ascending, shape (m,).
-        errors: held-out error of each, above 0, shape (m,); `target_error` is ε in the same measure.
-        rng: for the bootstrap.
+        errors: held-out error of each evaluation, above 0, shape (m,); `target_error` is ε in the same measure.
+        rng: random generator for the bootstrap.
 
     Raises:
-        ValueError: an error that is not above 0, or samples that are not ascending.
+        ValueError: an error is not above 0, or the samples are not ascending.
     """
     step = settings.samples_per_update or settings.batch_size
     at, measured = np.asarray(samples, dtype=np.float64) / step, np.asarray(errors, dtype=np.float64)

@@ -1,8 +1,9 @@
 """The rules that choose markets: when to wait for spot, and the spot guard (`deadline_rule`). In samples and seconds.
 
-All of them reason about slack, the samples that may still be lost before the deadline is missed: S·T - W, with S the
-rate of all streams, T the time that is left and W the samples that are left. While all slots run, slack stays the same.
-A slot that is down loses its rate in every second, and a move to another market loses its rate times the boot time.
+All rules use the slack, the number of samples that may still be lost without missing the deadline: S·T - W, with the
+total rate S of all streams, the remaining time T and the remaining samples W. The slack is constant while all slots
+work. A slot that is down loses its rate in each second. A move to another market loses the slot's rate times the boot
+time.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from doll.theory.planning import best_assignment
 
 @dataclass(frozen=True)
 class Slack:
-    """The work, time and slack that are left: W samples of work, T seconds to the deadline less its margin (may be
-    negative), at S samples per second of all streams. Slots that are booting will still lose `boot_lost` samples."""
+    """The remaining work, time and slack: W samples of work, T seconds to the deadline minus its margin (may be
+    negative), and S samples per second of all streams. Slots that are booting will still lose `boot_lost` samples."""
 
     work: float
     time_s: float
@@ -38,17 +39,18 @@ class Slack:
 
     @property
     def spare_samples(self) -> float:
-        """Samples that could still be lost without missing the deadline; negative when it is missed."""
+        """The samples that may still be lost without missing the deadline; negative if the deadline is missed."""
         return self.total_per_s * self.time_s - self.work - self.boot_lost
 
     @property
     def needed_per_s(self) -> float:
-        """Samples per second, from now on, that just meet the deadline."""
+        """The constant rate from now on, samples per second, that just meets the deadline."""
         return self.work / self.time_s if self.time_s > 0 else np.inf
 
 
 def boot_left_s(state: PlannerState, settings: PlannerSettings) -> Floats:
-    """Seconds until each slot that boots is ready; 0 for slots that work and slots without a machine, shape (N,)."""
+    """Return the seconds until each slot that boots is ready, shape (N,); 0 for slots that work and slots without a
+    machine."""
     booting = ~state.up & (~state.on_spot | state.spot_available)
     # On spot a boot begins when a machine is there.
     since_s = np.where(state.on_spot, np.maximum(state.moved_s, state.spot_changed_s), state.moved_s)
@@ -58,9 +60,11 @@ def boot_left_s(state: PlannerState, settings: PlannerSettings) -> Floats:
 
 
 def cheaper_on_spot(state: PlannerState) -> Bools:
-    """Slots that cost less on spot, were there no deadline (Theorem 5 with θ = ∞); none when spot is the dearer one.
+    """Return the slots that would cost less on spot without a deadline (Theorem 5 with θ = ∞); none if spot is more
+    expensive.
 
-    At a spot price close to on-demand's, a fast stream is worth an on-demand worker: the job ends sooner for all.
+    If the spot price is close to the on-demand price, a fast stream is worth an on-demand worker, because the whole job
+    ends sooner.
     """
     rates = state.rates_per_s
     if not state.prices.spot_is_cheaper:
@@ -76,10 +80,11 @@ def cheaper_on_spot(state: PlannerState) -> Bools:
 
 
 def covering_usd_per_h(state: PlannerState, settings: PlannerSettings) -> float:
-    """Price of covering the outages of a worker on spot, for each hour of the job, beside what its time on spot costs.
+    """Return the price per hour of the job for covering the outages of a spot worker, in addition to the cost of its
+    time on spot.
 
-    A covered worker stays on-demand for a dwell and a boot after spot is back. Where that is longer than the time until
-    the next outage it never returns, as in Theorem 4's mix.
+    A covered worker stays on-demand for a dwell and a boot after spot is available again. If this is longer than the
+    time until the next outage, the worker never returns, as in the mix of Theorem 4.
     """
     down, prices = 1 - state.alpha.point, state.prices
     on_demand_share = min(1.0, down + (settings.dwell + settings.boot_s) / settings.cycle_s)
@@ -87,10 +92,11 @@ def covering_usd_per_h(state: PlannerState, settings: PlannerSettings) -> float:
 
 
 def covered_at_once(on_spot: Bools, state: PlannerState, settings: PlannerSettings) -> Bools:
-    """Workers on spot whose outages are covered however late the deadline is: waiting for them costs more.
+    """Return the workers on spot whose outages are covered whatever the deadline is, because waiting for them costs
+    more.
 
-    While a job waits for a stream that is much faster than the mean, all other workers are paid for longer. A stream is
-    covered if that costs less per sample than the job does with the faster streams covered.
+    If a job waits for a stream that is much faster than the mean, all other workers are paid for a longer time. A
+    stream is covered if the cover costs less per sample than the job does when the faster streams are covered.
     """
     rates, alpha, prices = state.rates_per_s, state.alpha.point, state.prices
     slots = np.flatnonzero(on_spot)
@@ -110,13 +116,14 @@ def covered_at_once(on_spot: Bools, state: PlannerState, settings: PlannerSettin
 
 
 def pace(state: PlannerState, settings: PlannerSettings, slack: Slack, worth: Bools) -> Bools:
-    """Wait for spot while the slack allows, cover slots that are down when it does not.
+    """Choose the markets by the rule "pace": wait for spot while the slack allows, and cover slots that are down when
+    it does not.
 
-    The guard keeps a reserve: the time in which an outage of all spot machines is seen, and a boot. Waiting must not
-    spend it, so the pace is for a deadline that is sooner by this reserve. Slack up to that deadline is spent evenly
-    over the job, but the share 1 - `slack_reserve` of the slack that an even pace would still have may be used early:
-    most outages then end by themselves and cost neither money nor moves. Slots return when there is again more than
-    `return_reserve` of it, which pays for the outages to come.
+    The guard keeps a reserve: the time until an outage of all spot machines is seen, plus a boot. Waiting must not use
+    this reserve, so this rule plans for a deadline that is earlier by the reserve. The slack up to that deadline is
+    used evenly over the job. But the share 1 - `slack_reserve` of the slack that an even pace would still have may be
+    used early: most outages then end by themselves and cost neither money nor moves. Slots return if the slack is again
+    above the share `return_reserve`, which pays for later outages.
     """
     chosen = state.on_spot.copy()
     down = chosen & ~state.spot_available
@@ -137,10 +144,11 @@ def pace(state: PlannerState, settings: PlannerSettings, slack: Slack, worth: Bo
 
 
 def theorem(state: PlannerState, settings: PlannerSettings, slack: Slack, worth: Bools) -> Bools:
-    """Theorem 4/5 on what is left: as much rate on spot as its expected outages leave enough for the deadline.
+    """Choose the markets by Theorem 4/5 for the remaining work: put as much rate on spot as the deadline allows with
+    the expected outages.
 
-    The condition (23) is used in its own unit, samples per second on spot, so that slots which are down may be the
-    ones that move (they lose nothing by it) instead of strictly the fastest streams.
+    Condition (23) is used in its own unit, samples per second on spot. So the slots that move may be slots that are
+    down (which lose nothing by a move) instead of strictly those with the fastest streams.
     """
     chosen = state.on_spot.copy()
     rates, alpha = state.rates_per_s, state.alpha.point
@@ -170,16 +178,16 @@ def theorem(state: PlannerState, settings: PlannerSettings, slack: Slack, worth:
 def deadline_rule(
     state: PlannerState, settings: PlannerSettings, slack: Slack, wanted: Bools, move_s: float
 ) -> tuple[Bools, Bools]:
-    """The spot guard: take back from spot what the deadline cannot afford to lose.
+    """Apply the spot guard: move slots off spot if the deadline cannot afford their loss.
 
-    Worst case: everything on spot goes down now, the planner sees it `detection_delay` seconds later, and all of it has
-    to boot on-demand. Then each slot on spot loses rate x (detection delay + boot), a slot that is down loses rate x
-    (planning period + boot), and a slot that moves now loses rate x boot. What is left of the slack must cover that, so
-    slots leave spot until it does: returns first, then slots that are down or boot there, then the fastest; but none
-    that would lose no less by leaving.
+    Worst case: all spot slots go down now, the planner sees this after `detection_delay` seconds, and all of them must
+    boot on-demand. Then each slot on spot loses rate x (detection delay + boot), a slot that is down loses rate x
+    (planning period + boot), and a slot that moves now loses rate x boot. The remaining slack must be enough for these
+    losses, so slots leave spot until it is: first slots that would return to spot, then slots that are down or boot
+    there, then the fastest slots. A slot that would not lose less by leaving stays.
 
-    A move now costs `move_s`: the boot time, or 0 if nothing runs yet. Returns the markets (True: spot), and which of
-    them the guard changed.
+    `move_s` is the cost of a move now: the boot time, or 0 if nothing runs yet. Returns the markets (True: spot), and
+    which of them the guard changed.
     """
     rates = state.rates_per_s
     chosen = wanted.copy()
@@ -206,7 +214,8 @@ def deadline_rule(
 
 
 def returnable(state: PlannerState, settings: PlannerSettings) -> Bools:
-    """On-demand slots that may go back: up, and spot has been available to them for the dwell time."""
+    """Return the on-demand slots that may return to spot: they are up, and spot was available to them for the dwell
+    time."""
     steady = state.elapsed_s - state.spot_changed_s >= settings.dwell
     return (
         ~state.on_spot & state.up & state.spot_available & steady & (state.elapsed_s - state.moved_s >= settings.boot_s)
@@ -214,8 +223,8 @@ def returnable(state: PlannerState, settings: PlannerSettings) -> Bools:
 
 
 def affordable(returns: Bools, state: PlannerState, settings: PlannerSettings, slack: Slack) -> Bools:
-    """The slowest of the slots that may return for which the slack is half again what the guard will ask for. At the
-    edge of the guard a return would be taken back at the next outage: two moves for little."""
+    """Return the slowest of the slots that may return, as many as leave 1.5 times the slack that the guard will
+    require. At the limit of the guard, the next outage would undo a return: two moves for little gain."""
     slots = np.flatnonzero(returns)
     if not slots.size:
         return returns
@@ -231,7 +240,8 @@ def affordable(returns: Bools, state: PlannerState, settings: PlannerSettings, s
 
 
 def first_by_rate(among: Bools, rates: Floats, needed_per_s: float, *, fastest: bool) -> Bools:
-    """The fewest slots, fastest (or slowest) first, whose rates add up to `needed_per_s`; all when they do not."""
+    """Return the fewest slots, fastest (or slowest) first, whose rates add up to `needed_per_s`; all slots if they do
+    not."""
     chosen = np.zeros(len(rates), dtype=np.bool_)
     slots = np.flatnonzero(among)
     if needed_per_s <= 0 or not slots.size:
@@ -243,7 +253,7 @@ def first_by_rate(among: Bools, rates: Floats, needed_per_s: float, *, fastest: 
 
 
 def _allowed_at_risk(state: PlannerState, settings: PlannerSettings, slack: Slack) -> float:
-    """Rate on spot, samples per second, that keeps P(late) at most `risk`; 0 when the deadline is lost."""
+    """Return the rate on spot, samples per second, that keeps P(late) at most `risk`; 0 if the deadline is lost."""
     if slack.time_s <= 0 or slack.spare_samples < 0:
         return 0.0
     assignment = best_assignment(

@@ -1,4 +1,5 @@
-"""The plan request of a job: from the job file's plan section, with notes on where its numbers come from. Pure."""
+"""Makes the plan request of a job from the plan section of the job file, with notes on the origin of its numbers.
+Pure."""
 
 from __future__ import annotations
 
@@ -33,12 +34,13 @@ def plan_request(
     group_size: int | None = None,
     batch_size: int | None = None,
 ) -> tuple[PlanRequest, list[str]]:
-    """The request that job file (or None) and options make, and notes on where its numbers come from.
+    """Return the request from the job file (or None) and options, and notes on the origin of its numbers.
 
     Args:
-        section: the plan; a pilot run is resolved already (`doll.monitor.state.pilot_run.with_pilot`).
-        rates_per_s: λ_n of each stream, shape (N,), as the job file counts: a record is one sample, a packed one m.
-        group_size, batch_size: None: as the job file says, and counted as it does.
+        section: the plan; a pilot run must be resolved already (`doll.monitor.state.pilot_run.with_pilot`).
+        rates_per_s: λ_n of each stream per second, shape (N,), counted as in the job file: a record is one sample, a
+            packed record is m samples.
+        group_size, batch_size: K and b, counted as in the job file. None: the values of the job file.
 
     Raises:
         ConfigError: a value is missing; the message names its option and its key.
@@ -84,8 +86,8 @@ def plan_request(
 def planner_settings(
     section: PlanConfig, rates_per_s: Sequence[float], updates: float, group_size: int, batch_size: float
 ) -> PlannerSettings:
-    """The planner's settings of a plan section, for `doll plan` and for a running job. The default deadline is a time
-    in which even all on spot are done. Raises ConfigError if a number is out of its range."""
+    """Return the planner's settings of a plan section, for `doll plan` and for a running job. The default deadline is
+    long enough even for all workers on spot. Raises ConfigError if a number is out of its range."""
     samples = work_samples(updates, group_size, batch_size)
     deadline_s = section.deadline_s
     try:
@@ -101,8 +103,8 @@ def planner_settings(
 
 
 def changed_plan(section: PlanConfig, **changes: Any) -> PlanConfig:
-    """The plan section with other values, validated like the job file; None leaves a value as it is. J and an error
-    target exclude each other: the one that is given replaces the other. Raises ConfigError if a value is out of its
+    """Return the plan section with other values, validated like the job file. None keeps a value. J and an error target
+    exclude each other, so the one that is given replaces the other. Raises ConfigError if a value is out of its
     range."""
     given = {name: value for name, value in changes.items() if value is not None}
     values = section.model_dump()
@@ -119,8 +121,8 @@ def changed_plan(section: PlanConfig, **changes: Any) -> PlanConfig:
 
 
 def apply_speed_up(config: JobConfig | None, section: PlanConfig, notes: list[str]) -> PlanConfig:
-    """The section in real time, if the job's market is replayed faster: prices and cycle change, and `notes` gets a
-    line."""
+    """Convert the section to real time if the job's market is replayed faster. Prices and cycle change, and `notes`
+    gets a line."""
     if config is None or not isinstance(config.fleet, ProcessesFleetConfig) or config.fleet.speed_up == 1:
         return section
     speed = config.fleet.speed_up
@@ -132,18 +134,18 @@ def apply_speed_up(config: JobConfig | None, section: PlanConfig, notes: list[st
 
 
 def _prices(section: PlanConfig, factor: float) -> dict[str, float | None]:
-    """So many times the section's prices, as far as it states them."""
+    """Return the stated prices of the section times `factor`."""
     prices = {"spot_usd_per_h": section.spot_usd_per_h, "on_demand_usd_per_h": section.on_demand_usd_per_h}
     return {name: None if usd is None else usd * factor for name, usd in prices.items()}
 
 
 def of_workers(config: JobConfig | None, section: PlanConfig, notes: list[str]) -> tuple[PlanConfig, int]:
-    """The section with prices and availability of a worker in place of a machine's, and machines per worker. Call it
-    once.
+    """Return the section with the prices and availability of a worker instead of a machine, and the machines per
+    worker. Call this only once.
 
-    A worker with k machines is paid, and is up, only with all of them: its prices are k times a machine's, and its
+    A worker with k machines is paid, and is up, only with all of them. Its prices are k times those of a machine. Its
     availability is that of k independent machines (`doll.theory.preemption.gang_availability`), unless the section
-    states that of a worker. `notes` gets a line if something has changed.
+    states the availability of a worker. `notes` gets a line if a value has changed.
     """
     machines = section.machines_per_worker
     if machines is None:
@@ -167,7 +169,7 @@ def of_workers(config: JobConfig | None, section: PlanConfig, notes: list[str]) 
 
 
 def updates_to_target(config: JobConfig | None, section: PlanConfig, notes: list[str]) -> float:
-    """J, from the plan or the stop rule; `notes` gets a line on where J comes from, unless the plan says it. Raises
+    """Return J from the plan or the stop rule. `notes` gets a line on the origin of J, unless the plan states J. Raises
     ConfigError if J is not known."""
     if section.updates is not None:
         return float(section.updates)

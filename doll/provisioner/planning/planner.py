@@ -1,7 +1,8 @@
-"""The planner: from where a job stands to the market of every slot. Pure; the same in `plan`, `simulate`, and live.
+"""The planner: chooses the market of every slot from the state of a job. Pure; the same in `plan`, `simulate`, and live
+jobs.
 
-`plan` is asked again and again; it holds no state of its own. Missing the deadline is the last resort: if spot cannot
-be afforded any more, slots go on-demand, and if even that is too late the plan says so.
+`plan` is called again and again and keeps no state. Missing the deadline is the last resort: if spot cannot be afforded
+any more, slots move to on-demand. If even this is too late, the plan says so.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ _Z_INTERVAL = quantile(0.95)
 
 @dataclass(frozen=True)
 class Forecast:
-    """The whole job's cost and end, what is spent included. Spreads are standard deviations.
+    """The cost and the end of the whole job, including the cost so far. Spreads are standard deviations.
 
     Attributes:
         expected_cost_usd: cost of the workers until the job ends.
         expected_finish_s: end of the job on its clock.
-        miss_prob: probability of ending after the deadline. With the guard only the noise of arrivals is left in it.
+        miss_prob: probability that the job ends after the deadline. With the guard, only the noise of arrivals causes
+            this.
     """
 
     expected_cost_usd: float
@@ -50,11 +52,11 @@ class Forecast:
 
 
 def forecast(on_spot: Bools, state: PlannerState, settings: PlannerSettings, slack: Slack) -> Forecast:
-    """Forecast for the markets `on_spot`.
+    """Return the forecast for the markets `on_spot`.
 
-    Rules "theorem" and "mix" keep the mix, so the end moves with spot's luck (Theorem 4, Eq. (15)-(16), (21)-(22)).
-    Rule "pace" covers what spot does not deliver in time, so the end is the deadline at the latest and luck moves the
-    cost.
+    The rules "theorem" and "mix" keep the mix, so the end depends on spot's outages (Theorem 4, Eq. (15)-(16),
+    (21)-(22)). The rule "pace" covers the work that spot does not deliver in time, so the end is at the latest the
+    deadline, and outages change the cost.
     """
     if slack.work <= 0:
         return Forecast(state.spent_usd, 0.0, state.elapsed_s, 0.0, 0.0, False)
@@ -123,8 +125,8 @@ def forecast(on_spot: Bools, state: PlannerState, settings: PlannerSettings, sla
 
 
 def _covered(rates_per_s: Floats, needed: float, alpha: float, end_s: float) -> float:
-    """How many of the workers on spot (with these rates), in the mean, have their outages covered on-demand, the
-    fastest first, so that they make `needed` samples by `end_s`."""
+    """Return the mean number of spot workers (with these rates) whose outages must be covered on-demand, the fastest
+    first, so that the workers make `needed` samples by `end_s`."""
     fastest_first = np.sort(rates_per_s)[::-1]
     missing = needed / end_s - alpha * np.sum(fastest_first)
     if missing <= 0 or alpha >= 1:
@@ -134,7 +136,7 @@ def _covered(rates_per_s: Floats, needed: float, alpha: float, end_s: float) -> 
 
 
 class Reason(enum.IntEnum):
-    """Why a slot is in its market, with the text for people."""
+    """A reason for the market of a slot, with its text for people."""
 
     text: str
     KEEP_SPOT = 0, "spot is cheaper and the slack can bear its loss"
@@ -149,7 +151,7 @@ class Reason(enum.IntEnum):
     MIX = 9, "as at the start: the rule is a fixed mix"
 
     def __new__(cls, code: int, text: str) -> Self:
-        """A member whose value is its code."""
+        """Create a member whose value is its code."""
         member = int.__new__(cls, code)
         member._value_, member.text = code, text
         return member
@@ -157,14 +159,15 @@ class Reason(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Plan:
-    """Markets for all slots, and what to expect of them.
+    """The markets of all slots, with a forecast.
 
     Attributes:
         on_spot: bool, shape (N,): True for spot.
         moved: bool, shape (N,): slots whose market changes by this plan.
         reason_codes: int8, shape (N,): values of `Reason`.
-        binding: what decides: "none" (all is on spot), "deadline", "guard", "price", "late", "mix" or "done".
-        slack_s: time to spare if all were on-demand from now on, in seconds of the whole fleet; negative when late.
+        binding: the binding constraint: "none" (all slots are on spot), "deadline", "guard", "price", "late", "mix" or
+            "done".
+        slack_s: spare time in seconds of the whole fleet, if all slots were on-demand from now on; negative if late.
     """
 
     on_spot: Bools
@@ -179,21 +182,21 @@ class Plan:
 
     @cached_property
     def reasons(self) -> tuple[str, ...]:
-        """One sentence per slot."""
+        """The reason for the market of each slot, one sentence per slot."""
         every = tuple(Reason)  # in the order of their codes
         return tuple(every[code].text.format(dwell=self._settings.dwell) for code in self.reason_codes)
 
     @cached_property
     def forecast(self) -> Forecast:
-        """Expected cost and finish with their spread, and P(miss). Computed when asked for."""
+        """The forecast: expected cost and end with their spread, and P(miss). It is computed on access."""
         return forecast(self.on_spot, self._state, self._settings, self._slack)
 
 
 def plan(state: PlannerState, settings: PlannerSettings) -> Plan:
     """Choose the market of every slot for the next `settings.replan_s` seconds.
 
-    With `settings.guard`, and as long as on-demand workers boot in `boot_s`, streams keep their rates and the planner
-    is asked every `replan_s`, a deadline that can be met at the first call is met.
+    A deadline that can be met at the first call is met if `settings.guard` is set, on-demand workers boot within
+    `boot_s`, streams keep their rates, and the planner is called every `replan_s`.
     """
     if settings.rule == "mix":
         return _keep(state, settings)
@@ -201,9 +204,9 @@ def plan(state: PlannerState, settings: PlannerSettings) -> Plan:
 
 
 def start(state: PlannerState, settings: PlannerSettings) -> Plan:
-    """The first plan of a job: nothing runs yet, so no slot has a market to keep and no choice is a move.
+    """Return the first plan of a job. Nothing runs yet, so no slot has a market to keep and no choice is a move.
 
-    `state.on_spot` and `state.up` are ignored: every slot may begin where it is best.
+    `state.on_spot` and `state.up` are ignored: every slot may start in its best market.
     """
     ones = np.ones(state.num_workers, dtype=np.bool_)
     if settings.rule == "mix":
@@ -214,7 +217,7 @@ def start(state: PlannerState, settings: PlannerSettings) -> Plan:
 
 
 def slot_ranges(slots: Sequence[int], most: int = 12) -> str:
-    """Ascending slot numbers for people.
+    """Return ascending slot numbers as text for people.
 
     >>> slot_ranges([0, 1, 2, 3, 7, 9, 10])
     '0-3, 7, 9-10'
@@ -233,7 +236,7 @@ _RULES = {"pace": market_rules.pace, "theorem": market_rules.theorem}
 
 
 def _keep(state: PlannerState, settings: PlannerSettings) -> Plan:
-    """Every slot stays where it is, whatever has become of the deadline and the price."""
+    """Return a plan in which every slot keeps its market, whatever the deadline and the price are."""
     slack = Slack.compute(state, settings)
     reason, binding = (Reason.DONE, "done") if slack.work <= 0 else (Reason.MIX, "mix")
     if slack.work > 0 and slack.total_per_s * (settings.deadline_s - state.elapsed_s) < slack.work:

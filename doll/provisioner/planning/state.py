@@ -1,4 +1,4 @@
-"""The planner's input: what the job asks for, where it stands, and what is needed of its past. Pure.
+"""The planner's input: the aims of the job, its current state, and the required part of its history. Pure.
 
 All times are in seconds of the job's clock.
 """
@@ -24,7 +24,8 @@ Rule = Literal["pace", "theorem", "mix"]
 
 @dataclass(frozen=True)
 class Alpha:
-    """Availability of spot: point estimate and interval, each in [0, 1]. `low` and `high` default to the point."""
+    """The availability of spot: point estimate and interval, each in [0, 1]. `low` and `high` are the point by
+    default."""
 
     point: float
     low: float = math.nan
@@ -38,31 +39,34 @@ class Alpha:
 
 @dataclass(frozen=True)
 class PlannerSettings:
-    """The job's aims, and how the planner behaves. Raises ValueError for a number out of its range.
+    """The aims of the job, and the behaviour of the planner. Raises ValueError for a number out of its range.
 
     Args:
-        samples: samples to be learned: J K b for J updates of K batches of b samples that meet the error target.
-        batch_size: b, in samples that the task makes of the records of a batch.
-        group_size: K, batches per update; None if the policy does not fix it.
-        deadline_s, budget_usd: θ on the job's clock, and the maximum cost of the workers; None for no bound.
-        replan_s: the planner is asked again at least this often; the guard relies on it.
-        detection_delay_s: how long a working spot machine may have been gone before the planner is asked; None:
+        samples: total samples to learn: J K b for the J updates of K batches of b samples that meet the error target.
+        batch_size: b, number of samples that the task makes of the records of a batch.
+        group_size: K, batches per update. None: the policy does not fix it.
+        deadline_s, budget_usd: θ on the job's clock, and the maximum cost of the workers. None: no limit.
+        replan_s: longest time between two calls of the planner; the guard relies on it.
+        detection_delay_s: time for which a working spot machine may have been lost before the planner is called. None:
             `replan_s`.
-        boot_s: from a change of market to a worker that is ready.
-        cycle_s: mean up + down time of a spot worker, for the spread of forecasts and for `risk`.
-        rule: "pace" waits for spot while the slack allows and covers workers that are down when it does not; "theorem"
-            keeps Theorem 4/5's mix on the remaining work, as in the paper's adaptive provisioning; "mix" is Theorem 4/5
-            once, at the start, as in the paper's a-priori plan: no slot moves later, and there is no guard.
-        guard: keep so much on-demand that the deadline holds even if all of spot went down now.
-        margin: fraction of the deadline held back, for noise in arrivals.
-        slack_reserve: rule "pace": fraction of the slack of a uniform pace that is kept before spot's outages are
-            covered; 0 spends the slack as soon as it can, 1 never falls behind the uniform pace.
-        return_reserve: rule "pace": fraction of that slack above which workers return to spot; the distance to
-            `slack_reserve` is what an outage may use up before there is another move.
-        risk: rule "theorem": accepted probability of missing the deadline; None plans on the expectation.
-        spot_stable_s: how long spot must have been available before a worker returns; None: 2 boots, at least 5
+        boot_s: time from a change of market to a worker that is ready.
+        cycle_s: mean length of one up period plus one down period of a spot worker, for the spread of forecasts and for
+            `risk`.
+        rule: "pace" waits for spot while the slack allows this, and covers workers that are down when it does not.
+            "theorem" keeps the mix of Theorem 4/5 for the remaining work, as in the paper's adaptive provisioning.
+            "mix" uses Theorem 4/5 once, at the start, as in the paper's a-priori plan: no slot moves later, and there
+            is no guard.
+        guard: whether to keep enough workers on-demand that the deadline is met even if all spot slots go down now.
+        margin: fraction of the deadline that is kept free because of noise in arrivals.
+        slack_reserve: rule "pace": fraction of the slack of a uniform pace below which spot's outages are covered. 0:
+            the slack is used as early as possible. 1: the job never falls behind the uniform pace.
+        return_reserve: rule "pace": fraction of that slack above which workers return to spot. An outage may use up the
+            difference to `slack_reserve` before there is another move.
+        risk: rule "theorem": accepted probability of missing the deadline. None: the plan uses the expectation.
+        spot_stable_s: time for which spot must have been available before a worker returns. None: 2 boots, at least 5
             `replan_s`.
-        dead_band: rule "theorem": changes of at most this many workers are not worth their moves.
+        dead_band: rule "theorem": a change of at most this number of workers is not made, because it is not worth its
+            moves.
     """
 
     samples: float
@@ -99,37 +103,38 @@ class PlannerSettings:
 
     @property
     def samples_per_update(self) -> float | None:
-        """K b; None if updates differ."""
+        """The samples per update, K b; None if updates differ."""
         return None if self.group_size is None else self.group_size * self.batch_size
 
     @property
     def updates(self) -> float | None:
-        """J; None if updates differ."""
+        """The number of updates, J; None if updates differ."""
         return None if self.samples_per_update is None else self.samples / self.samples_per_update
 
     @property
     def detection_delay(self) -> float:
-        """Seconds for which the end of a spot machine may go unseen."""
+        """The seconds for which the end of a spot machine may be unnoticed."""
         return self.replan_s if self.detection_delay_s is None else self.detection_delay_s
 
     @property
     def dwell(self) -> float:
-        """Seconds that spot must have been available before a return."""
+        """The seconds for which spot must have been available before a return."""
         return max(2 * self.boot_s, 5 * self.replan_s) if self.spot_stable_s is None else self.spot_stable_s
 
 
 @dataclass(frozen=True)
 class PlannerState:
-    """The state of a job. Raises ValueError if shapes differ, or a number is out of its range.
+    """The state of a job. Raises ValueError if shapes differ, or if a number is out of its range.
 
     Args:
-        rates_per_s: λ_n as estimated, one per slot, shape (N,).
+        rates_per_s: λ_n as estimated, samples per second of each slot, shape (N,).
         on_spot: current market of each slot, shape (N,): True on spot, False on-demand.
-        up: the slot's worker is ready and works, shape (N,).
-        spot_available: whether spot has a machine for this slot now, shape (N,): for a slot on spot, whether it runs or
-            boots; for one on-demand, what a probe reported. Default: `up` for slots on spot, True for the others.
-        spot_changed_s: since when `spot_available` is what it is, shape (N,). Default: since ever.
-        moved_s: when the slot last changed its market, shape (N,). Default: never.
+        up: whether the slot's worker is ready and works, shape (N,).
+        spot_available: whether spot has a machine for this slot now, shape (N,). A slot on spot: whether its machine
+            runs or boots. A slot on-demand: what a probe reported. Default: `up` for slots on spot, True for the
+            others.
+        spot_changed_s: time of the last change of `spot_available`, shape (N,). Default: it never changed.
+        moved_s: time of the slot's last change of market, shape (N,). Default: it never changed.
     """
 
     elapsed_s: float
@@ -171,7 +176,8 @@ class PlannerState:
         return len(self.rates_per_s)
 
     def of_slots(self, slots: Bools) -> PlannerState:
-        """The state of some slots alone, in their order. Raises ValueError if no slot with a rate above 0 is left."""
+        """Return the state of some slots only, in their order. Raises ValueError if no slot with a rate above 0 is
+        left."""
         if slots.all():
             return self
         names = ("rates_per_s", "on_spot", "up", "spot_available", "spot_changed_s", "moved_s")
@@ -179,9 +185,9 @@ class PlannerState:
 
 
 class SlotHistory(KeptState):
-    """Spot's availability per slot (True before the first observation), when it last changed, and when the slot last
-    changed its market, in seconds of any one clock; -inf before. The shape is (N,) for one job of N slots, (M, N) for M
-    jobs."""
+    """The history of slots: spot's availability (True before the first observation), the time of its last change, and the time
+    of the slot's last change of market. Times are seconds of any one clock; -inf: never. The shape is (N,) for one job
+    of N slots, and (M, N) for M jobs."""
 
     KEPT: ClassVar = {"moved_s": Floats, "spot_available": Bools, "spot_changed_s": Floats}
 
@@ -191,21 +197,22 @@ class SlotHistory(KeptState):
         self.moved_s: Floats = np.full(shape, -math.inf)
 
     def begin(self, spot_available: npt.ArrayLike) -> None:
-        """Availability as it is found at the start: no change."""
+        """Set the availability at the start, which does not count as a change."""
         self.spot_available = np.array(spot_available, dtype=np.bool_)
 
     def observe(self, spot_available: npt.ArrayLike, now_s: float) -> None:
-        """Availability at `now_s`; array of the history's shape."""
+        """Record the availability at `now_s`, an array of the history's shape."""
         observed = np.array(spot_available, dtype=np.bool_)
         self.spot_changed_s[observed != self.spot_available] = now_s
         self.spot_available = observed
 
     def move(self, moved: Bools, now_s: float) -> None:
-        """These slots change their market at `now_s`; array of the history's shape."""
+        """Record that these slots change their market at `now_s`; an array of the history's shape."""
         self.moved_s[moved] = now_s
 
     def since(self, started_s: float = 0.0, *, job: int | None = None) -> dict[str, Any]:
-        """The arguments of `PlannerState` about the past; of one of M jobs, or of a history of one."""
+        """Return the arguments of `PlannerState` on the past. `job`: number of the job in a history of M jobs; None:
+        one job."""
         at = slice(None) if job is None else job
         return {
             "spot_available": self.spot_available[at],

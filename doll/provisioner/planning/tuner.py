@@ -1,8 +1,8 @@
-"""MLLess's scale-in tuner: when one worker fewer would hardly slow the loss down. Pure; time is an argument.
+"""MLLess's scale-in tuner: decides when one worker fewer would hardly slow the loss down. Pure; time is an argument.
 
-Before the knee of the loss curve nothing is done. At the knee the reference curve is fitted once, and one worker is
-removed. From then on, once in every `every_s`: the losses since the last removal are fitted, both curves are advanced
-by the horizon, and another worker is removed if the current one is not behind the reference by the threshold.
+The tuner does nothing before the knee of the loss curve. At the knee it fits the reference curve once, and one worker
+is removed. From then on, once in every `every_s`, the losses since the last removal are fitted and both curves are
+advanced by the horizon. Another worker is removed if the current curve is not behind the reference by the threshold.
 
 Source: MLLess (Middleware 2021; journal version 2023), "Scale-in auto-tuner"; formulas in `doll.theory.scale_in`.
 """
@@ -26,10 +26,11 @@ _Point = tuple[float, float, float]  # newest step, its time, mean loss
 
 
 class LossHistory(KeptState):
-    """The loss of each update before learning from it, and when it was made.
+    """The loss of each update (before the model learns from it) and the time of the update.
 
-    At `most` points (2 or more), two neighbours become one with their mean loss, and from then on as many updates make
-    a point. So a point stands for `stride` updates, and the memory is bounded for any length of the job.
+    At `most` points (2 or more), each two neighbours are merged into one point with their mean loss, and from then on
+    each new point covers as many updates. So a point stands for `stride` updates, and memory is bounded for any length
+    of the job.
     """
 
     KEPT: ClassVar = {"stride": Annotated[int, Meta(ge=1)], "points": list[_Point], "open": list[_Point]}
@@ -41,7 +42,7 @@ class LossHistory(KeptState):
         self.clear()
 
     def clear(self) -> None:
-        """Forget all of it: the job begins again."""
+        """Forget all points, because the job starts again."""
         self._stride = 1
         self._points: list[_Point] = []
         self._open: list[_Point] = []  # of the point that is not complete
@@ -56,8 +57,9 @@ class LossHistory(KeptState):
         return newest[-1][0] if newest else 0.0
 
     def observe(self, step: float, loss: float, at_s: float) -> None:
-        """One update: the version that it made, its loss, and its Unix time; a time before the newest one counts as
-        that. A step that is not later than the newest one, or a loss that is not finite, is passed over."""
+        """Record one update: the version that it made, its loss, and its Unix time. A time before the newest time is
+        replaced by the newest. A step that is not later than the newest step, or a loss that is not finite, is
+        ignored."""
         if not (step > self.last_step and math.isfinite(loss) and math.isfinite(at_s)):
             return
         newest = self._open or self._points
@@ -76,50 +78,51 @@ class LossHistory(KeptState):
         self._stride *= 2
 
     def cut(self, step: float) -> None:
-        """Forget the updates after `step`: they were rolled back."""
+        """Forget the updates after `step`, because they were rolled back."""
         self._open = [point for point in self._open if point[0] <= step]
         while self._points and self._points[-1][0] > step:
             self._points.pop()
             self._open = []
 
     def curve(self, after: float = 0.0) -> tuple[Floats, Floats]:
-        """Steps and losses of the points after a step, shape (n,) each."""
+        """Return steps and losses of the points after the step `after`, shape (n,) each."""
         points = [point for point in self._points if point[0] > after]
         return np.array([point[0] for point in points]), np.array([point[2] for point in points])
 
     def step_seconds(self, after: float = 0.0, skip: int = 0) -> Floats:
-        """Seconds of a step between the points after a step, shape (n - 1,), without the `skip` steps after it."""
+        """Return the seconds per step between the points after the step `after`, shape (n - 1,), without the first
+        `skip` steps."""
         points = np.array([point[:2] for point in self._points if point[0] > after + skip]).reshape(-1, 2)
         seconds: Floats = np.diff(points[:, 1]) / np.diff(points[:, 0])
         return seconds
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds from the first point to the newest."""
+        """The seconds from the first point to the newest."""
         return self._points[-1][1] - self._points[0][1] if self._points else 0.0
 
     @property
     def first_step(self) -> float:
-        """Step of the first point; 0 before it."""
+        """The step of the first point; 0 if there is no point."""
         return self._points[0][0] if self._points else 0.0
 
 
 @dataclass(frozen=True)
 class TunerSettings:
-    """How the tuner behaves. Raises ValueError for a number out of its range.
+    """The behaviour of the tuner. Raises ValueError for a number out of its range.
 
     Args:
         every_s: T, seconds between two decisions.
-        horizon_s: Δ, for how far ahead losses are predicted.
+        horizon_s: Δ, seconds for which losses are predicted.
         threshold: S in [0, 1], see `relative_excess`.
         knee_slope: τ < 0, relative change of the loss per step at the knee.
-        min_workers: p_min, at least 1.
-        elapsed_reference: compare with the loss that all workers would have reached by now, and not, as the paper does,
-            with theirs at the same step.
-        span, fit_span: points of the averages that find the knee, and that losses pass before a curve is fitted (0:
-            none).
-        confirmations: looks at new losses in a row in which the knee did not move on, before it counts.
-        ignored_steps: steps after a removal whose duration does not count.
+        min_workers: p_min, minimum number of workers, at least 1.
+        elapsed_reference: whether to compare with the loss that all workers would have reached by now. False: compare
+            with the loss of all workers at the same step, as the paper does.
+        span, fit_span: points of the averages that are used to find the knee, and before a curve is fitted (0: no
+            average).
+        confirmations: number of consecutive looks at new losses in which the knee must not move on before it counts.
+        ignored_steps: number of steps after a removal whose duration does not count.
     """
 
     every_s: float = 20.0
@@ -143,7 +146,7 @@ class TunerSettings:
 
 @dataclass(frozen=True)
 class TunerVerdict:
-    """The tuner's answer: one worker should go, or not, and why. `score` is s; NaN if none was computed."""
+    """The tuner's answer: whether a worker should be removed, and why. `score` is s; NaN if none was computed."""
 
     remove: bool
     why: str
@@ -155,8 +158,8 @@ _Reference = tuple[float, float, float, float, Annotated[float, Meta(gt=0)]]
 
 
 class ScaleInTuner(KeptState):
-    """Asked with a job's losses; the caller reports removals. `workers` is p, P at the start; `score` is what is
-    compared with the threshold."""
+    """Decides whether a worker should be removed, from the losses of a job; the caller reports removals. `workers` is
+    p, which is P at the start. `score` is the function whose result is compared with the threshold."""
 
     KEPT: ClassVar = {
         "workers": Annotated[int, Meta(ge=1)], "knee": float, "confirmations": int, "looked_at_step": float,
@@ -184,8 +187,8 @@ class ScaleInTuner(KeptState):
         return self._knee if self._reference is not None else None
 
     def ask(self, history: LossHistory, now_s: float) -> TunerVerdict:
-        """Whether a worker should be removed now. At most one answer in `every_s` is yes, and that one repeats only
-        after that time if the caller does not follow it."""
+        """Return whether a worker should be removed now. At most one answer in `every_s` is yes. If the caller does not
+        follow it, it is repeated only after `every_s`."""
         self._removed_step = min(self._removed_step, history.last_step)  # after a roll-back
         if self._reference is None:
             why = self._look_for_the_knee(history)
@@ -201,7 +204,7 @@ class ScaleInTuner(KeptState):
         return self._compare(history)
 
     def _look_for_the_knee(self, history: LossHistory) -> str:
-        """Why there is no reference yet; "" once there is one."""
+        """Return why there is no reference yet; "" if there is one."""
         settings = self.settings
         if history.last_step <= self._looked_at_step:
             self._looked_at_step = min(self._looked_at_step, history.last_step)  # after a roll-back
@@ -245,7 +248,7 @@ class ScaleInTuner(KeptState):
         return TunerVerdict(score < settings.threshold, why, score)
 
     def removed(self, history: LossHistory, now_s: float) -> None:
-        """A worker was removed."""
+        """Record that a worker was removed."""
         self._step_times += self._step_time_now(history)
         self.workers -= 1
         self.removals += 1
@@ -253,10 +256,11 @@ class ScaleInTuner(KeptState):
         self._next_s = now_s + self.settings.every_s
 
     def gain_of_removal(self, history: LossHistory) -> float | None:
-        """Perf/$ with one worker fewer over that of now, for the same steps at the same price of each worker.
+        """Return Perf/$ with one worker fewer, divided by the current Perf/$, for the same steps and the same price per
+        worker.
 
-        By the step times that were measured, d(w) = a + b w: T and cost are in proportion to d and to w d. Returns None
-        if they were measured with one number of workers only.
+        The measured step times d(w) = a + b w are used: run time is proportional to d and cost to w d. Returns None if
+        step times were measured with only one number of workers.
         """
         measured = [*self._step_times, *self._step_time_now(history)]
         if len({workers for workers, _, _ in measured}) < 2:
