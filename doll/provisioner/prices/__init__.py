@@ -1,4 +1,5 @@
-"""Prices: the port, and one adapter per source of prices.
+"""Prices: the port, and one adapter for each source of prices.
 
-A new feed implements `doll.provisioner.prices.port.PriceFeed`; a fleet's opener in `doll.provisioner.machines` uses it.
+A new price feed implements `doll.provisioner.prices.port.PriceFeed`. The opener of a fleet in
+`doll.provisioner.machines` uses it.
 """

@@ -1,8 +1,9 @@
 """`PriceFeed` of EC2: spot prices from DescribeSpotPriceHistory, on-demand prices from the price list.
 
-Each answer of spot prices begins with the last change before its start, so the pieces join without a hole. On-demand
-prices come from the price list (`pricing:GetProducts`), else from a file that keeps its answers, else from the table
-that ships with DOLL, else from the job file; which, is logged. Sources: EC2 API reference; Price List API reference.
+Each listing of spot prices begins with the last change before its start, so successive listings have no gap between
+them. On-demand prices come from the first of these sources that has them: the price list (`pricing:GetProducts`), a
+file that keeps its answers, the table that ships with DOLL, the job file. The source is logged. Sources: EC2 API
+reference; Price List API reference.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _MOST_CACHE_BYTES: Final = 16_000_000
 
 
 class SpotHistory:
-    """Spot prices of some pools, as far as they have been asked for, in listings of up to 1000 per page."""
+    """The spot prices of some pools for the times requested so far, in listings of up to 1000 prices per page."""
 
     def __init__(self, client: Any, *, page_size: int = 1000) -> None:
         self._client = client
@@ -52,8 +53,8 @@ class SpotHistory:
         self._failed_s = -math.inf
 
     def refresh(self, pools: Collection[Ec2Pool], start_s: float, now_s: float) -> None:
-        """Know these pools from `start_s` until about `now_s`. Raises ServiceUnavailableError if EC2 does not answer,
-        and some pool has never been asked for."""
+        """Read the prices of these pools from `start_s` until about `now_s`. Raises ServiceUnavailableError if EC2 does
+        not answer and a pool has no known price yet."""
         start_s = max(start_s, now_s - HISTORY_S)
         wanted: dict[tuple[float, float], list[Ec2Pool]] = {}
         for pool in pools:
@@ -75,14 +76,15 @@ class SpotHistory:
                 log.warning("spot_prices_stale", age_s=round(until_s - since_s), reason=str(error))
 
     def at(self, pool: Ec2Pool, time_s: float) -> float | None:
-        """USD per hour at that time; before what is known, the first price that is; None if nothing is."""
+        """Return the USD per hour at that time. Before the first known price, returns this first price; None if no
+        price is known."""
         changes = self._usd_per_h.get(pool)
         if not changes:
             return None
         return changes[max((at_s for at_s in changes if at_s <= time_s), default=min(changes))]
 
     def series(self, pool: Ec2Pool, start_s: float, end_s: float) -> Series | None:
-        """The price from `start_s` to `end_s` as steps; None if nothing is known."""
+        """Return the price from `start_s` to `end_s` as steps; None if no price is known."""
         first = self.at(pool, start_s)
         if first is None:
             return None
@@ -117,7 +119,7 @@ class SpotHistory:
 
 @dataclass(eq=False, repr=False)
 class OnDemandPrices:
-    """Prices of a region's instance types: from a client of the price list (None: only what is on disk), cached in a
+    """The prices of a region's instance types, from a client of the price list (None: only files are used), cached in a
     file (None: no cache)."""
 
     client: Any
@@ -128,7 +130,7 @@ class OnDemandPrices:
     _known_usd: dict[str, OnDemandPrice] = field(default_factory=dict, init=False)
 
     def lookup(self, instance_type: str) -> OnDemandPrice | None:
-        """The best price that is known; None: none is."""
+        """Return the best known price; None if there is none."""
         if instance_type not in self._known_usd:
             kept = self._kept(instance_type)
             price = kept if kept is not None and self._is_fresh(kept) else self._asked(instance_type) or kept
@@ -205,12 +207,12 @@ class OnDemandPrices:
 
 @dataclass(eq=False, repr=False)
 class Ec2Prices:
-    """Prices of the pools that a fleet may use: all pairs of `instance_types` and `zones`.
+    """The prices of the pools that a fleet may use: all pairs of `instance_types` and `zones`.
 
     Args:
-        stated_usd_per_h: on-demand price that the job file states, for types that no other source has.
-        lacks_capacity: whether a pool is known to have no machines; its price is of no use then.
-        clock: Unix seconds; no price later than that can be asked for.
+        stated_usd_per_h: on-demand price in the job file, for instance types that no other source has.
+        lacks_capacity: function that returns whether a pool is known to have no machines; its price is then not used.
+        clock: function that returns Unix seconds; later prices cannot be requested.
     """
 
     client: Any
@@ -228,7 +230,7 @@ class Ec2Prices:
         self._pools = [Ec2Pool(type_, zone) for zone in self.zones for type_ in self.instance_types]
 
     def current(self, now_s: float) -> Prices:
-        """The cheapest prices; if no spot pool has capacity, the cheapest of all counts."""
+        """Return the lowest prices. If no spot pool has capacity, the lowest price of all pools is returned."""
         self._spot.refresh(self._pools, now_s, now_s)
         known = {pool: usd for pool in self._pools if (usd := self._spot.at(pool, now_s)) is not None}
         if not known:
@@ -262,7 +264,7 @@ class Ec2Prices:
 
 
 def connect(config: JobConfig, fleet: Ec2Fleet, *, run_folder: Path) -> Ec2Prices:
-    """The prices of the fleet that a job file describes. Raises ConfigError and LaunchError as the fleet does."""
+    """Return the prices of the fleet of a job file. Raises ConfigError and LaunchError as the fleet does."""
     settings = ec2_settings(config)
     client = aws_client("ec2", settings.region)
     cache = config.path(settings.price_cache) if settings.price_cache is not None else run_folder / "prices.json"
@@ -274,7 +276,7 @@ def connect(config: JobConfig, fleet: Ec2Fleet, *, run_folder: Path) -> Ec2Price
 
 
 def _usd(text: str) -> float | None:
-    """A spot price, USD per hour; None for an invalid one."""
+    """Return a spot price in USD per hour; None if it is not valid."""
     try:
         usd = float(text)
     except ValueError:
@@ -283,7 +285,7 @@ def _usd(text: str) -> float | None:
 
 
 def _dollars(product: Mapping[str, Any]) -> Iterator[float]:
-    """The hourly prices above 0 in one product of the price list."""
+    """Return the hourly prices above 0 of one product of the price list."""
     for offer in product["terms"]["OnDemand"].values():
         for dimension in offer["priceDimensions"].values():
             usd = float(dimension["pricePerUnit"].get("USD", "nan"))

@@ -1,4 +1,4 @@
-"""The price port: what machines cost, now and so far; and its adapter for prices that a job file states.
+"""The price port: current and past prices of machines; and its adapter for prices that a job file states.
 
 Other adapters: a trace, and EC2.
 """
@@ -13,19 +13,20 @@ from doll.theory.cost import Prices
 
 
 class PriceFeed(Protocol):
-    """Prices of one machine, also if a worker has several. All times are Unix seconds."""
+    """The prices of one machine, also if a worker has several machines. All times are Unix seconds."""
 
     def current(self, now_s: float) -> Prices:
-        """Cheapest usable spot pool and cheapest on-demand one, USD per hour. Raises ServiceUnavailableError if no
-        price is known and none is available."""
+        """Return the prices of the cheapest usable spot pool and of the cheapest on-demand pool, USD per hour. Raises
+        ServiceUnavailableError if no price is known and none is available."""
 
     def series(self, pool: str, market: Market, start_s: float, end_s: float) -> Series:
-        """The pool's price over this time, as far as it is known; the bill of an instance is its mean times the hours.
-        Raises like `current`."""
+        """Return the pool's price in this time, as far as it is known. The bill of an instance is the mean of this
+        series times the hours. Raises the errors of `current`."""
 
 
 class StatedPrices:
-    """`PriceFeed` of one spot and one on-demand price, USD per hour. Raises ValueError for a price out of its range."""
+    """A `PriceFeed` with one spot and one on-demand price, USD per hour. Raises ValueError for a price out of its
+    range."""
 
     def __init__(self, spot_usd_per_h: float, on_demand_usd_per_h: float) -> None:
         self._prices = Prices(spot_usd_per_h, on_demand_usd_per_h)

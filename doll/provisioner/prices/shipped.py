@@ -1,6 +1,7 @@
-"""The price tables that ship with DOLL: for plans and estimates without an AWS account, and where it does not answer.
+"""The price tables that ship with DOLL, for plans and estimates without an AWS account or while AWS does not answer.
 
-`ec2_on_demand.csv` has on-demand prices of us-east-1; `ec2_regions.csv` both prices of a few types in several regions.
+`ec2_on_demand.csv` has on-demand prices of us-east-1. `ec2_regions.csv` has both prices of a few types in several
+regions.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _TABLES: Final = ("ec2_on_demand.csv", "ec2_regions.csv")
 
 @dataclass(frozen=True)
 class OnDemandPrice:
-    """USD per hour, where it comes from, and of when it is."""
+    """A price in USD per hour, its source and its date."""
 
     usd_per_h: float
     source: str
@@ -33,7 +34,7 @@ class OnDemandPrice:
 
 @dataclass(frozen=True)
 class ShippedPrice:
-    """Both prices of an instance type in a region, USD per hour; `spot_usd_per_h` is the mean of the region's zones."""
+    """Both prices of an instance type in a region, USD per hour. `spot_usd_per_h` is the mean of the region's zones."""
 
     instance: str
     region: str
@@ -44,12 +45,12 @@ class ShippedPrice:
 
     @property
     def text(self) -> str:
-        """The machine, and the date of its price."""
+        """Return the machine and the date of its price as text."""
         return f"{self.instance} in {self.region}, prices of {self.as_of}"
 
 
 def shipped_prices(region: str) -> dict[str, OnDemandPrice]:
-    """The on-demand prices of a region by instance type; empty for most regions."""
+    """Return the on-demand prices of a region by instance type; empty for most regions."""
     prices: dict[str, OnDemandPrice] = {}
     for table in _TABLES:
         facts, rows = _table(table)
@@ -61,7 +62,8 @@ def shipped_prices(region: str) -> dict[str, OnDemandPrice]:
 
 
 def shipped_price(instance: str, region: str) -> ShippedPrice:
-    """Both prices of an instance type. Raises ConfigError if the table lacks it; the message names what it has."""
+    """Return both prices of an instance type. Raises ConfigError if the table lacks the type; the message lists its
+    types."""
     facts, rows = _table(_TABLES[1])
     for row in rows:
         if (row["instance_type"], row["region"]) == (instance, region):
@@ -77,7 +79,7 @@ def shipped_price(instance: str, region: str) -> ShippedPrice:
 
 @functools.cache
 def _table(name: str) -> tuple[dict[str, str], list[dict[str, str]]]:
-    """The facts in a table's comments, and its rows."""
+    """Return the facts in a table's comments, and its rows."""
     text = importlib.resources.files("doll.provisioner.prices").joinpath(name).read_text(encoding="utf-8")
     lines = text.splitlines()
     facts = dict(line[1:].strip().split(": ", 1) for line in lines if line.startswith("#") and ": " in line)
@@ -85,8 +87,9 @@ def _table(name: str) -> tuple[dict[str, str], list[dict[str, str]]]:
 
 
 def machine_of(config: JobConfig | None, instance: str | None, region: str | None) -> tuple[str, str]:
-    """The instance type and the region that are asked for, else by the job's EC2 fleet (the first of its types that the
-    table has: they are of similar size), else the defaults."""
+    """Return the instance type and the region: the given ones, otherwise those of the job's EC2 fleet, otherwise the
+    defaults. Of the fleet's instance types, which are of similar size, the first one that the price table contains is
+    used."""
     fleet = None if config is None else config.fleet
     if isinstance(fleet, Ec2FleetConfig):
         region = region or fleet.region or DEFAULT_REGION
@@ -100,8 +103,8 @@ def machine_of(config: JobConfig | None, instance: str | None, region: str | Non
 def with_prices(
     config: JobConfig | None, section: PlanConfig, instance: str | None, region: str | None, notes: list[str]
 ) -> PlanConfig:
-    """The plan section with prices of the table, if an instance or region is asked for, or no prices are stated;
-    `notes` gets a line on it. Raises ConfigError if the table lacks the machine."""
+    """Return the plan section with prices of the table, if an instance or region is given or the section states no
+    prices; `notes` gets a line on this. Raises ConfigError if the table lacks the machine."""
     stated = section.spot_usd_per_h is not None and section.on_demand_usd_per_h is not None
     if stated and instance is None and region is None:
         return section
@@ -119,7 +122,7 @@ def with_prices(
 
 
 def estimate(config: JobConfig, seconds: float) -> dict[str, Any] | None:
-    """The cost on EC2 of the workers of a run of so many seconds; None if the table lacks the machine."""
+    """Return the cost on EC2 of the workers for a run of `seconds`; None if the table lacks the machine."""
     try:
         price = shipped_price(*machine_of(config, None, None))
     except ConfigError:
@@ -143,9 +146,9 @@ StackKind = Literal["self_managed", "msk"]
 
 
 class StackPart(NamedTuple):
-    """A part of what runs beside the workers on AWS and costs from the first hour on, with its price.
+    """A service that runs beside the workers on AWS and costs money from the first hour on, with its price.
 
-    The rows are those of the table in deploy/terraform/README.md, us-east-1; a test holds the two together.
+    The rows are those of the table in deploy/terraform/README.md, us-east-1; a test compares the two.
     """
 
     name: str
@@ -166,12 +169,12 @@ PARTS: Final[dict[StackKind, tuple[StackPart, ...]]] = {
 
 
 def stack_usd_per_h(kind: StackKind) -> float:
-    """USD per hour of all parts."""
+    """Return the USD per hour of all parts."""
     return sum(part.usd_per_h for part in PARTS[kind])
 
 
 def stack_lines(kind: StackKind, seconds: float, workers_usd: float) -> list[str]:
-    """A line for each part, and the cost of the job with its workers; none for a job without an end."""
+    """Return a line for each part, and the cost of the job with its workers; no lines for a job without an end."""
     if math.isinf(seconds):
         return []
     hours = seconds / SECONDS_PER_HOUR

@@ -1,4 +1,4 @@
 """Recorded markets: prices and availability of spot over time, and the market that replays them.
 
-Formats of public data sets are in `doll_lab.traces`.
+`doll_lab.traces` reads the formats of public data sets.
 """

@@ -1,7 +1,9 @@
-"""When preemptible machines are up: two-state Markov chains as in the paper, or a recorded number of machines. Pure.
+"""The up times of preemptible machines: two-state Markov chains as in the paper, or a recorded number of machines.
+Pure.
 
-A worker with k machines is up while all of them are: the intersection of their up times if machines come and go one by
-one (`all_up`). A recording counts machines that are alike: n of them are ⌊n/k⌋ workers (`pool_of_workers`).
+A worker with k machines is up while all of them are. If machines come and go one by one, its up time is the
+intersection of theirs (`all_up`). A recording counts machines of one kind: n of them are ⌊n/k⌋ workers
+(`pool_of_workers`).
 """
 
 from __future__ import annotations
@@ -19,20 +21,22 @@ from doll.provisioner.traces.model import Floats, Pool, Series
 
 
 class Preemption(Protocol):
-    """Up and down times of one preemptible slot."""
+    """The up and down times of preemptible slots."""
 
     def spans(self, slot: int) -> Iterator[tuple[bool, float]]:
-        """(up, seconds) spans of this slot from time 0 on, without end; two spans of the same kind may follow."""
+        """Return endless spans (up, seconds) of this slot from time 0 on. Two consecutive spans may be of the same
+        kind."""
 
 
 class Markov:
-    """Independent two-state chains: up a share alpha of the time, one cycle of up and down in `cycle_s` on average.
+    """Independent two-state chains. Each is up a share alpha of the time; an up and a down period last `cycle_s` on
+    average.
 
-    The paper samples its chain every 2 s; this is its limit in continuous time.
+    The paper samples its chain every 2 s; this is the limit of that chain in continuous time.
     """
 
     def __init__(self, alpha: float, cycle_s: float, rng: np.random.Generator) -> None:
-        """Raises ConfigError if alpha is not in (0, 1] or the cycle is not above 0."""
+        """Create the chains. Raises ConfigError if alpha is not in (0, 1] or the cycle is not above 0."""
         if not 0 < alpha <= 1 or cycle_s <= 0:
             raise ConfigError(
                 f"expected an availability alpha in (0, 1] and a cycle above 0 s, got {alpha} and {cycle_s}"
@@ -52,15 +56,16 @@ class Markov:
 
 
 class RecordedAvailability:
-    """Slots follow a recorded number of machines up: the slot of rank r is up while more than r of the pool's are.
+    """Slots that follow a recorded number of machines: the slot of rank r is up while more than r machines of the pool
+    are up.
 
-    A pool that was recorded with fewer machines than there are slots stands for several slots with each machine (a
-    recording of one machine moves all slots together). The recording repeats when it ends.
+    If the recorded pool has fewer machines than there are slots, each machine stands for several slots (a recording of
+    one machine moves all slots together). The recording repeats after its end.
     """
 
     def __init__(self, times_s: Sequence[float], num_up: Sequence[float], pool_size: int, num_slots: int) -> None:
-        """The count `num_up` holds from its time to the next, ascending; the last time ends the recording. `pool_size`
-        is the number of machines that were wanted."""
+        """Store the recording. Each count in `num_up` holds from its time to the next; times ascend, and the last time
+        ends the recording. `pool_size` is the number of machines that were requested."""
         if len(times_s) != len(num_up) or len(times_s) < 2 or pool_size < 1:
             raise ConfigError(f"expected two or more times with counts and a pool, got {len(times_s)} and {pool_size}")
         self._spans_s = np.diff(np.asarray(times_s, float)).tolist()
@@ -69,7 +74,7 @@ class RecordedAvailability:
 
     @classmethod
     def from_pool(cls, pool: Pool, num_slots: int) -> Self:
-        """The recorded availability of a pool, from where its recordings begin."""
+        """Return the recorded availability of a pool, from the start of its recordings."""
         inside = (pool.num_up.times_s >= pool.start_s) & (pool.num_up.times_s <= pool.end_s)
         times_s = pool.num_up.times_s[inside] - pool.start_s
         return cls(times_s.tolist(), pool.num_up.values[inside].tolist(), pool.num_machines, num_slots)
@@ -83,7 +88,7 @@ class RecordedAvailability:
 
 
 def all_up(machines: Sequence[Iterator[tuple[bool, float]]]) -> Iterator[tuple[bool, float]]:
-    """(up, seconds) spans in which all of these machines are up, or not all of them; see `Preemption.spans`.
+    """Return spans (up, seconds) in which all of these machines are up, or not all of them; see `Preemption.spans`.
 
     >>> from itertools import chain, repeat, islice
     >>> one, two = chain([(True, 5.0)], repeat((False, 9.0))), chain([(False, 2.0)], repeat((True, 9.0)))
@@ -103,8 +108,8 @@ def all_up(machines: Sequence[Iterator[tuple[bool, float]]]) -> Iterator[tuple[b
 
 
 class WholeWorkers:
-    """`Preemption` of slots with k machines each, which come and go independently: those of slot n have the numbers k n
-    to k n + k - 1."""
+    """A `Preemption` of slots with k machines each, which come and go independently. The machines of slot n have the
+    numbers k n to k n + k - 1."""
 
     def __init__(self, machine: Preemption, machines_per_worker: int) -> None:
         self._machine = machine
@@ -116,10 +121,10 @@ class WholeWorkers:
 
 
 def pool_of_workers(pool: Pool, machines_per_worker: int, num_workers: int) -> Pool:
-    """The pool, counted in workers of k machines; prices stay prices of a machine.
+    """Return the pool counted in workers of k machines; prices remain prices of one machine.
 
-    A recording of fewer machines than the workers have stands for several with each, so that the machines of a worker
-    are among those that one of the recording stands for: it stays as it is.
+    If the recording has fewer machines than the workers, each recorded machine stands for several. All machines of a
+    worker then belong to one recorded machine, so the pool is returned unchanged.
     """
     if machines_per_worker == 1 or pool.num_machines < num_workers * machines_per_worker:
         return pool
@@ -128,11 +133,11 @@ def pool_of_workers(pool: Pool, machines_per_worker: int, num_workers: int) -> P
 
 
 def slots_up(pool: Pool, times_s: Floats, num_slots: int, rng: np.random.Generator) -> Bools:
-    """Which slots have a spot machine at these times, shape (len(times_s), num_slots).
+    """Return the slots that have a spot machine at these times, shape (len(times_s), num_slots).
 
-    The recorded share of machines that are up is the share of slots that are. When it falls, slots that lose their
-    machine are drawn among those that have one, when it rises, among those that have none: recordings count machines,
-    and no slot may be luckier than the others by its number.
+    The share of slots that are up is the recorded share of machines that are up. If it falls, slots that lose their
+    machine are drawn at random from those that have one; if it rises, slots are drawn from those that have none. A
+    recording only counts machines, and the number of a slot must not make it luckier than the others.
     """
     wanted = np.rint(pool.num_up.at(times_s) * (num_slots / pool.num_machines)).astype(int)
     up = np.zeros((len(times_s), num_slots), dtype=np.bool_)

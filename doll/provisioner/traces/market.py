@@ -1,9 +1,9 @@
-"""A simulated spot market: when spot is available for each slot, when it preempts, what machines cost. Pure.
+"""A simulated spot market: when spot is available for each slot, when it preempts, and the prices of machines. Pure.
 
-It replays a recorded pool (docs/traces.md) or the paper's two-state chain, `speed_up` times as fast as the wall clock.
-Times are wall seconds since the market opened; prices are in USD per hour of the *wall*, the market's price times the
-speed-up, so a bill over wall time is the bill of the market time that went by. At the end of an up interval the owner
-gives notice and takes the machine `notice_s` later; a share of the intervals ends without notice.
+The market replays a recorded pool (docs/traces.md) or the paper's two-state chain, `speed_up` times as fast as the wall
+clock. Times are wall seconds since the market opened. Prices are in USD per *wall* hour, the market's price times the
+speed-up, so a bill over wall time equals the bill over the market time that has passed. At the end of an up interval
+the owner gives notice and takes the machine `notice_s` later; a share of the intervals ends without notice.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _MARKOV = "chain"
 
 @dataclass(frozen=True)
 class AvailabilityInterval:
-    """The n-th interval of a slot, of both kinds: its spot machine is there, or is not. Times are wall seconds since
-    the opening; `end_s` may be infinite. `taken_s` is when the machine of an up interval goes: `end_s` and the notice,
-    if there is one."""
+    """The n-th interval of a slot, in which its spot machine is available or not. Times are wall seconds since the
+    opening; `end_s` may be infinite. `taken_s` is the time at which the machine of an up interval is taken: `end_s`
+    plus the notice, if there is one."""
 
     number: int
     up: bool
@@ -43,7 +43,7 @@ class AvailabilityInterval:
 
     @property
     def without_notice(self) -> bool:
-        """It ends without notice."""
+        """Whether the interval ends without notice."""
         return self.taken_s == self.end_s
 
 
@@ -52,11 +52,12 @@ class SpotMarket:
     out of its range.
 
     Attributes:
-        name: of the pool, or of the chain.
+        name: name of the pool or of the chain.
         speed_up: market seconds per wall second.
-        notice_s: wall seconds between the end of an up interval and that of its machine.
-        machines_per_slot: k: a slot's machines are there together or not at all; the notice of one is that of all.
-        alpha: share of the time for which a slot's machines are there, as far as the source says.
+        notice_s: wall seconds between the end of an up interval and the end of its machine.
+        machines_per_slot: k; the machines of a slot are all available or all unavailable, and get their notices
+            together.
+        alpha: share of the time for which a slot's machines are available, according to the source.
     """
 
     def __init__(
@@ -103,8 +104,8 @@ class SpotMarket:
         notice_s: float = 2.0, no_notice_share: float = 0.0, seed: int = 0, machines_per_slot: int = 1,
         one_by_one: bool = True,
     ) -> Self:  # fmt: skip
-        """The paper's model: each machine up a share `alpha` of the time, up and down once in `cycle_s` market seconds;
-        each on its own (`one_by_one`), or the machines of a slot together."""
+        """Return a market with the paper's model: each machine is up a share `alpha` of the time, with a cycle of
+        `cycle_s` market seconds. Machines of a slot change independently if `one_by_one`, otherwise together."""
         # A generator for each machine: what one meets does not depend on when the others are asked for.
         count = machines_per_slot if one_by_one else 1
         machines = [
@@ -123,10 +124,10 @@ class SpotMarket:
         cls, pool: Pool, num_slots: int, *, length_s: float, speed_up: float = 1.0, notice_s: float = 2.0,
         no_notice_share: float = 0.0, seed: int = 0, machines_per_slot: int = 1,
     ) -> Self:  # fmt: skip
-        """A recorded pool from a random time on, its end followed by its beginning. The share of its machines that are
-        up is the share of slots that are, drawn as in a backtest. The pool is counted in slots if a slot has several
-        machines (`pool_of_workers`). `length_s` wall seconds fit between the opening and the recording's end, if it is
-        long enough."""
+        """Return a market that replays a recorded pool from a random time on; after its end the recording continues at
+        its beginning. The share of slots that are up is the share of machines that are up, drawn as in a backtest. If a
+        slot has several machines, the pool is counted in slots (`pool_of_workers`). The opening is chosen so that
+        `length_s` wall seconds are left before the recording's end, if the recording is long enough."""
         rng = np.random.default_rng((seed, 2))
         latest = max(pool.start_s, pool.end_s - length_s * speed_up)
         start_s = float(rng.uniform(pool.start_s, latest)) if latest > pool.start_s else pool.start_s
@@ -149,7 +150,7 @@ class SpotMarket:
         return len(self._spans)
 
     def interval(self, slot: int, at_s: float) -> AvailabilityInterval:
-        """The interval that holds at this time, 0 or later; a interval holds from its start to just before its end."""
+        """Return the interval at this time (0 or later); an interval includes its start but not its end."""
         intervals, starts = self._intervals[slot], self._starts[slot]
         while not intervals or intervals[-1].end_s <= at_s:
             intervals.append(self._next(slot))
@@ -157,7 +158,8 @@ class SpotMarket:
         return intervals[max(0, bisect_right(starts, at_s) - 1)]
 
     def gaps(self, slot: int, until_s: float) -> list[tuple[float, float]]:
-        """When spot was not available for this slot before `until_s`: begin and end of each time, in order."""
+        """Return the begin and end of each time before `until_s` in which spot was not available for this slot, in
+        order."""
         found, at_s = [], 0.0
         while at_s < until_s:
             interval = self.interval(slot, at_s)
@@ -167,7 +169,7 @@ class SpotMarket:
         return found
 
     def is_up(self, slot: int, at_s: float) -> bool:
-        """Spot is available for this slot, or its spot machine runs without a notice."""
+        """Return whether spot is available for this slot, or its spot machine runs without a notice."""
         return self.interval(slot, at_s).up
 
     def _next(self, slot: int) -> AvailabilityInterval:
@@ -203,7 +205,7 @@ class SpotMarket:
         return Prices(self.spot_usd_per_h(at_s), self.on_demand_usd_per_h)
 
     def spot_changes_s(self, start_s: float, end_s: float) -> list[float]:
-        """When the spot price changes between these times, ascending."""
+        """Return the times at which the spot price changes between these times, ascending."""
         first, period = float(self._prices.times_s[0]), self._period_s
         laps = range(int(self._lap(start_s)), int(self._lap(end_s)) + 1)
         # The recording's last time is its end: the next lap's first price holds from there.
@@ -223,26 +225,26 @@ class SpotMarket:
 
 
 class MarketClock:
-    """From Unix seconds to a market's own time, which stands still at 0 until the market is opened.
+    """Converts Unix seconds to a market's own time, which stays 0 until the market is opened.
 
-    A job's own start (importing torch, joining) is no part of what is replayed: nobody is preempted or billed in it.
+    The start of a job (importing torch, joining) is not replayed: no machine is preempted or billed during this time.
     """
 
     def __init__(self) -> None:
         self.opened_s: float | None = None
 
     def open(self, now_s: float) -> None:
-        """The market opens now; it may be repeated, and only the first time counts."""
+        """Open the market now. May be repeated; only the first call counts."""
         if self.opened_s is None:
             self.opened_s = now_s
 
     def since(self, now_s: float) -> float:
-        """Wall seconds since the opening, 0 before."""
+        """Return the wall seconds since the opening; 0 before it."""
         return 0.0 if self.opened_s is None else max(0.0, now_s - self.opened_s)
 
 
 class TracePrices:
-    """`PriceFeed` of a replayed market, in USD per hour of the wall; before the market opens nothing is billed."""
+    """A `PriceFeed` of a replayed market, in USD per wall hour. Before the market opens nothing is billed."""
 
     def __init__(self, market: SpotMarket, clock: MarketClock) -> None:
         self._market = market
@@ -252,7 +254,7 @@ class TracePrices:
         return self._market.prices(self._clock.since(now_s))
 
     def series(self, pool: str, market: Market, start_s: float, end_s: float) -> Series:
-        """The same for every pool: a replayed market has one price."""
+        """Return the same series for every pool, because a replayed market has one price."""
         opened_s = self._clock.opened_s
         if opened_s is None or end_s <= opened_s:
             return Series(np.array([start_s, end_s]), np.zeros(2))
@@ -279,8 +281,8 @@ def _repeat(up: Bools, seconds: Floats) -> Iterator[tuple[bool, float]]:
 
 
 def make_market(config: JobConfig, fleet: ProcessesFleetConfig, seed: int) -> tuple[SpotMarket, PlanConfig]:
-    """The job file's market, and its plan with the market's own availability (of a worker) and prices (of a machine).
-    Raises ConfigError if the trace or the pool does not exist, or prices are missing."""
+    """Return the job file's market, and its plan with the market's own availability (of a worker) and prices (of a
+    machine). Raises ConfigError if the trace or the pool does not exist, or if prices are missing."""
     plan, slots, machines = config.plan, config.data.workers, config.machines_per_worker
     if fleet.trace is None:
         if plan.spot_usd_per_h is None or plan.on_demand_usd_per_h is None:

@@ -27,7 +27,7 @@ POOL_COLUMNS = ("trace_set", "pool", "num_machines", "on_demand_usd_per_hour")
 
 @dataclass(frozen=True)
 class Series:
-    """A step function of time: `values[i]` holds from `times_s[i]` to `times_s[i + 1]`; the last time is its end."""
+    """A step function of time: `values[i]` holds from `times_s[i]` to `times_s[i + 1]`. The last time is the end."""
 
     times_s: Floats
     values: Floats
@@ -43,12 +43,12 @@ class Series:
             raise ConfigError("expected times in ascending order")
 
     def at(self, times_s: Floats) -> Floats:
-        """Values at these times; before the first time the first value, after the end the last."""
+        """Return the values at these times; before the first time the first value, after the end the last value."""
         index = np.searchsorted(self.times_s, times_s, side="right") - 1
         return np.asarray(self.values[np.clip(index, 0, len(self.values) - 1)], dtype=np.float64)
 
     def mean(self, start_s: float, end_s: float) -> float:
-        """Mean over time."""
+        """Return the mean over this time."""
         inner = self.times_s[(self.times_s > start_s) & (self.times_s < end_s)]
         edges = np.concatenate([[start_s], inner, [end_s]])
         return float(np.average(self.at(edges[:-1]), weights=np.diff(edges)))
@@ -56,13 +56,13 @@ class Series:
 
 @dataclass(frozen=True)
 class Pool:
-    """One spot capacity pool (an instance type in a zone) over its recording.
+    """One spot capacity pool (an instance type in a zone) over the time of its recording.
 
     Attributes:
-        name: of the pool, e.g. "us-east-1a c3.xlarge".
-        num_machines: how many were asked for while `num_up` was recorded.
+        name: name of the pool, e.g. "us-east-1a c3.xlarge".
+        num_machines: number of machines that were requested while `num_up` was recorded.
         price: spot price, USD per machine and hour.
-        num_up: machines up or obtainable, 0 .. num_machines.
+        num_up: number of machines that were up or available, 0 .. num_machines.
     """
 
     name: str
@@ -92,12 +92,12 @@ class Pool:
 
     @property
     def start_s(self) -> float:
-        """When both recordings have begun."""
+        """The time from which on both recordings have values."""
         return float(max(self.price.times_s[0], self.num_up.times_s[0]))
 
     @property
     def end_s(self) -> float:
-        """When the first of them ends."""
+        """The time at which the first of the two recordings ends."""
         return float(min(self.price.times_s[-1], self.num_up.times_s[-1]))
 
     @property
@@ -106,12 +106,13 @@ class Pool:
 
     @property
     def alpha(self) -> float:
-        """Share of the machines asked for that were up, over the whole recording."""
+        """The share of the requested machines that were up, over the whole recording."""
         return self.num_up.mean(self.start_s, self.end_s) / self.num_machines
 
     @property
     def cycle_s(self) -> float:
-        """Mean up and down time of a machine together; the recording's length for each if none was taken away."""
+        """The mean up time plus down time of a machine; the length of the recording for each if no machine was taken
+        away."""
         inside = (self.num_up.times_s >= self.start_s) & (self.num_up.times_s <= self.end_s)
         taken = -np.minimum(np.diff(self.num_up.values[inside]), 0.0).sum()
         return self.length_s * self.num_machines / max(float(taken), 1.0)
@@ -119,25 +120,26 @@ class Pool:
 
 @dataclass(frozen=True)
 class TraceSet:
-    """Pools that belong together; results are given per set."""
+    """Pools that belong together. Results are given for each set."""
 
     name: str
     pools: tuple[Pool, ...]
 
 
 def constant(value: float, start_s: float, end_s: float) -> Series:
-    """One value over the whole time."""
+    """Return a series with one value over the whole time."""
     return Series(np.array([start_s, end_s], float), np.array([value, value], float))
 
 
 def up_at_bid(price: Series, num_machines: int, bid_usd_per_hour: float) -> Series:
-    """Auction rules (EC2 until 2017): machines are there while the price is at or below the bid."""
+    """Return the machines that are up by auction rules (EC2 until 2017): they are up while the price is at or below the
+    bid."""
     return Series(price.times_s, np.where(price.values <= bid_usd_per_hour, float(num_machines), 0.0))
 
 
 def read_folder(folder: Path) -> tuple[list[TraceSet], list[tuple[str, str]]]:
-    """The trace sets of a folder in normal form, and what was left out of it: (set, why). A set with a pool that cannot
-    be used is left out whole: without the pool it would be another market.
+    """Return the trace sets of a folder in normal form, and the sets that were skipped: (set, why). If one pool of a
+    set cannot be used, the whole set is skipped, because it would be another market without the pool.
 
     Raises:
         ConfigError: a file or column is missing or damaged, or no set can be used.
@@ -199,7 +201,7 @@ def _pool(
 
 
 Recorded = Series | ConfigError
-"""The rows of one pool, or what is wrong with them."""
+"""The rows of one pool, or the error in them."""
 
 
 def _usable(series: Recorded | None) -> Series | None:

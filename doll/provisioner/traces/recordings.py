@@ -1,4 +1,4 @@
-"""The recorded markets of a folder: what can be read, and what was skipped and why."""
+"""The recorded markets of a folder: the readable ones, and the skipped ones with reasons."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ _SUFFIXES: Final = (".csv", ".jsonl", ".txt", ".json", ".tsv")
 _NO_RECORDINGS: Final = ("readme", "license", "licence", "notice", "citation", "on_demand")
 
 Parts = list[tuple[str, str]]
-"""Parts of a file that were skipped, and why."""
+"""Skipped parts of a file, with reasons."""
 Loader = Callable[[Path], tuple[list[TraceSet], Parts]]
-"""Reads one file. Raises `ConfigError` if nothing in it can be used; the message names the file."""
+"""A function that reads one file. Raises `ConfigError` if it can use nothing in the file; the message names the
+file."""
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A file or part of one that was not used, and why: what was expected, what came, and perhaps what to do."""
+    """A file, or a part of one, that was not used, and why: what was expected, what the file has, and possibly a
+    remedy."""
 
     what: str
     why: str
@@ -49,9 +51,10 @@ class Survey:
 
 
 def survey(folder: Path) -> Survey:
-    """All trace sets in `folder` and its sub-folders: normal form, or a format of doll-lab (`doll_lab.traces`), if that
-    is installed. A format is recognised by the first line of a file, else by its name. Sets of one name get the name of
-    their folder or file too. Raises ConfigError if this is no folder."""
+    """Return all trace sets in `folder` and its sub-folders, in normal form or in a format of doll-lab
+    (`doll_lab.traces`) if it is installed. A format is recognised by the first line of a file, otherwise by its name.
+    Sets with the same name also get the name of their folder or file. Raises ConfigError if `folder` is not a
+    folder."""
     if not folder.is_dir():
         raise ConfigError(f"expected a folder of traces, got {folder}, which is not one; see docs/traces.md")
     result = Survey()
@@ -70,7 +73,7 @@ def survey(folder: Path) -> Survey:
 
 
 def load(folder: Path) -> list[TraceSet]:
-    """The trace sets that `survey` finds, at least one. Raises ConfigError if no recording is usable, see
+    """Return the trace sets that `survey` reads, at least one. Raises ConfigError if no recording is usable, see
     `Survey.check`."""
     result = survey(folder)
     result.check(folder)
@@ -78,8 +81,9 @@ def load(folder: Path) -> list[TraceSet]:
 
 
 def pool_of(folder: Path, name: str | None, asked_by: str) -> Pool:
-    """One pool of the recordings in a folder: by its name, else the first. `asked_by` is the option or key that names
-    it, for the message. Raises ConfigError if no recording is usable, or not this one."""
+    """Return one pool of the recordings in a folder: the pool `name`, or the first one if it is None. `asked_by` is the
+    option or key that names the pool, for the error message. Raises ConfigError if no recording, or not this pool, is
+    usable."""
     pools: dict[str, Pool] = {}
     result = survey(folder)
     result.check(folder)
@@ -95,7 +99,7 @@ def pool_of(folder: Path, name: str | None, asked_by: str) -> Pool:
 
 
 def no_recordings_error(folder: Path, skipped: Sequence[LeftOut]) -> ConfigError:
-    """The error that no set can be used."""
+    """Return the error that no set can be used."""
     if skipped:
         return ConfigError(f"{folder}: nothing in it can be used:\n" + left_out_text(skipped))
     return ConfigError(
@@ -105,14 +109,14 @@ def no_recordings_error(folder: Path, skipped: Sequence[LeftOut]) -> ConfigError
 
 
 def left_out_text(skipped: Sequence[LeftOut], at_most: int = 20) -> str:
-    """One line for each, for people."""
+    """Return one line of text for each."""
     lines = [f"skipped: {item}" for item in skipped[:at_most]]
     more = len(skipped) - at_most
     return "\n".join([*lines, f"skipped: {more} more; --json lists them all"] if more > 0 else lines)
 
 
 def _listed(folder: Path, result: Survey) -> list[Path]:
-    """The entries of a folder in order; none, with an entry in `result`, if it cannot be listed."""
+    """Return the entries of a folder in order. If it cannot be listed, returns none and adds an entry to `result`."""
     try:
         return sorted(folder.iterdir())
     except OSError as error:
@@ -124,7 +128,7 @@ Read = Callable[[], tuple[list[TraceSet], Parts]]
 
 
 def _readers(folder: Path, result: Survey) -> Iterable[tuple[Path, Read]]:
-    """The files to be read in one folder, without its sub-folders."""
+    """Return the files to read in one folder, without its sub-folders."""
     files = [path for path in _listed(folder, result) if path.is_file()]
     names = {path.name for path in files}
     of_the_form = {POOLS, PRICES, AVAILABILITY} if names & {POOLS, f"{POOLS}.gz"} else set()
@@ -146,7 +150,7 @@ def _readers(folder: Path, result: Survey) -> Iterable[tuple[Path, Read]]:
 
 
 def _loader_of(path: Path, plain: str, result: Survey) -> Loader | None:
-    """The loader of the file; None, with an entry in `result`, if nothing reads it."""
+    """Return the loader of the file. If no loader reads it, returns None and adds an entry to `result`."""
     try:
         first = next((line for line in text_lines(path) if line.strip()), "")
     except ConfigError as error:
@@ -165,7 +169,8 @@ def _loader_of(path: Path, plain: str, result: Survey) -> Loader | None:
 
 
 def _of_different_names(folder: Path, named: Sequence[tuple[TraceSet, Path]]) -> list[TraceSet]:
-    """Sets that share a name get that of their folder or file too, so that --trace-set can choose one."""
+    """Return the sets; sets with the same name also get the name of their folder or file, so that --trace-set can
+    choose one."""
     count = Counter(recorded.name for recorded, _ in named)
     used: Counter[str] = Counter()
     renamed = []

@@ -1,6 +1,8 @@
-"""Tables and lines of files from outside: every damage is one `ConfigError` with file, line and what was expected.
+"""Tables and lines of external files. Any damage raises a `ConfigError` with the file, the line and the expected
+content.
 
-Plain or .gz. Lines, files and numbers are bounded: a few packed kilobytes can hold a line that fills the memory.
+Files are plain or .gz. The sizes of lines, files and numbers are limited, because a few compressed kilobytes can
+contain a line that fills the memory.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ MAX_NUMBER: Final = 1e15
 
 
 def text_lines(path: Path) -> Iterator[str]:
-    """The lines of a text file with their ends, unpacked if its name ends in .gz. Raises ConfigError if it is damaged,
-    not UTF-8, or larger than a recording; lines before the damage are given first."""
+    """Return the lines of a text file with their line ends, decompressed if its name ends in .gz. Raises ConfigError if
+    the file is damaged, not UTF-8, or too large for a recording; the lines before the damage are returned first."""
     total = 0
     try:
         with _open(path) as file:
@@ -55,8 +57,8 @@ def _open(path: Path) -> io.TextIOWrapper:
 
 
 def rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
-    """Line number and cells of each line of a CSV file with a header that has at least `columns`. Raises ConfigError if
-    it cannot be read, or a column is missing."""
+    """Return line number and cells of each line of a CSV file whose header has at least `columns`. Raises ConfigError
+    if the file cannot be read, or a column is missing."""
     reader = csv.DictReader(text_lines(path), restval="")
     try:
         header = reader.fieldnames
@@ -72,7 +74,7 @@ def rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, st
 
 
 def number(row: Mapping[str, str], column: str, where: str) -> float:
-    """The finite number in `column`. Raises ConfigError if it is no number, or beyond `MAX_NUMBER`."""
+    """Return the finite number in `column`. Raises ConfigError if it is not a number, or exceeds `MAX_NUMBER`."""
     try:
         value = float(row[column])
     except (TypeError, ValueError):
@@ -83,7 +85,7 @@ def number(row: Mapping[str, str], column: str, where: str) -> float:
 
 
 def moment(text: str, where: str) -> datetime:
-    """An ISO 8601 time in UTC, which is also what a time without zone is. Raises ConfigError for any other text."""
+    """Return an ISO 8601 time in UTC; a time without a zone is UTC. Raises ConfigError for any other text."""
     try:
         at = datetime.fromisoformat(text)
         return at.replace(tzinfo=UTC) if at.tzinfo is None else at.astimezone(UTC)
