@@ -1,1 +1,1 @@
-"""Fleets: the port, and one adapter per kind of machines. CONTRIBUTING.md says how to add one."""
+"""Fleets: the port, and one adapter for each kind of machine. CONTRIBUTING.md describes how to add one."""

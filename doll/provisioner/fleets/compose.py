@@ -1,10 +1,11 @@
 """`Fleet` of containers: each instance is one `docker compose run` of the project's worker service.
 
-Compose gives it the service's image, network, volumes and environment, and drops its restart policy: the provisioner
-replaces a worker that dies. Its identity is in its labels and its name, so there is no state outside the engine.
+Compose gives the container the service's image, network, volumes and environment, but not its restart policy, because
+the provisioner replaces a worker that dies. The identity of an instance is in its labels and its name, so there is no
+state outside the engine.
 
-Written for docker 27 with compose v2, and tested against a likeness of their command line only
-(tests/support/fake_docker.py). Run it in an environment with the variables that the compose file asks for.
+Written for docker 27 with compose v2, and tested only with an imitation of their command line
+(tests/support/fake_docker.py). Run this in an environment with the variables that the compose file requires.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ POOL: Final = "container/engine"
 LABELS: Final = WorkerLabels("doll.")
 ENDED_KEPT_S: Final = 3600.0
 GRACE_S: Final = 30.0
-"""From SIGTERM to SIGKILL, for a worker that does not end by itself."""
+"""Seconds from SIGTERM to SIGKILL for a worker that does not end by itself."""
 
 _STATES: Final[Mapping[str, InstanceState]] = {
     "created": InstanceState.PENDING,
@@ -57,7 +58,7 @@ _GONE: Final = ("no such container", "no such object", "is not running", "is alr
 
 
 class DockerError(Exception):
-    """A docker command failed. `message`: its standard error, in lower case."""
+    """A docker command has failed. `message`: its standard error, in lower case."""
 
     def __init__(self, command: Sequence[str], message: str) -> None:
         super().__init__(f"`{' '.join(command[:4])} ...` failed: {message or 'without a message'}")
@@ -65,20 +66,20 @@ class DockerError(Exception):
 
     @property
     def failure(self) -> LaunchFailure:
-        """The failure by the table; a message that does not fit it needs a person."""
+        """The kind of failure, from a table of messages. A message that is not in the table needs a person."""
         return next((failure for words, failure in _FAILURES if words in self.message), LaunchFailure.CONFIG)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ComposeFleet:
-    """The containers of one compose project that carry our cluster label. Those of another job are left alone; those of
-    an earlier release, which gave no label of a job, are the job's.
+    """The containers of one compose project that carry our cluster label. Containers of another job are not touched.
+    Containers of an earlier release, which set no job label, count as the job's.
 
     Args:
         cluster, job: values of the labels `doll.cluster` and `doll.job`.
-        timeout_s: a docker command that takes longer has failed.
-        clock: Unix seconds, as the engine's.
-        environment: of the docker commands; default: ours.
+        timeout_s: a docker command that takes longer counts as failed.
+        clock: function that returns Unix seconds, with the same clock as the engine's.
+        environment: environment of the docker commands. None: our own environment.
     """
 
     cluster: str
@@ -115,7 +116,8 @@ class ComposeFleet:
         return made
 
     def instances(self) -> Sequence[Instance]:
-        """Also kills what should have ended by now, and removes what ended an hour ago."""
+        """Return the instances. Also kills containers that should have ended by now, and removes containers that ended
+        an hour ago."""
         try:
             instances = self._listed()
             now_s = self.clock()
@@ -140,7 +142,7 @@ class ComposeFleet:
         return [instance for instance in instances if instance.id not in old]
 
     def terminate(self, ids: Collection[str]) -> None:
-        """Sends SIGTERM; a later `instances()` sends SIGKILL if that did not help."""
+        """Send SIGTERM; a later `instances()` sends SIGKILL if a container has not ended."""
         if not ids:
             return
         try:
@@ -179,13 +181,13 @@ class ComposeFleet:
         log.info("launched", id=name, worker=order.slot, incarnation=order.incarnation, market=order.market)
 
     def _listed(self) -> list[Instance]:
-        """All containers of the cluster, in all states."""
+        """Return all containers of the cluster, in all states."""
         label = f"label={LABELS.cluster}={self.cluster}"
         completed = self._run([self.docker, "ps", "--all", "--no-trunc", "--filter", label, "--format", "json"])
         return self._inspect([_id_of(line) for line in completed.splitlines() if line.strip()])
 
     def _inspect(self, names: Sequence[str]) -> list[Instance]:
-        """The containers of these names that exist and are workers of the cluster."""
+        """Return the containers with these names that exist and are workers of the cluster."""
         if not names:
             return []
         command = [self.docker, "inspect", "--type", "container", *names]
@@ -228,7 +230,7 @@ class ComposeFleet:
             yield instance
 
     def _run_over(self, command: Sequence[str], ids: Sequence[str]) -> None:
-        """One command on several containers; some of them may have ended meanwhile."""
+        """Run one command on several containers, some of which may have ended in the meantime."""
         completed = self._call([*command, *ids])
         lines = [line for line in completed.stderr.lower().splitlines() if line.strip()]
         if completed.returncode != 0 and not all(any(words in line for words in _GONE) for line in lines):
@@ -253,8 +255,8 @@ class ComposeFleet:
 
 
 def connect(config: JobConfig) -> ComposeFleet:
-    """The fleet that a job file describes. Raises ConfigError for another kind of fleet, or if the compose file is not
-    there."""
+    """Return the fleet of a job file. Raises ConfigError for another kind of fleet, or if the compose file does not
+    exist."""
     settings = config.fleet
     if not isinstance(settings, ComposeFleetConfig):
         raise ConfigError(f"fleet.kind: expected compose, got {settings.kind}")
@@ -280,7 +282,7 @@ def _id_of(line: str) -> str:
 
 
 def _unix_s(text: str) -> float:
-    """A time as docker writes it; "0001-01-01T00:00:00Z" (never) is far below 0."""
+    """Convert a time in docker's format; "0001-01-01T00:00:00Z" (never) is far below 0."""
     at = datetime.fromisoformat(text)
     return at.timestamp() if at.year > 1 else float("-inf")
 

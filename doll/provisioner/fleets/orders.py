@@ -1,5 +1,4 @@
-"""Orders' names and identities, markets without nodes, and instances that cannot start: for fleets whose owner places
-instances."""
+"""Names and identities of orders, and failed placements and starts, for fleets whose owner places the instances."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ REFUSE_S: Final = 300.0
 
 
 def order_name(order: Order, cluster: str) -> str:
-    """The same order has the same name, so that it launches once."""
+    """Return the name of an order. Equal orders have the same name, so that an order is launched only once."""
     parts = ["doll", cluster, str(order.slot), str(order.incarnation), order.market.replace("_", "-")]
     if order.attempt:
         parts.append(f"a{order.attempt}")
@@ -23,7 +22,7 @@ def order_name(order: Order, cluster: str) -> str:
 
 
 def identity(order: Order | Instance, instance: str) -> dict[str, str]:
-    """The variables that tell a worker who it is."""
+    """Return the environment variables that tell a worker its identity."""
     return {
         "DOLL_WORKER": str(order.slot),
         "DOLL_INCARNATION": str(order.incarnation),
@@ -33,7 +32,7 @@ def identity(order: Order | Instance, instance: str) -> dict[str, str]:
 
 
 class WorkerIdentity(TypedDict):
-    """The fields of `Instance` that its labels state."""
+    """The fields of `Instance` that its labels contain."""
 
     slot: int
     incarnation: int
@@ -42,19 +41,19 @@ class WorkerIdentity(TypedDict):
 
 
 class WorkerLabels:
-    """The names of the labels, or tags, that say whose worker an instance is; each begins with `prefix`."""
+    """The names of the labels, or tags, that identify the worker of an instance; each name begins with `prefix`."""
 
     def __init__(self, prefix: str) -> None:
         self.cluster, self.job, self.market = f"{prefix}cluster", f"{prefix}job", f"{prefix}market"
         self.worker, self.incarnation = f"{prefix}worker", f"{prefix}incarnation"
 
     def write(self, order: Order, cluster: str, job: str) -> dict[str, str]:
-        """The labels of an order's instance; there is no label of the job ""."""
+        """Return the labels of an order's instance; for the job "" there is no job label."""
         labels = {self.cluster: cluster, self.worker: str(order.slot), self.incarnation: str(order.incarnation)}
         return {**labels, self.market: order.market, **({self.job: job} if job else {})}
 
     def read(self, labels: Mapping[str, str]) -> WorkerIdentity | None:
-        """The identity in these labels; None if they are not a worker's."""
+        """Return the identity in these labels; None if they are not the labels of a worker."""
         market, slot, incarnation = (labels.get(key, "") for key in (self.market, self.worker, self.incarnation))
         if market not in get_args(Market) or not slot.isdecimal() or not incarnation.isdecimal():
             return None
@@ -63,16 +62,17 @@ class WorkerLabels:
 
 
 class LaunchGate:
-    """Refuses orders that would fail like earlier ones have, for `REFUSE_S`.
+    """Refuses orders for `REFUSE_S` that would fail as earlier orders have failed.
 
-    After an instance could not start, orders of both markets are refused, since all have the same image. One that runs
-    shows that the image is right, and another's failure is its node's. After no node took an instance, orders of its
-    market are. What another process has launched says nothing: a person may have corrected it.
+    If an instance could not start, orders of both markets are refused, because all have the same image. If an instance
+    runs, the image is correct, and the failure of another instance is due to its node. If no node took an instance,
+    orders of the same market are refused. Launches of another process are not considered, because a person may have
+    corrected the problem since.
 
     Args:
-        pool: the one pool of the fleet, whose owner chooses the node.
+        pool: the only pool of the fleet, whose owner chooses the node.
         remedy: what a person should correct if instances do not start.
-        clock: Unix seconds.
+        clock: function that returns Unix seconds.
     """
 
     def __init__(self, pool: str, remedy: str, clock: Callable[[], float]) -> None:
@@ -81,15 +81,15 @@ class LaunchGate:
         self._no_node: dict[Market, tuple[float, str]] = {}
 
     def start_failed(self, why: str) -> None:
-        """An instance could not start."""
+        """Record that an instance could not start."""
         self._no_start = (self._clock() + REFUSE_S, why)
 
     def started(self) -> None:
-        """An instance runs."""
+        """Record that an instance runs."""
         self._no_start = (0.0, "")
 
     def found_no_node(self, market: Market, why: str) -> None:
-        """No node has taken an instance of this market."""
+        """Record that no node has taken an instance of this market."""
         self._no_node[market] = (self._clock() + REFUSE_S, why)
 
     def check(self, order: Order, name: str) -> None:

@@ -1,7 +1,7 @@
-"""The fleet port: what the provisioner asks of the owner of the machines.
+"""The fleet port: the calls from the provisioner to the owner of the machines.
 
-One instance per slot, with the identity (slot, incarnation). A fleet knows machines, not workers: whether the worker
-on an instance is ready, the parameter server's records say. All times are Unix seconds.
+There is one instance per slot, with the identity (slot, incarnation). A fleet knows machines, not workers: only the
+parameter server's records state whether the worker on an instance is ready. All times are Unix seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class InstanceState(enum.StrEnum):
 
 
 class EndReason(enum.StrEnum):
-    """Why a machine has ended; billing differs."""
+    """The reason why a machine has ended; billing depends on it."""
 
     NONE = ""
     TERMINATED = "terminated"  # by us
@@ -36,15 +36,15 @@ class EndReason(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Order:
-    """One try to get an instance for a slot.
+    """One attempt to get an instance for a slot.
 
     Attributes:
-        incarnation: number of the machine of the slot, 1 or more; a higher one fences the lower ones.
-        attempt: 0, 1, ...; the same order launches at most once, so a new try after a failure is a new attempt.
+        incarnation: number of the slot's machine, 1 or more; a higher incarnation fences the lower ones.
+        attempt: 0, 1, ...; the same order is launched at most once, so a retry after a failure is a new attempt.
         avoid: names of pools without capacity.
-        run: distinguishes the orders of one run of a job from others: an owner may remember orders for longer than
-            anybody remembers incarnations.
-        machines: of the worker: the instance stands for so many.
+        run: distinguishes the orders of one run of a job from those of other runs, because an owner may remember orders
+            for longer than incarnations are known.
+        machines: number of machines of the worker, which the instance represents.
     """
 
     slot: int
@@ -58,18 +58,19 @@ class Order:
 
 @dataclass(frozen=True)
 class Instance:
-    """The embodiment of a slot, as the fleet sees it: a machine, or one process that stands for all of a worker's.
+    """One incarnation of a slot, as the fleet sees it: a machine, or one process that represents all machines of a
+    worker.
 
     Attributes:
-        pool: instance type and zone, "c5.xlarge/us-east-1a"; prices and capacity are the pool's.
-        launched_s: when it was asked for.
-        ended_s: when it ended, or was stopped; None while it has not.
-        notice_s: when it will be taken, by the notice that it has; None without a notice.
-        job: whose worker it was launched for; "" if the fleet does not say.
-        machines: how many machines it is. Each is billed from its launch to its end.
-        costs_from_s: since when it is billed, if not since its launch: an owner may have to find it a node first. While
-            it has none, the time at which it was listed.
-        trouble: what keeps it from running, by its owner; "" if nothing does.
+        pool: instance type and zone, "c5.xlarge/us-east-1a". Prices and capacity are those of the pool.
+        launched_s: time of the order.
+        ended_s: time at which it ended or was stopped; None if it has not ended.
+        notice_s: time at which it will be taken, according to its interruption notice; None without a notice.
+        job: job for which it was launched; "" if the fleet does not state the job.
+        machines: number of its machines. Each one is billed from its launch to its end.
+        costs_from_s: time from which it is billed, if this is not its launch, because an owner may have to find a node
+            first. Without a node, the time of the listing.
+        trouble: reason from its owner why it does not run; "" if there is none.
     """
 
     id: str
@@ -89,21 +90,22 @@ class Instance:
 
     @property
     def is_alive(self) -> bool:
-        """It runs, or will."""
+        """Whether it runs or will run."""
         return self.state in (InstanceState.PENDING, InstanceState.RUNNING)
 
     def ended(self, at_s: float, reason: EndReason) -> Instance:
-        """The instance after its end."""
+        """Return the instance after its end."""
         return replace(self, state=InstanceState.ENDED, ended_s=at_s, end_reason=reason)
 
     @property
     def is_endable(self) -> bool:
-        """Nobody has asked for its end yet: it is alive, or stopped."""
+        """Whether nobody has requested its end yet: it is alive, or stopped."""
         return self.is_alive or self.state is InstanceState.STOPPED
 
 
 class LaunchFailure(enum.StrEnum):
-    """Why a launch failed, by what to do about it; the most informative come first (EC2's error codes, docs/aws.md)."""
+    """The reasons why a launch failed, by the reaction to them; the most informative come first (EC2's error codes,
+    docs/aws.md)."""
 
     SPOT_QUOTA = "spot_quota"  # no spot for a while; a person must raise the quota
     ON_DEMAND_QUOTA = "on_demand_quota"  # keep spot; a person must raise the quota
@@ -115,8 +117,8 @@ class LaunchFailure(enum.StrEnum):
 
 
 class LaunchError(DollError):
-    """An order that got no instance. `code` is the fleet's own word for it; `pools` are those that refused, empty if
-    the failure was not about pools."""
+    """An order got no instance. `code` is the fleet's own name of the failure. `pools` are the pools that refused;
+    empty if the failure does not concern pools."""
 
     def __init__(self, message: str, *, failure: LaunchFailure, code: str = "", pools: Collection[str] = ()) -> None:
         super().__init__(message)
@@ -126,30 +128,33 @@ class LaunchError(DollError):
 
 
 class Fleet(Protocol):
-    """Owner of the machines of one cluster (one job). Every call may be repeated; none waits for a machine."""
+    """The owner of the machines of one cluster (one job). Every call may be repeated, and none waits for a machine."""
 
     def launch(self, order: Order) -> Instance:
-        """Start an instance; the same order again gives the same instance. Raises LaunchError if none was launched,
-        also if the owner does not answer."""
+        """Launch an instance; the same order returns the same instance. Raises LaunchError if none was launched, also
+        if the owner does not answer."""
 
     def instances(self) -> Sequence[Instance]:
-        """All instances of the cluster that are alive, and instances that ended lately (an hour at least).
+        """Return all instances of the cluster that are alive, and instances that ended recently (at least within the
+        last hour).
 
-        It includes what `launch` has returned, even if the owner's own listing lags behind. A notice shows as
-        `notice_s`, an interruption as `EndReason.INTERRUPTED`; there is no other source of them.
+        The result includes the instances that `launch` has returned, even if the owner's own listing lags behind.
+        `notice_s` shows a notice and `EndReason.INTERRUPTED` an interruption; there is no other source of these.
 
         Raises:
-            ConfigError: the owner does not permit it.
+            ConfigError: the owner does not permit the call.
             ServiceUnavailableError: the owner does not answer now.
         """
 
     def terminate(self, ids: Collection[str]) -> None:
-        """End these instances; unknown and ended ones are no error. What an owner keeps of an ended one may go with it:
-        `instances` still has it. Raises as `instances`; instances that were not reached live on."""
+        """End these instances; unknown and ended ones cause no error. The owner may remove its record of an ended one,
+        but `instances` still returns it. Raises the errors of `instances`; instances that were not reached continue to
+        run."""
 
     def close(self) -> None:
-        """Release what this object holds; instances live on."""
+        """Release the resources of this object; instances continue to run."""
 
 
 SpotProbe = Callable[[int], bool]
-"""Whether a spot launch for this slot would succeed now, without buying a machine. It may be asked repeatedly."""
+"""A function that returns whether a spot launch for this slot would succeed now, without a purchase. May be called
+repeatedly."""

@@ -1,12 +1,12 @@
-"""The fleet port on this machine: an instance is a worker process, forked where torch is loaded already.
+"""The fleet port on this machine: an instance is a worker process, forked from a process that has already loaded torch.
 
-With a `SpotMarket` it is a spot market on one machine: a launch on spot is refused while the slot's market has no
-machine; at the end of an up interval the process gets SIGTERM (it drains), and SIGKILL at the end of the notice;
-without notice only SIGKILL. Processes belong to the fork server, and die with it.
+With a `SpotMarket` the fleet is a spot market on one machine. A spot launch is refused while the slot's market has no
+machine. At the end of an up interval the process gets SIGTERM (it drains), and SIGKILL at the end of the notice;
+without notice it only gets SIGKILL. Processes belong to the fork server and end with it.
 
-A worker of several machines is one process, which starts its stages' processes and ends with any of them: it is billed
-as so many, and the market takes it when it takes one of them. Launches are kept in a small file, so that a controller
-that crashes and makes a new fleet of the same fork server finds its instances again.
+A worker of several machines is one process, which starts the processes of its stages and ends with any of them. It is
+billed as several machines, and the market takes it when it takes one of them. Launches are kept in a small file, so
+that a controller that crashes and creates a new fleet with the same fork server gets its instances back.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Machine:
     """An instance and its process.
 
     Attributes:
-        preempted: its owner has taken it, or given notice.
-        killed: SIGKILL found it alive.
-        exit_code: negative for a signal; None while it runs, or if its end was not observed.
-        bought_s: when it was launched in wall seconds since the market's opening.
-        kill_at_s: Unix seconds; None while its end is not wanted.
+        preempted: whether its owner has taken it or given notice.
+        killed: whether SIGKILL ended it while it was alive.
+        exit_code: exit code, negative for a signal; None while it runs, or if its end was not observed.
+        bought_s: time of its launch, in wall seconds since the market's opening.
+        kill_at_s: Unix time of the kill; None while it is not to end.
     """
 
     instance: Instance
@@ -61,19 +61,20 @@ class Machine:
 
 @dataclass(eq=False, repr=False)
 class ProcessFleet:
-    """`Fleet` of forked workers. Raises ConfigError if its file of instances cannot be read.
+    """A `Fleet` of forked workers. Raises ConfigError if its file of instances cannot be read.
 
     Args:
-        forks: starts the processes; only the thread that calls this fleet may use it.
-        spec: what to start for an instance; the identity is added to its environment, and it is named for its id.
-        market: when spot is there; None: always.
-        boot_s: from a launch to a worker that works, wall seconds. The process starts at once and joins the job after
-            this time, so that a boot takes as long as it should on a busy machine too. Nothing boots before the market
-            has opened.
-        drain_s: from SIGTERM to SIGKILL if the provisioner ends an instance.
-        name: ids begin with it; fleets that share a fork server have different ones.
-        clock: Unix seconds.
-        job: whose workers they are, if several jobs use the folder one after the other.
+        forks: fork server that starts the processes; only the thread that calls this fleet may use it.
+        spec: process to start for an instance. The identity is added to its environment, and the process is named after
+            the instance's id.
+        market: market that states when spot is available. None: spot is always available.
+        boot_s: wall seconds from a launch to a worker that works. The process starts at once and joins the job after
+            this time, so that a boot takes the correct time also on a busy machine. Nothing boots before the market has
+            opened.
+        drain_s: seconds from SIGTERM to SIGKILL if the provisioner ends an instance.
+        name: prefix of the ids; fleets that share a fork server have different prefixes.
+        clock: function that returns Unix seconds.
+        job: job of the workers, if several jobs use the folder one after the other.
     """
 
     forks: ForkServer
@@ -129,8 +130,8 @@ class ProcessFleet:
         self._save()
 
     def poll(self) -> None:
-        """Let everything happen that is due: boots, notices, kills, ends. Call it several times a second. Raises
-        ServiceUnavailableError if the fork server is gone."""
+        """Carry out all events that are due: boots, notices, kills, ends. Call this several times a second. Raises
+        ServiceUnavailableError if the fork server has ended."""
         now_s = self.clock()
         for id_, machine in self._machines.items():
             if machine.instance.state is not InstanceState.ENDED:
@@ -139,11 +140,11 @@ class ProcessFleet:
 
     @property
     def machines(self) -> tuple[Machine, ...]:
-        """All machines that there ever were, in the order of their launches; to read, not to change."""
+        """All machines that have ever existed, in the order of their launches. Callers must not change them."""
         return tuple(self._machines.values())
 
     def wait_until_ended(self, timeout_s: float) -> bool:
-        """After `terminate`: whether nothing runs any more within this time."""
+        """Wait after `terminate`, and return whether all processes have ended within this time."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             self.poll()
@@ -193,7 +194,7 @@ class ProcessFleet:
             self._put(machine, state=InstanceState.RUNNING)
 
     def _look_at_the_market(self, id_: str, machine: Machine, opened_s: float, now_s: float) -> None:
-        """Whether its owner takes it back now."""
+        """Preempt the machine, with or without notice, if the market takes it now."""
         if self.market is None:
             return
         interval = self.market.interval(machine.instance.slot, machine.bought_s)

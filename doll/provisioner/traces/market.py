@@ -75,14 +75,19 @@ class SpotMarket:
         offset_s: float = 0.0,
         machines_per_slot: int = 1,
     ) -> None:
-        """Args:
-        spans: of each slot, (up, market seconds) from the opening on, without end; see `simulation.preemption`.
-        prices: spot, USD per market hour over market seconds; repeated when it ends.
-        on_demand_usd_per_h: per market hour.
-        notice_s: wall seconds between notice and end; a worker cannot leave the faster for a faster market.
-        no_notice_share: share of the up intervals that end without notice.
-        offset_s: where in `prices` the market opens, market seconds after its first time.
-        machines_per_slot: k; `spans` are those in which all k machines of a slot are there.
+        """
+        Args:
+            spans: spans (up, market seconds) of each slot from the opening on, without end; see `Preemption.spans`.
+            prices: spot price, USD per market hour over market seconds; repeated after its end.
+            on_demand_usd_per_h: on-demand price, USD per market hour.
+            name: name of the pool or of the chain.
+            speed_up: market seconds per wall second.
+            notice_s: wall seconds between notice and end. A faster market does not shorten it, because a worker cannot
+                leave faster.
+            no_notice_share: share of the up intervals that end without notice.
+            seed: seed for the choice of these intervals.
+            offset_s: market seconds in `prices` after its first time at which the market opens.
+            machines_per_slot: k; `spans` are the times in which all k machines of a slot are available.
         """
         if not 0 < speed_up < math.inf or not 0 <= notice_s < math.inf or not 0 <= no_notice_share <= 1:
             raise ConfigError(

@@ -1,11 +1,13 @@
-"""EC2's answers about an account: its spot placement scores, and its quotas beside what a job's workers need.
+"""EC2's information on an account: its spot placement scores, and its quotas compared with the requirements of a job's
+workers.
 
-A score says how likely a zone is to have all workers of a job on spot, 1 to 10. Nothing is decided by it: the order of
-the subnets decides where to launch, and launches show what is available. AWS limits the number of different requests in
-24 hours, so the same request is sent at the start and hourly. The quotas are for `doll doctor`.
+A score from 1 to 10 states how likely it is that a zone has all workers of a job on spot. No decision depends on it:
+the order of the subnets decides where to launch, and launches show what is available. AWS limits the number of
+different requests in 24 hours, so the same request is sent at the start and every hour. The quotas are for `doll
+doctor`.
 
 Sources: Amazon EC2 User Guide, "Spot placement score"; AWS, "Amazon EC2 instance type quotas": one quota of vCPUs for
-all types whose family begins with A, C, D, H, I, M, R, T or Z, for spot and for on-demand each.
+all types whose family begins with A, C, D, H, I, M, R, T or Z, separately for spot and on-demand.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ ASK_AGAIN_S: Final = 3600.0
 
 @dataclass
 class Ec2Placement:
-    """Requests the scores hourly; failures are logged and change nothing. Fewer than 3 instance types always score low;
-    zones without a name in `zones` appear by their id."""
+    """Requests the scores every hour. Failures are logged and have no effect. Fewer than 3 instance types always get
+    low scores; a zone without a name in `zones` is shown by its id."""
 
     client: Any
     _: KW_ONLY
@@ -40,7 +42,8 @@ class Ec2Placement:
     _asked_s: float = field(default=-math.inf, init=False)
 
     def poll_scores(self, now_s: float) -> dict[str, int] | None:
-        """The scores of the ten best zones, best first, if an hour has passed since the last request; else None."""
+        """Return the scores of the ten best zones, best first, if an hour has passed since the last request; otherwise
+        None."""
         if now_s - self._asked_s < ASK_AGAIN_S:
             return None
         self._asked_s = now_s
@@ -60,8 +63,8 @@ class Ec2Placement:
 
 
 def connect(config: JobConfig, fleet: Ec2Fleet) -> Ec2Placement | None:
-    """The job's placement scores, or None if it does not ask for them. Raises ConfigError and LaunchError as the fleet
-    does."""
+    """Return the source of the job's placement scores; None if the job does not request the scores. Raises ConfigError
+    and LaunchError as the fleet does."""
     settings = ec2_settings(config)
     if not settings.placement_scores:
         return None
@@ -72,12 +75,12 @@ def connect(config: JobConfig, fleet: Ec2Fleet) -> Ec2Placement | None:
 
 
 QUOTAS: Final = {"spot": "L-34B43A08", "on-demand": "L-1216C47A"}
-"""Codes in Service Quotas of the standard types, by market."""
+"""Codes in Service Quotas for the standard types, by market."""
 _STANDARD: Final = "acdhimrtz"
 
 
 def ask_quotas(config: JobConfig, ec2: Any = None, service_quotas: Any = None) -> list[Check]:
-    """The account's quotas in both markets, by boto3's clients; default: of the fleet's region."""
+    """Check the account's quotas in both markets with boto3's clients. None: clients for the fleet's region."""
     settings = ec2_settings(config)
     if others := [name for name in settings.instance_types if name[0] not in _STANDARD]:
         return [_unknown(market, f"{', '.join(others)}: not of the standard types") for market in QUOTAS]

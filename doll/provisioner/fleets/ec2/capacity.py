@@ -1,7 +1,7 @@
-"""Pools without capacity, and for how long they are not asked. Pure: `now_s` is an argument.
+"""Pools without capacity, and the time for which they are not requested. Pure: `now_s` is an argument.
 
-When several pools of a zone fail within a minute the zone is short of machines as a whole, and the rest of it is left
-alone too: asking pool by pool ended in thousands of futile requests elsewhere (karpenter #3198).
+If several pools of a zone fail within a minute, the whole zone is short of machines, so its other pools are not
+requested either. Requests to one pool after the other led to thousands of useless requests elsewhere (karpenter #3198).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Ec2Pool:
 
     @property
     def name(self) -> str:
-        """The pool in `Instance.pool`: "c5.xlarge/us-east-1a"."""
+        """The name of the pool in `Instance.pool`: "c5.xlarge/us-east-1a"."""
         return f"{self.instance_type}/{self.zone}"
 
     @classmethod
     def parse(cls, name: str) -> Ec2Pool:
-        """The pool of this name. Raises ValueError if it is no pool's."""
+        """Return the pool with this name. Raises ValueError if it is not the name of a pool."""
         instance_type, slash, zone = name.partition("/")
         if not (instance_type and slash and zone):
             raise ValueError(f"expected type/zone as in c5.xlarge/us-east-1a, got {name!r}")
@@ -39,7 +39,8 @@ _ZONE_WINDOW_S: Final = 60.0
 
 
 class CapacityCache:
-    """Pools without capacity, by market. `_ZONE_POOLS` pools that fail within `_ZONE_WINDOW_S` stand for their zone."""
+    """Pools without capacity, by market. If `_ZONE_POOLS` pools of a zone fail within `_ZONE_WINDOW_S`, the whole zone
+    counts."""
 
     def __init__(self) -> None:
         self._pools: dict[tuple[Ec2Pool, Market], float] = {}  # -> until when
@@ -48,7 +49,7 @@ class CapacityCache:
         self._failed_s: dict[tuple[Ec2Pool, Market], float] = {}
 
     def mark_unavailable(self, pool: Ec2Pool, market: Market, now_s: float, for_s: float = CAPACITY_BACKOFF_S) -> None:
-        """The pool had no machine at `now_s`."""
+        """Record that the pool had no machine at `now_s`."""
         self._pools[pool, market] = max(now_s + for_s, self._pools.get((pool, market), now_s))
         self._failed_s = {key: at_s for key, at_s in self._failed_s.items() if now_s - at_s <= _ZONE_WINDOW_S}
         self._failed_s[pool, market] = now_s
@@ -57,20 +58,20 @@ class CapacityCache:
             self._zones[pool.zone, market] = now_s + CAPACITY_BACKOFF_S
 
     def exclude(self, pool: Ec2Pool, market: Market, until_s: float) -> None:
-        """The pool is not asked, for a reason that does not concern its zone."""
+        """Exclude the pool from requests, for a reason that does not concern its zone."""
         self._pools[pool, market] = max(until_s, self._pools.get((pool, market), until_s))
 
     def mark_market(self, market: Market, now_s: float, backoff_s: float) -> None:
-        """No pool of this market is asked: a quota is used up."""
+        """Exclude all pools of this market from requests, because a quota is used up."""
         self._markets[market] = now_s + backoff_s
 
     def market_until_s(self, market: Market, now_s: float) -> float | None:
-        """Until when the whole market is left alone; None if it is not."""
+        """Return the time until which the whole market is excluded; None if it is not."""
         until_s = self._markets.get(market, now_s)
         return until_s if until_s > now_s else None
 
     def lacks_capacity(self, pool: Ec2Pool, market: Market, now_s: float) -> bool:
-        """The pool is left alone at `now_s`: itself, its zone, or the whole market."""
+        """Return whether the pool, its zone, or the whole market is excluded at `now_s`."""
         until_s = max(
             self._pools.get((pool, market), now_s),
             self._zones.get((pool.zone, market), now_s),
@@ -79,7 +80,7 @@ class CapacityCache:
         return until_s > now_s
 
     def clear(self, pool: Ec2Pool, market: Market) -> None:
-        """The pool has launched a machine: it and its zone are asked again."""
+        """Record that the pool has launched a machine: requests to it and its zone are allowed again."""
         self._pools.pop((pool, market), None)
         self._zones.pop((pool.zone, market), None)
         self._failed_s.pop((pool, market), None)

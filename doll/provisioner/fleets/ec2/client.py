@@ -1,4 +1,4 @@
-"""boto3 clients, the pace of their calls, and AWS's errors as DOLL's: what failed, and what to do about it."""
+"""boto3 clients, the pace of their calls, and the conversion of AWS's errors to DOLL's errors with their remedies."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from doll.provisioner.fleets.port import LaunchError, LaunchFailure
 
 
 def aws_client(service: str, region: str | None) -> Any:
-    """A boto3 client with timeouts and AWS's standard retries, with credentials from where boto3 looks for them. Raises
-    ConfigError without a region, for an unknown profile, and the like."""
+    """Return a boto3 client with timeouts and AWS's standard retries, and with credentials from the usual places of
+    boto3. Raises ConfigError if there is no region, for an unknown profile, and for similar errors."""
     import boto3
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError
@@ -29,7 +29,7 @@ def aws_client(service: str, region: str | None) -> Any:
 
 @dataclass
 class CallPacer:
-    """Spaces calls: EC2 throttles bursts for the whole account."""
+    """Spaces calls, because EC2 throttles bursts for the whole account."""
 
     per_s: float
     clock: Callable[[], float] = time.monotonic
@@ -37,7 +37,7 @@ class CallPacer:
     _next_s: float = field(default=float("-inf"), init=False)
 
     def wait(self) -> None:
-        """Return when the next call may be made."""
+        """Wait until the next call may be made."""
         now_s = self.clock()
         if now_s < self._next_s:
             self.sleep(self._next_s - now_s)
@@ -45,14 +45,14 @@ class CallPacer:
 
 
 def aws_errors() -> tuple[type[Exception], ...]:
-    """The exceptions that a call of a boto3 client may raise."""
+    """Return the exceptions that a call of a boto3 client may raise."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     return (BotoCoreError, ClientError)
 
 
 def code_of(error: Exception) -> str:
-    """AWS's error code, or the name of the exception if no answer came."""
+    """Return AWS's error code, or the name of the exception if there was no answer."""
     from botocore.exceptions import ClientError
 
     if isinstance(error, ClientError):
@@ -61,7 +61,7 @@ def code_of(error: Exception) -> str:
 
 
 def rule_of(error: Exception) -> tuple[str, ErrorRule]:
-    """The code of a failed call, and what to do about it."""
+    """Return the code of a failed call, and the rule for it."""
     from botocore import exceptions as aws
 
     code = code_of(error)
@@ -73,14 +73,14 @@ def rule_of(error: Exception) -> tuple[str, ErrorRule]:
 
 
 def launch_error(what: str, error: Exception) -> LaunchError:
-    """A failed call as the failure of a launch."""
+    """Return the LaunchError for a failed call of a launch."""
     code, rule = rule_of(error)
     more = f": {advice(code)}" if rule.failure is LaunchFailure.CONFIG else ""
     return LaunchError(f"{what}: {error}{more}", failure=rule.failure, code=code)
 
 
 def unavailable(what: str, error: Exception) -> DollError:
-    """A failed call that is no launch, as DOLL's error: `ConfigError` or `ServiceUnavailableError`."""
+    """Return DOLL's error for a failed call that is not a launch: `ConfigError` or `ServiceUnavailableError`."""
     _, rule = rule_of(error)
     if rule.failure is LaunchFailure.CONFIG:
         return ConfigError(f"{what}: {error}: see docs/aws.md for the permissions that are needed")

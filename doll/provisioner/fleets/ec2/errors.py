@@ -1,7 +1,7 @@
-"""EC2's error codes as data: what to do about a launch, what to leave alone and for how long. Pure.
+"""EC2's error codes as data: the reaction to a failed launch, and what is not requested for how long. Pure.
 
-Codes come as `Errors[].ErrorCode` in a CreateFleet answer, one for each pool, or as the code of a failed call. Sources:
-AWS, "Error codes for the Amazon EC2 API" and "Fleet error codes"; read 2026-11, docs/aws.md.
+Codes are in `Errors[].ErrorCode` of a CreateFleet answer, one for each pool, or they are the code of a failed call.
+Sources: AWS, "Error codes for the Amazon EC2 API" and "Fleet error codes"; read 2026-11, docs/aws.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from doll.provisioner.fleets.port import LaunchFailure
 
 
 class Scope(enum.StrEnum):
-    """The subject of an error, which is left alone for a while."""
+    """The scope of an error: what is not requested for a while."""
 
     POOL = "pool"  # (instance type, zone) in the market that was asked
     PAIR = "pair"  # (instance type, zone) in both markets
@@ -27,11 +27,11 @@ class Scope(enum.StrEnum):
 
 @dataclass(frozen=True)
 class ErrorRule:
-    """The reaction to one code.
+    """The reaction to one error code.
 
     Attributes:
-        backoff_s: how long what `scope` names is not asked again.
-        alarm: a person should look: it does not go away by itself.
+        backoff_s: seconds for which the pools of `scope` are not requested.
+        alarm: whether a person should act, because the error does not disappear by itself.
     """
 
     failure: LaunchFailure
@@ -89,23 +89,23 @@ _CODES: Final[dict[ErrorRule, tuple[str, ...]]] = {
     ),
 }  # fmt: skip
 RULES: Final = {code: rule for rule, codes in _CODES.items() for code in codes}
-"""The rule of each code. A code that ends in "." stands for all codes that begin with it."""
+"""The rule of each code. A code that ends in "." stands for all codes with this prefix."""
 
 
 def rule_of_pool(code: str) -> ErrorRule:
-    """The rule of a code in `Errors[]`. An unknown one is no lack of capacity: the pool is left alone for a while, and
-    others are asked."""
+    """Return the rule of a code in `Errors[]`. An unknown code does not mean a lack of capacity: the pool is not
+    requested for a while, and other pools are."""
     return _find(code) or _REFUSED
 
 
 def rule_of_call(code: str, http_status: int = 400) -> ErrorRule:
-    """The rule of a failed call's code. An unknown one is tried again if AWS is at fault (5xx), else never, so that
-    nothing loops on what it does not understand."""
+    """Return the rule of a failed call's code. A call with an unknown code is repeated if AWS is at fault (5xx),
+    otherwise never, so that no unknown error causes an endless loop."""
     return _find(code) or (_THROTTLED if http_status >= 500 else _MISCONFIGURED)
 
 
 def worst(rules: Iterable[ErrorRule]) -> ErrorRule:
-    """The rule that names a launch's failure. Raises ValueError if there is none."""
+    """Return the rule that determines the failure of a launch. Raises ValueError if there is none."""
     ranks = list(LaunchFailure)
     return min(rules, key=lambda rule: ranks.index(rule.failure))
 
@@ -134,7 +134,7 @@ _ADVICE: Final[dict[str, str]] = {
 
 
 def advice(code: str) -> str:
-    """A person's remedy for a code that is not about capacity."""
+    """Return the remedy for a code that does not concern capacity, as text for people."""
     unknown = 'look it up in AWS\'s "Error codes for the Amazon EC2 API"; launch template, image, keys or permissions'
     return next((text for start, text in _ADVICE.items() if code.startswith(start)), unknown)
 

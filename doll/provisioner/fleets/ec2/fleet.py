@@ -1,7 +1,7 @@
 """`Fleet` on EC2: one instance per slot, launched by CreateFleet, with its identity in its tags.
 
-There is no state on disk: DescribeInstances by tag lists what exists, so a provisioner that crashed anywhere starts
-again from that. A launch that was cut off is found by its tags, or repeated under the same client token.
+There is no state on disk. DescribeInstances by tag lists the existing instances, so a provisioner can continue from
+this list after any crash. An interrupted launch is identified by its tags, or repeated with the same client token.
 Reference: docs/aws.md, AWS's "Ensuring idempotency in Amazon EC2 API requests" and "Eventual consistency".
 
 Never used: DeleteFleets (deleting an `instant` fleet ends its instances), StopInstances, a maximum spot price.
@@ -29,15 +29,17 @@ log = telemetry.get_logger(__name__)
 _MAX_IDS_PER_CALL: Final = 100
 _ORDERS_REMEMBERED: Final = 4096
 LISTING_LAG_S: Final = 60.0
-"""EC2's listings may lag behind its answers by seconds; for this long the answers count."""
+"""EC2's listings may lag behind its answers by seconds. For this time, the answers are valid."""
 ENDED_KEPT_S: Final = 3600.0
 FRESH_S: Final = 5.0
-"""A listing of the whole cluster replaces a search of an order's own for this long: a turn lists, then launches."""
+"""A listing of the whole cluster replaces a search for an order, because a turn lists before it
+launches."""
 
 
 @dataclass(frozen=True)
 class _Known:
-    """An instance as last known: when EC2 last reported it, and when its end was requested (-inf: it was not)."""
+    """An instance as last known, the time of EC2's last report on it, and the time at which its end was requested
+    (-inf: never)."""
 
     instance: Instance
     seen_s: float
@@ -45,24 +47,24 @@ class _Known:
 
 
 def _key(order: Order) -> Order:
-    """The order, whatever it avoids: a repetition may avoid other pools."""
+    """Return the order without the pools to avoid, because a repetition may avoid other pools."""
     return replace(order, avoid=frozenset())
 
 
 @dataclass(eq=False, repr=False)
 class Ec2Fleet:
-    """The EC2 instances that carry the cluster's tag; no others are ever touched.
+    """The EC2 instances that carry the cluster's tag; other instances are never changed.
 
     Args:
         client: boto3's EC2 client.
         cluster: value of the tag `doll:cluster`.
-        job: value of the tag `doll:job`; jobs may use one cluster, one after the other. "": no tag.
-        launch_template: id or name.
-        subnets, instance_types: in order of preference.
-        notices: where interruption notices come from; None: an interruption is seen when it has happened.
-        api_calls_per_s: maximum rate of mutating calls.
-        clock, sleep: Unix seconds, and the wait that paces calls.
-        page_size: of listings; 5 to 1000.
+        job: value of the tag `doll:job`, because several jobs may use one cluster, one after the other. "": no tag.
+        launch_template: id or name of the launch template.
+        subnets, instance_types: subnets and instance types, in order of preference.
+        notices: source of interruption notices. None: an interruption is seen only after it has happened.
+        api_calls_per_s: maximum rate of calls that change something.
+        clock, sleep: functions that return Unix seconds, and that wait between calls.
+        page_size: instances per page of a listing, 5 to 1000.
 
     Attributes:
         offers: instance types by subnet.
@@ -98,11 +100,11 @@ class Ec2Fleet:
 
     @property
     def cache(self) -> CapacityCache:
-        """Pools and markets that are not asked for a while."""
+        """The pools and markets that are not requested for a while."""
         return self._launcher.cache
 
     def launch(self, order: Order) -> Instance:
-        """Every failure is a `LaunchError`, also if EC2 does not answer."""
+        """Launch the order's instance. Every failure is a `LaunchError`, also if EC2 does not answer."""
         key = _key(order)
         try:
             adopted = self._adopted(order)
@@ -138,7 +140,7 @@ class Ec2Fleet:
         return [known.instance for known in self._known.values()]
 
     def terminate(self, ids: Collection[str]) -> None:
-        """Instances without the cluster's tag are skipped."""
+        """End the instances; instances without the cluster's tag are skipped."""
         unknown = sorted(set(ids) - set(self._known))
         for start in range(0, len(unknown), _MAX_IDS_PER_CALL):
             batch = unknown[start : start + _MAX_IDS_PER_CALL]
@@ -156,7 +158,7 @@ class Ec2Fleet:
         self.client.close()
 
     def _adopted(self, order: Order) -> Instance | None:
-        """The instance that this order has made, also before a crash."""
+        """Return the instance that this order has already launched, possibly before a crash."""
         key = _key(order)
         known = self._known.get(self._ids.get(key, ""))
         now_s = self.clock()
@@ -177,7 +179,7 @@ class Ec2Fleet:
         return min(matches, key=lambda instance: (not instance.is_alive, instance.launched_s, instance.id))
 
     def _is_of(self, instance: Instance, order: Order) -> bool:
-        """It is alive, and the order, or an earlier attempt of it, wanted it."""
+        """Return whether the instance is alive and was launched by this order or an earlier attempt of it."""
         wanted = (order.slot, order.incarnation, order.market)
         same = (instance.slot, instance.incarnation, instance.market) == wanted
         return instance.is_alive and same and (not instance.job or instance.job == self.job)
@@ -189,7 +191,7 @@ class Ec2Fleet:
                 del orders[next(iter(orders))]
 
     def _list(self, filters: Mapping[str, str | Sequence[str]]) -> list[Instance]:
-        """Instances by tags, in all states."""
+        """Return the instances with these tags, in all states."""
         named = [
             {"Name": name, "Values": [value] if isinstance(value, str) else list(value)}
             for name, value in (*filters.items(), ("tag-key", TAGS.worker))
@@ -204,7 +206,8 @@ class Ec2Fleet:
         return list(instances_of(descriptions, self.clock()))
 
     def _learn(self, id_: str, instance: Instance, now_s: float) -> None:
-        """Merge EC2's listing with what is known: it may lag behind, and reports the time of an end only once."""
+        """Merge EC2's listing with the known state, because it may lag behind and reports the time of an end only
+        once."""
         before = self._known.get(id_)
         if before is None:
             self._known[id_] = _Known(instance, now_s)
@@ -265,8 +268,8 @@ class Ec2Fleet:
 
 
 def connect(config: JobConfig) -> Ec2Fleet:
-    """The fleet that a job file describes, with credentials, region and endpoint from where boto3 looks for them.
-    Raises ConfigError for another kind of fleet, or if boto3 lacks what it needs to make a client."""
+    """Return the fleet of a job file, with credentials, region and endpoint from the usual places of boto3. Raises
+    ConfigError for another kind of fleet, or if boto3 cannot create a client."""
     settings = ec2_settings(config)
     notices = None
     if settings.queue_url is not None:
@@ -280,7 +283,7 @@ def connect(config: JobConfig) -> Ec2Fleet:
 
 
 def ec2_settings(config: JobConfig) -> Ec2FleetConfig:
-    """The job file's fleet section. Raises ConfigError if it describes another kind of fleet."""
+    """Return the fleet section of the job file. Raises ConfigError if it describes another kind of fleet."""
     if not isinstance(config.fleet, Ec2FleetConfig):
         raise ConfigError(f"fleet.kind: expected ec2, got {config.fleet.kind}")
     return config.fleet

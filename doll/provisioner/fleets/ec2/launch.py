@@ -1,7 +1,7 @@
-"""Launches by CreateFleet `instant`: which pools EC2 offers and to ask, the request, and what refusals mean.
+"""Launches by CreateFleet `instant`: the pools that EC2 offers, the pools to request, the request, and its refusals.
 
-A launch asks the first subnet's zone for any of the instance types, and the next zone only without capacity there:
-traffic between zones costs money, and EC2's own choice of a pool ignores that.
+A launch requests any of the instance types in the zone of the first subnet, and the next zone only if there is no
+capacity. Traffic between zones costs money, which EC2's own choice of a pool ignores.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Override:
 
 
 class Offers:
-    """The offers of some subnets and instance types, each in order of preference; looked up once. Each method raises
-    LaunchError if subnets or types do not exist, or EC2 does not answer."""
+    """The offers of some subnets and instance types, each in order of preference; they are requested only once. Each
+    method raises LaunchError if subnets or types do not exist, or if EC2 does not answer."""
 
     def __init__(self, client: Any, subnets: Sequence[str], instance_types: Sequence[str]) -> None:
         self._client = client
@@ -48,17 +48,17 @@ class Offers:
         self._zone_names: dict[str, str] = {}
 
     def by_zone(self) -> list[tuple[str, list[Override]]]:
-        """All offers, by zone in the order of the subnets."""
+        """Return all offers by zone, in the order of the subnets."""
         if not self._by_zone:
             self._look_up()
         return self._by_zone
 
     def zones(self) -> list[str]:
-        """The zones that have a subnet and at least one of the instance types, in order of preference."""
+        """Return the zones that have a subnet and at least one of the instance types, in order of preference."""
         return [zone for zone, _ in self.by_zone()]
 
     def zone_names(self) -> dict[str, str]:
-        """The names of the subnets' zones by zone id, which is the same in every account."""
+        """Return the names of the subnets' zones by zone id, which is the same in every account."""
         self.by_zone()
         return dict(self._zone_names)
 
@@ -108,7 +108,7 @@ class Offers:
 
 @dataclass(frozen=True)
 class PoolRefusal:
-    """Why a pool, or a whole call, launched nothing: EC2's code and message, and what to do about it."""
+    """A refusal by a pool or of a whole call: EC2's code and message, and the rule for it."""
 
     code: str
     rule: ErrorRule
@@ -117,15 +117,15 @@ class PoolRefusal:
 
 @dataclass(eq=False, repr=False)
 class Ec2Launcher:
-    """Makes orders.
+    """Carries out orders.
 
     Args:
         template: `LaunchTemplateSpecification` of the request.
-        adopt: finds the instance that an order has made before.
-        clock: Unix seconds.
+        adopt: function that returns the instance that an order has already launched.
+        clock: function that returns Unix seconds.
 
     Attributes:
-        cache: pools and markets that are not asked for a while.
+        cache: pools and markets that are not requested for a while.
     """
 
     client: Any
@@ -144,8 +144,8 @@ class Ec2Launcher:
         self._backoff_codes: dict[tuple[Ec2Pool, Market], str] = {}  # the code of the last refusal
 
     def choices(self, order: Order, now_s: float) -> list[list[Override]]:
-        """The choices of an order, zone by zone. Raises LaunchError if the market's quota is used up, or no pool is
-        left."""
+        """Return the possible overrides of an order for each zone. Raises LaunchError if the market's quota is used up,
+        or if no pool is left."""
         self._check_quota(order, now_s)
         by_zone = self.offers.by_zone()
         choices = []
@@ -184,7 +184,8 @@ class Ec2Launcher:
             )
 
     def launch(self, order: Order, choices: Sequence[Sequence[Override]]) -> Instance:
-        """The order's instance, from the first zone that has one. Raises LaunchError if none has, or a call failed."""
+        """Launch the order's instance in the first zone that has one. Raises LaunchError if no zone has one, or if a
+        call failed."""
         refusals: list[PoolRefusal] = []
         for number, overrides in enumerate(choices):
             outcome = self._create(order, number, overrides)
@@ -197,7 +198,7 @@ class Ec2Launcher:
         raise _failure(order, refusals, {override.pool.name for overrides in choices for override in overrides})
 
     def _create(self, order: Order, number: int, overrides: Sequence[Override]) -> Instance | list[PoolRefusal]:
-        """One CreateFleet call: the instance, or the refusals."""
+        """Call CreateFleet once, and return the instance or the refusals."""
         self.pacer.wait()
         try:
             answer = self.client.create_fleet(**self._request(order, number, overrides))
@@ -229,7 +230,7 @@ class Ec2Launcher:
         )  # fmt: skip
 
     def _refusal(self, entry: dict[str, Any], order: Order, overrides: Sequence[Override]) -> PoolRefusal:
-        """An entry of `Errors` in the answer; the pools that it names are not asked for a while."""
+        """Return the refusal for an entry of `Errors` in the answer; its pools are then not requested for a while."""
         code, message = entry.get("ErrorCode", ""), str(entry.get("ErrorMessage", ""))
         rule = _in_market(rule_of_pool(code), order.market)
         named = entry.get("LaunchTemplateAndOverrides", {}).get("Overrides", {})
@@ -297,7 +298,7 @@ def _failure(order: Order, refusals: Sequence[PoolRefusal], pools: Collection[st
 
 
 def _in_market(rule: ErrorRule, market: Market) -> ErrorRule:
-    """A quota is that of the market that was asked, whatever its code is called."""
+    """Return the rule with the quota of the requested market, whatever market the code names."""
     if rule.scope is not Scope.MARKET:
         return rule
     return replace(rule, failure=LaunchFailure.SPOT_QUOTA if market == "spot" else LaunchFailure.ON_DEMAND_QUOTA)

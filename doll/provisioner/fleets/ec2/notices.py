@@ -1,7 +1,9 @@
-"""Interruption notices of spot instances, two minutes ahead: EventBridge puts them into an SQS queue, this reads it.
+"""Interruption notices of spot instances, two minutes in advance: EventBridge puts them into an SQS queue, which this
+module reads.
 
-The queue has events of all spot instances of the account, without tags; others are deleted. A notice for the job stays
-in the queue until the queue's retention removes it (300 s in Terraform), so a process that crashes loses nothing.
+The queue has events of all spot instances of the account, without tags; events of other instances are deleted. A notice
+for the job stays in the queue until the queue's retention removes it (300 s in Terraform), so a crash of the process
+loses no notice.
 
 Source of the fields: Amazon EC2 User Guide, "EC2 Spot Instance interruption notices".
 """
@@ -23,9 +25,11 @@ log = telemetry.get_logger(__name__)
 
 NOTICE_S: Final = 120.0
 AGAIN_S: Final = 45
-"""Visibility timeout of a notice: more than a turn, and less than half of the notice's time."""
+"""Visibility timeout of a notice: longer than a turn, and shorter than half of the time between notice and
+interruption."""
 UNLISTED_S: Final = 60.0
-"""A notice for an unknown instance is kept for this long: the listing may lack it after a restart."""
+"""Time for which a notice for an unknown instance is kept, because the listing may lack the instance after a
+restart."""
 _WARNING: Final = "EC2 Spot Instance Interruption Warning"
 _REBALANCE: Final = "EC2 Instance Rebalance Recommendation"
 _MAX_CHARS: Final = 1_048_576  # of a message, as SQS has it
@@ -35,17 +39,17 @@ _MAX_ROUNDS: Final = 50  # a queue that fills faster than it is read must not ho
 
 @dataclass
 class Ec2Notices:
-    """Reads notices from the queue that EventBridge's rule writes to, without waiting. `clock` is Unix seconds, for
-    events without a time."""
+    """Reads notices from the queue of EventBridge's rule, without waiting. `clock` returns Unix seconds, for events
+    without a time."""
 
     client: Any
     queue_url: str
     clock: Callable[[], float] = time.time
 
     def read(self, own: Collection[str]) -> Mapping[str, float]:
-        """When, in Unix seconds, each of the instances `own` will be interrupted. A notice may be reported more than
-        once, always with the same time. Raises ServiceUnavailableError if the queue does not answer, or may not be
-        read."""
+        """Return the Unix time at which each of the instances `own` will be interrupted. A notice may be returned more
+        than once, always with the same time. Raises ServiceUnavailableError if the queue does not answer, or if reading
+        is not permitted."""
         interrupted_at_s: dict[str, float] = {}
         try:
             for _ in range(_MAX_ROUNDS):
@@ -76,7 +80,7 @@ class Ec2Notices:
         self.client.close()
 
     def _enter(self, body: str, own: Collection[str], interrupted_at_s: dict[str, float]) -> bool:
-        """Enter a notice into `interrupted_at_s`; returns whether the message can be deleted."""
+        """Enter a notice into `interrupted_at_s`. Returns whether the message can be deleted."""
         try:
             event = json_object(body, max_chars=_MAX_CHARS)
             kind, id_ = event["detail-type"], event["detail"]["instance-id"]

@@ -1,4 +1,5 @@
-"""An instance's identity in its tags and in client tokens, and EC2's description of an instance as an `Instance`."""
+"""Conversion of an instance's identity to tags and client tokens, and of EC2's description of an instance to an
+`Instance`."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ _ENDED_AT: Final = re.compile(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)
 
 
 def tag_specifications(order: Order, *, cluster: str, job: str) -> list[dict[str, Any]]:
-    """`TagSpecifications` of a launch; without a job there is no job tag."""
+    """Return the `TagSpecifications` of a launch; without a job there is no job tag."""
     tags = TAGS.write(order, cluster, job)
     return [
         {"ResourceType": resource, "Tags": [{"Key": key, "Value": value} for key, value in tags.items()]}
@@ -48,12 +49,12 @@ def tag_specifications(order: Order, *, cluster: str, job: str) -> list[dict[str
 
 
 def filters_of(order: Order, *, cluster: str) -> dict[str, str]:
-    """Filters of DescribeInstances for the instances of an order and of its earlier attempts."""
+    """Return filters of DescribeInstances for the instances of an order and of its earlier attempts."""
     return {f"tag:{name}": value for name, value in TAGS.write(order, cluster, "").items()}
 
 
 def instances_of(descriptions: Sequence[Mapping[str, Any]], now_s: float) -> Iterator[Instance]:
-    """EC2's descriptions as instances; those without valid worker tags are logged and skipped."""
+    """Return EC2's descriptions as instances. Descriptions without valid worker tags are logged and skipped."""
     for description in descriptions:
         tags = {tag["Key"]: tag["Value"] for tag in description.get("Tags", ())}
         worker = TAGS.read(tags)
@@ -74,7 +75,7 @@ def instances_of(descriptions: Sequence[Mapping[str, Any]], now_s: float) -> Ite
 
 
 def client_token(cluster: str, order: Order, zone_number: int = 0) -> str:
-    """The token by which EC2 recognises a repeated request: at most 64 ASCII characters.
+    """Return the token with which EC2 recognises a repeated request: at most 64 ASCII characters.
 
     >>> client_token("digits", Order(slot=3, incarnation=2, market="spot", attempt=1))
     'digits-w3-i2-spot-a1'
@@ -91,5 +92,5 @@ def client_token(cluster: str, order: Order, zone_number: int = 0) -> str:
 
 
 def order_text(order: Order) -> str:
-    """An order in messages."""
+    """Return an order as text for messages."""
     return f"worker {order.slot}, incarnation {order.incarnation}, {CAPACITY_TYPE[order.market]}"

@@ -1,1 +1,1 @@
-"""Pods as machines: `pods` says what they are and what their states mean, `fleet` talks to the API server."""
+"""Pods as machines: `pods` defines pods and the meaning of their states, `fleet` calls the API server."""

@@ -1,4 +1,4 @@
-"""Whether a job's provisioner can do its work on a Kubernetes cluster, for `doll doctor`. It changes nothing.
+"""Checks for `doll doctor` whether a job's provisioner can work on a Kubernetes cluster. They change nothing.
 
 Reference: Kubernetes' SelfSubjectAccessReview (authorization.k8s.io/v1), "dry-run" of the API, and ResourceQuota.
 """
@@ -21,7 +21,7 @@ _NAME: Final = "Kubernetes"
 
 
 def ask_kubernetes(config: JobConfig) -> list[Check]:
-    """Access, rights, namespace, quota, nodes, and whether a worker's pod would be admitted."""
+    """Check access, rights, namespace, quota, nodes, and whether a worker's pod would be admitted."""
     try:
         api, template = connect_api(config)
     except ConfigError as error:
@@ -94,7 +94,7 @@ def _role(verbs: str, resource: str, namespace: str) -> str:
 
 
 def _quotas(config: JobConfig, api: PodApi) -> Iterator[Check]:
-    """Quotas of pods; those of processors and memory are seen when a pod is tried."""
+    """Check the quotas of pods. The trial of a pod shows the quotas of processors and memory."""
     try:
         listed = api.ask("GET", f"/api/v1/namespaces/{api.namespace}/resourcequotas")["items"]
     except ApiError as error:
@@ -137,7 +137,8 @@ def _nodes(api: PodApi, market: str, labels: Mapping[str, str]) -> Check:
 def _admitted(
     config: JobConfig, settings: KubernetesFleetConfig, api: PodApi, template: pods.Pod, market: Market
 ) -> Check:
-    """Whether the API server would take a worker's pod: quota, limits, security, and the template's own fields."""
+    """Check whether the API server would admit a worker's pod: quota, limits, security, and the fields of the
+    template."""
     name = f"{_NAME}: a worker's pod, {market.replace('_', '-')}"
     manifest = pods.manifest(Order(0, 1, market, run="doctor"), template, settings, config.cluster, config.job)
     container = next(each for each in manifest["spec"]["containers"] if each["name"] == settings.container)

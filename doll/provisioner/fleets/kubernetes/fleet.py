@@ -1,8 +1,10 @@
-"""`Fleet` of bare pods on Kubernetes. Nothing is kept outside the API server but what has vanished from it lately.
+"""`Fleet` of bare pods on Kubernetes. Outside the API server, only pods that have recently disappeared from it are
+kept.
 
-A launch whose answer was lost is found by its name. Reads are consistent (a list without a resource version), so a
-deletion shows at once. The scheduler chooses the node, so there is one pool, which an order cannot avoid. Rights:
-create, get, list and delete pods of one namespace, and get of the ConfigMap that owns them, if the job file names one.
+A launch whose answer was lost is identified by its name. Reads are consistent (a list without a resource version), so a
+deletion is visible at once. The scheduler chooses the node, so there is one pool, which an order cannot avoid. Required
+rights: create, get, list and delete pods of one namespace, and get the ConfigMap that owns them, if the job file names
+one.
 """
 
 from __future__ import annotations
@@ -45,13 +47,13 @@ class ApiError(Exception):
 
     @property
     def may_pass(self) -> bool:
-        """The same call may succeed later, without anybody's doing."""
+        """Whether the same call may succeed later without any change."""
         return self.status in (0, 408, 429) or self.status >= 500
 
 
 class PodApi:
-    """The calls of the API server that the fleet needs: plain JSON, so that a template may say what this server knows.
-    `settings` is the Python client's `Configuration`: address, certificates, and the token, which it renews."""
+    """The calls of the API server that the fleet needs, in plain JSON, so that a template may use any field of this
+    server. `settings` is the Python client's `Configuration`: address, certificates, and the token, which it renews."""
 
     def __init__(self, settings: Any, namespace: str, timeout_s: float) -> None:
         self._settings = settings
@@ -74,7 +76,7 @@ class PodApi:
         return self._call("GET", f"pods/{name}")
 
     def list(self, selector: str) -> list[pods.Pod]:
-        """All pods with these labels, in pages."""
+        """Return all pods with these labels; reads them in pages."""
         listed: list[pods.Pod] = []
         query = {"labelSelector": selector, "limit": str(_PAGE)}
         while True:
@@ -86,7 +88,8 @@ class PodApi:
             query["continue"] = token
 
     def delete(self, name: str) -> None:
-        """Ask for its end, with the grace period of its template; one that is not there is no error."""
+        """Request the end of the pod, with the grace period of its template. A pod that does not exist causes no
+        error."""
         try:
             self._call("DELETE", f"pods/{name}")
         except ApiError as error:
@@ -114,8 +117,8 @@ class PodApi:
         *,
         what: str = "",
     ) -> dict[str, Any]:
-        """The answer to a call of any path; `what` names it in errors. Raises ApiError if the API server refuses it, or
-        does not answer."""
+        """Return the answer to a call of any path; `what` names the call in errors. Raises ApiError if the API server
+        refuses the call, or does not answer."""
         what, url = what or f"{method} {at}", f"{self._settings.host}{at}"
         try:
             headers = {each["key"]: each["value"] for each in self._settings.auth_settings().values()}
@@ -138,7 +141,7 @@ class PodApi:
     def _send(
         self, method: str, url: str, headers: Mapping[str, str], body: Mapping[str, Any] | None
     ) -> tuple[int, bytes]:
-        """Status and body of the answer."""
+        """Return the status and the body of the answer."""
         data = None if body is None else json.dumps(body).encode()
         sent = {"Accept": "application/json", "Content-Type": "application/json", **headers}
         answer = self._http.request(method, url, body=data, headers=sent, timeout=self._timeout)
@@ -147,10 +150,11 @@ class PodApi:
 
 @dataclass(eq=False, repr=False)
 class KubernetesFleet:
-    """The pods that carry the labels of the cluster and of the job, in one namespace. Those of another job are left
-    alone; those of an earlier release, which gave no label of a job, are the job's.
+    """The pods that carry the labels of the cluster and of the job, in one namespace. Pods of another job are not
+    touched. Pods of an earlier release, which set no job label, count as the job's.
 
-    `template` is the worker's pod, see `pod_template`; `clock` is Unix seconds, as the API server's.
+    `template` is the worker's pod, see `pod_template`. `clock` returns Unix seconds, with the same clock as the API
+    server's.
     """
 
     api: PodApi
@@ -188,7 +192,8 @@ class KubernetesFleet:
         return instance
 
     def instances(self) -> Sequence[Instance]:
-        """Also gives back pods that no node takes or that cannot start, and deletes pods that ended an hour ago."""
+        """Return the instances. Also deletes pods that no node takes or that cannot start, and pods that ended an hour
+        ago."""
         try:
             workers, now_s = self._workers(), self.clock()
             seen = {instance.id: instance for _, instance in workers} | self._given_back(workers, now_s)
@@ -206,7 +211,7 @@ class KubernetesFleet:
         return list(self._known.values())
 
     def terminate(self, ids: Collection[str]) -> None:
-        """Each pod gets SIGTERM and its template's grace period; one that has ended is deleted."""
+        """Send SIGTERM to each pod, which then has the grace period of its template; delete a pod that has ended."""
         if not ids:
             return
         try:
@@ -226,7 +231,7 @@ class KubernetesFleet:
         self.api.close()
 
     def _workers(self) -> list[tuple[pods.Pod, Instance]]:
-        """The job's pods, and the instances that they stand for."""
+        """Return the job's pods, with the instances that they represent."""
         listed = self.api.list(f"{pods.LABELS.cluster}={self.cluster}")
         own = [(pod, self._instance(pod)) for pod in listed if not self._is_foreign(pod)]
         return [(pod, instance) for pod, instance in own if instance is not None]
@@ -253,10 +258,10 @@ class KubernetesFleet:
         return pod
 
     def _given_back(self, workers: Sequence[tuple[pods.Pod, Instance]], now_s: float) -> dict[str, Instance]:
-        """Delete the pods that have waited for a node, or to start, for too long; returns them.
+        """Delete the pods that have waited too long for a node or for their start, and return them.
 
-        The market of the former counts as without capacity. A pod that cannot start occupies a node, and its kubelet
-        tries again without an end; if no pod of the job runs, the next ones would not start either.
+        The market of a pod without a node counts as without capacity. A pod that cannot start occupies a node, and its
+        kubelet tries again without end; if no pod of the job runs, further pods would not start either.
         """
         given, timeout_s = dict[str, Instance](), self.settings.node_timeout_s
         if any(instance.state is InstanceState.RUNNING for _, instance in workers):
@@ -297,18 +302,18 @@ class KubernetesFleet:
 
 
 def connect(config: JobConfig) -> KubernetesFleet:
-    """The fleet that a job file describes. Raises ConfigError, see `connect_api`."""
+    """Return the fleet of a job file. Raises ConfigError, see `connect_api`."""
     api, template = connect_api(config)
     assert isinstance(config.fleet, KubernetesFleetConfig)
     return KubernetesFleet(api, cluster=config.cluster, job=config.job, template=template, settings=config.fleet)
 
 
 def connect_api(config: JobConfig) -> tuple[PodApi, pods.Pod]:
-    """The cluster that a job file describes, seen by whoever runs this (a kubeconfig's user, or the pod's service
+    """Return the cluster of a job file, with the rights of the current user (a kubeconfig's user, or the pod's service
     account), and the worker's pod.
 
     Raises:
-        ConfigError: another kind of fleet, no client library, no cluster, or a template that is no worker's.
+        ConfigError: another kind of fleet, no client library, no cluster, or a template that is not a worker's.
     """
     settings = config.fleet
     if not isinstance(settings, KubernetesFleetConfig):
@@ -344,8 +349,8 @@ _NAMESPACE_FILE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/nam
 
 
 def pod_template(file: Path, settings: KubernetesFleetConfig) -> pods.Pod:
-    """The worker's pod of a YAML file. Raises ConfigError if it is not there, no pod, or has no container
-    `settings.container`."""
+    """Return the worker's pod in a YAML file. Raises ConfigError if the file does not exist, is not a pod, or has no
+    container `settings.container`."""
     try:
         pod = yaml.safe_load(file.read_text(encoding="utf-8"))
         check_size(pod)

@@ -1,7 +1,8 @@
-"""A worker's pod: its name and manifest from an order, and the instance that it stands for.
+"""A worker's pod: its name and manifest from an order, and the instance that it represents.
 
-A pod is an instance, not a Job: the provisioner decides on replacement, and a Job would replace by rules of its own.
-Reference: Kubernetes' "Pod Lifecycle", "Disruptions" (the condition `DisruptionTarget`) and "API-initiated Eviction".
+An instance is a pod, not a Job, because the provisioner decides on replacement, and a Job would replace pods by its own
+rules. Reference: Kubernetes' "Pod Lifecycle", "Disruptions" (the condition `DisruptionTarget`) and "API-initiated
+Eviction".
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, Ord
 POOL: Final = "pod/cluster"
 LABELS: Final = WorkerLabels("doll/")
 LATE_S: Final = 30.0
-"""A pod that should have ended so long ago, and is not reported as ended, is on a node that does not answer."""
+"""If a pod should have ended this long ago and is not reported as ended, its node does not answer."""
 SILENT_S: Final = 1800.0
-"""A node that does not answer costs until its cloud, or who repairs nodes, takes it away, and its pods with it. Nobody
-does so on a cluster of one's own machines: so long after it should have ended, such a pod counts as ended."""
+"""A pod on a node that does not answer counts as ended this long after it should have ended. Such a node costs money
+until its cloud or its owner removes it together with its pods, but nobody does this on a private cluster."""
 LIFE_S: Final = 24 * 3600
-"""A pod ends after this time, also if no provisioner runs any more; the template may say less or more."""
+"""A pod ends after this time, also if no provisioner runs any more. The template may set another time."""
 _APART_S: Final = 600  # from the end of one slot's pod to the next one's: not all workers are replaced at once
 _APART: Final = 24
 _LONGEST_NAME: Final = 63  # a pod's host name
@@ -35,15 +36,15 @@ _NEVER_STARTS: Final = frozenset({
     "ImagePullBackOff", "ErrImageNeverPull", "InvalidImageName", "CreateContainerConfigError", "CreateContainerError",
     "RunContainerError",
 })  # fmt: skip
-"""Reasons of a waiting container for which a person must correct the template. `ErrImagePull` alone may pass."""
+"""Reasons of a waiting container for which a person must correct the template. `ErrImagePull` alone may disappear."""
 
 Pod = Mapping[str, Any]
 """A v1 Pod as the API server writes it in JSON."""
 
 
 def name_of(order: Order, cluster: str) -> str:
-    """The pod's name: the same order has the same name, so that it launches once. A name that is not in lower case, or
-    too long for the API server, has a checksum of the whole."""
+    """Return the pod's name. Equal orders have the same name, so that an order is launched only once. A name that is
+    not in lower case, or too long for the API server, is replaced by one with a checksum of the whole name."""
     whole = order_name(order, cluster)
     name = re.sub(r"[^a-z0-9-]+", "-", whole.lower())
     if name == whole and len(name) <= _LONGEST_NAME:
@@ -54,8 +55,8 @@ def name_of(order: Order, cluster: str) -> str:
 def manifest(
     order: Order, template: Pod, settings: KubernetesFleetConfig, cluster: str, job: str = "", owner_uid: str = ""
 ) -> dict[str, Any]:
-    """The pod that an order asks for: the template with its identity, its market's nodes, an end, and no restarts. It
-    ends with the ConfigMap `settings.owner` of this `owner_uid`, if one is given."""
+    """Return the pod for an order: the template with the order's identity, the nodes of its market, an end, and no
+    restarts. If `owner_uid` is given, the pod ends together with the ConfigMap `settings.owner` with this uid."""
     pod = copy.deepcopy(dict(template))
     placement: PodPlacement = settings.spot if order.market == "spot" else settings.on_demand
     name = name_of(order, cluster)
@@ -80,11 +81,12 @@ def manifest(
 
 
 def instance_of(pod: Pod, now_s: float) -> Instance | None:
-    """The instance that a pod stands for; None if its labels are not a worker's.
+    """Return the instance that a pod represents; None if its labels are not a worker's.
 
-    A deletion with the condition `DisruptionTarget` was asked for by the owner of the nodes (a drain, an eviction, a
-    preemption, a node that is not ready): it is a notice until `deletionTimestamp`. A deletion without it is ours, and
-    so is the end of a pod's time. Raises KeyError, TypeError or ValueError if it is no pod.
+    A deletion with the condition `DisruptionTarget` was requested by the owner of the nodes (a drain, an eviction, a
+    preemption, a node that is not ready). It is an interruption notice until `deletionTimestamp`. Any other deletion
+    was requested by the provisioner, and so was the end of a pod whose time is over. Raises KeyError, TypeError or
+    ValueError if `pod` is not a pod.
     """
     metadata, spec, status = pod["metadata"], pod["spec"], pod.get("status", {})
     worker = LABELS.read(metadata.get("labels", {}))
@@ -116,10 +118,10 @@ def instance_of(pod: Pod, now_s: float) -> Instance | None:
 
 
 def vanished(instance: Instance, now_s: float) -> Instance:
-    """The end of a pod that is not listed any more.
+    """Return the instance of a pod that is not listed any more, after its end.
 
-    The garbage collection of pods whose node has gone marks and deletes them at once, so that nobody sees the mark: a
-    spot instance that nobody deleted in order was interrupted.
+    The garbage collection marks and deletes pods of a lost node in one step, so that the mark is never visible. A spot
+    instance that nobody deleted in an orderly way therefore counts as interrupted.
     """
     if instance.state is InstanceState.ENDED:
         return instance
@@ -131,20 +133,20 @@ def vanished(instance: Instance, now_s: float) -> Instance:
 
 
 def condition(pod: Pod, kind: str, status: str) -> Mapping[str, Any] | None:
-    """The pod's condition of this type, if it has this status."""
+    """Return the pod's condition of this type if it has this status; otherwise None."""
     conditions: Sequence[Mapping[str, Any]] = pod.get("status", {}).get("conditions") or ()
     return next((each for each in conditions if each.get("type") == kind and each.get("status") == status), None)
 
 
 def why_it_waits(pod: Pod) -> str:
-    """The scheduler's words on a pod without a node, or the names of the gates that hold it."""
+    """Return the scheduler's message on a pod without a node, or the names of the gates that hold the pod."""
     gates = ", ".join(str(gate.get("name")) for gate in pod["spec"].get("schedulingGates") or ())
     said = str((condition(pod, "PodScheduled", "False") or {}).get("message", ""))
     return f"held by its scheduling gates: {gates}" if gates else said
 
 
 def unschedulable_since_s(pod: Pod) -> float | None:
-    """The time since which no node takes the pod, or a queue (Kueue) holds it; None if neither is known."""
+    """Return the time since which no node takes the pod, or a queue (Kueue) holds it; None if neither is known."""
     scheduled = condition(pod, "PodScheduled", "False")
     if scheduled is None or scheduled.get("reason") not in _WAITS or pod["metadata"].get("deletionTimestamp"):
         return None
@@ -152,7 +154,7 @@ def unschedulable_since_s(pod: Pod) -> float | None:
 
 
 def never_starts(pod: Pod) -> str:
-    """Why a container of the pod cannot start until somebody corrects its template; "" if it may."""
+    """Return why a container of the pod cannot start until a person corrects its template; "" if it may start."""
     status = pod.get("status", {})
     for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
         waiting = container.get("state", {}).get("waiting") or {}
@@ -162,7 +164,7 @@ def never_starts(pod: Pod) -> str:
 
 
 def unix_s(text: str) -> float:
-    """A time as the API server writes it."""
+    """Convert a time in the format of the API server to Unix seconds."""
     return datetime.fromisoformat(text).timestamp()
 
 

@@ -1,4 +1,4 @@
-"""A worker's actor, as Ray's table of actors has it, and the instance that it stands for.
+"""A worker's actor as a row of Ray's table of actors, and the instance that it represents.
 
 Reference: Ray's `gcs.proto` and `common.proto` (ActorTableData, ActorDeathCause, DrainNode).
 """
@@ -16,22 +16,22 @@ POOL: Final = "actor/cluster"
 LABELS: Final = WorkerLabels("doll-")
 LAUNCHED_LABEL: Final = "doll-launched-ms"
 NO_DEADLINE_S: Final = 120.0
-"""A node that is drained without a deadline counts as taken after so long; nobody knows when it goes."""
+"""A node that is drained without a deadline counts as taken after this time, because its end is not known."""
 
 Cause = Literal["", "exited", "killed", "node", "preempted", "start", "failed"]
 
 
 @dataclass(frozen=True)
 class Actor:
-    """A row of the table. Times are Unix seconds, or None before the event.
+    """A row of the table of actors. Times are Unix seconds, or None before the event.
 
     Attributes:
         node: id of its node; "" if it has none.
-        started: its process is there, or was.
-        start_s: when its constructor had returned.
-        cause: why it is dead: it left in order ("exited"), by `ray.kill`, its node died or was taken, its constructor
-            failed ("start"), anything else.
-        detail: what Ray says of its death.
+        started: whether its process exists or existed.
+        start_s: time at which its constructor returned.
+        cause: cause of its death: it left in an orderly way ("exited"), `ray.kill`, its node died or was taken, its
+            constructor failed ("start"), or any other cause.
+        detail: Ray's message on its death.
     """
 
     name: str
@@ -46,19 +46,19 @@ class Actor:
 
 
 def labels_of(order: Order, cluster: str, job: str, now_s: float) -> dict[str, str]:
-    """The labels that say who the actor is."""
+    """Return the labels that state the identity of the actor."""
     return {**LABELS.write(order, cluster, job), LAUNCHED_LABEL: str(round(now_s * 1000))}
 
 
 def instance_of(
     actor: Actor, known: Instance | None, draining: Mapping[str, float], asked: bool, now_s: float
 ) -> Instance | None:
-    """The instance that an actor stands for; None if its labels are not a worker's.
+    """Return the instance that an actor represents; None if its labels are not a worker's.
 
     Args:
-        known: its last known state. An ended instance does not change, and one that had a notice was taken.
-        draining: deadlines by node, Unix seconds; 0: without one.
-        asked: this process has asked for its end.
+        known: its last known state. An ended instance does not change; an instance that had a notice counts as taken.
+        draining: deadlines by node, Unix seconds; 0: no deadline.
+        asked: whether this process has requested its end.
     """
     if known is not None and known.state is InstanceState.ENDED:
         return known

@@ -1,5 +1,5 @@
-"""Whether a job's provisioner can do its work on a Ray cluster, for `doll doctor`: a task on a node of each market says
-what is installed there."""
+"""Checks for `doll doctor` whether a job's provisioner can work on a Ray cluster. A task on a node of each market
+reports the packages that are installed there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TASK_S: Final = 60.0
 
 
 def ask_ray(config: JobConfig) -> list[Check]:
-    """Cluster, versions, nodes of each market, and the package on them."""
+    """Check the cluster, versions, the nodes of each market, and the package on these nodes."""
     settings = config.fleet
     assert isinstance(settings, RayFleetConfig)
     try:
@@ -78,7 +78,7 @@ def _market(
 
 
 def nodes_with(nodes: Sequence[Mapping[str, Any]], labels: Mapping[str, str]) -> list[Mapping[str, Any]] | None:
-    """The nodes that carry all of these labels; None if a value is an expression."""
+    """Return the nodes that carry all of these labels; None if a value is an expression."""
     if any(value.startswith(("!", "in(")) for value in labels.values()):
         return None
     return [node for node in nodes if labels.items() <= dict(node.get("Labels", {})).items()]

@@ -1,12 +1,14 @@
 """`Fleet` of actors on a Ray cluster: Ray places them, watches their nodes and collects their logs.
 
-An actor's identity is in its labels, and its name comes from the order, so that nothing is kept outside Ray's table.
-Ray never restarts it: replacement is the provisioner's decision. A node that is drained is a notice for the workers on
-it. An actor that does not end in its time is killed, and one that no provisioner has listed for an hour ends itself.
+An actor's identity is in its labels, and its name is derived from the order, so that no state is kept outside Ray's
+table. Ray never restarts an actor, because the provisioner decides on replacement. The drain of a node is an
+interruption notice for the workers on it. An actor that does not end in time is killed. An actor that no provisioner
+has listed for an hour ends itself.
 
-It has to run on a node of the cluster: Ray's client connection does not carry the tables. They are read as Ray's own
-libraries read them (`ray._private.state`), since no public call has labels and draining nodes without the dashboard;
-the contract tests of fleets run against a real cluster and show when that changes.
+The provisioner must run on a node of the cluster, because Ray's client connection does not give access to the tables.
+They are read as Ray's own libraries read them (`ray._private.state`), because no public call returns labels and
+draining nodes without the dashboard. The contract tests of fleets run against a real cluster and show when this
+changes.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ KILL_AFTER_S: Final = 10.0  # after that; an actor that is stuck does not hear t
 RENEW_S: Final = 60.0  # of the sign that a provisioner is there
 HEAD_AWAY_ENV: Final = "RAY_gcs_rpc_server_reconnect_timeout_s"
 HEAD_AWAY_S: Final = 24 * 3600
-"""Ray ends a process that has not reached the cluster's head for a minute, unless it is told to wait longer. A
-provisioner goes on without it, as it does if another owner of machines does not answer."""
+"""Ray ends a process that has not reached the head of the cluster for a minute, unless a longer time is set. A
+provisioner continues without the head, as it does if another owner of machines does not answer."""
 
 
 class RayError(Exception):
@@ -54,8 +56,9 @@ class RayError(Exception):
 
 
 class RayApi:
-    """The calls of Ray that the fleet needs; each ends within `timeout_s`. `host_arguments` are of `WorkerHost`, except
-    the worker's identity; `options` are of each actor, besides name, labels and placement."""
+    """The calls of Ray that the fleet needs; each ends within `timeout_s`. `host_arguments` are the arguments of
+    `WorkerHost` except the worker's identity. `options` are the options of each actor except name, labels and
+    placement."""
 
     def __init__(self, host_arguments: Sequence[Any], options: Mapping[str, Any], timeout_s: float) -> None:
         import ray
@@ -72,7 +75,7 @@ class RayApi:
     def create(
         self, name: str, identity: Mapping[str, str], labels: Mapping[str, str], placement: Mapping[str, str]
     ) -> None:
-        """Create an actor; one of this name that is there already is no error."""
+        """Create an actor. If an actor with this name already exists, no error is raised."""
 
         def call() -> None:
             options = {
@@ -87,25 +90,25 @@ class RayApi:
         self._call(f"create actor {name}", call)
 
     def actors_of(self, cluster: str) -> list[actors.Actor]:
-        """All actors of a cluster, the dead ones too."""
+        """Return all actors of a cluster, including dead ones."""
         label = actors.LABELS.cluster
         return self._call("list actors", lambda: [row for row in self._rows() if row.labels.get(label) == cluster])
 
     def draining(self) -> dict[str, float]:
-        """Deadlines of the nodes that are being drained, Unix seconds; 0: without one."""
+        """Return the deadlines of the nodes that are being drained, Unix seconds; 0: no deadline."""
         deadlines = self._call("list draining nodes", self._state.get_draining_nodes)
         return {node: deadline_ms / 1000 for node, deadline_ms in deadlines.items()}
 
     def end(self, name: str, grace_s: float) -> None:
-        """Have the actor's worker drain and end; one that is not there is no error."""
+        """Have the actor's worker drain and end. An actor that does not exist causes no error."""
         self._call(f"end actor {name}", lambda: self._with_actor(name, lambda actor: actor.end.remote(grace_s)))
 
     def kill(self, name: str) -> None:
-        """End an actor at once, also one that has no node yet."""
+        """End an actor at once, also an actor that has no node yet."""
         self._call(f"kill actor {name}", lambda: self._with_actor(name, self._ray.kill))
 
     def renew(self, key: str) -> None:
-        """Show the actors that have this key that a provisioner is there."""
+        """Signal to the actors with this key that a provisioner runs."""
         from ray.experimental.internal_kv import _internal_kv_put
 
         self._call(f"renew {key}", lambda: _internal_kv_put(key, str(time.time_ns()), namespace=KV_NAMESPACE))
@@ -141,10 +144,11 @@ class RayApi:
 
 @dataclass(eq=False, repr=False)
 class RayFleet:
-    """The actors that carry the labels of the cluster and of the job. Those of another job are left alone; those of an
-    earlier release, which gave no label of a job, are the job's.
+    """The actors that carry the labels of the cluster and of the job. Actors of another job are not touched. Actors of
+    an earlier release, which set no job label, count as the job's.
 
-    `drain_s` is a worker's time from SIGTERM to its end; `clock` is Unix seconds, as Ray's nodes have them.
+    `drain_s` is a worker's time from SIGTERM to its end. `clock` returns Unix seconds, with the same clock as Ray's
+    nodes.
     """
 
     api: RayApi
@@ -188,7 +192,7 @@ class RayFleet:
         return instance
 
     def instances(self) -> Sequence[Instance]:
-        """Also gives back actors that no node takes, and tells workers whose node is drained to leave."""
+        """Return the instances. Also ends actors that no node takes, and tells workers on a drained node to leave."""
         try:
             self._listed()
             now_s = self.clock()
@@ -204,7 +208,8 @@ class RayFleet:
         return [each for each in self._known.values() if each.ended_s is None or now_s - each.ended_s <= ENDED_KEPT_S]
 
     def terminate(self, ids: Collection[str]) -> None:
-        """Each worker gets SIGTERM and its time to drain; a later `instances()` kills one that does not end."""
+        """Send SIGTERM to each worker, which then has time to drain; a later `instances()` kills a worker that does not
+        end."""
         if not ids:
             return
         try:
@@ -223,7 +228,7 @@ class RayFleet:
         self.api.close()
 
     def _listed(self) -> dict[str, Instance]:
-        """All instances of the cluster by name, as Ray's table has them now."""
+        """Return all instances of the cluster by name, as they are in Ray's table now."""
         now_s = self.clock()
         own = (self.job, None)
         rows = [row for row in self.api.actors_of(self.cluster) if row.labels.get(actors.LABELS.job) in own]
@@ -253,7 +258,7 @@ class RayFleet:
         return self._known
 
     def _give_back(self, rows: Sequence[actors.Actor], now_s: float) -> None:
-        """End the actors that have waited for a node for too long; their market counts as without capacity."""
+        """End the actors that have waited too long for a node; their market counts as without capacity."""
         for actor in rows:
             instance = self._known.get(actor.name)
             if instance is None or instance.state is not InstanceState.PENDING or actor.started:
@@ -270,11 +275,12 @@ class RayFleet:
 
 
 def connect(config: JobConfig) -> RayFleet:
-    """The fleet that a job file describes, on the cluster to which this machine belongs.
+    """Return the fleet of a job file, on the cluster of this machine.
 
     Raises:
-        ConfigError: another kind of fleet, no package ray, or a cluster of another version.
-        ServiceUnavailableError: the cluster does not answer. Its head may be back soon: who restarts this may go on.
+        ConfigError: another kind of fleet, no package ray, or a cluster with another version.
+        ServiceUnavailableError: the cluster does not answer. Its head may be available again soon, so a restart may
+            succeed.
     """
     settings = config.fleet
     if not isinstance(settings, RayFleetConfig):
@@ -320,13 +326,14 @@ def connect(config: JobConfig) -> RayFleet:
 
 
 def lease_key(cluster: str, job: str) -> str:
-    """The key under which the job's provisioner shows its actors that it is there."""
+    """Return the key with which the job's provisioner signals to its actors that it runs."""
     return f"doll-provisioner/{cluster}/{job}"
 
 
 @contextlib.contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keep this process's handler of SIGTERM: Ray's would end the provisioner in the middle of a turn."""
+    """Keep this process's handler of SIGTERM, because Ray's handler would end the provisioner in the middle of a
+    turn."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -336,7 +343,7 @@ def _own_sigterm() -> Iterator[None]:
 
 
 def _other_version(text: str) -> str | None:
-    """The remedy if Ray refuses a cluster for its versions, which have to be the same to the last figure."""
+    """Return the remedy if Ray refuses a cluster because of its versions, which must be exactly the same."""
     versions = re.findall(r"Ray: (\S+)\s+Python: (\S+)", text)
     if len(versions) != 2:
         return None
@@ -348,7 +355,8 @@ def _other_version(text: str) -> str | None:
 
 
 def _check_address(address: str, timeout_s: float) -> None:
-    """Raise ServiceUnavailableError if nobody listens there: Ray itself tries a wrong address for minutes."""
+    """Raise ServiceUnavailableError if no process listens at the address; Ray itself tries a wrong address for
+    minutes."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
@@ -362,7 +370,7 @@ def _check_address(address: str, timeout_s: float) -> None:
 
 
 def _actor(row: Any) -> actors.Actor:
-    """A row of Ray's table of actors."""
+    """Convert a row of Ray's table of actors."""
     state = row.DESCRIPTOR.fields_by_name["state"].enum_type.values_by_number[row.state].name
     cause, detail = _death(row) if state == "DEAD" else ("", "")
     return actors.Actor(
@@ -373,7 +381,7 @@ def _actor(row: Any) -> actors.Actor:
 
 
 def _death(row: Any) -> tuple[actors.Cause, str]:
-    """Why an actor is dead, and what Ray says of it."""
+    """Return the cause of an actor's death, and Ray's message on it."""
     kind = row.death_cause.WhichOneof("context")
     if kind == "creation_task_failure_context":
         return "start", _last_line(row.death_cause.creation_task_failure_context.formatted_exception_string)
@@ -394,5 +402,5 @@ def _death(row: Any) -> tuple[actors.Cause, str]:
 
 
 def _last_line(text: str) -> str:
-    """The last line of a traceback, which says what was wrong."""
+    """Return the last line of a traceback, which contains the error."""
     return short(next((line for line in reversed(text.splitlines()) if line.strip()), ""))

@@ -1,7 +1,7 @@
 """The actor of a worker: it runs on a node of the Ray cluster and has the worker as its child process.
 
-The worker ends with the actor, also if the actor is killed; the actor ends with the worker, with an error unless
-somebody asked for it, and if no provisioner has shown itself for an hour: its node is paid for.
+The worker ends with the actor, also if the actor is killed. The actor ends with the worker, with an error unless the
+end was requested. The actor also ends if no provisioner has signalled for an hour, because its node costs money.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _GRACE_S: Final = 60.0  # from SIGTERM to SIGKILL of an orphan's worker
 def wait_until_orphaned(
     read: Callable[[], bytes | None], *, sleep: Callable[[float], None], clock: Callable[[], float]
 ) -> None:
-    """Return when no provisioner has renewed its sign for `ORPHAN_S`.
+    """Return when no provisioner has renewed its signal for `ORPHAN_S`.
 
-    Only changes of the sign count, so that clocks need not agree. While `read` raises, nobody could have renewed it
-    either, and the time stands still. `clock` is monotonic seconds.
+    Only changes of the signal count, so that clocks need not agree. While `read` raises an error, nobody could have
+    renewed the signal, so the time is not counted. `clock` returns monotonic seconds.
     """
     seen, unchanged_s, looked_s = None, 0.0, clock()
     while unchanged_s < ORPHAN_S:
@@ -46,14 +46,15 @@ def wait_until_orphaned(
 
 
 class WorkerHost:
-    """One worker process.
+    """The host of one worker process.
 
     Args:
-        command: its arguments; `{job}` stands for the job file, `{python}` for the interpreter of this actor.
-        job: the job file's text, without `base_folder`.
-        base_folder: to which the job's relative paths refer; None: the folder that Ray has copied to this node.
-        env, identity: additions to the worker's environment.
-        lease: key under which the provisioner shows itself.
+        command: arguments of the process; `{job}` is replaced by the job file, `{python}` by the interpreter of this
+            actor.
+        job: text of the job file, without `base_folder`.
+        base_folder: base of the job's relative paths. None: the folder that Ray has copied to this node.
+        env, identity: additional environment variables of the worker.
+        lease: key with which the provisioner signals that it runs.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class WorkerHost:
         threading.Thread(target=self._end_as_orphan, args=(lease,), daemon=True).start()
 
     def end(self, grace_s: float) -> None:
-        """Send the worker SIGTERM, and SIGKILL after `grace_s`; then the actor exits in order."""
+        """Send SIGTERM to the worker, and SIGKILL after `grace_s`; then the actor exits in an orderly way."""
         import ray
 
         self._asked.set()
