@@ -1,5 +1,4 @@
-"""The apply step of a turn: end and launch instances. Each action is written to the journal before it is carried
-out."""
+"""The apply step of a turn: end and launch instances. Each action is first written to the journal."""
 
 from __future__ import annotations
 

@@ -87,8 +87,8 @@ class BillLine:
 
     Attributes:
         billed_s: billed machine-seconds.
-        usd_without_boots: the part of `usd` for the time in which the instance's worker held the slot: from ready until
-            fenced or ended.
+        usd_without_boots: the part of `usd` while the instance's worker held the slot, from ready until fenced or
+            ended.
         free: whether the instance costs nothing because it was interrupted soon after the launch.
     """
 
@@ -116,8 +116,7 @@ class Bill:
     """A sum of bill lines.
 
     Attributes:
-        usd_without_boots: see `BillLine`. The paper's cost (16), (22) includes neither boots nor the overlap of two
-            instances.
+        usd_without_boots: see `BillLine`. The paper's cost (16), (22) excludes boots and overlaps of instances.
         hours_by_market: billed machine-hours of each market.
         instances, free: number of instances, and number of these that cost nothing.
     """
@@ -163,8 +162,8 @@ def bill_lines(
 
     Args:
         price_of: function as `PriceFeed.series`: prices of one machine. Its ServiceUnavailableError is passed on.
-        ready_s: Unix time at which the instance's worker got the slot, by instance id. Without a time,
-            `usd_without_boots` is 0.
+        ready_s: Unix time at which the instance's worker got the slot, by instance id. Otherwise `usd_without_boots` is
+            0.
         fenced_s: Unix time at which the next instance took the slot over, by instance id.
     """
     lines: dict[str, BillLine] = {}
@@ -202,8 +201,7 @@ def _integral(series: Series, at_s: Floats) -> Floats:
 def _line(
     instance: Instance, rule: BillingRule, end_s: float, usd_per_s: float, served_s: tuple[float, float]
 ) -> BillLine:
-    """Return the bill of one instance. `usd_per_s` is the price of one machine; `served_s` is infinite if it is not
-    known."""
+    """Return the bill of one instance. `usd_per_s` is the price of one machine; `served_s` is infinite if not known."""
     count, free = instance.machines, rule.is_free(instance)
     was_never_placed = instance.costs_from_s is not None and end_s <= instance.costs_from_s
     billed_s = 0.0 if free or was_never_placed else rule.billed_s(end_s - _costs_from_s(instance))
@@ -249,8 +247,7 @@ def usd_per_1000_updates(usd: float, updates: float) -> float:
 
 
 def usd_per_error_point(usd: float, first_error: float, error: float) -> float:
-    """Return the USD per percentage point by which the held-out error (a fraction) has fallen; NaN if it has not
-    fallen.
+    """Return the USD per percentage point by which the held-out error (a fraction) has fallen; NaN if it has not.
 
     >>> usd_per_error_point(3.0, 0.9, 0.6)
     0.1
@@ -260,8 +257,7 @@ def usd_per_error_point(usd: float, first_error: float, error: float) -> float:
 
 
 LINES_KEPT_S = 24 * 3600.0
-"""After this time since an instance ended, its bill is kept only as part of a sum. No fleet lists such an instance any
-more."""
+"""After this time since an instance ended, its bill is kept only as part of a sum. No fleet lists it any more."""
 
 
 class BillingAccount(KeptState):
@@ -295,8 +291,7 @@ class BillingAccount(KeptState):
     def bill_ended(
         self, instance: Instance, now_s: float, *, ready_s: Mapping[str, float], fenced_s: Mapping[str, float]
     ) -> BillLine:
-        """Add the final bill of an ended instance to the account. Raises ServiceUnavailableError if prices are not
-        available."""
+        """Add the final bill of an ended instance to the account. Raises ServiceUnavailableError without prices."""
         (line,) = bill_lines([instance], self._price_of, self._rule, now_s, ready_s=ready_s, fenced_s=fenced_s)
         self._lines[instance.id] = line
         return line
@@ -321,8 +316,7 @@ class BillingAccount(KeptState):
         machines: int,
         alarms: list[str],
     ) -> Bill:
-        """Return the bill until now. If prices are not available, machines are billed at the last known price. The bill
-        never decreases.
+        """Return the bill until now, which never decreases. If prices are unavailable, the last known prices are used.
 
         Args:
             running: instances to bill; instances with a final bill are not billed again.

@@ -8,8 +8,8 @@ ending an instance twice is no error.
 
 The next turn may be that of another process, while this process is frozen. That process has then taken over the state,
 so steps 4 and 6 of this process fail. This process also checks the lease before each termination and order of steps 3
-and 5. If it launched an instance between such a check and the next one, it ends this instance, unless the successor
-knows it.
+and 5. If it launched an instance between such a check and the next one, it ends this instance, if the successor does
+not know it.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ class JobClock(KeptState):
     Attributes:
         started_s: start of the clock in Unix seconds; the job's settings may state it. None before the first turn.
         generation: generation of the job's run on its topics.
-        begun_s: Unix time of the start of this run. Instances that ended before belong to an earlier run and were
-            billed there.
+        begun_s: Unix time of the start of this run. Instances that ended before belong to an earlier run.
     """
 
     KEPT: ClassVar = {"started_s": float, "generation": int, "begun_s": float}
@@ -143,8 +142,8 @@ class Controller:
 
     Args:
         billing: billing rule of the owner of the fleet's machines.
-        probe: function that returns whether spot has a machine, without a purchase. None: this is inferred from the
-            outcomes of launches.
+        probe: function that returns whether spot has a machine, without a purchase. None: outcomes of launches show
+            this.
         check_lease: function that raises FencedError if another provisioner has taken over.
         dry_run: whether to decide and report only, without changing or saving anything.
         job, topics_id: name of the job and id of its topics; "": not known. Machines that another job has left in this
@@ -205,8 +204,7 @@ class Controller:
 
     def retarget(self, settings: ControllerSettings) -> None:
         """Change deadline, budget, work, K or behaviour while the job runs; the initial rates and availability are
-        ignored. Raises ValueError if slots, b or machines per worker differ, because these never change within a
-        job."""
+        ignored. Raises ValueError if slots, b or machines per worker differ, because these never change."""
         self.settings.check_change(settings)
         self.settings = settings
         self._plan.retarget(settings)
@@ -322,8 +320,7 @@ class Controller:
         return listed
 
     def _current_prices(self, now_s: float, alarms: list[str]) -> Prices | None:
-        """Return the prices of a worker with all of its machines: the current prices, or otherwise the last known
-        ones."""
+        """Return the prices of a worker with all of its machines, or otherwise the last known ones."""
         try:
             self._last_prices = self.prices.current(now_s).times(self.settings.machines_per_worker)
         except ServiceUnavailableError as exc:
@@ -340,8 +337,7 @@ class Controller:
         return own
 
     def _begin(self, now_s: float, listed: Sequence[Instance]) -> None:
-        """Start the job's clock in the first turn. A successor without state takes the start from the topics and
-        tags."""
+        """Start the job's clock in the first turn. A successor without state reads it from topics and tags."""
         if self._clock.begin_run(self.observed, now_s, self.settings.started_s):
             log.info("generation_started", generation=self._clock.generation, action="clock, work and bill begin again")
             self._plan.begin_generation()
@@ -507,8 +503,8 @@ class Controller:
     def _where_the_job_stands(
         self, bill: Bill, rates_per_s: Floats, prices: Prices | None, alarms: Sequence[str], now_s: float
     ) -> dict[str, Any]:
-        """Return the fields of a decision that do not depend on the outcome of planning. `prices` are of one worker;
-        None: not known."""
+        """Return the fields of a decision that do not depend on the plan. `prices` are of one worker; None: not
+        known."""
         settings, observed, plan = self.settings, self.observed, self._plan
         samples_done = plan.samples_done(observed)
         on_demand_usd = math.nan

@@ -61,8 +61,7 @@ class JobHealth(KeptState):
     Attributes:
         failed: why all machines are ended until a person acts; "": the job has not failed. It is kept over restarts
             until a person clears it, because a supervisor restarts a process that has ended.
-        idle: text of the time since which the source has sent nothing, if all machines are ended for this reason;
-            otherwise "".
+        idle: since when the source has sent nothing, if all machines are ended for this reason; else "".
         hold_launches: why nothing is launched now; "": launches are allowed.
         hold_moves: why no slot moves from spot to on-demand now; "": moves are allowed.
         alarms: alarms of this turn.
@@ -152,8 +151,8 @@ class JobHealth(KeptState):
 
 
 def _stall_cause(view: _JobView) -> str:
-    """Return why the model does not advance, as far as the provisioner can see: one line for people, unchanged over the
-    turns."""
+    """Return why the model does not advance, as far as the provisioner can see, in one line that is the same in each
+    turn."""
     observed = view.observed
     if not view.server_runs:
         return server_text(observed)
@@ -190,8 +189,8 @@ def time_text(at_s: float) -> str:
 
 
 def _waits_for_spot(view: _JobView) -> bool:
-    """Return whether a slot that should be on spot has no machine because spot has no capacity. Other slots may have to
-    wait for it."""
+    """Return whether a slot that should be on spot has no machine because spot has no capacity. Other slots may wait
+    for it."""
     with_machine = {instance.slot for instance in view.alive}
     return any(
         slot not in with_machine and view.plan.markets[slot] == "spot" and view.launch_state.slots[slot].no_capacity

@@ -62,8 +62,8 @@ class InstanceTracker(KeptState):
 
     def record(self, instance: Instance, launch_state: LaunchState, now_s: float, *, server_runs: bool) -> bool:
         """Report an instance of one of the job's slots to `launch_state`. Returns whether a new interruption was seen.
-        If no parameter server runs (`server_runs` is False), workers cannot join and machines shut down; this does not
-        count as a failure."""
+        If no parameter server runs (`server_runs` is False), workers cannot join and machines shut down; this is no
+        failure."""
         launch_state.seen(instance.slot, instance.incarnation)
         pending = launch_state.pending.get(instance.slot)
         identity = (instance.incarnation, instance.market)
@@ -97,8 +97,7 @@ class InstanceTracker(KeptState):
     def record_health(
         self, instances: Sequence[Instance], readiness: Readiness, launch_state: LaunchState, now_s: float
     ) -> None:
-        """Report to `launch_state` the slots whose running machines fail, and the slots whose machines have worked for
-        `healthy_s`."""
+        """Report to `launch_state` the slots whose running machines fail, and those whose machines are healthy."""
         limits = launch_state.limits
         for instance in instances:
             if not instance.is_alive or not 0 <= instance.slot < len(self.pools):

@@ -1,5 +1,4 @@
-"""Objects whose state is kept over restarts: conversion of attributes to and from the plain values of a JSON file.
-Pure.
+"""Objects whose state is kept over restarts: attributes to and from plain JSON values. Pure.
 
 JSON has neither infinity nor arrays. A number that is not finite ("never") is stored as None, and an array as a list.
 """
@@ -16,12 +15,10 @@ import numpy as np
 
 
 class KeptState:
-    """Base class of objects whose state is saved. A saved value is the attribute with its name, or with `_` and its
-    name.
+    """Base class of objects whose state is saved. A saved value is the attribute `NAME` or `_NAME`.
 
     Attributes:
-        KEPT: type of each saved value, by name; `KeptState` for an object with a state of its own. Arrays keep their
-            shape.
+        KEPT: type of each saved value, by name; `KeptState` for an object with a state of its own. Arrays keep shape.
         LATER: names of values that are missing in the state files of earlier releases.
     """
 

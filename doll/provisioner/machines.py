@@ -1,7 +1,6 @@
 """The fleet of a job file, with its prices and billing rule. A new kind of fleet is added here.
 
-Worker processes on this machine (`fleet.kind: processes`) need a fork server, so `doll.run.local.provisioning` adds
-them.
+Worker processes on this machine (`fleet.kind: processes`) need a fork server, and are in `doll.run.local.provisioning`.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ class Machines:
 
 
 def check_machines(config: JobConfig) -> None:
-    """Raise ConfigError if the job's fleet has no opener, or if it launches single machines but a worker has
-    several."""
+    """Raise ConfigError if the job's fleet has no opener, or if it launches single machines and a worker has more."""
     if config.fleet.kind not in OPENERS:
         raise ConfigError(f"fleet.kind: expected {' or '.join(OPENERS)}, got {config.fleet.kind}")
     if (machines := config.machines_per_worker) > 1:

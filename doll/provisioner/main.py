@@ -53,8 +53,7 @@ class DecisionPublisher:
         self._send(decision.record(), Metric(source=PROVISIONER, values=values, time_s=decision.now_s))
 
     def ask(self, request: Scale) -> None:
-        """Send a request to the parameter server. The caller repeats it after the next decision if the server has not
-        fulfilled it."""
+        """Send a request to the parameter server. The caller repeats it after each decision until it is fulfilled."""
         self.publisher.try_send(self.events, request)
 
     def heartbeat(self) -> None:
@@ -107,8 +106,8 @@ class ProvisionerSetup:
 
 class ProvisionerProcess:
     """A running provisioner. Use it as a context manager, then call `read_history` once, then one of the loops. Raises
-    ConfigError if the job file lacks the work or the rates, or if its fleet cannot be used; ServiceUnavailableError if
-    Kafka or Redis is not available."""
+    ConfigError if the job file lacks the work or the rates, or if its fleet cannot be used; ServiceUnavailableError
+    without Kafka or Redis."""
 
     def __init__(self, setup: ProvisionerSetup) -> None:
         self._setup = setup
@@ -154,8 +153,7 @@ class ProvisionerProcess:
         self._open.close()
 
     def read_history(self) -> None:
-        """Read the records that were written before this process started, or since an earlier process saved its
-        state."""
+        """Read the records from before the start of this process, or since an earlier process saved its state."""
         for timed_record in self._job_records.read_history():
             self._controller.observed.feed(timed_record.record, timed_record.at_s)
             self._renew_lease()
@@ -163,8 +161,8 @@ class ProvisionerProcess:
         self._heartbeat.set_waiting_for("")
 
     def run(self, stop_requested: StopRequested) -> Decision | None:
-        """Repeat turns until nothing is left to do or a person must act. Returns the last decision, or None if a stop
-        was requested."""
+        """Repeat turns until nothing is left to do or a person must act. Returns the last decision, or None after a
+        stop request."""
         job_file = JobFile(self._setup.path, self._setup.load)
         while True:
             if (changed := job_file.changed()) is not None:
@@ -282,8 +280,7 @@ def _publisher(config: JobConfig, services: Services) -> DecisionPublisher:
 
 
 def publish_last(config: JobConfig, services: Callable[[], Services], decision: Decision) -> None:
-    """Publish the decision of a process that exits, if Kafka is available. Other processes learn of it, but none
-    depends on it."""
+    """Publish the decision of a process that exits, if Kafka is available. No process depends on this."""
     try:
         resolved = services()
         if problem := kafka_problem(config, resolved, _KAFKA_TIMEOUT_S):
@@ -297,8 +294,7 @@ def publish_last(config: JobConfig, services: Callable[[], Services], decision: 
 
 
 class JobFile:
-    """The job file, which may be edited while the job runs. `load` reads it and applies the overrides of the command
-    line."""
+    """The job file, which may be edited while the job runs. `load` reads it with the overrides of the command line."""
 
     def __init__(self, path: Path, load: Callable[[], JobConfig]) -> None:
         self._path = path
@@ -313,8 +309,7 @@ class JobFile:
         return (stat.st_mtime_ns, stat.st_size)
 
     def changed(self) -> JobConfig | None:
-        """Return the job file if it has changed since the last call, otherwise None. An invalid file is logged and
-        ignored."""
+        """Return the job file if it has changed since the last call, otherwise None. Logs an invalid file."""
         stamp = self._stamp()
         if stamp in (self._last_stamp, (0, 0)):
             return None
@@ -331,8 +326,7 @@ def drain(
     *, clock: Callable[[], float] = time.time,
 ) -> Decision | None:  # fmt: skip
     """End all instances of the job and wait until they have ended. `lease` is already claimed. This needs only the
-    fleet and the lease: neither Kafka, Redis, prices nor a plan. Bills and launches continue in the saved state, if
-    there is one.
+    fleet and the lease: neither Kafka, Redis, prices nor a plan. Bills and launches continue in a saved state.
 
     Returns the last decision, or None if a stop was requested; `wait` then returns False.
 
@@ -376,7 +370,7 @@ def _no_plan(config: JobConfig) -> ControllerSettings:
 
 class _KnownState:
     """The state store of a provisioner that ran before. If there is no saved state, nothing is saved, because a drain
-    does not read the topics, which state the start of the job's clock and the cost so far. A full disk does not stop a
+    does not read the topics, which state the start of the job's clock and the cost so far. A full disk stops no
     drain."""
 
     def __init__(self, store: StateStore) -> None:

@@ -1,5 +1,4 @@
-"""The wanted market of each slot, with the reason: makes the planner's input from job and fleet, and uses its
-output."""
+"""The wanted market of each slot, with the reason, and the planner's input from job and fleet."""
 
 from __future__ import annotations
 
@@ -67,8 +66,8 @@ def fit_to_budget(
 
 
 def reserve_usd(prices: Prices, replan_s: float, billing: BillingRule) -> float:
-    """Return the USD that are kept free for each machine, at the higher price: it continues for some turns whatever is
-    decided."""
+    """Return the USD that are kept free for each machine, at the higher price, because it always runs on for some
+    turns."""
     seconds = max(_RESERVE_TURNS * replan_s, billing.billed_s(0.0))
     return max(prices.spot_usd_per_h, prices.on_demand_usd_per_h) * seconds / SECONDS_PER_HOUR
 
@@ -155,8 +154,8 @@ class MarketPlan(KeptState):
         self.moves = 0
 
     def planned(self, observed: Observed) -> PlannerSettings:
-        """Return the planner's settings. The boot time is the planned one, or the 90th percentile of observed boots if
-        it is longer."""
+        """Return the planner's settings. The boot time is the planned one, or the observed 90th percentile if
+        longer."""
         return replace(self.planner, boot_s=max(self.planner.boot_s, observed.boots.slow_s))
 
     def samples_done(self, observed: Observed) -> float:
@@ -271,8 +270,8 @@ class MarketPlan(KeptState):
         self, state: PlannerState, observed: Observed, *, fleet_is_empty: bool, now_s: float, hold: str = ""
     ) -> DesiredState:
         """Choose the markets of all slots with the planner, within the budget. The choice is remembered unless this is
-        a dry run. While `hold` is not "", no slot moves from spot to on-demand; a slot whose source has paused does not
-        do so either."""
+        a dry run. While `hold` is not "", no slot moves from spot to on-demand, and a slot whose source has paused
+        never does."""
         settings, active = self.planned(observed), self.scale_in.active
         first = self._on_spot is None and fleet_is_empty
         working = sharing(

@@ -37,8 +37,7 @@ Owners = npt.NDArray[np.int64]
 
 
 class StreamRates(KeptState):
-    """The rates of the streams, computed from the end offsets of the partitions. The caller sets which slot serves a
-    partition.
+    """The rates of the streams, computed from the end offsets of the partitions. The caller sets `owners`.
 
     Attributes:
         owners: slot that serves each partition, shape (P,). P is 0 before the first end offsets.
@@ -156,7 +155,7 @@ class _Slot(msgspec.Struct):
 
     def note_incarnation(self, incarnation: int) -> None:
         """Record that an instance of this incarnation exists or existed. Implausible numbers are ignored, because
-        records of a topic may be wrong."""
+        records may be wrong."""
         if incarnation <= _MAX_INCARNATION:
             self.highest_incarnation = max(self.highest_incarnation, incarnation)
 
@@ -173,8 +172,7 @@ class SlotHolder:
 
 
 class Observed(KeptState):
-    """The knowledge of the provisioner about a job. The caller passes records and end offsets of partitions; the planner reads
-    results.
+    """The provisioner's knowledge of a job. The caller passes records and end offsets; the planner reads results.
 
     Args:
         prior_rates_per_s: λ_n of the job file, samples per second, shape (N,).
@@ -237,13 +235,11 @@ class Observed(KeptState):
 
     @property
     def generation(self) -> int:
-        """The generation of the job's run on these topics. A new generation starts the job again, with its own
-        origin."""
+        """The generation of the job's run on these topics. A new generation starts the job again."""
         return self._lineage.generation
 
     def feed(self, record: records.AnyRecord, at_s: float) -> None:
-        """Process one record, written at about `at_s`. Unknown records, and records of slots that do not exist, are
-        ignored."""
+        """Process one record, written at about `at_s`. Unknown records, and records of unknown slots, are ignored."""
         self.last_seen_s = max(self.last_seen_s, at_s)
         if isinstance(record, records.Welcome | records.TermStarted | records.Update | records.ServerStatus):
             if at_s - self.ps_last_seen_s > self.heartbeat_timeout_s:
@@ -329,8 +325,8 @@ class Observed(KeptState):
 
     def _read_on(self, record: records.Alive, slot: _Slot, at_s: float) -> None:
         """Update the reading speed of a worker, which limits its rate if the worker is behind its stream. A worker that
-        reads nothing waits for its source or the parameter server. Such a pause says nothing about its speed, unless it
-        is a usual gap."""
+        reads nothing waits for its source or the parameter server. A pause longer than usual gaps says nothing about
+        its speed."""
         if slot.read_to >= 0 and record.next_offset == slot.read_to:
             return
         span_s = at_s - slot.read_at_s
@@ -363,8 +359,7 @@ class Observed(KeptState):
         self.losses.cut(record.kept_version)
 
     def observe_ends(self, now_s: float, ends: Sequence[int]) -> None:
-        """Record the end offset of each partition at `now_s`, from which the rate of samples while they arrive is
-        estimated."""
+        """Record the end offset of each partition at `now_s`, which shows the rate of the samples."""
         partitions = len(self._streams.owners)
         self._streams.observe(now_s, ends)
         if len(ends) != partitions:
@@ -397,8 +392,8 @@ class Observed(KeptState):
         return self._streams.without_partition()
 
     def source_silent_since_s(self) -> float | None:
-        """Return the time since which no stream has sent anything; None if a stream has sent recently, or the end
-        offsets are not known."""
+        """Return the time since which no stream has sent anything; None if a stream is not silent, or without end
+        offsets."""
         return self._streams.last_arrival_s if self._streams.is_silent() else None
 
     def rates_per_s(self) -> Floats:
@@ -424,8 +419,7 @@ class Observed(KeptState):
 
     def replica_losses(self) -> Floats | None:
         """Return the recent mean loss of each slot's batches with its worker's own weights, shape (N,); NaN before the
-        first batch. Returns None if no worker withholds a part of its steps, because then all workers have the same
-        weights."""
+        first batch. Returns None if no worker withholds a part of its steps, so that all have the same weights."""
         if not any(slot.holds_back for slot in self._slots):
             return None
         return np.array([math.nan if slot.loss is None else slot.loss for slot in self._slots])
@@ -454,8 +448,8 @@ class Observed(KeptState):
         return SlotHolder(holder.incarnation, holder.since_s, holder.last_seen_s, works)
 
     def ps_since_s(self, now_s: float) -> float | None:
-        """Return the time since which a parameter server has run without a pause; None if none runs, so that no worker
-        can join."""
+        """Return the time since which a parameter server has run without a pause; None if none runs, so no worker can
+        join."""
         return self._ps_since_s if now_s - self.ps_last_seen_s <= self.heartbeat_timeout_s else None
 
     def highest_incarnation(self, slot: int) -> int:

@@ -57,8 +57,7 @@ def deadline_at_risk(state: PlannerState, settings: PlannerSettings, reserve: fl
 
 def release_refusal(before: PlannerState, after: PlannerState, settings: PlannerSettings, reserve: float) -> str:
     """Return why a change from the slots of `before` to the slots of `after` endangers the deadline or the budget, or
-    costs more; "" if it does not. Both predictions are the planner's: Eq. (15)-(16) and (21)-(22) of the DOLL paper for
-    the remaining work."""
+    costs more; "" if it does not. The planner predicts both by Eq. (15)-(16) and (21)-(22) of the DOLL paper."""
     if refusal := deadline_at_risk(after, settings, reserve):
         return refusal
     forecast, cost_usd = (
@@ -86,8 +85,7 @@ def sharing(
     Args:
         state: state of all slots, each with the rate of the streams that it serves now.
         slots: slots that have workers, shape (N,).
-        capacity_per_s: samples per second that each worker can compute, shape (N,). 0: not known; the worker then gets
-            no share.
+        capacity_per_s: samples per second that each worker can compute, shape (N,). 0: not known, so no share.
         without_partition: slots whose streams other slots serve now, shape (N,). If such a slot is to have a worker, it
             gets an equal part of the total rate. None: there is no such slot.
 
@@ -103,8 +101,7 @@ def sharing(
 
 
 def release_request(released: Sequence[int], status: ServerStatus | None) -> Scale | None:
-    """Return the request to the parameter server; None if it already has these released workers, or if no server
-    runs."""
+    """Return the request to the parameter server; None if it has these released workers, or none runs."""
     if status is None or not status.num_workers or tuple(released) == status.released:
         return None
     return Scale(workers=status.num_workers, run_id=status.run_id, released=tuple(released))
@@ -178,8 +175,7 @@ class SlotChange:
 
 
 class ScaleIn(KeptState):
-    """The released slots of a job, bool of shape (N,). If `settings` is None, the rule is off and released slots are
-    recalled."""
+    """The released slots of a job, bool of shape (N,). Without settings, the rule is off and recalls slots."""
 
     KEPT: ClassVar = {"whys": dict[int, str], "stopped": str, "tuner": KeptState}
 
@@ -218,8 +214,7 @@ class ScaleIn(KeptState):
             self._tuner.settings = settings.tuner
 
     def adopt(self, decision: ProvisionDecision) -> None:
-        """Take the released slots from the last decision that was published, if the state of the earlier provisioner is
-        lost."""
+        """Take the released slots from the last published decision, because the earlier provisioner's state is lost."""
         if decision.phase not in ("run", "stopped") or len(decision.markets) != self._num_slots:
             return
         self.released = np.array([not market for market in decision.markets], dtype=np.bool_)
@@ -231,8 +226,7 @@ class ScaleIn(KeptState):
     def review(
         self, state: PlannerState, asked: PlannerSettings, observed: Observed, noticed: Collection[int], now_s: float
     ) -> list[SlotChange]:
-        """Recall slots, release one slot, or do neither. `noticed` are the slots whose machine has an interruption
-        notice."""
+        """Recall slots, release one slot, or do neither. `noticed`: slots with an interruption notice."""
         if self._settings is None:
             return [self._recall(slot, "scale-in is switched off") for slot in np.flatnonzero(self.released).tolist()]
         if self.released.any() and (changes := self._recall_in_danger(state, asked, observed)):

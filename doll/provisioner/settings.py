@@ -30,18 +30,17 @@ class ControllerSettings:
     """The settings of a job and of its provisioner.
 
     Attributes:
-        planner: work, deadline (on the job's clock), budget and behaviour. `replan_s` is the longest time between two
-            turns; the caller must keep it.
+        planner: work, deadline (on the job's clock), budget and behaviour. The caller must have a turn every
+            `replan_s`.
         rates_per_s: λ_n of the job file, samples per second, shape (N,); one rate per slot.
-        samples_per_record: average number of samples that the task makes of one record, including the m samples of
-            packed records.
+        samples_per_record: average number of samples that the task makes of one record, including the m of packed ones.
         prior_alpha: assumed availability of spot before anything is observed.
         heartbeat_timeout_s: a worker that sends nothing for this time, while others do, does not work.
         target_error, measure: error target with which the work is estimated again from the job's held-out errors, and
             its measure. None: the work stays as planned.
         started_s: start of the job's clock, Unix seconds. None: the first turn.
-        machines_per_worker: k, number of machines of an instance, which has either all of them or none. The prices of
-            the feed are of one machine.
+        machines_per_worker: k, machines of an instance, which has all of them or none. Prices of the feed are of one
+            machine.
         max_stall_s: paid time without an update after which all machines are ended.
         releases_idle: whether machines are ended if the source sends nothing for that time, and launched again when it
             sends. False if the source waits for the workers.
@@ -130,8 +129,7 @@ def controller_settings(config: JobConfig) -> tuple[ControllerSettings, list[str
 
 
 def _max_stall_s(planner: PlannerSettings, rate_per_s: float) -> float:
-    """Return the time for which a job may make no progress: a part of its deadline, and long enough for slow
-    updates."""
+    """Return the time for which a job may make no progress: a part of its deadline, but enough for slow updates."""
     update_s = (planner.samples_per_update or planner.batch_size) / rate_per_s
     return max(min(max(planner.deadline_s / 4, _LEAST_STALL_S), _MOST_STALL_S), _UPDATES_OF_A_STALL * update_s)
 

@@ -34,16 +34,14 @@ class StateStore(Protocol):
     """State and journal of one provisioner. Values are plain JSON values."""
 
     def load(self) -> dict[str, Any] | None:
-        """Return the state that was saved last; None if there is none, or if it cannot be read. May be called
-        repeatedly."""
+        """Return the state that was saved last; None if there is none, or it cannot be read. May be repeated."""
 
     def save(self, kept: Mapping[str, Any]) -> None:
         """Replace the state, completely or not at all; it is durable on return. May be called repeatedly. Raises
         ConfigError or CheckpointError if it cannot be written, FencedError if another provisioner owns it."""
 
     def append(self, entry: Mapping[str, Any]) -> None:
-        """Add a line to the journal. Actions are written before they are carried out. Raises ConfigError if the line
-        cannot be written."""
+        """Add a line to the journal. Actions are written before they happen. Raises ConfigError if this fails."""
 
 
 class FileStateStore:

@@ -79,8 +79,7 @@ def cost_ratio(deadline_ratio: float, num_workers: int, alpha: float, prices: Pr
         prices: prices of both markets. If spot is not cheaper, the ratio is 1 (all workers on-demand).
 
     Source: the DOLL paper, Corollary 2, Eq. (19). Differs from the paper: (19) is a lower bound on the cost, so it is
-    an upper bound on the savings; this function adds the upper bound on the cost. The maximum with π_s/π_o covers r >=
-    1/α.
+    an upper bound on the savings; the upper bound on the cost is added here. The maximum with π_s/π_o covers r >= 1/α.
 
     Raises:
         ValueError: the deadline is below θ_0 (no mix meets it, so there is no ratio), or a number is out of range.

@@ -45,8 +45,7 @@ class Decay:
         """Return J(ε) = ⌈ln((ε - γ)/β) / ln ρ⌉, the smallest number of updates for which the bound is at most ε.
 
         Raises:
-            InfeasiblePlanError: ε <= γ. The constraint is "error"; `nearest` has the smallest error that the floor
-                allows.
+            InfeasiblePlanError: ε <= γ. The constraint is "error"; `nearest` has the error of the floor.
 
         >>> Decay(rho=0.5, beta=1.0, gamma=0.0).updates_to(0.25)
         2
@@ -71,8 +70,7 @@ _GRID = 60
 
 @dataclass(frozen=True)
 class FitInterval:
-    """An estimated value with the bounds of its interval. A bound is infinite if the value has no bound on that
-    side."""
+    """An estimated value with the bounds of its interval. A bound is infinite if there is none."""
 
     point: float
     low: float
@@ -88,7 +86,7 @@ class CurveFit:
         rho, beta, gamma: the constants of the curve with 90 % bootstrap intervals.
         relative_rmse: root mean square of (fit - measured) / measured.
         num_points: number of evaluations that were used.
-        first_update, last_update: J of the first and the last of these evaluations. After the last one the curve is
+        first_update, last_update: J of the first and the last of these evaluations. The curve after the last one is
             extrapolated.
         replicas: rho, beta and gamma of the bootstrap replicas, shape (replicas, 3).
     """
@@ -108,8 +106,8 @@ class CurveFit:
         replicas is above the target.
 
         Args:
-            reached: whether the run has reached the target. If so, replicas with a floor above the target are wrong and
-                are ignored.
+            reached: whether the run has reached the target. If so, replicas with a floor above the target are wrong,
+                and ignored.
 
         Raises:
             InfeasiblePlanError: the fitted floor is at or above the target (constraint "error").
@@ -188,8 +186,7 @@ def fit_tail(
 
     Tries the starts J = 0, a quarter of the run and half of the run, in this order, until a fit follows the end of the
     run; otherwise returns the last of these fits. A fit follows the end if the logarithm of measured / fitted has no
-    trend over the last half of the run. A falling trend means that the run still improves after the fit has reached its
-    floor.
+    trend over the last half of the run. A falling trend means that the run still improves where the fit does not.
 
     Raises:
         ValueError: see `fit_decay`.
@@ -232,7 +229,7 @@ def _still_falls(at: Floats, residuals: Floats) -> bool:
 
 
 def _fit(at: Floats, weights: Floats, curves: Floats) -> Floats:
-    """Return the best (ρ, β, γ) of each row of `curves`, shape (rows, 3): searches ρ, and fits β and γ by linear least
+    """Return the best (ρ, β, γ) of each row of `curves`, shape (rows, 3): searches ρ, and fits the others by least
     squares."""
     span = at[-1] - at[0]
     # |ln ρ| from "hardly falls over the run" to "gone after its first hundredth".

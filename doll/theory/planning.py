@@ -64,8 +64,7 @@ def best_assignment(
         deadline_s: θ, the remaining time in seconds.
         prices: prices of the two markets.
         cycle_s: mean length of one up period plus one down period of a spot worker, seconds; required with `risk`.
-        risk: accepted probability of missing the deadline, in (0, 0.5]. None: the expected run time must meet the
-            deadline.
+        risk: accepted probability of missing the deadline, in (0, 0.5]. None: only the expected run time counts.
 
     Raises:
         InfeasiblePlanError: θ < θ_0.
@@ -127,7 +126,7 @@ def _most_at_risk(
     samples: float, ascending: Floats, alpha: float, time_s: float, cycle_s: float, risk: float, most: int
 ) -> int:
     """Return the largest number of workers on spot, at most `most`, for which P(late) is at most `risk`. P(late) grows
-    with the number."""
+    with it."""
     check_risk(risk)
     low, high = 0, most
     while low < high:
@@ -161,8 +160,7 @@ def check_budget(cost_usd: float, budget_usd: float | None, *, updates: float, d
 
 
 def _slowest(rates: Floats, ascending: Floats, count: int) -> npt.NDArray[np.bool_]:
-    """Return a mask of the `count` slowest workers; among equal rates, the lower numbers first. Cheaper than an
-    argsort."""
+    """Return a mask of the `count` slowest workers; among equal rates, the lower numbers. Cheaper than an argsort."""
     if count == 0:
         return np.zeros(len(rates), dtype=np.bool_)
     edge = ascending[count - 1]
@@ -175,8 +173,7 @@ def _slowest(rates: Floats, ascending: Floats, count: int) -> npt.NDArray[np.boo
 def too_slow(
     samples: float, rate_per_s: float, deadline_s: float, detail: str, workers: int | None = None
 ) -> InfeasiblePlanError:
-    """Return the error for a deadline below θ_0. `workers`: number of workers of equal rate that would meet the
-    deadline."""
+    """Return the error for a deadline below θ_0. `workers`: number of equal workers that would meet it."""
     shortest = samples / rate_per_s
     nearest = {"deadline_s": shortest, "work_fraction": deadline_s / shortest}
     if workers is not None:

@@ -22,8 +22,7 @@ _NEVER = 1e-200  # a share of the time below this counts as 0
 
 
 def uptime_variance_s2(time_s: float, alpha: float, cycle_s: float) -> float:
-    """Return v(t), the variance of the seconds for which one spot worker is up within `time_s`, from a stationary
-    start.
+    """Return v(t), the variance of the up seconds of one spot worker within `time_s`, from a stationary start.
 
     v(t) = 2 p [t/g - (1 - e^(-g t)) / g²], p = α (1 - α), g = 1 / (p · cycle).
 
@@ -51,8 +50,7 @@ def uptime_variance_s2(time_s: float, alpha: float, cycle_s: float) -> float:
 def shortfall_prob(
     needed: float, rates_per_s: npt.ArrayLike, alpha: float, cycle_s: float, time_s: float, noise_var: float
 ) -> float:
-    """Return the probability that spot workers make fewer than `needed` samples within `time_s`, from a stationary
-    start.
+    """Return the probability of fewer than `needed` samples of spot workers within `time_s`, from a stationary start.
 
     The total up time of a few workers is far from normal: often a worker is not interrupted at all. Therefore the
     distribution of Σ λ_n U_n + noise is computed from its characteristic function (Gil-Pelaez's integral by the
@@ -66,8 +64,7 @@ def shortfall_prob(
         cycle_s: mean length of one up period plus one down period of a worker, seconds.
         time_s: length of the time window, seconds.
         noise_var: variance of all other noise, which is normal, in samples². The standard deviation is raised to at
-            least a thirtieth of that of the outages, or to 1/3000 of the samples that the workers can make if this is
-            less.
+            least a thirtieth of that of the outages, or to 1/3000 of the samples that the workers can make if less.
 
     Source: Gil-Pelaez (1951); see docs/theory.md.
 

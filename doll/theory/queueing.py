@@ -59,8 +59,7 @@ class Stability(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """The verdict: `stable`, `depends` (on how the batches of a group are spread over the workers) or
-        `unstable`."""
+        """The verdict: `stable`, `depends` (on how the workers share the batches of a group) or `unstable`."""
         return "stable" if self.sufficient > 1 else "depends" if self.necessary > 1 else "unstable"
 
 

@@ -25,8 +25,7 @@ from doll.theory.checks import Floats
 SPAN: Final = 20
 """The span of the exponential averages that are used to find the knee, in points."""
 FIT_SPAN: Final = 5
-"""The span of the exponential average before each fit, in points. MLLess's public code has this average, but turned
-off."""
+"""The span of the exponential average before each fit, in points. It is turned off in MLLess's public code."""
 MIN_POINTS: Final = 8
 """The minimum number of points for a fit of a curve with four constants."""
 _MAX_EXPONENT: Final = 16.0  # of the reference curve: beyond it t**exponent overflows, and no loss falls like that
@@ -53,8 +52,7 @@ def ewma(values: npt.ArrayLike, span: float) -> Floats:
 
 
 def ewma_both_ways(values: npt.ArrayLike, span: float = SPAN) -> Floats:
-    """Return the mean of the forward and the backward exponential average, each corrected for its short start; shape
-    (n,).
+    """Return the mean of the forward and backward exponential averages, corrected for their short start; shape (n,).
 
     Args:
         values: the values, shape (n,).
@@ -146,8 +144,7 @@ class ReferenceCurve:
 
 @dataclass(frozen=True)
 class SlowCurve:
-    """The curve of Eq. (3), l(t) = 1 / (θ0 t² + θ1 t + θ2) + θ3: the loss t steps after the last removal of a
-    worker."""
+    """The curve of Eq. (3), l(t) = 1 / (θ0 t² + θ1 t + θ2) + θ3: the loss t steps after the last removal."""
 
     theta: tuple[float, float, float, float]
 
@@ -192,8 +189,7 @@ def fit_reference(steps: npt.ArrayLike, losses: npt.ArrayLike) -> ReferenceCurve
 
 
 def fit_slow(steps: npt.ArrayLike, losses: npt.ArrayLike) -> SlowCurve | None:
-    """Return the best curve of Eq. (3) with θ >= 0; None if no fit is possible. The arguments are those of
-    `fit_reference`.
+    """Return the best curve of Eq. (3) with θ >= 0; None if no fit is possible. Arguments: see `fit_reference`.
 
     Source: MLLess, Eq. (3).
     """
@@ -278,8 +274,7 @@ class Pace:
 
 
 Score = Callable[[float, float, Pace, Pace, float], float]
-"""A score function, with the arguments of `relative_excess`. A worker is removed if the score is below the threshold
-S."""
+"""A score function, as `relative_excess`. A worker is removed if the score is below the threshold S."""
 
 
 def relative_excess(step: float, horizon_s: float, reference: Pace, current: Pace, reference_step: float) -> float:
@@ -287,16 +282,15 @@ def relative_excess(step: float, horizon_s: float, reference: Pace, current: Pac
 
     Differs from the paper: (1) is printed with the other sign, L_P - l_p, together with the rule "remove if s < S".
     This would remove workers exactly when they are needed: at a loss 20 % above the reference, that s is -0.2. MLLess's
-    public code has the sign that is used here. Each curve is advanced by its own step time; the two versions of the
-    paper differ on this point.
+    public code has the sign that is used here. Each curve is advanced by its own step time; the versions of the paper
+    differ on this.
 
     Args:
         step: t, the newest step.
         horizon_s: Δ, seconds for which losses are predicted.
         reference: L_P and d_P, the loss curve and step time with all workers.
         current: l_p and d_p, the loss curve and step time with the current workers.
-        reference_step: the step at which L_P starts: t as in the paper, or the step that all workers would have reached
-            by now.
+        reference_step: the step at which L_P starts: t as in the paper, or the step that all workers would be at now.
 
     Source: MLLess, Eq. (1), corrected.
 
@@ -312,8 +306,7 @@ def relative_excess(step: float, horizon_s: float, reference: Pace, current: Pac
 
 
 def without_outliers(seconds: npt.ArrayLike, window: int = 10, tolerance: float = 0.05) -> Floats:
-    """Return the durations that differ by at most `tolerance` (a fraction) from the rolling median of `window`
-    durations.
+    """Return the durations that differ by at most `tolerance` (a fraction) from the rolling median of `window` values.
 
     If this removes more than half of the durations, steps vary by nature. Then durations up to three times the median
     are kept, so that only pauses are removed.

@@ -1,5 +1,4 @@
-"""The staleness of the weights with which workers compute: the staleness histogram of the ESSP paper (Fig. 1, left).
-Pure.
+"""The staleness of the weights that workers use: the histogram of the ESSP paper (Fig. 1, left). Pure.
 
 The clock of worker p is the number of its batches in the model: a version at which this clock is k contains the batches
 0 to k - 1 of p. When worker w computes its batch c with version v, every other worker p contributes one difference
@@ -8,8 +7,7 @@ The clock of worker p is the number of its batches in the model: a version at wh
 
 Under the policy bsp every difference is -1. Under a policy that lets no worker be more than s batches ahead of another,
 differences are -s - 1 to s, because a worker may push batch c + s before it waits. Differs from the paper, whose text
-defines the difference between the clocks of two workers; this module uses the difference on the axis of the paper's
-figure.
+defines the difference between the clocks of two workers; this is the difference on the axis of its figure.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ from typing import Final
 EXACT: Final = 128
 """The largest absolute difference that is counted exactly."""
 ALL_UP_TO: Final = 16
-"""Up to this number of workers, a read is by default compared with all other workers; with more workers, with one
-other."""
+"""Up to this number of workers, a read is by default compared with all other workers; with more, with one other."""
 HISTORY: Final = 1 << 15
 """The number of versions for which the meter keeps the clock of each worker."""
 _KEPT_BITS: Final = 5
@@ -33,8 +30,7 @@ _TRIM_AT: Final = 64
 
 
 def bucket(difference: int) -> int:
-    """Return the value as which a difference is counted. Above `EXACT` this value is nearer to 0, by at most 1/16 of
-    the difference.
+    """Return the value as which a difference is counted. Above `EXACT` it is nearer to 0, by at most 1/16.
 
     So a histogram stays small even if workers drift far apart under a policy without a bound.
 
@@ -90,8 +86,7 @@ class Histogram:
         return self.total / size if size else math.nan
 
     def percentile(self, percent: float) -> float:
-        """Return the smallest difference d such that at least `percent` % of all differences are at most d; NaN without
-        reads.
+        """Return the smallest difference d that at least `percent` % of all do not exceed; NaN without reads.
 
         The 1st percentile is the staleness that 99 % of the reads do not exceed.
 
@@ -158,8 +153,7 @@ class StalenessMeter:
 
         Args:
             clock: clock of the worker's next batch, as the policy counts it. None: the smallest clock of the other
-                active workers, if it is larger than the worker's own clock, since no worker waits for the batches that
-                this worker has missed.
+                active workers, if it is larger than the worker's own clock, because no worker waits for missed batches.
         """
         if clock is None:
             others = (at for other, at in enumerate(self._clocks) if other != worker and self._is_active(other))
@@ -192,8 +186,7 @@ class StalenessMeter:
                 self._compare(self._next(worker), version, at, 1)
 
     def applied(self, worker: int, version: int, batches: int) -> None:
-        """Record that `version` contains the first `batches` batches of this worker. Versions must not decrease between
-        calls."""
+        """Record that `version` contains the first `batches` batches of this worker. Versions must not decrease."""
         self._set(worker, version, batches + self._offsets[worker])
 
     def _compare(self, other: int, version: int, clock: int, count: int) -> None:

@@ -1,8 +1,8 @@
 """`Fleet` of containers: each instance is one `docker compose run` of the project's worker service.
 
 Compose gives the container the service's image, network, volumes and environment, but not its restart policy, because
-the provisioner replaces a worker that dies. The identity of an instance is in its labels and its name, so there is no
-state outside the engine.
+the provisioner replaces a worker that dies. The labels and the name of an instance state its identity, so the engine
+has all state.
 
 Written for docker 27 with compose v2, and tested only with an imitation of their command line
 (tests/support/fake_docker.py). Run this in an environment with the variables that the compose file requires.
@@ -116,8 +116,8 @@ class ComposeFleet:
         return made
 
     def instances(self) -> Sequence[Instance]:
-        """Return the instances. Also kills containers that should have ended by now, and removes containers that ended
-        an hour ago."""
+        """Return the instances. Also kills containers that are overdue, and removes containers that ended an hour
+        ago."""
         try:
             instances = self._listed()
             now_s = self.clock()
@@ -255,8 +255,7 @@ class ComposeFleet:
 
 
 def connect(config: JobConfig) -> ComposeFleet:
-    """Return the fleet of a job file. Raises ConfigError for another kind of fleet, or if the compose file does not
-    exist."""
+    """Return the fleet of a job file. Raises ConfigError for another kind of fleet, or without the compose file."""
     settings = config.fleet
     if not isinstance(settings, ComposeFleetConfig):
         raise ConfigError(f"fleet.kind: expected compose, got {settings.kind}")

@@ -66,8 +66,8 @@ class LaunchGate:
 
     If an instance could not start, orders of both markets are refused, because all have the same image. If an instance
     runs, the image is correct, and the failure of another instance is due to its node. If no node took an instance,
-    orders of the same market are refused. Launches of another process are not considered, because a person may have
-    corrected the problem since.
+    orders of the same market are refused. Launches of other processes do not count, because a person may have corrected
+    the problem.
 
     Args:
         pool: the only pool of the fleet, whose owner chooses the node.

@@ -58,8 +58,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Instance:
-    """One incarnation of a slot, as the fleet sees it: a machine, or one process that represents all machines of a
-    worker.
+    """One incarnation of a slot, as the fleet sees it: a machine, or one process for all machines of a worker.
 
     Attributes:
         pool: instance type and zone, "c5.xlarge/us-east-1a". Prices and capacity are those of the pool.
@@ -104,8 +103,7 @@ class Instance:
 
 
 class LaunchFailure(enum.StrEnum):
-    """The reasons why a launch failed, by the reaction to them; the most informative come first (EC2's error codes,
-    docs/aws.md)."""
+    """The reasons why a launch failed, by the reaction; the most informative first (EC2's error codes, docs/aws.md)."""
 
     SPOT_QUOTA = "spot_quota"  # no spot for a while; a person must raise the quota
     ON_DEMAND_QUOTA = "on_demand_quota"  # keep spot; a person must raise the quota
@@ -131,12 +129,12 @@ class Fleet(Protocol):
     """The owner of the machines of one cluster (one job). Every call may be repeated, and none waits for a machine."""
 
     def launch(self, order: Order) -> Instance:
-        """Launch an instance; the same order returns the same instance. Raises LaunchError if none was launched, also
-        if the owner does not answer."""
+        """Launch an instance; the same order returns the same instance. Raises LaunchError if no instance was
+        launched."""
 
     def instances(self) -> Sequence[Instance]:
-        """Return all instances of the cluster that are alive, and instances that ended recently (at least within the
-        last hour).
+        """Return all instances of the cluster that are alive, and instances that ended recently (in the last hour or
+        more).
 
         The result includes the instances that `launch` has returned, even if the owner's own listing lags behind.
         `notice_s` shows a notice and `EndReason.INTERRUPTED` an interruption; there is no other source of these.
@@ -148,7 +146,7 @@ class Fleet(Protocol):
 
     def terminate(self, ids: Collection[str]) -> None:
         """End these instances; unknown and ended ones cause no error. The owner may remove its record of an ended one,
-        but `instances` still returns it. Raises the errors of `instances`; instances that were not reached continue to
+        but `instances` still returns it. Raises the errors of `instances`; instances that were not reached still
         run."""
 
     def close(self) -> None:
@@ -156,5 +154,4 @@ class Fleet(Protocol):
 
 
 SpotProbe = Callable[[int], bool]
-"""A function that returns whether a spot launch for this slot would succeed now, without a purchase. May be called
-repeatedly."""
+"""A function that returns whether a spot launch for this slot would succeed now, without a launch. May be repeated."""

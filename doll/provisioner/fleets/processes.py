@@ -65,12 +65,11 @@ class ProcessFleet:
 
     Args:
         forks: fork server that starts the processes; only the thread that calls this fleet may use it.
-        spec: process to start for an instance. The identity is added to its environment, and the process is named after
-            the instance's id.
+        spec: process to start for an instance. The identity is added to its environment; the process has the instance's
+            id as its name.
         market: market that states when spot is available. None: spot is always available.
         boot_s: wall seconds from a launch to a worker that works. The process starts at once and joins the job after
-            this time, so that a boot takes the correct time also on a busy machine. Nothing boots before the market has
-            opened.
+            this time, so that a busy machine does not make boots longer. Nothing boots before the market has opened.
         drain_s: seconds from SIGTERM to SIGKILL if the provisioner ends an instance.
         name: prefix of the ids; fleets that share a fork server have different prefixes.
         clock: function that returns Unix seconds.

@@ -1,5 +1,4 @@
-"""An assessment before a job starts: whether the job is feasible, how many and which workers to put on spot, cost and
-risk. Pure.
+"""An assessment before a job starts: whether it is feasible, which workers to put on spot, cost and risk. Pure.
 
 `assess` answers for a fixed mix (Theorem 5) and for the adaptive planner, which running jobs use.
 """
@@ -30,14 +29,11 @@ class PlanRequest:
     """A request to the planner. Raises ValueError for a number out of its range.
 
     Attributes:
-        planner: work, deadline, budget and risk, already checked; the same as for a running job
-            (`ControllerSettings.planner`).
-        rates_per_s: λ_n, samples per second of each stream, shape (N,). Like the work in `planner`, it counts the
-            samples that the task makes.
+        planner: work, deadline, budget and risk, already checked; as for a running job (`ControllerSettings.planner`).
+        rates_per_s: λ_n, samples per second of each stream, shape (N,). Counts the samples that the task makes.
         mean_samples: mean number of samples that the task makes of one record, see `PlanConfig.mean_samples`.
         prices, alpha: prices and availability of a worker with all of its machines, see `plan_request.of_workers`.
-        has_deadline: whether a deadline is requested; if not, `planner.deadline_s` is long enough even for all workers
-            on spot.
+        has_deadline: whether a deadline is requested; if not, `planner.deadline_s` is enough for all on spot.
         service_s: μ_C, mean seconds to compute and upload the gradient of one batch. None: not known.
     """
 
@@ -98,16 +94,13 @@ class Assessment:
     Attributes:
         problem: why neither a fixed mix nor the adaptive planner can do the job as requested; None if one of them can.
             If there is a problem, `mix` is the best possible mix.
-        binding: the binding constraint: "none", "deadline", "risk", "price" (which keeps more workers off spot),
-            "budget" or "error".
-        mix: fixed mix with the lowest expected cost within the deadline (and the risk); all on-demand if the job is
-            late.
+        binding: the binding constraint: "none", "deadline", "risk", "price" (of spot), "budget" or "error".
+        mix: fixed mix with the lowest expected cost within the deadline (and the risk); all on-demand if late.
         static: forecast for the mix, if it is kept unchanged to the end.
         adaptive: forecast for the adaptive planner with its guard; None if the deadline cannot be met.
         all_on_demand_usd, on_demand_s: cost and run time with all workers on-demand.
         all_spot_usd, all_spot_s: expected cost and run time with all workers on spot.
-        bounds: lowest and highest cost ratio of the best mix by Corollary 2; None for unequal rates or without a
-            deadline.
+        bounds: lowest and highest cost ratio of the best mix by Corollary 2; None for unequal rates or no deadline.
     """
 
     request: PlanRequest
@@ -323,8 +316,7 @@ _BINDING = {
 
 
 def report_text(assessment: Assessment, notes: Sequence[str], beside: Sequence[str] = ()) -> str:
-    """Return the assessment as text, with its advice and `notes`. `beside` are lines on the services that run beside
-    the workers."""
+    """Return the assessment as text, with its advice and `notes`. `beside` are lines on services beside the workers."""
     request, static = assessment.request, assessment.static
     count = request.num_workers
     lines = []

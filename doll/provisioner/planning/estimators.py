@@ -154,8 +154,7 @@ class AvailabilityEstimator(KeptState):
 
 
 class RateEstimator(KeptState):
-    """Estimates the arrival rates of the streams: samples divided by up time, after a prior of shape (N,) worth
-    `prior_s` seconds.
+    """Estimates the arrival rates of the streams: samples per up time, with a prior of shape (N,) worth `prior_s` s.
 
     Observations and the prior lose half of their weight after `half_life_s` of up time. The estimate therefore follows
     changes during a day, but not the noise of minutes.
@@ -174,8 +173,7 @@ class RateEstimator(KeptState):
         self._up_s = np.zeros(len(self._prior))
 
     def observe(self, samples: npt.ArrayLike, up_s: npt.ArrayLike) -> None:
-        """Record, for each stream, the samples that arrived and the seconds that its worker was up since the last call;
-        shape (N,) each."""
+        """Record each stream's samples, and the up seconds of its worker, since the last call; shape (N,) each."""
         more_s = np.asarray(up_s, dtype=np.float64)
         keep = 0.5 ** (more_s / self._half_life_s)
         self._samples = self._samples * keep + np.asarray(samples, dtype=np.float64)
@@ -214,8 +212,7 @@ class BootTimeEstimator(KeptState):
 
     @property
     def slow_s(self) -> float:
-        """The 90th percentile of boot times: the smallest time that nine of ten boots do not exceed; 0 before the first
-        boot."""
+        """The 90th percentile of boot times: the smallest time that nine of ten do not exceed; 0 without boots."""
         return float(np.quantile(list(self._seconds), 0.9, method="inverted_cdf")) if self._seconds else 0.0
 
 
@@ -233,8 +230,7 @@ def re_estimated(
     *,
     most: float = 2.0,
 ) -> PlannerSettings:
-    """Return the settings with the work estimated from the run's own error curve; unchanged settings if the curve is
-    too short.
+    """Return the settings with the work estimated from the run's error curve; unchanged if the curve is too short.
 
     The upper end of the estimate's interval is used, because too small an estimate uses up slack that is needed later.
     If the upper end is infinite, the point estimate is used. One step changes the work by at most the factor `most`.

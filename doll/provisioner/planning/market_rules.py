@@ -2,8 +2,7 @@
 
 All rules use the slack, the number of samples that may still be lost without missing the deadline: S·T - W, with the
 total rate S of all streams, the remaining time T and the remaining samples W. The slack is constant while all slots
-work. A slot that is down loses its rate in each second. A move to another market loses the slot's rate times the boot
-time.
+work. A slot that is down loses its rate each second. A move to another market loses its rate times the boot time.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ class Slack:
 
 
 def boot_left_s(state: PlannerState, settings: PlannerSettings) -> Floats:
-    """Return the seconds until each slot that boots is ready, shape (N,); 0 for slots that work and slots without a
-    machine."""
+    """Return the seconds until each slot that boots is ready, shape (N,); 0 if it works or has no machine."""
     booting = ~state.up & (~state.on_spot | state.spot_available)
     # On spot a boot begins when a machine is there.
     since_s = np.where(state.on_spot, np.maximum(state.moved_s, state.spot_changed_s), state.moved_s)
@@ -60,11 +58,10 @@ def boot_left_s(state: PlannerState, settings: PlannerSettings) -> Floats:
 
 
 def cheaper_on_spot(state: PlannerState) -> Bools:
-    """Return the slots that would cost less on spot without a deadline (Theorem 5 with θ = ∞); none if spot is more
-    expensive.
+    """Return the slots that would cost less on spot without a deadline (Theorem 5 with θ = ∞); none if spot costs more.
 
-    If the spot price is close to the on-demand price, a fast stream is worth an on-demand worker, because the whole job
-    ends sooner.
+    If the spot price is close to the on-demand price, a fast stream is worth an on-demand worker, because the job ends
+    sooner.
     """
     rates = state.rates_per_s
     if not state.prices.spot_is_cheaper:
@@ -80,8 +77,7 @@ def cheaper_on_spot(state: PlannerState) -> Bools:
 
 
 def covering_usd_per_h(state: PlannerState, settings: PlannerSettings) -> float:
-    """Return the price per hour of the job for covering the outages of a spot worker, in addition to the cost of its
-    time on spot.
+    """Return the price of covering the outages of a spot worker, per hour of the job, without its time on spot.
 
     A covered worker stays on-demand for a dwell and a boot after spot is available again. If this is longer than the
     time until the next outage, the worker never returns, as in the mix of Theorem 4.
@@ -92,8 +88,7 @@ def covering_usd_per_h(state: PlannerState, settings: PlannerSettings) -> float:
 
 
 def covered_at_once(on_spot: Bools, state: PlannerState, settings: PlannerSettings) -> Bools:
-    """Return the workers on spot whose outages are covered whatever the deadline is, because waiting for them costs
-    more.
+    """Return the workers on spot whose outages are covered in any case, because waiting for them costs more.
 
     If a job waits for a stream that is much faster than the mean, all other workers are paid for a longer time. A
     stream is covered if the cover costs less per sample than the job does when the faster streams are covered.
@@ -116,8 +111,7 @@ def covered_at_once(on_spot: Bools, state: PlannerState, settings: PlannerSettin
 
 
 def pace(state: PlannerState, settings: PlannerSettings, slack: Slack, worth: Bools) -> Bools:
-    """Choose the markets by the rule "pace": wait for spot while the slack allows, and cover slots that are down when
-    it does not.
+    """Choose the markets by the rule "pace": wait for spot while the slack allows it, else cover slots that are down.
 
     The guard keeps a reserve: the time until an outage of all spot machines is seen, plus a boot. Waiting must not use
     this reserve, so this rule plans for a deadline that is earlier by the reserve. The slack up to that deadline is
@@ -144,8 +138,7 @@ def pace(state: PlannerState, settings: PlannerSettings, slack: Slack, worth: Bo
 
 
 def theorem(state: PlannerState, settings: PlannerSettings, slack: Slack, worth: Bools) -> Bools:
-    """Choose the markets by Theorem 4/5 for the remaining work: put as much rate on spot as the deadline allows with
-    the expected outages.
+    """Choose the markets by Theorem 4/5 for the remaining work: use spot as far as the deadline allows.
 
     Condition (23) is used in its own unit, samples per second on spot. So the slots that move may be slots that are
     down (which lose nothing by a move) instead of strictly those with the fastest streams.
@@ -187,7 +180,7 @@ def deadline_rule(
     there, then the fastest slots. A slot that would not lose less by leaving stays.
 
     `move_s` is the cost of a move now: the boot time, or 0 if nothing runs yet. Returns the markets (True: spot), and
-    which of them the guard changed.
+    which ones it changed.
     """
     rates = state.rates_per_s
     chosen = wanted.copy()
@@ -214,8 +207,7 @@ def deadline_rule(
 
 
 def returnable(state: PlannerState, settings: PlannerSettings) -> Bools:
-    """Return the on-demand slots that may return to spot: they are up, and spot was available to them for the dwell
-    time."""
+    """Return the on-demand slots that may return to spot: up, and spot was available for the dwell time."""
     steady = state.elapsed_s - state.spot_changed_s >= settings.dwell
     return (
         ~state.on_spot & state.up & state.spot_available & steady & (state.elapsed_s - state.moved_s >= settings.boot_s)
@@ -240,8 +232,7 @@ def affordable(returns: Bools, state: PlannerState, settings: PlannerSettings, s
 
 
 def first_by_rate(among: Bools, rates: Floats, needed_per_s: float, *, fastest: bool) -> Bools:
-    """Return the fewest slots, fastest (or slowest) first, whose rates add up to `needed_per_s`; all slots if they do
-    not."""
+    """Return the fewest slots, fastest (or slowest) first, whose rates add up to `needed_per_s`; all if they do not."""
     chosen = np.zeros(len(rates), dtype=np.bool_)
     slots = np.flatnonzero(among)
     if needed_per_s <= 0 or not slots.size:

@@ -1,5 +1,4 @@
-"""The planner: chooses the market of every slot from the state of a job. Pure; the same in `plan`, `simulate`, and live
-jobs.
+"""The planner: chooses the market of every slot. Pure; the same in `plan`, `simulate`, and live jobs.
 
 `plan` is called again and again and keeps no state. Missing the deadline is the last resort: if spot cannot be afforded
 any more, slots move to on-demand. If even this is too late, the plan says so.
@@ -36,8 +35,7 @@ class Forecast:
     Attributes:
         expected_cost_usd: cost of the workers until the job ends.
         expected_finish_s: end of the job on its clock.
-        miss_prob: probability that the job ends after the deadline. With the guard, only the noise of arrivals causes
-            this.
+        miss_prob: probability that the job ends after the deadline. With the guard, only noise of arrivals causes it.
     """
 
     expected_cost_usd: float
@@ -165,8 +163,7 @@ class Plan:
         on_spot: bool, shape (N,): True for spot.
         moved: bool, shape (N,): slots whose market changes by this plan.
         reason_codes: int8, shape (N,): values of `Reason`.
-        binding: the binding constraint: "none" (all slots are on spot), "deadline", "guard", "price", "late", "mix" or
-            "done".
+        binding: the binding constraint: "none" (all on spot), "deadline", "guard", "price", "late", "mix" or "done".
         slack_s: spare time in seconds of the whole fleet, if all slots were on-demand from now on; negative if late.
     """
 

@@ -24,8 +24,7 @@ Rule = Literal["pace", "theorem", "mix"]
 
 @dataclass(frozen=True)
 class Alpha:
-    """The availability of spot: point estimate and interval, each in [0, 1]. `low` and `high` are the point by
-    default."""
+    """The availability of spot: point estimate and interval, each in [0, 1]. Default of `low` and `high`: the point."""
 
     point: float
     low: float = math.nan
@@ -47,11 +46,10 @@ class PlannerSettings:
         group_size: K, batches per update. None: the policy does not fix it.
         deadline_s, budget_usd: θ on the job's clock, and the maximum cost of the workers. None: no limit.
         replan_s: longest time between two calls of the planner; the guard relies on it.
-        detection_delay_s: time for which a working spot machine may have been lost before the planner is called. None:
+        detection_delay_s: time for which a working spot machine may be lost before the planner is called. None:
             `replan_s`.
         boot_s: time from a change of market to a worker that is ready.
-        cycle_s: mean length of one up period plus one down period of a spot worker, for the spread of forecasts and for
-            `risk`.
+        cycle_s: mean length of one up period plus one down period of a spot worker, for forecasts and for `risk`.
         rule: "pace" waits for spot while the slack allows this, and covers workers that are down when it does not.
             "theorem" keeps the mix of Theorem 4/5 for the remaining work, as in the paper's adaptive provisioning.
             "mix" uses Theorem 4/5 once, at the start, as in the paper's a-priori plan: no slot moves later, and there
@@ -63,10 +61,8 @@ class PlannerSettings:
         return_reserve: rule "pace": fraction of that slack above which workers return to spot. An outage may use up the
             difference to `slack_reserve` before there is another move.
         risk: rule "theorem": accepted probability of missing the deadline. None: the plan uses the expectation.
-        spot_stable_s: time for which spot must have been available before a worker returns. None: 2 boots, at least 5
-            `replan_s`.
-        dead_band: rule "theorem": a change of at most this number of workers is not made, because it is not worth its
-            moves.
+        spot_stable_s: time for which spot must be available before a return. None: 2 boots, at least 5 `replan_s`.
+        dead_band: rule "theorem": a change of at most this number of workers is not worth its moves.
     """
 
     samples: float
@@ -131,8 +127,7 @@ class PlannerState:
         on_spot: current market of each slot, shape (N,): True on spot, False on-demand.
         up: whether the slot's worker is ready and works, shape (N,).
         spot_available: whether spot has a machine for this slot now, shape (N,). A slot on spot: whether its machine
-            runs or boots. A slot on-demand: what a probe reported. Default: `up` for slots on spot, True for the
-            others.
+            runs or boots. A slot on-demand: what a probe reported. Default: `up` for slots on spot, else True.
         spot_changed_s: time of the last change of `spot_available`, shape (N,). Default: it never changed.
         moved_s: time of the slot's last change of market, shape (N,). Default: it never changed.
     """
@@ -176,8 +171,7 @@ class PlannerState:
         return len(self.rates_per_s)
 
     def of_slots(self, slots: Bools) -> PlannerState:
-        """Return the state of some slots only, in their order. Raises ValueError if no slot with a rate above 0 is
-        left."""
+        """Return the state of some slots only, in their order. Raises ValueError if all their rates are 0."""
         if slots.all():
             return self
         names = ("rates_per_s", "on_spot", "up", "spot_available", "spot_changed_s", "moved_s")
@@ -211,8 +205,8 @@ class SlotHistory(KeptState):
         self.moved_s[moved] = now_s
 
     def since(self, started_s: float = 0.0, *, job: int | None = None) -> dict[str, Any]:
-        """Return the arguments of `PlannerState` on the past. `job`: number of the job in a history of M jobs; None:
-        one job."""
+        """Return the arguments of `PlannerState` on the past. `job`: number of one of M jobs; None: there is one
+        job."""
         at = slice(None) if job is None else job
         return {
             "spot_available": self.spot_available[at],

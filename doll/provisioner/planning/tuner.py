@@ -29,8 +29,7 @@ class LossHistory(KeptState):
     """The loss of each update (before the model learns from it) and the time of the update.
 
     At `most` points (2 or more), each two neighbours are merged into one point with their mean loss, and from then on
-    each new point covers as many updates. So a point stands for `stride` updates, and memory is bounded for any length
-    of the job.
+    each new point covers as many updates. So a point stands for `stride` updates, and memory is bounded.
     """
 
     KEPT: ClassVar = {"stride": Annotated[int, Meta(ge=1)], "points": list[_Point], "open": list[_Point]}
@@ -58,8 +57,7 @@ class LossHistory(KeptState):
 
     def observe(self, step: float, loss: float, at_s: float) -> None:
         """Record one update: the version that it made, its loss, and its Unix time. A time before the newest time is
-        replaced by the newest. A step that is not later than the newest step, or a loss that is not finite, is
-        ignored."""
+        replaced by the newest. A step that is not later than the newest step, or an infinite loss, is ignored."""
         if not (step > self.last_step and math.isfinite(loss) and math.isfinite(at_s)):
             return
         newest = self._open or self._points
@@ -90,8 +88,8 @@ class LossHistory(KeptState):
         return np.array([point[0] for point in points]), np.array([point[2] for point in points])
 
     def step_seconds(self, after: float = 0.0, skip: int = 0) -> Floats:
-        """Return the seconds per step between the points after the step `after`, shape (n - 1,), without the first
-        `skip` steps."""
+        """Return the seconds per step between the points after the step `after`, shape (n - 1,), less the first
+        `skip`."""
         points = np.array([point[:2] for point in self._points if point[0] > after + skip]).reshape(-1, 2)
         seconds: Floats = np.diff(points[:, 1]) / np.diff(points[:, 0])
         return seconds
@@ -119,8 +117,7 @@ class TunerSettings:
         min_workers: p_min, minimum number of workers, at least 1.
         elapsed_reference: whether to compare with the loss that all workers would have reached by now. False: compare
             with the loss of all workers at the same step, as the paper does.
-        span, fit_span: points of the averages that are used to find the knee, and before a curve is fitted (0: no
-            average).
+        span, fit_span: points of the averages that are used to find the knee, and before a curve is fitted (0: none).
         confirmations: number of consecutive looks at new losses in which the knee must not move on before it counts.
         ignored_steps: number of steps after a removal whose duration does not count.
     """
@@ -256,8 +253,7 @@ class ScaleInTuner(KeptState):
         self._next_s = now_s + self.settings.every_s
 
     def gain_of_removal(self, history: LossHistory) -> float | None:
-        """Return Perf/$ with one worker fewer, divided by the current Perf/$, for the same steps and the same price per
-        worker.
+        """Return Perf/$ with one worker fewer, divided by the current Perf/$, for the same steps and prices.
 
         The measured step times d(w) = a + b w are used: run time is proportional to d and cost to w d. Returns None if
         step times were measured with only one number of workers.

@@ -76,8 +76,7 @@ class SpotHistory:
                 log.warning("spot_prices_stale", age_s=round(until_s - since_s), reason=str(error))
 
     def at(self, pool: Ec2Pool, time_s: float) -> float | None:
-        """Return the USD per hour at that time. Before the first known price, returns this first price; None if no
-        price is known."""
+        """Return the USD per hour at that time. Before the first known price, this price; None if none is known."""
         changes = self._usd_per_h.get(pool)
         if not changes:
             return None
@@ -119,8 +118,8 @@ class SpotHistory:
 
 @dataclass(eq=False, repr=False)
 class OnDemandPrices:
-    """The prices of a region's instance types, from a client of the price list (None: only files are used), cached in a
-    file (None: no cache)."""
+    """The prices of a region's instance types, from a client of the price list (None: files only), with a cache file
+    (None: none)."""
 
     client: Any
     region: str

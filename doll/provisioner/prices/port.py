@@ -25,8 +25,7 @@ class PriceFeed(Protocol):
 
 
 class StatedPrices:
-    """A `PriceFeed` with one spot and one on-demand price, USD per hour. Raises ValueError for a price out of its
-    range."""
+    """A `PriceFeed` with one spot and one on-demand price, USD per hour. Raises ValueError for an invalid price."""
 
     def __init__(self, spot_usd_per_h: float, on_demand_usd_per_h: float) -> None:
         self._prices = Prices(spot_usd_per_h, on_demand_usd_per_h)

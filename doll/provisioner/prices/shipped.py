@@ -1,7 +1,6 @@
 """The price tables that ship with DOLL, for plans and estimates without an AWS account or while AWS does not answer.
 
-`ec2_on_demand.csv` has on-demand prices of us-east-1. `ec2_regions.csv` has both prices of a few types in several
-regions.
+`ec2_on_demand.csv` has on-demand prices of us-east-1. `ec2_regions.csv` has both prices of a few types and regions.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def shipped_prices(region: str) -> dict[str, OnDemandPrice]:
 
 
 def shipped_price(instance: str, region: str) -> ShippedPrice:
-    """Return both prices of an instance type. Raises ConfigError if the table lacks the type; the message lists its
+    """Return both prices of an instance type. Raises ConfigError if the table lacks the type; the message has its
     types."""
     facts, rows = _table(_TABLES[1])
     for row in rows:
@@ -88,8 +87,7 @@ def _table(name: str) -> tuple[dict[str, str], list[dict[str, str]]]:
 
 def machine_of(config: JobConfig | None, instance: str | None, region: str | None) -> tuple[str, str]:
     """Return the instance type and the region: the given ones, otherwise those of the job's EC2 fleet, otherwise the
-    defaults. Of the fleet's instance types, which are of similar size, the first one that the price table contains is
-    used."""
+    defaults. Of the fleet's instance types, which are of similar size, the first one in the table is used."""
     fleet = None if config is None else config.fleet
     if isinstance(fleet, Ec2FleetConfig):
         region = region or fleet.region or DEFAULT_REGION

@@ -1,5 +1,4 @@
-"""The up times of preemptible machines: two-state Markov chains as in the paper, or a recorded number of machines.
-Pure.
+"""The up times of preemptible machines: the paper's two-state Markov chains, or a recorded number of machines. Pure.
 
 A worker with k machines is up while all of them are. If machines come and go one by one, its up time is the
 intersection of theirs (`all_up`). A recording counts machines of one kind: n of them are ⌊n/k⌋ workers
@@ -24,13 +23,11 @@ class Preemption(Protocol):
     """The up and down times of preemptible slots."""
 
     def spans(self, slot: int) -> Iterator[tuple[bool, float]]:
-        """Return endless spans (up, seconds) of this slot from time 0 on. Two consecutive spans may be of the same
-        kind."""
+        """Return endless spans (up, seconds) of this slot from time 0 on. Consecutive spans may be of one kind."""
 
 
 class Markov:
-    """Independent two-state chains. Each is up a share alpha of the time; an up and a down period last `cycle_s` on
-    average.
+    """Independent two-state chains. Each is up a share alpha of the time; the mean cycle is `cycle_s`.
 
     The paper samples its chain every 2 s; this is the limit of that chain in continuous time.
     """
@@ -56,8 +53,7 @@ class Markov:
 
 
 class RecordedAvailability:
-    """Slots that follow a recorded number of machines: the slot of rank r is up while more than r machines of the pool
-    are up.
+    """Slots that follow a recorded number of machines: the slot of rank r is up while more than r of the pool's are.
 
     If the recorded pool has fewer machines than there are slots, each machine stands for several slots (a recording of
     one machine moves all slots together). The recording repeats after its end.

@@ -48,15 +48,14 @@ class AvailabilityInterval:
 
 
 class SpotMarket:
-    """N slots, each with its own intervals, in one market with one price of a machine. Raises ConfigError for a number
-    out of its range.
+    """N slots, each with its own intervals, in one market with one price of a machine. Raises ConfigError for an
+    invalid number.
 
     Attributes:
         name: name of the pool or of the chain.
         speed_up: market seconds per wall second.
         notice_s: wall seconds between the end of an up interval and the end of its machine.
-        machines_per_slot: k; the machines of a slot are all available or all unavailable, and get their notices
-            together.
+        machines_per_slot: k; the machines of a slot are available together, and get their notices together.
         alpha: share of the time for which a slot's machines are available, according to the source.
     """
 
@@ -82,8 +81,8 @@ class SpotMarket:
             on_demand_usd_per_h: on-demand price, USD per market hour.
             name: name of the pool or of the chain.
             speed_up: market seconds per wall second.
-            notice_s: wall seconds between notice and end. A faster market does not shorten it, because a worker cannot
-                leave faster.
+            notice_s: wall seconds between notice and end. It does not depend on `speed_up`: a worker cannot leave
+                faster.
             no_notice_share: share of the up intervals that end without notice.
             seed: seed for the choice of these intervals.
             offset_s: market seconds in `prices` after its first time at which the market opens.
@@ -163,8 +162,7 @@ class SpotMarket:
         return intervals[max(0, bisect_right(starts, at_s) - 1)]
 
     def gaps(self, slot: int, until_s: float) -> list[tuple[float, float]]:
-        """Return the begin and end of each time before `until_s` in which spot was not available for this slot, in
-        order."""
+        """Return start and end of each time before `until_s` without spot for this slot, in order."""
         found, at_s = [], 0.0
         while at_s < until_s:
             interval = self.interval(slot, at_s)

@@ -111,8 +111,7 @@ class Pool:
 
     @property
     def cycle_s(self) -> float:
-        """The mean up time plus down time of a machine; the length of the recording for each if no machine was taken
-        away."""
+        """The mean up time plus down time of a machine; the recording's length for each if none was taken."""
         inside = (self.num_up.times_s >= self.start_s) & (self.num_up.times_s <= self.end_s)
         taken = -np.minimum(np.diff(self.num_up.values[inside]), 0.0).sum()
         return self.length_s * self.num_machines / max(float(taken), 1.0)
@@ -132,8 +131,7 @@ def constant(value: float, start_s: float, end_s: float) -> Series:
 
 
 def up_at_bid(price: Series, num_machines: int, bid_usd_per_hour: float) -> Series:
-    """Return the machines that are up by auction rules (EC2 until 2017): they are up while the price is at or below the
-    bid."""
+    """Return the machines that are up by auction rules (EC2 until 2017): all, while the price is at most the bid."""
     return Series(price.times_s, np.where(price.values <= bid_usd_per_hour, float(num_machines), 0.0))
 
 

@@ -21,14 +21,12 @@ _NO_RECORDINGS: Final = ("readme", "license", "licence", "notice", "citation", "
 Parts = list[tuple[str, str]]
 """Skipped parts of a file, with reasons."""
 Loader = Callable[[Path], tuple[list[TraceSet], Parts]]
-"""A function that reads one file. Raises `ConfigError` if it can use nothing in the file; the message names the
-file."""
+"""A function that reads one file. Raises `ConfigError` if nothing in it is usable; the message names it."""
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A file, or a part of one, that was not used, and why: what was expected, what the file has, and possibly a
-    remedy."""
+    """A skipped file, or a part of one, and why: what was expected, what the file has, and perhaps a remedy."""
 
     what: str
     why: str
@@ -53,8 +51,7 @@ class Survey:
 def survey(folder: Path) -> Survey:
     """Return all trace sets in `folder` and its sub-folders, in normal form or in a format of doll-lab
     (`doll_lab.traces`) if it is installed. A format is recognised by the first line of a file, otherwise by its name.
-    Sets with the same name also get the name of their folder or file. Raises ConfigError if `folder` is not a
-    folder."""
+    Sets with the same name also get the name of their folder or file. Raises ConfigError if it is no folder."""
     if not folder.is_dir():
         raise ConfigError(f"expected a folder of traces, got {folder}, which is not one; see docs/traces.md")
     result = Survey()
@@ -73,8 +70,7 @@ def survey(folder: Path) -> Survey:
 
 
 def load(folder: Path) -> list[TraceSet]:
-    """Return the trace sets that `survey` reads, at least one. Raises ConfigError if no recording is usable, see
-    `Survey.check`."""
+    """Return the trace sets that `survey` reads, at least one. Raises ConfigError as `Survey.check` does."""
     result = survey(folder)
     result.check(folder)
     return result.sets
@@ -82,8 +78,7 @@ def load(folder: Path) -> list[TraceSet]:
 
 def pool_of(folder: Path, name: str | None, asked_by: str) -> Pool:
     """Return one pool of the recordings in a folder: the pool `name`, or the first one if it is None. `asked_by` is the
-    option or key that names the pool, for the error message. Raises ConfigError if no recording, or not this pool, is
-    usable."""
+    option or key that names the pool, for messages. Raises ConfigError if it is not usable."""
     pools: dict[str, Pool] = {}
     result = survey(folder)
     result.check(folder)
@@ -169,8 +164,7 @@ def _loader_of(path: Path, plain: str, result: Survey) -> Loader | None:
 
 
 def _of_different_names(folder: Path, named: Sequence[tuple[TraceSet, Path]]) -> list[TraceSet]:
-    """Return the sets; sets with the same name also get the name of their folder or file, so that --trace-set can
-    choose one."""
+    """Add the name of their folder or file to sets with the same name, so that --trace-set can choose one."""
     count = Counter(recorded.name for recorded, _ in named)
     used: Counter[str] = Counter()
     renamed = []

@@ -1,5 +1,4 @@
-"""Tables and lines of external files. Any damage raises a `ConfigError` with the file, the line and the expected
-content.
+"""Tables and lines of external files. Damage raises a `ConfigError` with file, line and expected content.
 
 Files are plain or .gz. The sizes of lines, files and numbers are limited, because a few compressed kilobytes can
 contain a line that fills the memory.

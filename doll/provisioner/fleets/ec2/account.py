@@ -1,5 +1,4 @@
-"""EC2's information on an account: its spot placement scores, and its quotas compared with the requirements of a job's
-workers.
+"""EC2's information on an account: its spot placement scores, and the quotas that a job's workers require.
 
 A score from 1 to 10 states how likely it is that a zone has all workers of a job on spot. No decision depends on it:
 the order of the subnets decides where to launch, and launches show what is available. AWS limits the number of
@@ -42,7 +41,7 @@ class Ec2Placement:
     _asked_s: float = field(default=-math.inf, init=False)
 
     def poll_scores(self, now_s: float) -> dict[str, int] | None:
-        """Return the scores of the ten best zones, best first, if an hour has passed since the last request; otherwise
+        """Return the scores of the ten best zones, best first, if an hour has passed since the last request; else
         None."""
         if now_s - self._asked_s < ASK_AGAIN_S:
             return None
@@ -63,8 +62,8 @@ class Ec2Placement:
 
 
 def connect(config: JobConfig, fleet: Ec2Fleet) -> Ec2Placement | None:
-    """Return the source of the job's placement scores; None if the job does not request the scores. Raises ConfigError
-    and LaunchError as the fleet does."""
+    """Return the source of the job's placement scores; None if the job does not request the scores. Raises as the fleet
+    does."""
     settings = ec2_settings(config)
     if not settings.placement_scores:
         return None

@@ -39,7 +39,7 @@ _ZONE_WINDOW_S: Final = 60.0
 
 
 class CapacityCache:
-    """Pools without capacity, by market. If `_ZONE_POOLS` pools of a zone fail within `_ZONE_WINDOW_S`, the whole zone
+    """Pools without capacity, by market. If `_ZONE_POOLS` pools of a zone fail within `_ZONE_WINDOW_S`, its zone
     counts."""
 
     def __init__(self) -> None:

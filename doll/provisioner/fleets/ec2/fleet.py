@@ -32,14 +32,13 @@ LISTING_LAG_S: Final = 60.0
 """EC2's listings may lag behind its answers by seconds. For this time, the answers are valid."""
 ENDED_KEPT_S: Final = 3600.0
 FRESH_S: Final = 5.0
-"""A listing of the whole cluster replaces a search for an order, because a turn lists before it
-launches."""
+"""Time for which a listing of the cluster replaces a search for an order: a turn lists before it launches."""
 
 
 @dataclass(frozen=True)
 class _Known:
-    """An instance as last known, the time of EC2's last report on it, and the time at which its end was requested
-    (-inf: never)."""
+    """An instance as last known, the time of EC2's last report on it, and the time of the request to end it (-inf:
+    none)."""
 
     instance: Instance
     seen_s: float
@@ -206,8 +205,7 @@ class Ec2Fleet:
         return list(instances_of(descriptions, self.clock()))
 
     def _learn(self, id_: str, instance: Instance, now_s: float) -> None:
-        """Merge EC2's listing with the known state, because it may lag behind and reports the time of an end only
-        once."""
+        """Merge EC2's listing with the known state, because it may lag, and reports the time of an end once."""
         before = self._known.get(id_)
         if before is None:
             self._known[id_] = _Known(instance, now_s)

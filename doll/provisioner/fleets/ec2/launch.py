@@ -144,8 +144,7 @@ class Ec2Launcher:
         self._backoff_codes: dict[tuple[Ec2Pool, Market], str] = {}  # the code of the last refusal
 
     def choices(self, order: Order, now_s: float) -> list[list[Override]]:
-        """Return the possible overrides of an order for each zone. Raises LaunchError if the market's quota is used up,
-        or if no pool is left."""
+        """Return the possible overrides of an order, by zone. Raises LaunchError if no quota or no pool is left."""
         self._check_quota(order, now_s)
         by_zone = self.offers.by_zone()
         choices = []
@@ -184,8 +183,7 @@ class Ec2Launcher:
             )
 
     def launch(self, order: Order, choices: Sequence[Sequence[Override]]) -> Instance:
-        """Launch the order's instance in the first zone that has one. Raises LaunchError if no zone has one, or if a
-        call failed."""
+        """Launch the instance in the first zone that has one. Raises LaunchError if none has one, or a call failed."""
         refusals: list[PoolRefusal] = []
         for number, overrides in enumerate(choices):
             outcome = self._create(order, number, overrides)

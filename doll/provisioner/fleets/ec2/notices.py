@@ -1,9 +1,7 @@
-"""Interruption notices of spot instances, two minutes in advance: EventBridge puts them into an SQS queue, which this
-module reads.
+"""Interruption notices of spot instances, two minutes in advance: read from an SQS queue, which EventBridge fills.
 
 The queue has events of all spot instances of the account, without tags; events of other instances are deleted. A notice
-for the job stays in the queue until the queue's retention removes it (300 s in Terraform), so a crash of the process
-loses no notice.
+for the job stays in the queue until the queue's retention removes it (300 s in Terraform), so a crash loses no notice.
 
 Source of the fields: Amazon EC2 User Guide, "EC2 Spot Instance interruption notices".
 """
@@ -25,11 +23,9 @@ log = telemetry.get_logger(__name__)
 
 NOTICE_S: Final = 120.0
 AGAIN_S: Final = 45
-"""Visibility timeout of a notice: longer than a turn, and shorter than half of the time between notice and
-interruption."""
+"""Visibility timeout of a notice: longer than a turn, and shorter than half of the notice's two minutes."""
 UNLISTED_S: Final = 60.0
-"""Time for which a notice for an unknown instance is kept, because the listing may lack the instance after a
-restart."""
+"""Time for which a notice for an unknown instance is kept, because listings may lag after a restart."""
 _WARNING: Final = "EC2 Spot Instance Interruption Warning"
 _REBALANCE: Final = "EC2 Instance Rebalance Recommendation"
 _MAX_CHARS: Final = 1_048_576  # of a message, as SQS has it
@@ -39,8 +35,7 @@ _MAX_ROUNDS: Final = 50  # a queue that fills faster than it is read must not ho
 
 @dataclass
 class Ec2Notices:
-    """Reads notices from the queue of EventBridge's rule, without waiting. `clock` returns Unix seconds, for events
-    without a time."""
+    """Reads notices from the queue, without waiting. `clock` returns Unix seconds, for events without a time."""
 
     client: Any
     queue_url: str
@@ -48,8 +43,7 @@ class Ec2Notices:
 
     def read(self, own: Collection[str]) -> Mapping[str, float]:
         """Return the Unix time at which each of the instances `own` will be interrupted. A notice may be returned more
-        than once, always with the same time. Raises ServiceUnavailableError if the queue does not answer, or if reading
-        is not permitted."""
+        than once, always with the same time. Raises ServiceUnavailableError if the queue cannot be read."""
         interrupted_at_s: dict[str, float] = {}
         try:
             for _ in range(_MAX_ROUNDS):

@@ -1,5 +1,4 @@
-"""Conversion of an instance's identity to tags and client tokens, and of EC2's description of an instance to an
-`Instance`."""
+"""Converts an instance's identity to tags and client tokens, and EC2's description of an instance to an `Instance`."""
 
 from __future__ import annotations
 

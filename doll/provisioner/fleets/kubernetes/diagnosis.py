@@ -137,8 +137,7 @@ def _nodes(api: PodApi, market: str, labels: Mapping[str, str]) -> Check:
 def _admitted(
     config: JobConfig, settings: KubernetesFleetConfig, api: PodApi, template: pods.Pod, market: Market
 ) -> Check:
-    """Check whether the API server would admit a worker's pod: quota, limits, security, and the fields of the
-    template."""
+    """Check whether the API server would admit a worker's pod: quota, limits, security and template."""
     name = f"{_NAME}: a worker's pod, {market.replace('_', '-')}"
     manifest = pods.manifest(Order(0, 1, market, run="doctor"), template, settings, config.cluster, config.job)
     container = next(each for each in manifest["spec"]["containers"] if each["name"] == settings.container)

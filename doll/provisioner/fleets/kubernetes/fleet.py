@@ -1,10 +1,8 @@
-"""`Fleet` of bare pods on Kubernetes. Outside the API server, only pods that have recently disappeared from it are
-kept.
+"""`Fleet` of bare pods on Kubernetes. The only other state is pods that recently disappeared from the API server.
 
 A launch whose answer was lost is identified by its name. Reads are consistent (a list without a resource version), so a
-deletion is visible at once. The scheduler chooses the node, so there is one pool, which an order cannot avoid. Required
-rights: create, get, list and delete pods of one namespace, and get the ConfigMap that owns them, if the job file names
-one.
+deletion is visible at once. The scheduler chooses the node, so there is one pool, which an order cannot avoid. Rights:
+create, get, list and delete pods of one namespace, and get their owner, a ConfigMap, if the job file names one.
 """
 
 from __future__ import annotations
@@ -88,8 +86,7 @@ class PodApi:
             query["continue"] = token
 
     def delete(self, name: str) -> None:
-        """Request the end of the pod, with the grace period of its template. A pod that does not exist causes no
-        error."""
+        """Request the end of the pod, with the grace period of its template. A missing pod causes no error."""
         try:
             self._call("DELETE", f"pods/{name}")
         except ApiError as error:
@@ -153,8 +150,7 @@ class KubernetesFleet:
     """The pods that carry the labels of the cluster and of the job, in one namespace. Pods of another job are not
     touched. Pods of an earlier release, which set no job label, count as the job's.
 
-    `template` is the worker's pod, see `pod_template`. `clock` returns Unix seconds, with the same clock as the API
-    server's.
+    `template` is the worker's pod, see `pod_template`. `clock` returns Unix secondsof the API server's clock.
     """
 
     api: PodApi
@@ -192,8 +188,7 @@ class KubernetesFleet:
         return instance
 
     def instances(self) -> Sequence[Instance]:
-        """Return the instances. Also deletes pods that no node takes or that cannot start, and pods that ended an hour
-        ago."""
+        """Return the instances. Also deletes pods that get no node, cannot start or ended an hour ago."""
         try:
             workers, now_s = self._workers(), self.clock()
             seen = {instance.id: instance for _, instance in workers} | self._given_back(workers, now_s)

@@ -7,8 +7,7 @@ has listed for an hour ends itself.
 
 The provisioner must run on a node of the cluster, because Ray's client connection does not give access to the tables.
 They are read as Ray's own libraries read them (`ray._private.state`), because no public call returns labels and
-draining nodes without the dashboard. The contract tests of fleets run against a real cluster and show when this
-changes.
+draining nodes without the dashboard. The contract tests of fleets, which use a real cluster, show when this changes.
 """
 
 from __future__ import annotations
@@ -56,9 +55,8 @@ class RayError(Exception):
 
 
 class RayApi:
-    """The calls of Ray that the fleet needs; each ends within `timeout_s`. `host_arguments` are the arguments of
-    `WorkerHost` except the worker's identity. `options` are the options of each actor except name, labels and
-    placement."""
+    """The calls of Ray that the fleet needs; each ends within `timeout_s`. `host_arguments` are those of `WorkerHost`
+    except the identity. `options` are the options of each actor except name, labels and placement."""
 
     def __init__(self, host_arguments: Sequence[Any], options: Mapping[str, Any], timeout_s: float) -> None:
         import ray
@@ -147,8 +145,7 @@ class RayFleet:
     """The actors that carry the labels of the cluster and of the job. Actors of another job are not touched. Actors of
     an earlier release, which set no job label, count as the job's.
 
-    `drain_s` is a worker's time from SIGTERM to its end. `clock` returns Unix seconds, with the same clock as Ray's
-    nodes.
+    `drain_s` is a worker's time from SIGTERM to its end. `clock` returns Unix secondsof the clock of Ray's nodes.
     """
 
     api: RayApi
@@ -208,8 +205,8 @@ class RayFleet:
         return [each for each in self._known.values() if each.ended_s is None or now_s - each.ended_s <= ENDED_KEPT_S]
 
     def terminate(self, ids: Collection[str]) -> None:
-        """Send SIGTERM to each worker, which then has time to drain; a later `instances()` kills a worker that does not
-        end."""
+        """Send SIGTERM to each worker, which then has time to drain; a later `instances()` kills it if it still
+        runs."""
         if not ids:
             return
         try:
@@ -279,8 +276,7 @@ def connect(config: JobConfig) -> RayFleet:
 
     Raises:
         ConfigError: another kind of fleet, no package ray, or a cluster with another version.
-        ServiceUnavailableError: the cluster does not answer. Its head may be available again soon, so a restart may
-            succeed.
+        ServiceUnavailableError: the cluster does not answer. The head may return soon, so a restart may succeed.
     """
     settings = config.fleet
     if not isinstance(settings, RayFleetConfig):
@@ -332,8 +328,7 @@ def lease_key(cluster: str, job: str) -> str:
 
 @contextlib.contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keep this process's handler of SIGTERM, because Ray's handler would end the provisioner in the middle of a
-    turn."""
+    """Keep this process's handler of SIGTERM, because Ray's would end the provisioner within a turn."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -355,8 +350,7 @@ def _other_version(text: str) -> str | None:
 
 
 def _check_address(address: str, timeout_s: float) -> None:
-    """Raise ServiceUnavailableError if no process listens at the address; Ray itself tries a wrong address for
-    minutes."""
+    """Raise ServiceUnavailableError if no process listens there; Ray itself tries for minutes."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")

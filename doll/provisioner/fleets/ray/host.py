@@ -49,8 +49,7 @@ class WorkerHost:
     """The host of one worker process.
 
     Args:
-        command: arguments of the process; `{job}` is replaced by the job file, `{python}` by the interpreter of this
-            actor.
+        command: arguments of the process; `{job}` stands for the job file, `{python}` for this interpreter.
         job: text of the job file, without `base_folder`.
         base_folder: base of the job's relative paths. None: the folder that Ray has copied to this node.
         env, identity: additional environment variables of the worker.
