@@ -162,8 +162,8 @@ def bill_lines(
 
     Args:
         price_of: function as `PriceFeed.series`: prices of one machine. Its ServiceUnavailableError is passed on.
-        ready_s: Unix time at which the instance's worker got the slot, by instance id. Otherwise `usd_without_boots` is
-            0.
+        ready_s: Unix time at which the instance's worker got the slot, by instance id. Without this time,
+            `usd_without_boots` is 0.
         fenced_s: Unix time at which the next instance took the slot over, by instance id.
     """
     lines: dict[str, BillLine] = {}
@@ -291,7 +291,8 @@ class BillingAccount(KeptState):
     def bill_ended(
         self, instance: Instance, now_s: float, *, ready_s: Mapping[str, float], fenced_s: Mapping[str, float]
     ) -> BillLine:
-        """Add the final bill of an ended instance to the account. Raises ServiceUnavailableError without prices."""
+        """Add the final bill of an ended instance to the account. Raises ServiceUnavailableError if there are no
+        prices."""
         (line,) = bill_lines([instance], self._price_of, self._rule, now_s, ready_s=ready_s, fenced_s=fenced_s)
         self._lines[instance.id] = line
         return line

@@ -142,8 +142,8 @@ class Controller:
 
     Args:
         billing: billing rule of the owner of the fleet's machines.
-        probe: function that returns whether spot has a machine, without a purchase. None: outcomes of launches show
-            this.
+        probe: function that returns whether spot has a machine, without a purchase. None: this is inferred from the
+            outcomes of launches.
         check_lease: function that raises FencedError if another provisioner has taken over.
         dry_run: whether to decide and report only, without changing or saving anything.
         job, topics_id: name of the job and id of its topics; "": not known. Machines that another job has left in this

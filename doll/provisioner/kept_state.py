@@ -18,7 +18,8 @@ class KeptState:
     """Base class of objects whose state is saved. A saved value is the attribute `NAME` or `_NAME`.
 
     Attributes:
-        KEPT: type of each saved value, by name; `KeptState` for an object with a state of its own. Arrays keep shape.
+        KEPT: type of each saved value, by name; `KeptState` for an object with a state of its own. Arrays keep their
+            shape.
         LATER: names of values that are missing in the state files of earlier releases.
     """
 

@@ -25,7 +25,8 @@ class LaunchLimits:
     """Rates and timeouts of launches.
 
     Attributes:
-        launches_per_min: maximum launches of the whole fleet per minute. Failed attempts count, but only for spot.
+        launches_per_min: maximum launches of the whole fleet per minute. Failed attempts count too, but only against
+            spot launches.
         fallbacks_per_min: maximum number of these launches that move a slot from spot to on-demand while the deadline
             is not in danger. More moves would use up the remaining pools.
         retry_s: time from an attempt without a machine to the next attempt.
@@ -34,10 +35,10 @@ class LaunchLimits:
         early_s, max_early_ends: an interruption less than `early_s` after the launch is early. More than
             `max_early_ends` early interruptions in a row pause the spot launches of the slot.
         backoff_s, max_backoff_s: first and longest pause; each pause is twice as long as the one before.
-        boot_timeout_s, silence_timeout_s: an instance is replaced if its worker is not ready, or is silent, after this
-            time.
+        boot_timeout_s, silence_timeout_s: an instance is replaced if its worker is not ready after `boot_timeout_s`, or
+            silent for `silence_timeout_s`.
         min_refusals: turns in which a market must refuse machines, other than for capacity, before it counts as closed.
-        listing_lag_s: longest time until a launch, also one that may have failed, appears in the listing.
+        listing_lag_s: longest time until a launch appears in the listing, also a launch whose answer was lost.
         max_failures: number of machines of a slot that may fail in a row (interruptions do not count) before nothing
             more is launched for the slot. The pause after each failure doubles, from `retry_s` to `max_backoff_s`.
         healthy_s: a worker that has held its slot for this time ends such a row of failures.
@@ -217,8 +218,8 @@ class LaunchState(KeptState):
             self._not_before(attempts, "spot", at_s + min(pause_s, limits.max_backoff_s))
 
     def instance_failed(self, instance: Instance, why: str, now_s: float) -> None:
-        """Record that a machine ended by itself, never became ready or went silent. The slot then waits, in any
-        market."""
+        """Record that a machine ended by itself, never became ready or went silent. The slot's next launch waits, in
+        any market."""
         limits, attempts = self.limits, self.slots[instance.slot]
         attempts.failures += 1
         attempts.failure = f"{instance.id} {why}"
@@ -263,18 +264,19 @@ class LaunchState(KeptState):
         return self._refused[market].message if market in self._refused else ""
 
     def is_closed(self, market: Market, now_s: float) -> bool:
-        """Return whether the market has refused in `min_refusals` turns without a launch since. It reopens after
+        """Return whether the market has refused in `min_refusals` turns without a launch since. It is asked again after
         `quota_s`."""
         refusal, limits = self._refused.get(market), self.limits
         return refusal is not None and refusal.turns >= limits.min_refusals and now_s - refusal.last_s < limits.quota_s
 
     def gave_up(self, slot: int) -> bool:
-        """Return whether too many machines of the slot failed in a row. Then a person must act before a launch."""
+        """Return whether too many machines of the slot failed in a row. Nothing more is launched for it until a person
+        acts."""
         return self.slots[slot].failures >= self.limits.max_failures
 
     def stop_if_all_refuse(self, now_s: float) -> None:
-        """Stop launching if both markets refuse for reasons that a person must correct. No machine may have worked
-        yet."""
+        """Stop launching if both markets refuse for reasons that a person must correct. Call this only if no machine
+        has worked yet."""
         markets: tuple[Market, ...] = get_args(Market)
         if all(self.is_closed(market, now_s) for market in markets):
             messages = dict.fromkeys(self.refusal(market) for market in markets)
@@ -285,8 +287,8 @@ class LaunchState(KeptState):
         return self._quota.get(market, -math.inf)
 
     def may_have_launched(self, now_s: float) -> bool:
-        """Return whether a machine may exist that is not listed yet, of a pending order or a predecessor without
-        state."""
+        """Return whether a machine may exist that is not listed yet, from a pending order, or from a predecessor whose
+        state is lost."""
         listing_lag_s = self.limits.listing_lag_s
         return now_s < self.launches_from_s or any(
             now_s - since_s <= listing_lag_s for _, since_s in self.pending.values()

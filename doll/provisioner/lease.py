@@ -1,5 +1,5 @@
-"""One provisioner at a time, because two would double the fleet. Only the newest claim is valid; other provisioners
-stop.
+"""One provisioner at a time, because two would double the fleet. The newest claim is valid; a provisioner with an older
+one stops.
 
 Claims are stored beside the job's checkpoints. They are made like the claims of a parameter server: a file or S3 object
 is created exclusively. The newest provisioner also renews its lease: a document with an increasing number, which is
@@ -46,8 +46,8 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class Lease:
-    """An exclusive right to change the job's fleet, held from construction. Raises CheckpointError without access to
-    claims.
+    """An exclusive right to change the job's fleet, held from construction. Raises CheckpointError if claims cannot be
+    written.
 
     A standby takes over if the lease is not renewed for `lease_s`. `clock` returns monotonic seconds.
     """
@@ -135,8 +135,8 @@ class LeaseWatch:
 
 def wait_for_lease(config: JobConfig, run_folder: Path, wait: Callable[[float], bool]) -> bool:
     """Wait until no other provisioner holds the lease, and return True. Returns False if another provisioner has ended
-    the job, or if a stop is requested; `wait` then returns False. Raises CheckpointError if the store is unavailable at
-    first."""
+    the job, or if a stop is requested; `wait` then returns False. Raises CheckpointError if the store is not available
+    at the start."""
     claims, lease_s = claims_of(config, run_folder), config.provision.lease_s
     with heartbeat_of("provisioner-standby", config) as heartbeat:
         heartbeat.set_waiting_for("the end of the other provisioner's lease (standby)")

@@ -106,8 +106,8 @@ class ProvisionerSetup:
 
 class ProvisionerProcess:
     """A running provisioner. Use it as a context manager, then call `read_history` once, then one of the loops. Raises
-    ConfigError if the job file lacks the work or the rates, or if its fleet cannot be used; ServiceUnavailableError
-    without Kafka or Redis."""
+    ConfigError if the job file lacks the work or the rates, or if its fleet cannot be used; ServiceUnavailableError if
+    Kafka or Redis is not available."""
 
     def __init__(self, setup: ProvisionerSetup) -> None:
         self._setup = setup
@@ -370,7 +370,7 @@ def _no_plan(config: JobConfig) -> ControllerSettings:
 
 class _KnownState:
     """The state store of a provisioner that ran before. If there is no saved state, nothing is saved, because a drain
-    does not read the topics, which state the start of the job's clock and the cost so far. A full disk stops no
+    does not read the topics, which state the start of the job's clock and the cost so far. A full disk does not stop a
     drain."""
 
     def __init__(self, store: StateStore) -> None:

@@ -154,8 +154,8 @@ class MarketPlan(KeptState):
         self.moves = 0
 
     def planned(self, observed: Observed) -> PlannerSettings:
-        """Return the planner's settings. The boot time is the planned one, or the observed 90th percentile if
-        longer."""
+        """Return the planner's settings. The boot time is the planned one, or the 90th percentile of the observed boots
+        if it is longer."""
         return replace(self.planner, boot_s=max(self.planner.boot_s, observed.boots.slow_s))
 
     def samples_done(self, observed: Observed) -> float:

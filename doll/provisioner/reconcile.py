@@ -2,12 +2,12 @@
 
 Rules for each slot:
 
-- An instance is *ready* when its worker holds the slot, which fences all older instances. These are ended then. - A
-slot never has more than two instances. The second one only replaces the first. - An instance with an interruption
-notice is replaced but not ended: the cloud ends it, and may not charge for it. If it still exists long after its
-notice, it is ended. - An instance whose worker has not joined in time is ended at once, because nothing depends on it.
-An instance whose worker has gone silent is ended when its successor is ready, or when its slot is given up. - Instances
-of unknown slots, instances of a finished job, and stopped instances are ended.
+- An instance is *ready* when its worker holds the slot, which fences all older instances. The older ones are ended
+then, not before. - A slot never has more than two instances. The second one only replaces the first. - An instance with
+an interruption notice is replaced but not ended: the cloud ends it, and may not charge for it. If it still exists long
+after its notice, it is ended. - An instance whose worker has not joined in time is ended at once, because nothing
+depends on it. An instance whose worker has gone silent is ended when its successor is ready, or when its slot is given
+up. - Instances of unknown slots, instances of a finished job, and stopped instances are ended.
 """
 
 from __future__ import annotations

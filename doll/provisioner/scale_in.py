@@ -57,7 +57,8 @@ def deadline_at_risk(state: PlannerState, settings: PlannerSettings, reserve: fl
 
 def release_refusal(before: PlannerState, after: PlannerState, settings: PlannerSettings, reserve: float) -> str:
     """Return why a change from the slots of `before` to the slots of `after` endangers the deadline or the budget, or
-    costs more; "" if it does not. The planner predicts both by Eq. (15)-(16) and (21)-(22) of the DOLL paper."""
+    costs more; "" if it does not. The planner predicts both for the remaining work, by Eq. (15)-(16) and (21)-(22) of
+    the DOLL paper."""
     if refusal := deadline_at_risk(after, settings, reserve):
         return refusal
     forecast, cost_usd = (
@@ -175,7 +176,8 @@ class SlotChange:
 
 
 class ScaleIn(KeptState):
-    """The released slots of a job, bool of shape (N,). Without settings, the rule is off and recalls slots."""
+    """The released slots of a job, bool of shape (N,). If `settings` is None, the rule is off and released slots are
+    recalled."""
 
     KEPT: ClassVar = {"whys": dict[int, str], "stopped": str, "tuner": KeptState}
 

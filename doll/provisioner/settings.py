@@ -30,17 +30,18 @@ class ControllerSettings:
     """The settings of a job and of its provisioner.
 
     Attributes:
-        planner: work, deadline (on the job's clock), budget and behaviour. The caller must have a turn every
-            `replan_s`.
+        planner: work, deadline (on the job's clock), budget and behaviour. `replan_s` is the longest time between two
+            turns; the caller must keep it.
         rates_per_s: λ_n of the job file, samples per second, shape (N,); one rate per slot.
-        samples_per_record: average number of samples that the task makes of one record, including the m of packed ones.
+        samples_per_record: average number of samples that the task makes of one record, including the m samples of
+            packed records.
         prior_alpha: assumed availability of spot before anything is observed.
         heartbeat_timeout_s: a worker that sends nothing for this time, while others do, does not work.
         target_error, measure: error target with which the work is estimated again from the job's held-out errors, and
             its measure. None: the work stays as planned.
         started_s: start of the job's clock, Unix seconds. None: the first turn.
-        machines_per_worker: k, machines of an instance, which has all of them or none. Prices of the feed are of one
-            machine.
+        machines_per_worker: k, number of machines of an instance, which has either all of them or none. Prices of the
+            feed are of one machine.
         max_stall_s: paid time without an update after which all machines are ended.
         releases_idle: whether machines are ended if the source sends nothing for that time, and launched again when it
             sends. False if the source waits for the workers.

@@ -41,7 +41,8 @@ class StateStore(Protocol):
         ConfigError or CheckpointError if it cannot be written, FencedError if another provisioner owns it."""
 
     def append(self, entry: Mapping[str, Any]) -> None:
-        """Add a line to the journal. Actions are written before they happen. Raises ConfigError if this fails."""
+        """Add a line to the journal. Actions are written before they are carried out. Raises ConfigError if the line
+        cannot be written."""
 
 
 class FileStateStore:

@@ -62,8 +62,8 @@ def decision_text(decision: Decision) -> str:
 
 
 def status_text(decision: Mapping[str, Any], now_s: float) -> str:
-    """Return the result of `last_decision` as text for people at this Unix time. Raises ConfigError for other
-    content."""
+    """Return the result of `last_decision` as text for people at this Unix time. Raises ConfigError if the journal has
+    other content."""
     try:
         return f"last decision {age_text(now_s - decision['time_s'])} ago: {_text(decision)}"
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -106,8 +106,8 @@ class CurveFit:
         replicas is above the target.
 
         Args:
-            reached: whether the run has reached the target. If so, replicas with a floor above the target are wrong,
-                and ignored.
+            reached: whether the run has reached the target. If so, replicas with a floor above the target are wrong and
+                are ignored.
 
         Raises:
             InfeasiblePlanError: the fitted floor is at or above the target (constraint "error").
@@ -229,7 +229,7 @@ def _still_falls(at: Floats, residuals: Floats) -> bool:
 
 
 def _fit(at: Floats, weights: Floats, curves: Floats) -> Floats:
-    """Return the best (ρ, β, γ) of each row of `curves`, shape (rows, 3): searches ρ, and fits the others by least
+    """Return the best (ρ, β, γ) of each row of `curves`, shape (rows, 3): searches ρ, and fits β and γ by linear least
     squares."""
     span = at[-1] - at[0]
     # |ln ρ| from "hardly falls over the run" to "gone after its first hundredth".

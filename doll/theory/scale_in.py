@@ -282,8 +282,8 @@ def relative_excess(step: float, horizon_s: float, reference: Pace, current: Pac
 
     Differs from the paper: (1) is printed with the other sign, L_P - l_p, together with the rule "remove if s < S".
     This would remove workers exactly when they are needed: at a loss 20 % above the reference, that s is -0.2. MLLess's
-    public code has the sign that is used here. Each curve is advanced by its own step time; the versions of the paper
-    differ on this.
+    public code has the sign that is used here. Each curve is advanced by its own step time; the two versions of the
+    paper differ on this point.
 
     Args:
         step: t, the newest step.

@@ -30,7 +30,8 @@ _TRIM_AT: Final = 64
 
 
 def bucket(difference: int) -> int:
-    """Return the value as which a difference is counted. Above `EXACT` it is nearer to 0, by at most 1/16.
+    """Return the value as which a difference is counted. Above `EXACT` this value is nearer to 0, by at most 1/16 of
+    the difference.
 
     So a histogram stays small even if workers drift far apart under a policy without a bound.
 

@@ -255,7 +255,7 @@ class ComposeFleet:
 
 
 def connect(config: JobConfig) -> ComposeFleet:
-    """Return the fleet of a job file. Raises ConfigError for another kind of fleet, or without the compose file."""
+    """Return the fleet of a job file. Raises ConfigError for another kind of fleet, or if there is no compose file."""
     settings = config.fleet
     if not isinstance(settings, ComposeFleetConfig):
         raise ConfigError(f"fleet.kind: expected compose, got {settings.kind}")

@@ -129,12 +129,12 @@ class Fleet(Protocol):
     """The owner of the machines of one cluster (one job). Every call may be repeated, and none waits for a machine."""
 
     def launch(self, order: Order) -> Instance:
-        """Launch an instance; the same order returns the same instance. Raises LaunchError if no instance was
-        launched."""
+        """Launch an instance; the same order returns the same instance. Raises LaunchError if none was launched, also
+        if the owner does not answer."""
 
     def instances(self) -> Sequence[Instance]:
-        """Return all instances of the cluster that are alive, and instances that ended recently (in the last hour or
-        more).
+        """Return all instances of the cluster that are alive, and instances that ended recently (at least within the
+        last hour).
 
         The result includes the instances that `launch` has returned, even if the owner's own listing lags behind.
         `notice_s` shows a notice and `EndReason.INTERRUPTED` an interruption; there is no other source of these.
@@ -146,7 +146,7 @@ class Fleet(Protocol):
 
     def terminate(self, ids: Collection[str]) -> None:
         """End these instances; unknown and ended ones cause no error. The owner may remove its record of an ended one,
-        but `instances` still returns it. Raises the errors of `instances`; instances that were not reached still
+        but `instances` still returns it. Raises the errors of `instances`; instances that were not reached continue to
         run."""
 
     def close(self) -> None:

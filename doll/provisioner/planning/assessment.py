@@ -30,10 +30,12 @@ class PlanRequest:
 
     Attributes:
         planner: work, deadline, budget and risk, already checked; as for a running job (`ControllerSettings.planner`).
-        rates_per_s: λ_n, samples per second of each stream, shape (N,). Counts the samples that the task makes.
+        rates_per_s: λ_n, samples per second of each stream, shape (N,). These are samples that the task makes, as in
+            `planner`.
         mean_samples: mean number of samples that the task makes of one record, see `PlanConfig.mean_samples`.
         prices, alpha: prices and availability of a worker with all of its machines, see `plan_request.of_workers`.
-        has_deadline: whether a deadline is requested; if not, `planner.deadline_s` is enough for all on spot.
+        has_deadline: whether a deadline is requested; if not, `planner.deadline_s` is long enough even for all workers
+            on spot.
         service_s: μ_C, mean seconds to compute and upload the gradient of one batch. None: not known.
     """
 

@@ -37,8 +37,8 @@ def plan_request(
 
     Args:
         section: the plan; a pilot run must be resolved already (`doll.monitor.state.pilot_run.with_pilot`).
-        rates_per_s: λ_n of each stream per second, shape (N,), counted as in the job file: a packed record is m
-            samples.
+        rates_per_s: λ_n of each stream per second, shape (N,), counted as in the job file: a record is one sample, a
+            packed record is m samples.
         group_size, batch_size: K and b, counted as in the job file. None: the values of the job file.
 
     Raises:
@@ -102,8 +102,9 @@ def planner_settings(
 
 
 def changed_plan(section: PlanConfig, **changes: Any) -> PlanConfig:
-    """Return the plan section with other values, validated like the job file. None keeps a value. A given J replaces an
-    error target, and the reverse. Raises ConfigError if a value is out of its range."""
+    """Return the plan section with other values, validated like the job file. None keeps a value. J and an error target
+    exclude each other, so the one that is given replaces the other. Raises ConfigError if a value is out of its
+    range."""
     given = {name: value for name, value in changes.items() if value is not None}
     values = section.model_dump()
     if "updates" in given:
@@ -139,7 +140,7 @@ def _prices(section: PlanConfig, factor: float) -> dict[str, float | None]:
 
 def of_workers(config: JobConfig | None, section: PlanConfig, notes: list[str]) -> tuple[PlanConfig, int]:
     """Return the section with the prices and availability of a worker instead of a machine, and the machines per
-    worker. Call once.
+    worker. Call this only once.
 
     A worker with k machines is paid, and is up, only with all of them. Its prices are k times those of a machine. Its
     availability is that of k independent machines (`doll.theory.preemption.gang_availability`), unless the section
@@ -167,7 +168,7 @@ def of_workers(config: JobConfig | None, section: PlanConfig, notes: list[str]) 
 
 
 def updates_to_target(config: JobConfig | None, section: PlanConfig, notes: list[str]) -> float:
-    """Return J from the plan or the stop rule. `notes` gets a line on its origin, unless it is the plan. Raises
+    """Return J from the plan or the stop rule. `notes` gets a line on the origin of J, unless the plan states J. Raises
     ConfigError if J is not known."""
     if section.updates is not None:
         return float(section.updates)

@@ -171,7 +171,7 @@ class PlannerState:
         return len(self.rates_per_s)
 
     def of_slots(self, slots: Bools) -> PlannerState:
-        """Return the state of some slots only, in their order. Raises ValueError if all their rates are 0."""
+        """Return the state of some slots only, in their order. Raises ValueError if no rate above 0 is left."""
         if slots.all():
             return self
         names = ("rates_per_s", "on_spot", "up", "spot_available", "spot_changed_s", "moved_s")

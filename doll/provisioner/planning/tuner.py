@@ -57,7 +57,8 @@ class LossHistory(KeptState):
 
     def observe(self, step: float, loss: float, at_s: float) -> None:
         """Record one update: the version that it made, its loss, and its Unix time. A time before the newest time is
-        replaced by the newest. A step that is not later than the newest step, or an infinite loss, is ignored."""
+        replaced by the newest. A step that is not later than the newest step, or a loss that is not finite, is
+        ignored."""
         if not (step > self.last_step and math.isfinite(loss) and math.isfinite(at_s)):
             return
         newest = self._open or self._points
@@ -88,8 +89,8 @@ class LossHistory(KeptState):
         return np.array([point[0] for point in points]), np.array([point[2] for point in points])
 
     def step_seconds(self, after: float = 0.0, skip: int = 0) -> Floats:
-        """Return the seconds per step between the points after the step `after`, shape (n - 1,), less the first
-        `skip`."""
+        """Return the seconds per step between the points after the step `after`, shape (n - 1,), without the first
+        `skip` steps."""
         points = np.array([point[:2] for point in self._points if point[0] > after + skip]).reshape(-1, 2)
         seconds: Floats = np.diff(points[:, 1]) / np.diff(points[:, 0])
         return seconds

@@ -118,8 +118,8 @@ class SpotHistory:
 
 @dataclass(eq=False, repr=False)
 class OnDemandPrices:
-    """The prices of a region's instance types, from a client of the price list (None: files only), with a cache file
-    (None: none)."""
+    """The prices of a region's instance types, from a client of the price list (None: only files are used), cached in a
+    file (None: no cache)."""
 
     client: Any
     region: str

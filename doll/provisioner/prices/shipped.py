@@ -61,7 +61,7 @@ def shipped_prices(region: str) -> dict[str, OnDemandPrice]:
 
 
 def shipped_price(instance: str, region: str) -> ShippedPrice:
-    """Return both prices of an instance type. Raises ConfigError if the table lacks the type; the message has its
+    """Return both prices of an instance type. Raises ConfigError if the table lacks the type; the message lists its
     types."""
     facts, rows = _table(_TABLES[1])
     for row in rows:

@@ -111,7 +111,8 @@ class Pool:
 
     @property
     def cycle_s(self) -> float:
-        """The mean up time plus down time of a machine; the recording's length for each if none was taken."""
+        """The mean up time plus down time of a machine; the recording's length for each if no machine was taken
+        away."""
         inside = (self.num_up.times_s >= self.start_s) & (self.num_up.times_s <= self.end_s)
         taken = -np.minimum(np.diff(self.num_up.values[inside]), 0.0).sum()
         return self.length_s * self.num_machines / max(float(taken), 1.0)

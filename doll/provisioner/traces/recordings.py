@@ -51,7 +51,8 @@ class Survey:
 def survey(folder: Path) -> Survey:
     """Return all trace sets in `folder` and its sub-folders, in normal form or in a format of doll-lab
     (`doll_lab.traces`) if it is installed. A format is recognised by the first line of a file, otherwise by its name.
-    Sets with the same name also get the name of their folder or file. Raises ConfigError if it is no folder."""
+    Sets with the same name also get the name of their folder or file. Raises ConfigError if `folder` is not a
+    folder."""
     if not folder.is_dir():
         raise ConfigError(f"expected a folder of traces, got {folder}, which is not one; see docs/traces.md")
     result = Survey()
@@ -78,7 +79,7 @@ def load(folder: Path) -> list[TraceSet]:
 
 def pool_of(folder: Path, name: str | None, asked_by: str) -> Pool:
     """Return one pool of the recordings in a folder: the pool `name`, or the first one if it is None. `asked_by` is the
-    option or key that names the pool, for messages. Raises ConfigError if it is not usable."""
+    option or key that names the pool, for messages. Raises ConfigError if no recording, or not this pool, is usable."""
     pools: dict[str, Pool] = {}
     result = survey(folder)
     result.check(folder)

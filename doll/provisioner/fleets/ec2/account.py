@@ -62,8 +62,8 @@ class Ec2Placement:
 
 
 def connect(config: JobConfig, fleet: Ec2Fleet) -> Ec2Placement | None:
-    """Return the source of the job's placement scores; None if the job does not request the scores. Raises as the fleet
-    does."""
+    """Return the source of the job's placement scores; None if the job does not request the scores. Raises ConfigError
+    and LaunchError as the fleet does."""
     settings = ec2_settings(config)
     if not settings.placement_scores:
         return None

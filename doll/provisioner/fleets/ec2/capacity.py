@@ -39,8 +39,8 @@ _ZONE_WINDOW_S: Final = 60.0
 
 
 class CapacityCache:
-    """Pools without capacity, by market. If `_ZONE_POOLS` pools of a zone fail within `_ZONE_WINDOW_S`, its zone
-    counts."""
+    """Pools without capacity, by market. If `_ZONE_POOLS` pools of a zone fail within `_ZONE_WINDOW_S`, the whole zone
+    counts as unavailable."""
 
     def __init__(self) -> None:
         self._pools: dict[tuple[Ec2Pool, Market], float] = {}  # -> until when

@@ -1,7 +1,8 @@
 """A worker's pod: its name and manifest from an order, and the instance that it represents.
 
-An instance is a pod, not a Job, because the provisioner decides on replacement, not a Job's rules. Reference:
-Kubernetes' "Pod Lifecycle", "Disruptions" (the condition `DisruptionTarget`) and "API-initiated Eviction".
+An instance is a pod, not a Job, because the provisioner decides on replacement, and a Job would replace pods by its own
+rules. Reference: Kubernetes' "Pod Lifecycle", "Disruptions" (the condition `DisruptionTarget`) and "API-initiated
+Eviction".
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ def instance_of(pod: Pod, now_s: float) -> Instance | None:
 
     A deletion with the condition `DisruptionTarget` was requested by the owner of the nodes (a drain, an eviction, a
     preemption, a node that is not ready). It is an interruption notice until `deletionTimestamp`. Any other deletion
-    was requested by the provisioner, also after the end of a pod's time. Raises KeyError, TypeError or ValueError if
-    `pod` is not a pod.
+    was requested by the provisioner, and so was the end of a pod whose time is over. Raises KeyError, TypeError or
+    ValueError if `pod` is not a pod.
     """
     metadata, spec, status = pod["metadata"], pod["spec"], pod.get("status", {})
     worker = LABELS.read(metadata.get("labels", {}))

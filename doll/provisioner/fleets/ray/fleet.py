@@ -55,8 +55,9 @@ class RayError(Exception):
 
 
 class RayApi:
-    """The calls of Ray that the fleet needs; each ends within `timeout_s`. `host_arguments` are those of `WorkerHost`
-    except the identity. `options` are the options of each actor except name, labels and placement."""
+    """The calls of Ray that the fleet needs; each ends within `timeout_s`. `host_arguments` are the arguments of
+    `WorkerHost` except the worker's identity. `options` are the options of each actor except name, labels and
+    placement."""
 
     def __init__(self, host_arguments: Sequence[Any], options: Mapping[str, Any], timeout_s: float) -> None:
         import ray
