@@ -359,7 +359,7 @@ class BillingAccount(KeptState):
         return replace(bill, usd=self._last_usd)
 
     def last_bill(self) -> Bill:
-        """The last sum, where nothing can be observed now."""
+        """Return the last bill, for a turn in which nothing can be observed."""
         return replace(self._ended_bill(), usd=self._last_usd)
 
     def _ended_bill(self, others: Iterable[BillLine] = ()) -> Bill:
@@ -375,7 +375,7 @@ class BillingAccount(KeptState):
         self._archived_bill = replace(Bill.total([line], self._archived_bill), lines=())
 
     def _price_of(self, pool: str, market: Market, start_s: float, end_s: float) -> Series:
-        """The feed's answer; its newest price is remembered."""
+        """Return the series of the price feed, and store its newest price."""
         series = self._feed(pool, market, start_s, end_s)
         self._last_usd_per_h[_key(pool, market)] = float(series.values[-1])
         return series

@@ -108,7 +108,7 @@ class InstanceTracker(KeptState):
                 launch_state.instance_works(instance.slot)
 
     def overdue(self, now_s: float, notice_timeout_s: float) -> frozenset[str]:
-        """Ids of the instances whose interruption notice was first seen longer ago than `notice_timeout_s`."""
+        """Return the ids of instances whose interruption notice was first seen more than `notice_timeout_s` ago."""
         return frozenset(id_ for id_, seen_s in self._noticed_s.items() if now_s - seen_s > notice_timeout_s)
 
     def launched(self, instance: Instance) -> None:

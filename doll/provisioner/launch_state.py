@@ -92,7 +92,7 @@ class LaunchState(KeptState):
     Attributes:
         no_capacity_s: Unix time at which a spot launch of any slot last got no machine; -inf if a spot launch has
             succeeded since then, or if there was none.
-        limits: may be replaced at any time; pauses that have begun do not change.
+        limits: limits of launches, which may be replaced at any time. Pauses that have begun do not change.
         pending: orders whose outcome is not known yet, with their times, by slot. They are repeated unchanged.
         launches_from_s: time before which nothing is launched, because a predecessor whose state is lost may have
             launched machines that are not listed yet.

@@ -116,8 +116,8 @@ class LeaseWatch:
         self._seen: Holder | None = None
 
     def look(self, holder: Holder, now: float) -> Literal["held", "over", "ended"]:
-        """Judge the lease by the current content of the document. The state `ended` counts only if an earlier call saw
-        another state, because the job may have started again."""
+        """Judge the lease by the current content of the document. The state `ended` does not count if the first call
+        saw it already, because the job may have started again."""
         begins, changed = self._seen is None, holder != self._seen
         self._seen = holder
         if changed:
@@ -135,8 +135,8 @@ class LeaseWatch:
 
 def wait_for_lease(config: JobConfig, run_folder: Path, wait: Callable[[float], bool]) -> bool:
     """Wait until no other provisioner holds the lease, and return True. Returns False if another provisioner has ended
-    the job, or if a stop is requested; `wait` then returns False. Raises CheckpointError if the store is not available
-    at the start."""
+    the job, or after a stop request. `wait(seconds)` waits, and returns False after a stop request. Raises
+    CheckpointError if the store is not available at the start."""
     claims, lease_s = claims_of(config, run_folder), config.provision.lease_s
     with heartbeat_of("provisioner-standby", config) as heartbeat:
         heartbeat.set_waiting_for("the end of the other provisioner's lease (standby)")

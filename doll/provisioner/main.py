@@ -153,7 +153,7 @@ class ProvisionerProcess:
         self._open.close()
 
     def read_history(self) -> None:
-        """Read the records from before the start of this process, or since an earlier process saved its state."""
+        """Read the records written before this process started, or since an earlier process saved its state."""
         for timed_record in self._job_records.read_history():
             self._controller.observed.feed(timed_record.record, timed_record.at_s)
             self._renew_lease()
@@ -328,7 +328,7 @@ def drain(
     """End all instances of the job and wait until they have ended. `lease` is already claimed. This needs only the
     fleet and the lease: neither Kafka, Redis, prices nor a plan. Bills and launches continue in a saved state.
 
-    Returns the last decision, or None if a stop was requested; `wait` then returns False.
+    Returns the last decision, or None after a stop request. `wait(seconds)` returns False after a stop request.
 
     Raises:
         FencedError: another provisioner has taken over.

@@ -102,7 +102,7 @@ def sharing(
 
 
 def release_request(released: Sequence[int], status: ServerStatus | None) -> Scale | None:
-    """Return the request to the parameter server; None if it has these released workers, or none runs."""
+    """Return the request to the parameter server; None if the server has these released workers, or none runs."""
     if status is None or not status.num_workers or tuple(released) == status.released:
         return None
     return Scale(workers=status.num_workers, run_id=status.run_id, released=tuple(released))

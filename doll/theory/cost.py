@@ -25,7 +25,7 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Prices:
-    """Price of one running worker in each market, USD per hour (π_s and π_o)."""
+    """The price of one running worker in each market, USD per hour (π_s and π_o)."""
 
     spot_usd_per_h: float
     on_demand_usd_per_h: float
