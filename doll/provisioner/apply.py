@@ -42,7 +42,7 @@ class ActionExecutor:
     save: Callable[[], str]
     check_lease: Callable[[], None]
     known_to_successor: Callable[[], Collection[str]]
-    _unconfirmed: list[Instance] = field(default_factory=list, init=False)  # launched since the lease was known as ours
+    _unconfirmed: list[Instance] = field(default_factory=list, init=False)  # launched since the last check of the lease
 
     def confirm(self) -> None:
         """Record that all instances launched so far were launched while this provisioner held the lease."""
@@ -90,7 +90,7 @@ class ActionExecutor:
                 self.launch_state.ordered(order, now_s, fallback=order.market == "on_demand" and order.slot in on_spot)
                 self.journal("order", now_s, **order_fields(launch))
             if problem := self.save():
-                # The orders stay pending, as some may be repetitions: the next turn makes them.
+                # The orders stay pending, because some may be repetitions; the next turn makes them.
                 return [*results, *(ActionResult(launch, f"not tried: {problem}") for launch in launches)]
             results += [self._launch(launch, instances, now_s) for launch in launches]
         return results
@@ -149,11 +149,11 @@ class ActionExecutor:
             launch_state.cancelled(order)
             return ActionResult(launch, f"not tried: {launch_state.stopped}")
         if launch_state.is_paused(order.market, now_s):
-            if launch_state.pending[order.slot][1] == now_s:  # else it may have been made before
+            if launch_state.pending[order.slot][1] == now_s:  # otherwise it may have been made before
                 launch_state.cancelled(order)
             return ActionResult(launch, f"not tried: {launch_state.refusal(order.market)}")
         if problem := self._lease_problem():
-            return ActionResult(launch, problem)  # it stays pending, as it may be a repetition
+            return ActionResult(launch, problem)  # it stays pending, because it may be a repetition
         try:
             instance = self.fleet.launch(order)
         except LaunchError as exc:

@@ -51,7 +51,7 @@ class BillingRule:
     def billed_s(self, seconds: float) -> float:
         """Return the seconds that are billed for an instance that existed for `seconds`."""
         if self.step_s:
-            # A hair over a step is rounding of Unix times, no started second.
+            # A tiny excess over a step is rounding of Unix times, not a started second.
             seconds = math.ceil(seconds / self.step_s - 1e-6) * self.step_s
         return max(seconds, self.minimum_s)
 
@@ -174,7 +174,7 @@ def bill_lines(
         start_s = np.array([_costs_from_s(instance) for instance in members])
         ended_s = [now_s if instance.ended_s is None else instance.ended_s for instance in members]
         end_s = np.maximum(start_s, ended_s)
-        # A moment's mean is its price.
+        # The mean over a moment is the price at this time.
         until_s = np.maximum(end_s, start_s + 1e-3)
         series = price_of(pool, market, float(start_s.min()), float(until_s.max()))
         usd_per_s = (_integral(series, until_s) - _integral(series, start_s)) / (until_s - start_s) / SECONDS_PER_HOUR
@@ -274,8 +274,8 @@ class BillingAccount(KeptState):
 
     def clear(self) -> None:
         """Start a new bill of zero."""
-        self._lines: dict[str, BillLine] = {}  # of ended instances
-        self._archived_bill = Bill()  # of instances that ended long ago
+        self._lines: dict[str, BillLine] = {}  # bill lines of ended instances
+        self._archived_bill = Bill()  # bill of instances that ended long ago
         self._earlier_usd = 0.0
         self._last_usd = 0.0
 

@@ -54,7 +54,7 @@ log = telemetry.get_logger(__name__)
 
 _MAX_PLANS_PER_TURN = 3  # a market without capacity is planned around in the same turn; the other may lack capacity too
 _STATE_VERSION = 3
-_UNKNOWN_PRICES = Prices(0.0, 1.0)  # of a drain without prices, which plans nothing
+_UNKNOWN_PRICES = Prices(0.0, 1.0)  # for a drain without prices, which does not plan
 
 
 class JobClock(KeptState):
@@ -72,7 +72,7 @@ class JobClock(KeptState):
         self.started_s = started_s
         self.generation = 0
         self.begun_s = -math.inf
-        self.ignores_earlier_runs = False  # the stored state is another run's: the next turn begins one of its own
+        self.ignores_earlier_runs = False  # the stored state belongs to another run; the next turn starts a new run
 
     def begin_run(self, observed: Observed, now_s: float, stated_s: float | None) -> bool:
         """Follow the job's generation. Returns whether a new generation has begun after a run with state, whose bill
@@ -99,7 +99,7 @@ class JobClock(KeptState):
         ]
         self.started_s = max(min([now_s, *launched_s]), min(now_s, self.begun_s))
         announced = observed.last_decision
-        # Records are no proof: a start in the future is ignored.
+        # Records may be wrong: a start in the future is ignored.
         if announced is not None and 0 < announced.started_s <= now_s:
             self.started_s = announced.started_s
 
@@ -197,10 +197,10 @@ class Controller:
         self._clock = JobClock(settings.started_s)
         self._health = JobHealth()
         self._has_listed = False  # the fleet has answered
-        self._has_others = False  # machines of other jobs are left
+        self._has_others = False  # machines of other jobs still exist
         self._last_prices: Prices | None = None
         self._spent_budget_usd: float | None = None  # the budget that is spent
-        self._last_decision: dict[str, Any] | None = None  # for those who cannot read this machine's journal
+        self._last_decision: dict[str, Any] | None = None  # for readers without access to this machine's journal
 
     def retarget(self, settings: ControllerSettings) -> None:
         """Change deadline, budget, work, K or behaviour while the job runs; the initial rates and availability are
@@ -243,7 +243,7 @@ class Controller:
             phase = "stopped"
         self._raise_alarms(turn, desired, results)
         decision = self._decision(turn, desired, phase, results)
-        if decision.finished and phase != "failed":  # of a job that failed, what its owner keeps says why
+        if decision.finished and phase != "failed":  # after a failure, the fleet's records show the cause
             self._executor.clear_away(turn.instances, dry_run=self.dry_run)
         if not self.dry_run:
             self._last_decision = decision.to_dict()
@@ -301,7 +301,7 @@ class Controller:
             announced=self.observed.last_decision, otherwise=self._last_prices,
             machines=self.settings.machines_per_worker, alarms=alarms,
         )  # fmt: skip
-        if not ends_all:  # a drain has settings of its own, by which nothing is to be stopped
+        if not ends_all:  # a drain has its own settings, which must not stop anything
             self._health.review(self.settings, self.observed, instances, readiness, launch_state, self._plan, now_s)
         return _Turn(now_s, instances, readiness, bill, _UNKNOWN_PRICES if prices is None else prices, alarms)
 
@@ -311,7 +311,7 @@ class Controller:
             self.check_lease()
             listed = list(self.fleet.instances())
         except (CheckpointError, ConfigError, ServiceUnavailableError) as exc:
-            # Credentials that are missing at first are a mistake; later they are being renewed.
+            # Missing credentials are a mistake at the start; later they are being renewed.
             if isinstance(exc, ConfigError) and not (self._has_listed or self._launch_state.has_launched):
                 raise
             alarms.append(f"the {'lease' if isinstance(exc, CheckpointError) else 'fleet'} does not answer: {exc}")
@@ -344,7 +344,7 @@ class Controller:
             self._account.clear()
             self._tracker.interruptions = 0
             self._spent_budget_usd = None
-        # A successor without state knows this much too, so that it repeats orders word by word.
+        # A successor without state knows these values too, so that it repeats orders unchanged.
         run = f"{self.job} {self.topics_id} {self._clock.generation}"
         self._launch_state.run = hashlib.sha256(run.encode()).hexdigest()[:10] if self.job else ""
         if self._clock.started_s is None:
@@ -353,7 +353,7 @@ class Controller:
                 self._account.expect_earlier_costs()
                 self._plan.scale_in.adopt(self.observed.last_decision)
             if listed or self.observed.last_decision is not None:
-                # Not the first provisioner, but without its state: recent launches may not be listed yet.
+                # An earlier provisioner existed, but its state is lost: recent launches may not be listed yet.
                 self._launch_state.launches_from_s = now_s + self.settings.limits.listing_lag_s
         for slot in range(self.settings.num_slots):
             self._launch_state.seen(slot, self.observed.highest_incarnation(slot))
@@ -376,7 +376,7 @@ class Controller:
             if ended and instance.id not in tracker.known:
                 ended_s = now_s if instance.ended_s is None else instance.ended_s
                 if now_s - ended_s > LINES_KEPT_S or ended_s <= self._clock.begun_s:
-                    continue  # on an old bill, or on that of an earlier run
+                    continue  # on an old bill, or on the bill of an earlier run
             if 0 <= instance.slot < self.settings.num_slots and tracker.record(
                 instance, self._launch_state, now_s, server_runs=self.observed.ps_since_s(now_s) is not None
             ):
@@ -582,7 +582,7 @@ class Controller:
                 log.warning("provision_state_of_another_run", job=names[0], topics_id=names[1], action="starting over")
                 self._clock.ignores_earlier_runs = True
                 return
-            # A drain does not know the topics: what the state says of them stays.
+            # A drain does not know the topics, so their values in the state are kept.
             self.job, self.topics_id = self.job or names[0], self.topics_id or names[1]
             self._read(kept)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as exc:

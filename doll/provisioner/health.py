@@ -28,10 +28,10 @@ from doll.provisioner.reconcile import Readiness
 from doll.provisioner.settings import ALARM_S, ControllerSettings
 
 _STEADY_TERM_S: Final = 600.0
-_MAX_STEP_S: Final = 300.0  # a provisioner that was away, or a suspended computer, has seen no more than this
+_MAX_STEP_S: Final = 300.0  # longest step that counts, if the provisioner or the computer was suspended
 _RESTART = "start the provisioner again: doll provision run JOB.yaml"
 _CLEAR = "say so, or a restart changes nothing: doll provision clear JOB.yaml; then " + _RESTART
-_ALARM_FAILURES = 2  # machines in a row; one alone is replaced, and no news
+_ALARM_FAILURES = 2  # machines in a row; a single failure is replaced without an alarm
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class JobHealth(KeptState):
         self._stalled_s = 0.0  # time with machines since the last progress, without times that did not count
         self._progressed_s: float | None = None  # when progress was last seen
         self._generation = 0
-        self._batches = 0  # most that the model had
-        self._term = (0, 0)  # the newest, and the batches in the model when it was last looked at
+        self._batches = 0  # highest number of batches in the model
+        self._term = (0, 0)  # newest term, and the batches in the model at the last look
         self._term_since_s = math.inf
         self._seen_s = math.inf  # not kept: the time until the next look does not count
 
@@ -185,7 +185,7 @@ def time_text(at_s: float) -> str:
     try:
         return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (OverflowError, ValueError, OSError):
-        return f"{at_s:g} s"  # records are no proof: such a time cannot be
+        return f"{at_s:g} s"  # records may be wrong: such a time is not possible
 
 
 def _waits_for_spot(view: _JobView) -> bool:

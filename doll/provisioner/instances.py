@@ -136,7 +136,7 @@ class InstanceTracker(KeptState):
                 if instance.id not in self.ready_s:
                     self.ready_s[instance.id] = max(holder.since_s, instance.launched_s)
                     boot_s = self.ready_s[instance.id] - instance.launched_s
-                    # Without a parameter server no worker can join: such a time says nothing about boots.
+                    # Without a parameter server no worker can join, so such a time is not a boot time.
                     if ps_since_s is not None and ps_since_s <= instance.launched_s and boot_s <= boot_timeout_s:
                         observed.boots.observe(boot_s)
                 if not instance.is_alive:

@@ -43,7 +43,7 @@ class KeptState:
                     current.restore(value)
             elif value is not None and kind is not KeptState:
                 restored[attribute] = _restored(value, kind, current)
-        vars(self).update(restored)  # all values or none
+        vars(self).update(restored)  # either all values or none
 
     def _attribute(self, name: str) -> str:
         return f"_{name}" if f"_{name}" in vars(self) else name

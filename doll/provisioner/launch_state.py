@@ -17,7 +17,7 @@ from doll.provisioner.fleets.port import Instance, LaunchError, LaunchFailure, O
 from doll.provisioner.kept_state import KeptState
 from doll.provisioner.planning.state import Market
 
-_MOST_PAUSE_S: Final = 300.0  # a right that was taken away for a moment, or a call that nobody knows, is tried again
+_MOST_PAUSE_S: Final = 300.0  # a right that is missing for a moment, or a call that is unknown, is tried again
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,15 @@ class LaunchLimits:
 class SlotAttempts(msgspec.Struct):
     """The launches of one slot. Only `LaunchState` changes it."""
 
-    incarnation: int = 0  # the highest that was ever ordered or observed
-    attempt: int = 0  # of the next order with that incarnation
+    incarnation: int = 0  # the highest incarnation ever ordered or observed
+    attempt: int = 0  # attempt of the next order with this incarnation
     failed: bool = False  # the order of `incarnation` made no machine, so the incarnation may be used again
-    retry_at_s: dict[Market, float] = msgspec.field(default_factory=dict)  # no attempt before
+    retry_at_s: dict[Market, float] = msgspec.field(default_factory=dict)  # time before which there is no attempt
     early: int = 0  # early interruptions in a row
-    no_spot_s: float = -math.inf  # when spot last had no machine for this slot
+    no_spot_s: float = -math.inf  # time at which spot last had no machine for this slot
     no_capacity: bool = False  # its last spot launch got no machine
     failures: int = 0  # machines in a row that failed
-    failure: str = ""  # what the last of them did; "" if none did since one worked
+    failure: str = ""  # the failure of the last of these; "" if a machine has worked since
 
 
 @dataclass
@@ -112,10 +112,10 @@ class LaunchState(KeptState):
         self._machines = machines_per_worker
         self.slots = [SlotAttempts() for _ in range(num_slots)]
         self.pending: dict[int, tuple[Order, float]] = {}
-        self._avoided_pools: dict[Market, dict[str, float]] = {"spot": {}, "on_demand": {}}  # until
-        self._quota: dict[Market, float] = {}  # until
-        self._paused: dict[Market, float] = {}  # until; as `_refused`, a successor begins with none
-        self._refused: dict[Market, _MarketRefusals] = {}  # since the last launch; a successor begins with none
+        self._avoided_pools: dict[Market, dict[str, float]] = {"spot": {}, "on_demand": {}}  # end of the avoidance
+        self._quota: dict[Market, float] = {}  # time until which the quota counts as used up
+        self._paused: dict[Market, float] = {}  # time until which the market is paused; not saved
+        self._refused: dict[Market, _MarketRefusals] = {}  # refusals since the last launch; not saved
         self._launched_s: list[float] = []  # within the last minute
         self._failed_launches_s: list[float] = []  # attempts without a machine, within the last minute
         self._fallbacks_s: list[float] = []
@@ -160,7 +160,7 @@ class LaunchState(KeptState):
         limits, attempts = self.limits, self.slots[order.slot]
         retry_s = now_s + limits.retry_s
         if error.failure is LaunchFailure.THROTTLED:
-            # It may have been carried out: repeating the same order shows.
+            # It may have been carried out; a repetition of the same order shows this.
             attempts.retry_at_s[order.market] = now_s + min(limits.retry_s, 5.0)
             return
         if error.failure is LaunchFailure.TAKEN:
@@ -168,7 +168,7 @@ class LaunchState(KeptState):
             attempts.retry_at_s[order.market] = retry_s
             return
         self.pending.pop(order.slot, None)
-        # A failed attempt is no launch: slots that wait for spot must not hold back slots that go on-demand.
+        # A failed attempt is no launch: slots that wait for spot must not delay slots that move to on-demand.
         if self._launched_s:
             self._launched_s.pop()
         self._failed_launches_s.append(now_s)
@@ -178,7 +178,7 @@ class LaunchState(KeptState):
             case LaunchFailure.REFUSED:
                 self._refusal(order.market, str(error), now_s)
             case LaunchFailure.CAPACITY:
-                if error.pools:  # the market does sell machines: these pools have none now
+                if error.pools:  # the market does sell machines, but these pools have none now
                     self._refused.pop(order.market, None)
                 for pool in error.pools if limits.pool_backoff_s > 0 else ():
                     self._avoided_pools[order.market][pool] = now_s + limits.pool_backoff_s
@@ -298,7 +298,7 @@ class LaunchState(KeptState):
         """Return the next order for the slot: a pending order unchanged, otherwise a new one."""
         if slot in self.pending:
             order, since_s = self.pending[slot]
-            # Whatever is wanted by now, it must first be known whether that order has made a machine.
+            # Whatever is wanted now, it must first be known whether this order has launched a machine.
             if now_s - since_s <= self.limits.listing_lag_s:
                 return order
         attempts = self.slots[slot]

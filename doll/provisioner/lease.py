@@ -28,9 +28,9 @@ from doll.storage.stores import open_store
 log = telemetry.get_logger(__name__)
 
 DOCUMENT: Final = "lease.json"
-_RENEWALS: Final = 3  # within a lease
-_LONGEST_S: Final = 10.0  # from one renewal to the next
-_LOOKS: Final = 10  # of a standby within a lease
+_RENEWALS: Final = 3  # number of renewals within a lease
+_LONGEST_S: Final = 10.0  # longest time between two renewals
+_LOOKS: Final = 10  # number of looks of a standby within a lease
 _ATTEMPTS: Final = 10
 
 HolderState = Literal["held", "left", "ended"]
@@ -79,7 +79,7 @@ class Lease:
     def renew(self, state: HolderState = "held") -> None:
         """Renew the lease, or record why this provisioner stops. Raises FencedError if another provisioner has taken
         over, CheckpointError if the store is not available."""
-        self._renewed_s = self._clock()  # of a store that does not answer, it is not asked at once again
+        self._renewed_s = self._clock()  # also after a failure, so that an unavailable store is not asked again at once
         self._renewals += 1
         data = msgspec.json.encode(Holder(self.number, self._renewals, state))
         for _ in range(_ATTEMPTS):
@@ -175,7 +175,7 @@ def _decoded(content: bytes | None) -> Holder:
     try:
         return msgspec.json.decode(content, type=Holder)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-        # The claims decide who acts: a document that is of no use only delays a standby.
+        # The claims decide which provisioner acts; an invalid document only delays a standby.
         log.warning("lease_unreadable", error=short(exc), action="as if nothing was written")
         return Holder()
 
@@ -183,4 +183,4 @@ def _decoded(content: bytes | None) -> Holder:
 def claims_of(config: JobConfig, run_folder: Path) -> CheckpointStore:
     """Return the store of the provisioners' claims and state: `provision-JOB/` beside the checkpoints. Raises
     CheckpointError if it is in S3 and boto3 cannot be set up."""
-    return open_store(config, run_folder, f"provision-{config.job}")  # several jobs may have one folder
+    return open_store(config, run_folder, f"provision-{config.job}")  # several jobs may use one folder

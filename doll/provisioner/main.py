@@ -75,7 +75,7 @@ POLL_S: Final = 0.2
 _KAFKA_TIMEOUT_S: Final = 3.0
 DRAIN_TIMEOUT_S: Final = 900.0
 _DRAIN_TURN_S: Final = 2.0
-_URGENT_AFTER_S: Final = 1.0  # a worker that joins or leaves is handled this soon, several of them in one turn
+_URGENT_AFTER_S: Final = 1.0  # delay after a worker joins or leaves; one turn may handle several of these
 
 log = telemetry.get_logger(__name__)
 
@@ -168,7 +168,7 @@ class ProvisionerProcess:
             if (changed := job_file.changed()) is not None:
                 self._retarget(changed)
             decision = self._turn()
-            # Where nothing can be launched, machines that run are looked after until they have ended.
+            # If nothing can be launched, turns continue until the running machines have ended.
             if decision.finished or (decision.phase == "stopped" and not decision.alive):
                 self._end_lease("ended")
                 return decision
@@ -196,7 +196,7 @@ class ProvisionerProcess:
         try:
             if self._lease is not None:
                 self._lease.renew_if_due()
-        except CheckpointError as exc:  # a turn does nothing until it answers again
+        except CheckpointError as exc:  # turns do nothing until the store is available again
             log.warning("lease_not_renewed", error=str(exc))
 
     def _end_lease(self, state: HolderState) -> None:

@@ -23,7 +23,7 @@ from doll.provisioner.scale_in import ScaleIn, SlotChange, sharing
 from doll.provisioner.settings import ControllerSettings
 from doll.theory.cost import SECONDS_PER_HOUR, Prices, unequal_cost_usd
 
-_RESERVE_TURNS = 3  # a running machine goes on for some turns whatever is decided
+_RESERVE_TURNS = 3  # a running machine continues for some turns whatever is decided
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def fit_to_budget(
     if planner.budget_usd is None or work <= 0:
         return None
     rates, alpha, prices = state.rates_per_s, max(state.alpha.point, 1e-3), state.prices
-    # While a slot moves, two machines are paid. Without that cost plans alternate at the edge of the budget.
+    # While a slot moves, two machines are paid. Without this cost, plans alternate at the limit of the budget.
     moves = np.maximum(0, np.count_nonzero(state.on_spot) - np.arange(len(rates) + 1))
     twice_usd = moves * prices.on_demand_usd_per_h * 2 * planner.boot_s / SECONDS_PER_HOUR
     costs = state.spent_usd + unequal_cost_usd(work, rates, alpha, prices) + twice_usd
@@ -240,7 +240,7 @@ class MarketPlan(KeptState):
             elif probed is not None:
                 available[slot] = has_quota and probed
             elif on_spot[slot]:
-                # After an interruption the next launch shows; one without a machine counts until another succeeds.
+                # After an interruption the next launch shows it; a launch without a machine counts until one succeeds.
                 available[slot] = has_quota and not blocked and not launch_state.slots[slot].no_capacity
             else:
                 quiet_s = max(limits.pool_backoff_s, limits.retry_s)

@@ -30,7 +30,7 @@ _NEWEST: Final = 0.1  # weight of the newest batch in a worker's mean service ti
 
 PAUSE_S: Final = 480.0
 """A stream has paused if it sends no sample for this time, unless such gaps are usual for a slow stream."""
-_GAPS_OF_A_PAUSE: Final = 20.0  # mean gaps between two samples; chance makes one of e^-20
+_GAPS_OF_A_PAUSE: Final = 20.0  # number of mean gaps between two samples; by chance such a pause has probability e^-20
 _LEAST_OF_PRIOR: Final = 1e-6  # the planner needs a rate above 0, also of a slot without a partition
 
 Owners = npt.NDArray[np.int64]
@@ -145,13 +145,13 @@ class _Slot(msgspec.Struct):
     last_seen_s: float = 0.0
     left: bool = False
     served: tuple[int, ...] = ()  # partitions, by its newest Welcome
-    served_s: float = -math.inf  # when that was written
-    read_to: int = -1  # next offsets of its partitions, added up
+    served_s: float = -math.inf  # time of this Welcome
+    read_to: int = -1  # sum of the next offsets of its partitions
     read_at_s: float = 0.0
-    service_s: float = 0.0  # recent mean from a granted batch to its stored gradient
+    service_s: float = 0.0  # recent mean of the time from a granted batch to its stored gradient
     is_cold: bool = False  # its process has computed nothing yet
     loss: float | None = None  # recent mean per sample of its batches, before learning from them
-    holds_back: bool = False  # its newest batch has left a part of its step at the worker
+    holds_back: bool = False  # the worker withholds a part of its newest step
 
     def note_incarnation(self, incarnation: int) -> None:
         """Record that an instance of this incarnation exists or existed. Implausible numbers are ignored, because
@@ -208,21 +208,21 @@ class Observed(KeptState):
         self.spot = AvailabilityEstimator(prior_alpha=min(max(prior_alpha, 0.01), 0.99), prior_cycle_s=prior_cycle_s)
         self.boots = BootTimeEstimator()
         self.last_seen_s = -math.inf  # the newest heartbeat of any worker
-        self.ps_last_seen_s = self._ps_since_s = -math.inf  # when a parameter server was last heard; since when
+        self.ps_last_seen_s = self._ps_since_s = -math.inf  # when a parameter server was last heard; since when it runs
         self.version = 0  # updates that are applied and have not been rolled back
         self.batches_done = 0  # batches in them
         self._lineage = Lineage()
         self.generation_s = -math.inf  # when the generation began
         self.finished: str | None = None  # why the job has ended
         self.loss = math.nan
-        self.evaluations: list[tuple[int, float, float | None]] = []  # version, loss, accuracy of those that count
+        self.evaluations: list[tuple[int, float, float | None]] = []  # version, loss, accuracy of the valid evaluations
         self.keeps_losses = keeps_losses
         self.losses = LossHistory()
         # Slots without a worker by scale-in: others serve their streams, shape (N,).
         self.released: Bools = np.zeros(self.num_slots, dtype=np.bool_)
-        self.status: records.ServerStatus | None = None  # the parameter server's newest, of this run
+        self.status: records.ServerStatus | None = None  # newest status of the parameter server, of this run
         self._service = (0, 0.0)
-        self.last_decision: records.ProvisionDecision | None = None  # the newest that any provisioner published
+        self.last_decision: records.ProvisionDecision | None = None  # newest decision that any provisioner published
 
     @property
     def num_slots(self) -> int:
@@ -297,7 +297,7 @@ class Observed(KeptState):
 
     def _computed(self, slot: _Slot, member: records.Member) -> None:
         took_s = member.compute_s + member.fetch_s + member.store_s
-        if slot.is_cold:  # the first batch of a process loads its libraries, which says nothing of later ones
+        if slot.is_cold:  # the first batch of a process includes the import of its libraries, so it is not typical
             slot.is_cold = False
         else:
             slot.service_s += (_NEWEST if slot.service_s else 1.0) * (took_s - slot.service_s)
@@ -313,7 +313,7 @@ class Observed(KeptState):
             return
         slot.read_to = -1  # it may read other partitions from now on
         served = tuple(item.partition for item in record.served if item.partition >= 0)
-        is_known = served == slot.served  # it has joined again, which moves nothing
+        is_known = served == slot.served  # it has joined again, which moves no partition
         slot.served, slot.served_s = served, at_s
         if not is_known:
             self._follow_assignment()
@@ -339,7 +339,7 @@ class Observed(KeptState):
 
     def _decision_recorded(self, record: records.ProvisionDecision) -> None:
         for slot, incarnation in zip(self._slots, record.incarnations, strict=False):
-            slot.note_incarnation(incarnation)  # in whichever generation
+            slot.note_incarnation(incarnation)  # incarnations count in any generation
         newest = -math.inf if self.last_decision is None else self.last_decision.time_s
         if record.time_s >= max(newest, self.generation_s):
             self.last_decision = record

@@ -3,11 +3,13 @@
 Rules for each slot:
 
 - An instance is *ready* when its worker holds the slot, which fences all older instances. The older ones are ended
-then, not before. - A slot never has more than two instances. The second one only replaces the first. - An instance with
-an interruption notice is replaced but not ended: the cloud ends it, and may not charge for it. If it still exists long
-after its notice, it is ended. - An instance whose worker has not joined in time is ended at once, because nothing
-depends on it. An instance whose worker has gone silent is ended when its successor is ready, or when its slot is given
-up. - Instances of unknown slots, instances of a finished job, and stopped instances are ended.
+then, not before.
+- A slot never has more than two instances. The second one only replaces the first.
+- An instance with an interruption notice is replaced but not ended: the cloud ends it, and may not charge for it. If it
+still exists long after its notice, it is ended.
+- An instance whose worker has not joined in time is ended at once, because nothing depends on it. An instance whose
+worker has gone silent is ended when its successor is ready, or when its slot is given up.
+- Instances of unknown slots, instances of a finished job, and stopped instances are ended.
 """
 
 from __future__ import annotations
@@ -261,7 +263,7 @@ def _admit(
         until_s, commit_usd = launch_state.blocked_s(slot, market), status.commit_usd.get(market, 0.0)
         unlisted_s = launch_state.launches_from_s - now_s
         none_left = launches <= 0 or (market == "spot" and spot_launches <= 0)
-        holds = (  # the first that is true counts
+        holds = (  # the first true one counts
             (bool(launch_state.stopped), f"stopped: {launch_state.stopped}"),
             (bool(status.hold), f"{status.hold}; {why}"),
             (unlisted_s > 0, f"{unlisted_s:.0f} s until all earlier launches are listed; {why}"),

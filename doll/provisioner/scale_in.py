@@ -32,7 +32,7 @@ _RECALL: Final = 0.5
 _UNKNOWN: Final = "the state of an earlier provisioner is lost"
 MOST_LATE = 0.05
 """The accepted probability of missing the deadline after a release, if the job does not state one (`plan.risk`)."""
-_DEARER = 1.01  # of the expected cost: beyond what rounding of forecasts explains
+_DEARER = 1.01  # factor of the expected cost that is more than the rounding of forecasts
 _REPLICAS = 50
 
 
@@ -135,7 +135,7 @@ def error_refusal(
         return (f"the error target {target:g} would be at risk: the error curve would not fall below {floor:.4g}"), 0.0
     try:
         needed = fit.updates_to(target)
-    except InfeasiblePlanError:  # as the floor is below the target, by rounding only
+    except InfeasiblePlanError:  # only by rounding, because the floor is below the target
         return "", 0.0
     return "", needed.high if np.isfinite(needed.high) else needed.point
 
@@ -278,10 +278,10 @@ class ScaleIn(KeptState):
         assert self._settings is not None
         rates = state.rates_per_s / state.rates_per_s.max()
         losses = observed.replica_losses() if self._settings.evict == "worst_replica" else None
-        # A hundredth of the loss, like a tenth of a rate, is noise.
+        # A hundredth of the loss is noise, like a tenth of a rate.
         excess = np.zeros(self._num_slots) if losses is None else np.nan_to_num(losses / np.nanmean(losses) - 1)
         slots = [slot for slot in np.flatnonzero(self.active).tolist() if state.up[slot] or slot in noticed]
-        # Rates are estimates: what is within a tenth is equal.
+        # Rates are estimates: rates that differ by less than a tenth count as equal.
         return min(
             slots,
             key=lambda slot: (

@@ -141,7 +141,7 @@ def _scale_in(config: JobConfig) -> ScaleInSettings | None:
     if not own.enabled:
         return None
     batches = [config.training.policy.batches_per_update(count) for count in range(1, workers + 1)]
-    # Fewer workers must be able to hold the batches of an update.
+    # Fewer workers must still be able to compute the batches of an update.
     room = config.worker.max_pending_batches
     fewest = max((count for count in range(1, workers + 1) if batches[count - 1] > room * count), default=0) + 1
     tuner = TunerSettings(

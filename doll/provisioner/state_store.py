@@ -25,7 +25,7 @@ from doll.storage.checkpoints import CheckpointStore
 
 log = telemetry.get_logger(__name__)
 
-_MOST_BYTES: Final = 64_000_000  # far above what thousands of machines take
+_MOST_BYTES: Final = 64_000_000  # far more than the state of thousands of machines needs
 _DOCUMENT: Final = "state.json"
 _ATTEMPTS: Final = 10
 
@@ -104,7 +104,7 @@ class SharedStateStore:
             log.info("provision_state_moved", file=str(self._local.state), to=f"{self._store.location}/{_DOCUMENT}")
             try:
                 self._local.state.replace(moved)
-            except OSError as exc:  # a successor finds the newer one first
+            except OSError as exc:  # a successor reads the newer one first
                 log.warning("provision_state_not_moved", file=str(moved), error=str(exc))
 
     def load(self) -> dict[str, Any] | None:
@@ -230,7 +230,7 @@ def clear_stops(config: JobConfig, run_folder: Path) -> list[str]:
     if stops:
         lease = Lease(claims_of(config, run_folder), config.provision.lease_s)
         store = state_of(config, run_folder, lease.number)
-        store.take()  # from here on nobody else can save
+        store.take()  # from here on no other process can save
         newest = store.load()
         if newest is not None:
             store.save(cleared(newest, limit))

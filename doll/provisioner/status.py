@@ -47,7 +47,7 @@ def last_decision(store: FileStateStore | SharedStateStore, start_command: str) 
         pass
     saved = state.get("decision")
     if isinstance(saved, dict) and (decision is None or saved.get("time_s", 0.0) > decision.get("time_s", 0.0)):
-        decision = saved  # of a provisioner on another machine
+        decision = saved  # the decision of a provisioner on another machine
     if decision is None:
         raise ConfigError(f"{store.journal}: no decision yet: start the provisioner with: {start_command}")
     instances = state.get("instances", {}).get("known", [])

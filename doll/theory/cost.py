@@ -19,7 +19,7 @@ from doll.theory import checks
 from doll.theory.checks import Floats
 
 SECONDS_PER_HOUR = 3600.0
-# Floats that stand for whole numbers: (64 - 60.95) / 0.1 must not lose a worker to rounding.
+# For floats that represent integers: (64 - 60.95) / 0.1 must not lose a worker to rounding.
 TOLERANCE = 1e-9
 
 
@@ -136,7 +136,7 @@ def relative_cost(effective_per_s: Floats, alpha: float, prices: Prices) -> Floa
     count = len(effective_per_s) - 1
     slope = alpha * prices.spot_usd_per_h - prices.on_demand_usd_per_h
     usd_per_h = count * prices.on_demand_usd_per_h + slope * np.arange(count + 1)
-    # alpha = 0 leaves rounding noise in place of 0.
+    # With alpha = 0, rounding noise can remain instead of 0.
     works = effective_per_s > TOLERANCE * effective_per_s[0]
     relative: Floats = np.divide(usd_per_h, effective_per_s, out=np.full(count + 1, math.inf), where=works)
     return relative

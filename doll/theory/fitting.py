@@ -157,7 +157,7 @@ def fit_decay(
     rho, beta, gamma = _fit(at, weights, measured[np.newaxis, :])[0].tolist()
     best = Decay(rho, beta, gamma)
     relative = measured / best.error(at) - 1
-    # Three constants were fitted to these residuals, which made them smaller than the noise is.
+    # Three constants were fitted to these residuals, which makes them smaller than the noise.
     noise = (relative - relative.mean()) * math.sqrt(len(at) / (len(at) - 3))
     length = max(1, round(len(at) ** (1 / 3)))
     starts = rng.integers(0, len(at) - length + 1, size=(replicas, math.ceil(len(at) / length)))
@@ -237,7 +237,7 @@ def _fit(at: Floats, weights: Floats, curves: Floats) -> Floats:
     loss, _, _ = _linear(at, weights, curves, pulls)
     best = np.argmin(loss, axis=0)
     rows = np.arange(len(curves))
-    # Golden-section steps are not worth it: two finer grids around the best point give four digits of ρ.
+    # Golden-section steps would not pay: two finer grids around the best point give four digits of ρ.
     centre = pulls[best]
     step = pulls[1] / pulls[0]
     out = np.empty((len(curves), 3))

@@ -94,7 +94,7 @@ def best_assignment(
             raise ValueError("cycle_s: expected the mean up + down time of a spot worker, to know the risk")
         last = _most_at_risk(samples, ascending, alpha, deadline_s, cycle_s, risk, last)
     cost = relative_cost(effective, alpha, prices)
-    # At alpha = 0 with everybody on spot nobody works; inf <= inf would go on.
+    # At alpha = 0 with all workers on spot, no worker is ever up; inf <= inf would continue the scan.
     falls = (cost[1:] <= cost[:-1] * (1 + 1e-12)) & np.isfinite(cost[1:])
     rising = np.flatnonzero(~falls[:last])
     count = int(rising[0]) if rising.size else last

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from doll.theory import checks
 
-_NORMAL_FROM = 10_000  # workers of one rate, whose uptimes add up to a normal distribution
+_NORMAL_FROM = 10_000  # from this many workers of one rate on, the sum of their up times counts as normal
 _NEVER = 1e-200  # a share of the time below this counts as 0
 
 

@@ -373,5 +373,5 @@ def fit_step_times(workers: npt.ArrayLike, seconds: npt.ArrayLike, counts: npt.A
         raise ValueError(f"expected step times of at least two numbers of workers, got {sorted(set(w.tolist()))}")
     mean_w, mean_d = np.average(w, weights=weights), np.average(d, weights=weights)
     slope = float(np.sum(weights * (w - mean_w) * (d - mean_d)) / np.sum(weights * (w - mean_w) ** 2))
-    # Twelve digits: what is beyond is the rounding of these sums.
+    # Twelve digits, because further digits are rounding errors of these sums.
     return StepTimes(a=round(float(mean_d - slope * mean_w), 12), b=round(slope, 12))

@@ -143,9 +143,9 @@ class StalenessMeter:
         self._warm_up = warm_up
         self._compares_all = len(self._clocks) <= all_up_to
         self._is_active = is_active
-        self._offsets = [0] * len(self._clocks)  # clock - number of batches
-        self._since = [version] * len(self._clocks)  # the version from which on a worker's process is counted
-        self._turns = list(range(len(self._clocks)))  # with which other worker a worker's last read was compared
+        self._offsets = [0] * len(self._clocks)  # clock minus number of batches
+        self._since = [version] * len(self._clocks)  # the first version at which a worker's process counts
+        self._turns = list(range(len(self._clocks)))  # the other worker with which a worker's last read was compared
         self._tracks: dict[int, _Track] = {}
         self._changes: deque[tuple[int, int]] = deque()  # (version, worker) of the entries in `_tracks`, in order
 

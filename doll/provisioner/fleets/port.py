@@ -21,7 +21,7 @@ class InstanceState(enum.StrEnum):
     PENDING = "pending"
     RUNNING = "running"
     ENDING = "ending"
-    STOPPED = "stopped"  # it has not run since `ended_s`, and what is left of it costs until it is ended
+    STOPPED = "stopped"  # it has not run since `ended_s`, and its volume costs money until it is ended
     ENDED = "ended"
 
 
@@ -29,7 +29,7 @@ class EndReason(enum.StrEnum):
     """The reason why a machine has ended; billing depends on it."""
 
     NONE = ""
-    TERMINATED = "terminated"  # by us
+    TERMINATED = "terminated"  # by the provisioner
     INTERRUPTED = "interrupted"  # by the owner of the spot market
     FAILED = "failed"  # by itself, or for an unknown reason
 
@@ -110,7 +110,7 @@ class LaunchFailure(enum.StrEnum):
     CAPACITY = "capacity"  # the pools are empty: other pools, then the other market
     REFUSED = "refused"  # not a lack of capacity: an operator must act; the provisioner stops if nothing else works
     THROTTLED = "throttled"  # the same order again, later
-    TAKEN = "taken"  # the order was already made in other words: look at what is there
+    TAKEN = "taken"  # the same order was made with other parameters: list the instances
     CONFIG = "config"  # it can never succeed: stop and raise an alarm
 
 

@@ -102,7 +102,7 @@ class ProcessFleet:
         if id_ not in self._machines:
             self._machines[id_] = self._buy(id_, order)
             self._changed = True
-            self._save()  # before the process: what runs is in the file
+            self._save()  # written before the process starts, so that the file has every running process
             self.poll()
         return self._machines[id_].instance
 
@@ -252,7 +252,7 @@ class ProcessFleet:
         for id_, machine in self._machines.items():
             if id_ in roles:
                 self._roles[id_] = roles[id_]
-                machine.pid = roles[id_].pid  # it may have been started, and we ended before we noted it
+                machine.pid = roles[id_].pid  # it may have been started by a process that ended before it recorded this
             elif machine.pid is not None and machine.instance.state is not InstanceState.ENDED:
                 self._end(machine, now_s)
 

@@ -95,7 +95,7 @@ class AvailabilityEstimator(KeptState):
             keep = 0.5 ** (span / self._half_life_s)
             self._ends_of_up, self._ends_of_down = self._ends_of_up * keep, self._ends_of_down * keep
             self._up_s, self._down_s = self._up_s * keep, self._down_s * keep
-            # Only slots that were on spot all the while: a slot that has just been put there has no past on spot.
+            # Only slots that were on spot for the whole time: a slot that has just moved there has no history on spot.
             seen = self._assigned & assigned
             self._up_s += span * int(np.count_nonzero(seen & self._up))
             self._down_s += span * int(np.count_nonzero(seen & ~self._up))
@@ -134,7 +134,7 @@ class AvailabilityEstimator(KeptState):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state to save, without the current up and down periods."""
-        # A cluster that may still grow is kept as one that cannot: its successor begins after a restart.
+        # A cluster that may still grow is saved as complete; a new one begins after a restart.
         clusters = [*self._clusters, *self._open.values()]
         return {
             "tallies": [self._ends_of_up, self._ends_of_down, self._up_s, self._down_s],

@@ -50,10 +50,10 @@ class Slack:
 def boot_left_s(state: PlannerState, settings: PlannerSettings) -> Floats:
     """Return the seconds until each slot that boots is ready, shape (N,); 0 if it works or has no machine."""
     booting = ~state.up & (~state.on_spot | state.spot_available)
-    # On spot a boot begins when a machine is there.
+    # On spot, a boot begins when a machine is available.
     since_s = np.where(state.on_spot, np.maximum(state.moved_s, state.spot_changed_s), state.moved_s)
     left_s = np.minimum(since_s + settings.boot_s - state.elapsed_s, settings.boot_s)
-    # A boot that takes longer than it should is given one more period at a time.
+    # A boot that takes longer than planned gets one more period at a time.
     return np.where(booting, np.where(left_s > 0, left_s, min(settings.replan_s, settings.boot_s)), 0.0)
 
 
@@ -153,7 +153,7 @@ def theorem(state: PlannerState, settings: PlannerSettings, slack: Slack, worth:
     mean_rate = slack.total_per_s / len(rates)
     band = settings.dead_band * mean_rate
     on_spot = float(rates[chosen].sum())
-    # A hair more than allowed is rounding; a whole slot must move.
+    # A tiny excess is rounding; only a whole slot can move.
     if on_spot > allowed + 1e-9 * slack.total_per_s:
         excess = on_spot - max(0.0, allowed)
         down = chosen & ~state.spot_available

@@ -75,7 +75,7 @@ def forecast(on_spot: Bools, state: PlannerState, settings: PlannerSettings, sla
     if math.isinf(end_s):
         return Forecast(math.inf, 0.0, math.inf, 0.0, 1.0, settings.budget_usd is not None)
 
-    # Samples that spot's outages, and not knowing α, add to or take from the expected work by then.
+    # Samples by which spot's outages, and the uncertainty of α, change the expected work by then.
     squares = float((rates[on_spot] ** 2).sum())
     sigma_alpha = (state.alpha.high - state.alpha.low) / (2 * _Z_INTERVAL)
     unsure_alpha = (spot_rate * end_s * sigma_alpha) ** 2
@@ -247,11 +247,11 @@ def _decide(state: PlannerState, settings: PlannerSettings, move_s: float) -> Pl
     if slack.work <= 0:
         return _plan(state, settings, slack, state.on_spot, np.full(count, Reason.DONE, np.int8), "done")
     if slack.spare_samples < 0:
-        # The margin is there to be used up; only beyond it the deadline is lost.
+        # The margin may be used up; the deadline is lost only after it.
         late = slack.spare_samples + slack.total_per_s * settings.margin * settings.deadline_s < 0
         code, binding = (Reason.LATE, "late") if late else (Reason.GUARD, "guard")
         return _plan(state, settings, slack, np.zeros(count, np.bool_), np.full(count, code, np.int8), binding)
-    # Waiting for spot costs nothing, whatever its price is meanwhile: price moves only what runs, or would.
+    # Waiting for spot costs nothing at any price: the price only moves slots that run or would run.
     worth = market_rules.cheaper_on_spot(state) | (state.on_spot & ~state.spot_available)
     none = np.zeros(count, dtype=np.bool_)
     wanted = _RULES[settings.rule](state, settings, slack, worth) & worth
@@ -263,7 +263,7 @@ def _decide(state: PlannerState, settings: PlannerSettings, move_s: float) -> Pl
     codes[chosen & ~state.on_spot] = Reason.RETURN
     codes[~chosen & state.on_spot] = Reason.COVER
     codes[~worth] = Reason.PRICE
-    # A return that the guard refused is a slot that stays, not one that the guard moved.
+    # If the guard refused a return, the slot stays; the guard has not moved it.
     codes[guarded & state.on_spot] = Reason.GUARD
     if guarded.any():
         binding = "guard"

@@ -44,7 +44,7 @@ class LossHistory(KeptState):
         """Forget all points, because the job starts again."""
         self._stride = 1
         self._points: list[_Point] = []
-        self._open: list[_Point] = []  # of the point that is not complete
+        self._open: list[_Point] = []  # for the point that is not complete yet
 
     def __len__(self) -> int:
         return len(self._points)
@@ -176,8 +176,8 @@ class ScaleInTuner(KeptState):
         self._looked_at_step = 0.0  # newest step at the last look for the knee
         self._reference: _Reference | None = None
         self._removed_step = 0.0
-        self._next_s = -math.inf  # no decision before
-        self._step_times: list[tuple[int, float, int]] = []  # workers, mean seconds, how many steps
+        self._next_s = -math.inf  # time before which there is no decision
+        self._step_times: list[tuple[int, float, int]] = []  # workers, mean seconds, number of steps
 
     @property
     def knee_step(self) -> float | None:

@@ -37,7 +37,7 @@ PRODUCT: Final = "Linux/UNIX"  # answers may say "Linux/UNIX (Amazon VPC)": matc
 PRICING_REGION: Final = "us-east-1"  # the price list is served in a few regions only, for all
 ASK_AGAIN_S: Final = 300.0
 RETRY_S: Final = 60.0
-HISTORY_S: Final = 90 * 86_400.0  # EC2 keeps no more
+HISTORY_S: Final = 90 * 86_400.0  # EC2 keeps no longer history
 KEEP_ON_DEMAND_DAYS: Final = 7
 _MOST_CACHE_BYTES: Final = 16_000_000
 
@@ -49,7 +49,7 @@ class SpotHistory:
         self._client = client
         self._page_size = page_size
         self._usd_per_h: dict[Ec2Pool, dict[float, float]] = {}  # each change of price, by its time
-        self._known: dict[Ec2Pool, tuple[float, float]] = {}  # from when to when it has been asked
+        self._known: dict[Ec2Pool, tuple[float, float]] = {}  # start and end of the time that was requested
         self._failed_s = -math.inf
 
     def refresh(self, pools: Collection[Ec2Pool], start_s: float, now_s: float) -> None:

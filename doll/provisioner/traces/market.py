@@ -110,7 +110,7 @@ class SpotMarket:
     ) -> Self:  # fmt: skip
         """Return a market with the paper's model: each machine is up a share `alpha` of the time, with a cycle of
         `cycle_s` market seconds. Machines of a slot change independently if `one_by_one`, otherwise together."""
-        # A generator for each machine: what one meets does not depend on when the others are asked for.
+        # One generator per machine, so that its intervals do not depend on the order of requests.
         count = machines_per_slot if one_by_one else 1
         machines = [
             Markov(alpha, cycle_s, np.random.default_rng((seed, 1, number))).spans(number)
@@ -180,7 +180,7 @@ class SpotMarket:
         start_s = intervals[-1].end_s if intervals else 0.0
         up, seconds = self._held[slot] or next(self._spans[slot])
         self._held[slot] = None
-        # Two spans of one kind are one interval; what does not end within a hundred thousand spans does not end.
+        # Two spans of one kind are one interval; an interval of 100,000 spans counts as endless.
         for _ in range(100_000):
             if math.isinf(seconds):
                 break
@@ -211,7 +211,7 @@ class SpotMarket:
         """Return the times at which the spot price changes between these times, ascending."""
         first, period = float(self._prices.times_s[0]), self._period_s
         laps = range(int(self._lap(start_s)), int(self._lap(end_s)) + 1)
-        # The recording's last time is its end: the next lap's first price holds from there.
+        # The recording's last time is its end: from there on the first price of the next repetition holds.
         times = [(first_s - first + lap * period - self._offset_s) / self.speed_up
                  for lap in laps for first_s in self._prices.times_s[:-1].tolist()]  # fmt: skip
         return [time_s for time_s in times if start_s < time_s < end_s]
@@ -264,7 +264,7 @@ class TracePrices:
         begin_s = max(start_s, opened_s)
         changes = [] if market == "on_demand" else self._market.spot_changes_s(begin_s - opened_s, end_s - opened_s)
         times = [begin_s, *(opened_s + change_s for change_s in changes), end_s]
-        # In the middle of each piece: at its very edge, rounding could show the price before.
+        # In the middle of each piece, because rounding at its edge could show the price before.
         prices = [self._market.prices((one + two) / 2 - opened_s) for one, two in itertools.pairwise(times)]
         values = [each.spot_usd_per_h if market == "spot" else each.on_demand_usd_per_h for each in prices]
         values.append(values[-1])

@@ -20,7 +20,7 @@ from doll.provisioner.traces.tables import MAX_NUMBER, number, rows
 Floats = npt.NDArray[np.float64]
 
 POOLS, PRICES, AVAILABILITY = "pools.csv", "prices.csv", "availability.csv"
-# Above all that a market has: what is beyond is damage, and would drown the sums.
+# Larger than any real value: a larger number is damage, and would spoil the sums.
 MAX_MACHINES, MAX_USD_PER_HOUR = 10_000_000, 1e6
 POOL_COLUMNS = ("trace_set", "pool", "num_machines", "on_demand_usd_per_hour")
 

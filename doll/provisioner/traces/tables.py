@@ -21,7 +21,7 @@ from doll.records.bounded import short
 
 MAX_LINE_CHARS: Final = 16_000_000
 MAX_CHARS: Final = 4_000_000_000
-# Beyond these no recording goes; sums and products of them stay finite.
+# No recording exceeds these limits, and sums and products within them stay finite.
 MAX_NUMBER: Final = 1e15
 
 

@@ -94,7 +94,7 @@ class Ec2Fleet:
         self._known: dict[str, _Known] = {}
         self._listed_s = float("-inf")
         self._ids: dict[Order, str] = {}
-        # A repeated request must be the same to the byte, though the capacity cache has changed since.
+        # A repeated request must be identical, even if the capacity cache has changed in between.
         self._choices: dict[Order, list[list[Override]]] = {}
 
     @property
@@ -237,7 +237,7 @@ class Ec2Fleet:
         try:
             notices = self.notices.read(own)
         except ServiceUnavailableError as error:
-            log.warning("spot_notices_unavailable", reason=str(error))  # the listing still shows what has ended
+            log.warning("spot_notices_unavailable", reason=str(error))  # the listing still shows an ended instance
             return
         for id_, at_s in notices.items():
             known = self._known[id_]

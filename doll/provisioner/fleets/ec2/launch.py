@@ -159,7 +159,7 @@ class Ec2Launcher:
             if usable:
                 choices.append(usable)
         if not choices:
-            # It names no pools: none was asked, so no pool's backoff may start again.
+            # The error names no pools, because none was requested, so no pool's backoff starts again.
             codes = {
                 self._backoff_codes.get((override.pool, order.market), "")
                 for _, overrides in by_zone

@@ -67,7 +67,7 @@ class Ec2Notices:
         except aws_errors() as error:
             if not interrupted_at_s:
                 raise ServiceUnavailableError(f"SQS, reading interruption notices: {error}") from error
-            log.warning("notices_not_deleted", reason=str(error))  # they come again, with the same times
+            log.warning("notices_not_deleted", reason=str(error))  # they are received again, with the same times
         return interrupted_at_s
 
     def close(self) -> None:
@@ -91,6 +91,6 @@ class Ec2Notices:
             return True
         if id_ not in own:
             return self.clock() - said_s > UNLISTED_S
-        # The same event may come twice; the first one counts.
+        # The same event may arrive twice; the first one counts.
         interrupted_at_s[id_] = min(interrupted_at_s.get(id_, said_s + NOTICE_S), said_s + NOTICE_S)
         return False

@@ -215,9 +215,9 @@ class KubernetesFleet:
                     continue
                 self.api.delete(instance.id)
                 if instance.is_alive and not pod["spec"].get("nodeName"):
-                    # It has cost nothing without a node.
+                    # Without a node it has cost nothing.
                     self._known[instance.id] = instance.ended(self.clock(), EndReason.TERMINATED)
-                elif instance.is_alive and instance.notice_s is None:  # it may be gone before anybody lists it
+                elif instance.is_alive and instance.notice_s is None:  # it may disappear before the next listing
                     self._known[instance.id] = replace(instance, state=InstanceState.ENDING)
         except ApiError as error:
             raise _unusable(error) from error
@@ -287,7 +287,7 @@ class KubernetesFleet:
         if instance is None:
             log.warning("invalid_worker_tags", id=pod["metadata"].get("name"), cluster=self.cluster)
         elif (known := self._known.get(instance.id)) is not None and known.state is InstanceState.ENDED:
-            return known  # what has ended does not change
+            return known  # an ended pod does not change
         return instance
 
     def _is_foreign(self, pod: pods.Pod) -> bool:

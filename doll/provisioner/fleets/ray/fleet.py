@@ -42,8 +42,8 @@ T = TypeVar("T")
 NAMESPACE: Final = "doll"
 ENDED_KEPT_S: Final = 3600.0
 GRACE_S: Final = 5.0  # after the worker's own time to drain
-KILL_AFTER_S: Final = 10.0  # after that; an actor that is stuck does not hear that it should end
-RENEW_S: Final = 60.0  # of the sign that a provisioner is there
+KILL_AFTER_S: Final = 10.0  # after that; a stuck actor does not receive the request to end
+RENEW_S: Final = 60.0  # for the signal that a provisioner runs
 HEAD_AWAY_ENV: Final = "RAY_gcs_rpc_server_reconnect_timeout_s"
 HEAD_AWAY_S: Final = 24 * 3600
 """Ray ends a process that has not reached the head of the cluster for a minute, unless a longer time is set. A
@@ -135,7 +135,7 @@ class RayApi:
         try:
             return future.result(self._timeout_s)
         except FutureTimeoutError as error:
-            future.cancel()  # what waits behind a call without an answer is not made when the head is back
+            future.cancel()  # calls that wait behind an unanswered call are not made when the head returns
             raise RayError(f"{what}: Ray does not answer within {self._timeout_s:g} s") from error
         except (self._ray.exceptions.RayError, RuntimeError, OSError) as error:
             raise RayError(f"{what}: {short(error)}") from error
@@ -160,8 +160,8 @@ class RayFleet:
     def __post_init__(self) -> None:
         self._known: dict[str, Instance] = {}
         self._asked_s: dict[str, float] = {}  # when the provisioner has asked for its end
-        self._told: set[str] = set()  # who know that their node goes
-        self._made: set[str] = set()  # by this process, and not seen ended
+        self._told: set[str] = set()  # names of actors that know that their node will be taken
+        self._made: set[str] = set()  # created by this process, and not yet listed as ended
         self._renewed_s = float("-inf")
         self._gate = LaunchGate(
             actors.POOL, "expected nodes with this version of doll-online and the job's packages: correct the nodes' "
@@ -249,7 +249,7 @@ class RayFleet:
                 log.warning("killed", id=actor.name, action="it has not ended since it was asked to")
                 self.api.kill(actor.name)
         for id_ in self._known.keys() - {row.name for row in rows}:
-            if self._known[id_].ended_s is None:  # the head has started again without its table: its actors are gone
+            if self._known[id_].ended_s is None:  # the head has restarted without its table: its actors are gone
                 del self._known[id_]
                 self._asked_s.pop(id_, None)
         self._give_back(rows, now_s)

@@ -40,7 +40,7 @@ def wait_until_orphaned(
         passed_s, looked_s = clock() - looked_s, clock()
         try:
             sign = read()
-        except Exception:  # of Ray, whose head is away
+        except Exception:  # an error of Ray, whose head is unavailable
             continue
         seen, unchanged_s = sign, 0.0 if sign != seen else unchanged_s + passed_s
 
