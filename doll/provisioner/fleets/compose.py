@@ -4,7 +4,7 @@ Compose gives the container the service's image, network, volumes and environmen
 the provisioner replaces a worker that dies. The labels and the name of an instance state its identity, so the engine
 has all state.
 
-Written for docker 27 with compose v2, and tested only with an imitation of their command line
+Written for docker 27 with compose v2, and tested only with a substitute for their command line
 (tests/support/fake_docker.py). Run this in an environment with the variables that the compose file requires.
 """
 
