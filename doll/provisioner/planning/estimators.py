@@ -55,8 +55,8 @@ class AvailabilityEstimator(KeptState):
     """Estimates α and the cycle from slots that are observed while they are assigned to spot.
 
     A slot on-demand gives no information on spot (it is censored). Interruptions in one pool within `cluster_s` count
-    as one cluster. If they come together, the counts are divided by the design effect Σk²/Σk. The prior is worth half
-    an observed up period and half a down period. Observations lose half of their weight after `half_life_s`.
+    as one cluster. If interruptions come together, the counts are divided by the design effect Σk²/Σk. The prior is
+    worth half an observed up period and half a down period. Observations lose half of their weight after `half_life_s`.
     """
 
     def __init__(

@@ -180,7 +180,7 @@ def deadline_rule(
     there, then the fastest slots. A slot that would not lose less by leaving stays.
 
     `move_s` is the cost of a move now: the boot time, or 0 if nothing runs yet. Returns the markets (True: spot), and
-    which ones it changed.
+    the slots whose market the guard changed.
     """
     rates = state.rates_per_s
     chosen = wanted.copy()
