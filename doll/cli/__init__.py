@@ -1,4 +1,4 @@
-"""The command line `doll`: commands parse options, call `doll.run` and others, and print. Importing this loads none."""
+"""The command line `doll`: commands parse options, call other packages, and print. This module imports none of them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from doll.process.platform import print_any_text
 
 FINAL_EXIT_CODE_ENV: Final = "DOLL_FINAL_EXIT_CODE"
 STOPPED_EXIT_CODE_ENV: Final = "DOLL_STOPPED_EXIT_CODE"
-_FINAL: Final = (2, 3, 4)  # no restart changes them
+_FINAL: Final = (2, 3, 4)  # a restart cannot change the result
 
 
 def main() -> None:
     """Entry point of the `doll` program.
 
-    A supervisor that restarts whatever does not exit with 0, as docker's `on-failure`, would repeat a refusal:
-    with `DOLL_FINAL_EXIT_CODE=0` a role that no restart can help exits with 0. A Job of Kubernetes would take a pod
-    that was evicted for one that has ended: with `DOLL_STOPPED_EXIT_CODE=143` a role that ends in order after SIGTERM
-    exits with 143.
+    With `DOLL_FINAL_EXIT_CODE=0`, a role whose failure no restart can fix exits with 0. This is for supervisors that
+    restart every process with another exit code, such as docker's `on-failure`: they would restart it without end. With
+    `DOLL_STOPPED_EXIT_CODE=143`, a role that ends in order after SIGTERM exits with 143. This is for a Job of
+    Kubernetes: after exit code 0 it would treat an evicted pod as completed.
     """
     from doll.cli.app import app
     from doll.process.signals import was_terminated

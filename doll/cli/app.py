@@ -1,4 +1,4 @@
-"""The commands of `doll`. A command imports what it runs when it is called, so that `doll --help` is fast."""
+"""The commands of `doll`. A command imports its modules only when it is called, so that `doll --help` is fast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from doll.cli.groups import Commands, LazyGroup, Listed
 _HELP = """Online learning on Kafka streams with preemptible machines.
 
 \b
-  doll up digits                   run a whole job on this machine, here an example
+  doll up digits                   run a whole job on this machine, here an example job
   doll example list                list the examples that ship with DOLL
   doll config check my.yaml        check a job file
   doll audit my.yaml               verify that every sample is applied exactly once
@@ -25,25 +25,23 @@ logs to standard error. DOLL_DEBUG=1 shows tracebacks.
 """
 
 # Titles of `doll --help`, and the commands in the order in which it shows them.
-_START, _LOOK, _ROLES = "Start here", "Look", "Roles: one process of a job each"
+_START, _LOOK, _ROLES = "Start here", "Look", "Roles: each command runs one process of a job"
 _MONEY, _EXAMINE = "Money and machines", "Examine and repair"
 
 _COMMANDS: Final = {
     "up": Listed(_START, "Run a whole job on this machine.", "runs:up"),
     "resume": Listed(_START, "Resume a run.", "runs:resume"),
     "scale": Listed(_START, "Change the number of workers of a running job.", "runs:scale"),
-    "regrid": Listed(_START, "Go on with another batch size or policy.", "runs:regrid"),
-    "rollback": Listed(_START, "Let training go on from an earlier version.", "runs:rollback"),
+    "regrid": Listed(_START, "Continue with another batch size or policy.", "runs:regrid"),
+    "rollback": Listed(_START, "Continue training from an earlier version.", "runs:rollback"),
     "example": Listed(_START, "List or copy the examples that ship with DOLL.", "job_files:example_app"),
     "config": Listed(_START, "Show or check a job file.", "job_files:config_app"),
     "status": Listed(_LOOK, "Show a job's status.", "inspect:status"),
-    "dashboard": Listed(_LOOK, "Serve the live page of a job, or the page of a run.", "inspect:dashboard"),
+    "dashboard": Listed(_LOOK, "Serve the live page of a job or a run.", "inspect:dashboard"),
     "audit": Listed(_LOOK, "Verify that every sample is applied exactly once.", "inspect:audit"),
     "topics": Listed(_LOOK, "Show or create a job's Kafka topics.", "inspect:topics"),
     "export": Listed(_LOOK, "Write the model as safetensors, ONNX or torch.export.", "runs:export"),
-    "versions": Listed(
-        _LOOK, "List the versions of a job, compare them, and give them names.", "versions:versions_app"
-    ),
+    "versions": Listed(_LOOK, "List, compare and name the versions of a job.", "versions:versions_app"),
     "ps": Listed(_ROLES, "Run the parameter server of a job.", "roles:ps"),
     "worker": Listed(_ROLES, "Run worker n of a job.", "roles:worker"),
     "produce": Listed(_ROLES, "Send a job's source to its topic.", "roles:produce"),
@@ -52,17 +50,17 @@ _COMMANDS: Final = {
     "prometheus": Listed(_ROLES, "Serve a job's metrics to Prometheus.", "roles:prometheus"),
     "health": Listed(_ROLES, "Query the health probe of a process.", "roles:health"),
     "plan": Listed(_MONEY, "Plan spot and on-demand workers, cost and risk.", "plan:plan"),
-    "calibrate": Listed(_MONEY, "Estimate what doll plan needs from a run.", "plan:calibrate"),
+    "calibrate": Listed(_MONEY, "Estimate the inputs of doll plan from a run.", "plan:calibrate"),
     "spot": Listed(_MONEY, "Run a whole job on a spot market on this machine."),
     "backtest": Listed(_MONEY, "Backtest the planner on recorded markets."),
     "provision": Listed(_MONEY, "Provision machines for a job's workers.", "provision:provision_app"),
-    "doctor": Listed(_EXAMINE, "Check what a job's roles must be able to do.", "inspect:doctor"),
+    "doctor": Listed(_EXAMINE, "Check services, access rights and this machine.", "inspect:doctor"),
     "drill": Listed(_EXAMINE, "Inject faults into a job, then audit it."),
-    "replay": Listed(_EXAMINE, "Make a version again from its event log.", "runs:replay_"),
+    "replay": Listed(_EXAMINE, "Rebuild a version from its event log.", "runs:replay_"),
     "compare": Listed(_EXAMINE, "Run a job under several consistency policies.", "compare:compare"),
     "simulate": Listed(_EXAMINE, "Simulate a whole job in virtual time."),
     "profile": Listed(_EXAMINE, "Measure the layers of a model, for pipelines.", "profile:profile"),
-    "dead": Listed(_EXAMINE, "Inspect dead letters, and replay their records.", "dead:dead_app"),
+    "dead": Listed(_EXAMINE, "List rejected records and send them again.", "dead:dead_app"),
 }
 
 

@@ -1,4 +1,4 @@
-"""`doll compare`: one job under several policies."""
+"""`doll compare`: runs one job under several policies."""
 
 from __future__ import annotations
 
@@ -19,41 +19,42 @@ def compare(
         list[str] | None,
         typer.Option(
             metavar="NAME[:KEY=VALUE...][,...]",
-            help="Policies, each with its options after colons [default: every registered policy].",
+            help="Policies to compare; options follow a name after colons [default: all registered policies].",
         ),
     ] = None,
     loss: Annotated[
         float | None,
         typer.Option(
-            help="Loss to reach; a run ends when its held-out loss has [default: stop.loss of the job; else the best "
-            "that every policy reached]."
+            help="Target loss: a run ends when its held-out loss reaches it [default: stop.loss of the job, otherwise "
+            "the lowest loss that every policy reached]."
         ),
     ] = None,
     simulate: Annotated[
-        bool, typer.Option("--simulate", help="In virtual time, without services and a loss; takes seconds (doll-lab).")
+        bool, typer.Option("--simulate", help="Simulate in virtual time: no services, no loss (needs doll-lab).")
     ] = False,
     service: options.ServiceOption = None,
     runs_folder: options.RunsFolderOption = Path("runs"),
     page: options.PageOption = True,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Run one job under several consistency policies, in turn on the same stream, and compare them.
+    """Run one job under several consistency policies, one after the other, and compare the runs.
 
-    Each policy is a whole doll up: the same samples, at the same times, from the same seed. A table shows for each
-    how long and how many samples it took to the loss, the bytes that it sent, how stale its weights were, how long
-    workers were blocked, and what it cost (plan.on_demand_usd_per_h). comparison.html and comparison.json are in the
-    folder that it prints, with the run folder of each policy. It also prints the address of a page that shows the
-    runs side by side; later doll dashboard FOLDER does.
+    Each policy is a complete run of doll up, with the same samples at the same times and the same seed. For each
+    policy, a table shows the time and the number of samples to the target loss, the bytes sent, the staleness of the
+    weights, the time for which workers were blocked, and the cost (plan.on_demand_usd_per_h). The command prints the
+    folder that contains comparison.html, comparison.json and the run folder of each policy. It also prints the address
+    of a page that shows the runs side by side; afterwards doll dashboard FOLDER serves this page.
 
-    Options of a policy follow its name, as in --policies doll:group_size=8,bsp,asp. The policy that the job file names
-    keeps its options there. Give the job a limit in samples, so that all learn from the same part of the stream.
+    Write the options of a policy after its name, as in --policies doll:group_size=8,bsp,asp. The policy of the job file
+    keeps the options of the job file. Set stop.samples, so that all policies learn the same part of the stream.
 
-    Staleness is the newest batch of another worker in the weights, minus the number of the batch that is computed on
-    them: -1 under bsp, less is staler. 99 % of the reads are not staler than p99. Blocked: the share of the
-    workers' time for which they had a complete batch, were idle and had no grant.
+    Staleness is the number of the newest batch of another worker in the weights, minus the number of the batch that is
+    computed with these weights: -1 under bsp; a smaller number means staler weights. In 99 % of the reads the weights
+    are not staler than p99. Blocked is the share of the workers' time in which they had a complete batch, were idle,
+    and had no grant.
 
-    Ctrl-C ends the run under way in order, and shows what has run. Exit code 0: every run ended by its stop rule, with
-    a good audit; else that of the first that did not.
+    Ctrl-C ends the current run in order, and the command shows the completed runs. Exit code 0: every run ended by its
+    stop rule and passed its audit. Otherwise, the exit code of the first run that did not.
 
     Example: doll compare digits --policies doll,bsp,asp --set stop.samples=20000
     """

@@ -1,4 +1,4 @@
-"""`doll dead`: inspect dead letters, and replay their records."""
+"""`doll dead`: lists dead letters, and sends their records to the stream again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from doll.run.target import Target
     from doll.services import Services
 
-dead_app = Commands(help="Inspect dead letters, and replay their records.")
+dead_app = Commands(help="List the records that workers rejected (dead letters), and send them to the stream again.")
 
 _SHOWN_BYTES = 1024
 _NONE = "no dead records"
@@ -29,23 +29,23 @@ _NONE = "no dead records"
 
 @dataclass(frozen=True, kw_only=True)
 class LetterOptions:
-    """Which dead letters of a job."""
+    """The options that select dead letters of a job."""
 
     offsets: Annotated[
         list[str] | None,
-        typer.Option("--offset", metavar="PARTITION/OFFSET", help="Only this record; may be repeated."),
+        typer.Option("--offset", metavar="PARTITION/OFFSET", help="Select only this record; may be repeated."),
     ] = None
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="Only records whose reason contains this.")] = ""
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Select only records whose reason contains TEXT.")] = ""
     code: Annotated[
         Literal["empty", "too_long", "unreadable", "not_packed", "undecodable", "harmful"] | None,
-        typer.Option(help="Only records refused with this code."),
+        typer.Option(help="Select only records that were rejected with this code."),
     ] = None
 
     def filters(self) -> dict[str, Any]:
-        """The arguments of `dead_records`.
+        """Return the filter arguments of `dead_records`.
 
         Raises:
-            BadParameter: an offset is not in its form.
+            BadParameter: an offset does not have the form PARTITION/OFFSET.
         """
         places = []
         for text in self.offsets or ():
@@ -60,15 +60,15 @@ class LetterOptions:
 def list_(
     job: RunOptions, letters: LetterOptions, run_folder: RunFolderOption = None, as_json: JsonOption = False
 ) -> None:
-    """List the records with a dead letter: partition/offset, size, time, state, code, reason.
+    """List the records that have a dead letter: partition/offset, size, time, state, code, reason.
 
     States: dead (in no update), replayed (sent to the stream again), superseded (learned when its batch was computed
     again), in part (the other samples of its packed record are learned), pending (its batch is not in a checkpoint
     yet).
 
-    Codes: empty, too_long (above data.max_record_bytes), unreadable (Kafka's client cannot read its batch of records),
-    not_packed (not in the packed form), undecodable (the task's decode failed), harmful (its gradient would break the
-    model).
+    Codes: empty, too_long (longer than data.max_record_bytes), unreadable (the Kafka client cannot read the record
+    batch), not_packed (not in the packed format), undecodable (decode of the task failed), harmful (its gradient would
+    damage the model).
 
     Example: doll dead list my.yaml --reason "expected x of shape"
     """
@@ -80,7 +80,8 @@ def list_(
 def show(
     job: RunOptions, letters: LetterOptions, run_folder: RunFolderOption = None, as_json: JsonOption = False
 ) -> None:
-    """Show the contents of dead records, as far as their dead letters hold them, as text and in hexadecimal.
+    """Show the stored contents of dead records as text and in hexadecimal. A dead letter may store only the first
+    bytes.
 
     Example: doll dead show my.yaml --offset 0/1234
     """
@@ -93,17 +94,18 @@ def show(
 def replay_(
     job: RunOptions,
     letters: LetterOptions,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be sent, and send nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the records, send nothing.")] = False,
     include_replayed: Annotated[
-        bool, typer.Option("--include-replayed", help="Also records that were replayed before.")
+        bool, typer.Option("--include-replayed", help="Include records that were already replayed.")
     ] = False,
     run_folder: RunFolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Send dead records to the stream again, each as a new record at the end of its partition.
 
-    Fix the task and restart its workers first, or the records are refused again. The bytes come from the samples
-    topic, or else from the dead letter. Records that the model has learned since, or may still learn, are skipped.
+    First correct the task and restart its workers; otherwise the records are rejected again. The bytes are read from
+    the samples topic, or from the dead letter if the topic does not have them any more. Records that the model has
+    learned in the meantime, or may still learn, are skipped.
 
     Example: doll dead replay my.yaml --reason JSONDecodeError --dry-run
     """
@@ -118,7 +120,7 @@ def replay_(
 
 
 def _read_dead_records(job_target: Target, letters: LetterOptions) -> list[DeadRecord]:
-    """The dead records of the topic; if the broker of a run that has ended is gone, those of its folder."""
+    """Read the dead records from the topic, or from the run folder if the run has ended and its broker is gone."""
     from doll.errors import ServiceUnavailableError
     from doll.ledger.dead_letters import MAX_SAVED, saved_dead_records
     from doll.run.status import reachable_kafka

@@ -1,4 +1,4 @@
-"""Groups of commands: how a command gets its options, how its help looks, and how it fails."""
+"""Groups of commands: how a command gets its options, how its help is formatted, and how it reports errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _RENAMED_OPTIONS: Final = {"--runs-folder": "--parent-folder"}
 class DollGroup(typer.core.TyperGroup):
     """A group that turns a `DollError` into one message on standard error and the exit code of its class.
 
-    `DOLL_DEBUG=1` shows the traceback. Its help is plain text, with commands in the order of their registration.
+    With `DOLL_DEBUG=1` the traceback is shown, too. The help is plain text; it lists commands in their registration
+    order.
     """
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -41,7 +42,9 @@ class DollGroup(typer.core.TyperGroup):
                 formatter.write_dl(rows)
 
     def lines(self, width: int) -> dict[str, tuple[str, str]]:
-        """The title of each command that help shows, and what it does in less than `width` characters, by its name."""
+        """Return, by name, the section title and the help text of each visible command; the text fits `width`
+        characters.
+        """
         shown = {name: command for name, command in self.commands.items() if not command.hidden}
         limit = width - 6 - max(map(len, shown), default=0)
         return {name: ("Commands", command.get_short_help_str(limit)) for name, command in shown.items()}
@@ -51,7 +54,7 @@ class DollGroup(typer.core.TyperGroup):
             return super().invoke(ctx)
         except (DollError, OSError) as error:
             if isinstance(error, OSError) and error.errno == errno.EPIPE:
-                raise  # a reader such as head has ended; click says nothing then
+                raise  # the reader of a pipe has ended; click prints nothing
             if os.environ.get(DEBUG_ENV):
                 sys.stderr.write(redacted(traceback.format_exc()))
             if isinstance(error, DollError):
@@ -74,8 +77,8 @@ class Listed(NamedTuple):
     """A command that is imported when it is called.
 
     Attributes:
-        title: under which help shows it.
-        short_help: what help says of it.
+        title: title of the section of the help that lists the command.
+        short_help: text of the command in this list.
         where: `module:name` in this package: a function, or a group of commands. Empty: a function of doll-lab.
     """
 
@@ -85,11 +88,11 @@ class Listed(NamedTuple):
 
     @property
     def is_here(self) -> bool:
-        """Whether what it runs is installed."""
+        """Whether the package that implements the command is installed."""
         return bool(self.where) or extensions.has_lab()
 
     def load(self, name: str) -> Any:
-        """The command, as typer has it; without doll-lab one that takes any arguments and says so."""
+        """Return the command of typer. Without doll-lab: one that accepts any arguments and reports what is missing."""
         module, _, attribute = self.where.partition(":")
         if module:
             command = getattr(importlib.import_module(f"doll.cli.{module}"), attribute)
@@ -116,10 +119,10 @@ def _missing_command(name: str) -> Callable[[], None]:
 
 
 class LazyGroup(DollGroup):
-    """A group of commands whose modules are imported when they are called: its help imports none.
+    """A group of commands whose modules are imported when a command is called; showing the help imports none.
 
     Attributes:
-        listed: its commands by name, in the order of help.
+        listed: the commands of the group by name, in the order of the help.
     """
 
     listed: ClassVar[Mapping[str, Listed]] = {}
@@ -127,7 +130,7 @@ class LazyGroup(DollGroup):
     def __init__(self, **more: Any) -> None:
         super().__init__(**more)
         names: dict[str, Any] = dict.fromkeys(self.listed)
-        self.commands = names  # among which a misspelt one is looked for
+        self.commands = names  # click searches these for a similar name if a name is misspelt
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return self.listed[cmd_name].load(cmd_name) if cmd_name in self.listed else None
@@ -137,13 +140,15 @@ class LazyGroup(DollGroup):
 
 
 class Commands(typer.Typer):
-    """Commands, whose parameters may be dataclasses: each field is then an option or an argument of the command."""
+    """Commands whose parameters may be dataclasses: each field of a dataclass becomes an option or argument of the
+    command.
+    """
 
     def __init__(self, *, help: str, cls: type[DollGroup] = DollGroup, **more: Any) -> None:
         super().__init__(cls=cls, help=help, rich_markup_mode=None, **{"no_args_is_help": True, **more})
 
     def command(self, *args: Any, **more: Any) -> Callable[[Any], Any]:
-        """Register a function as a command; the function itself stays as it is."""
+        """Register a function as a command. The function itself is not changed."""
         register = super().command(*args, **more)
 
         def registered(function: Callable[..., None]) -> Callable[..., None]:
@@ -154,7 +159,7 @@ class Commands(typer.Typer):
 
 
 def _with_fields_as_parameters(function: Callable[..., None]) -> Callable[..., None]:
-    """`function` as typer reads it, with a parameter for each field of its dataclasses."""
+    """Return `function` in the form that typer reads, with one parameter for each field of its dataclasses."""
     hints = get_type_hints(function, include_extras=True)
     dataclasses = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
 

@@ -19,11 +19,11 @@ def audit(
     job: RunOptions,
     run_folder: RunFolderOption = None,
     finished: Annotated[
-        bool, typer.Option("--finished", help="Fail also if the job has not ended, or has ended with an error.")
+        bool, typer.Option("--finished", help="Also fail if the job has not ended, or has ended with an error.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Verify from checkpoint, updates and offsets that every sample is applied exactly once. Exit code 4 if not.
+    """Verify that every sample is applied exactly once, from checkpoint, updates and offsets. Exit code 4 if not.
 
     Example: doll audit my.yaml
     """
@@ -45,7 +45,7 @@ def topics(
     create: Annotated[bool, typer.Option("--create", help="Create the topics that are missing.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the job's topics, or create them.
+    """Show the job's topics, or create the missing ones.
 
     Example: doll topics my.yaml --create
     """
@@ -56,7 +56,7 @@ def topics(
 
 
 def status(job: RunOptions, as_json: JsonOption = False) -> None:
-    """Show the state of a job: updates, error, rates, workers. For a run that has ended: its report.
+    """Show the state of a job: updates, error, rates, workers. If a run has ended, show its report.
 
     Example: doll status runs/digits-20260101-120000
     """
@@ -68,28 +68,29 @@ def status(job: RunOptions, as_json: JsonOption = False) -> None:
 
 def dashboard(
     job: RunOptions,
-    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port of the page; 0: one that is free.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port of the page; 0: any free port.")] = 0,
     host: Annotated[
-        str, typer.Option(help="Address to listen at; one that other machines reach needs --token-file.")
+        str, typer.Option(help="Address to listen on. If other machines can reach it, --token-file is required.")
     ] = "127.0.0.1",
     token_file: Annotated[
         Path | None,
-        typer.Option(help="File with the secret that readers must know."),
+        typer.Option(help="File with the secret that users must enter to open the page."),
     ] = None,
     model_server: Annotated[
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="Also show the doll serve of the job at this address, with the token of DOLL_SERVE_TOKEN.",
+            help="Also show the model server (doll serve) at this address; its token is read from DOLL_SERVE_TOKEN.",
         ),
     ] = None,
     run_folder: RunFolderOption = None,
 ) -> None:
-    """Serve the live page of a job: whether it learns, is on time and on budget, is safe, and who works.
+    """Serve the live page of a job: learning progress, deadline, budget, safety of the data, and the state of each
+    worker.
 
-    It only reads: the job's topics while they answer, else the folder of the run. Of a folder with several runs, such
-    as that of doll compare, it shows them side by side. It ends on Ctrl-C. doll up prints the address of a page that it
-    serves itself.
+    The page only reads: from the job's topics while they are available, otherwise from the run folder. For a folder
+    with several runs, such as the output of doll compare, the page shows the runs side by side. Ctrl-C ends the
+    command. doll up serves such a page itself and prints its address.
 
     Example: doll dashboard runs/digits-20260101-120000
     """
@@ -117,7 +118,7 @@ def dashboard(
 
 
 class RoleName(StrEnum):
-    """The values of `doll.kafka.permissions.Role`."""
+    """The roles of `doll.kafka.permissions.Role`, as values of an option."""
 
     producer = "producer"
     worker = "worker"
@@ -129,13 +130,14 @@ class RoleName(StrEnum):
 def doctor(
     job: RunOptions,
     roles: Annotated[
-        list[RoleName] | None, typer.Option("--role", help="Check for this role only; may be repeated [default: all].")
+        list[RoleName] | None, typer.Option("--role", help="Check only this role; may be repeated [default: all].")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check what each role of a job must be able to do, from this machine and with its credentials.
+    """Check whether the roles of a job can work from this machine: services, access rights, files and settings.
 
-    It changes nothing: only a probe key is written to Redis, and deleted. Exit code 1 if a check has failed.
+    It changes nothing, except that it writes a probe key to Redis and deletes it again. Exit code 1 if a check has
+    failed.
 
     Example: doll doctor my.yaml --role worker
     """

@@ -1,4 +1,4 @@
-"""`doll example` and `doll config`: the job files that ship with DOLL, and a job file shown or checked."""
+"""`doll example` and `doll config`: list and copy the examples that ship with DOLL, and show or check a job file."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def list_examples(as_json: JsonOption = False) -> None:
 
 @example_app.command("copy")
 def copy_example(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="As doll example list shows it.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of an example; see doll example list.")],
     to: Annotated[
         Path | None,
-        typer.Argument(metavar="[FOLDER]", help="Target folder; created if needed. [default: the example's]"),
+        typer.Argument(metavar="[FOLDER]", help="Target folder; created if needed. [default: NAME]"),
     ] = None,
 ) -> None:
-    """Copy an example and the files that it needs, to be changed. Existing files are not overwritten.
+    """Copy an example and its files, so that you can change them. Existing files are not overwritten.
 
-    Where a folder has the name of an example, doll up NAME runs what is in the folder.
+    If the target folder has the name of the example, doll up NAME runs the files of this folder.
 
     Example: doll example copy stdin mine
     """
@@ -74,11 +74,11 @@ def check(
     job: RunOptions,
     build_model: Annotated[
         bool,
-        typer.Option("--build-model", help="Also build the model, try its optimizer, read init_from; takes seconds."),
+        typer.Option("--build-model", help="Also build model and optimizer, and read init_from; takes seconds."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a job file: keys, values, and the files and task class that it names. Exit code 2 if it is invalid.
+    """Check a job file: keys, values, and whether its files and task class exist. Exit code 2 if it is invalid.
 
     Example: doll config check my.yaml
     """

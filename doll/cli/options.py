@@ -1,4 +1,4 @@
-"""Options that several commands take: each is declared once, alone or as a field of a dataclass (see `Commands`)."""
+"""Options of several commands. Each is declared once, as a type or as a field of a dataclass (see `Commands`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from doll.config import JobConfig
     from doll.run.target import Target
 
-JOB_ENV: Final = "DOLL_JOB"  # for containers, in which all commands are for one job
+JOB_ENV: Final = "DOLL_JOB"  # for containers in which all commands use the same job
 METAVAR: Final = "TIME"
 _UNIT_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _PART: Final = re.compile(r"(\d+\.?\d*|\.\d+)(ms|s|min|m|h|d)", re.IGNORECASE)
@@ -25,10 +25,10 @@ _NUMBER: Final = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
 
 def seconds(value: str | float) -> float:
-    """The seconds of `5400`, `90m`, `1.5h` or `1h30m`.
+    """Return the number of seconds of a text such as `5400`, `90m`, `1.5h` or `1h30m`.
 
     Raises:
-        BadParameter: it is not in one of these forms.
+        BadParameter: the text does not have one of these forms.
     """
     text = str(value).replace(" ", "")
     if _NUMBER.fullmatch(text):
@@ -44,78 +44,76 @@ def seconds(value: str | float) -> float:
 
 
 def duration(text: str, *names: str) -> Any:
-    """An option that takes a time such as 90m.
+    """Return an option that takes a time such as 90m.
 
     Args:
-        text: its help.
-        names: its spelling, if the name of the variable is not it.
+        text: help text of the option.
+        names: names of the option; default: derived from the name of the variable.
     """
     return typer.Option(*names, parser=seconds, metavar=METAVAR, help=text, show_default=False)
 
 
-WorkersOption = Annotated[int | None, typer.Option("--workers", "-N", min=1, help="N: streams, one worker each.")]
+WorkersOption = Annotated[int | None, typer.Option("--workers", "-N", min=1, help="Workers, one per stream (N).")]
 DeadlineOption = Annotated[
-    float | None, duration("Deadline from the start of the job, such as 5400, 90m or 1.5h.", "--deadline")
+    float | None, duration("Deadline, as time from the start of the job, such as 5400, 90m or 1.5h.", "--deadline")
 ]
 AlphaOption = Annotated[
-    float | None, typer.Option("--alpha", help="Availability of a spot machine: fraction of time that it runs.")
+    float | None, typer.Option("--alpha", help="Availability of a spot machine: the fraction of time that it runs.")
 ]
 CycleOption = Annotated[
-    float | None, duration("Mean up + down time of spot: the mean time between two interruptions.", "--cycle")
+    float | None, duration("Mean time between two interruptions of a spot machine (mean up + down time).", "--cycle")
 ]
-BootOption = Annotated[float | None, duration("From the launch of a machine to a working worker.", "--boot")]
-ServiceOption = Annotated[float | None, duration("Mean time for one batch's gradient (mu_C).", "--service")]
+BootOption = Annotated[float | None, duration("Time from the launch of a machine until its worker works.", "--boot")]
+ServiceOption = Annotated[float | None, duration("Mean time to compute the gradient of one batch (mu_C).", "--service")]
 InstanceOption = Annotated[
     str | None,
     typer.Option(
         metavar="TYPE",
-        help="EC2 instance type of a worker, priced by the table that ships with DOLL [default: c7g.large].",
+        help="EC2 instance type of the workers; its price is taken from a table in DOLL [default: c7g.large].",
     ),
 ]
 RegionOption = Annotated[
-    str | None, typer.Option(help="AWS region of --instance [default: us-east-1, or fleet.region].")
+    str | None, typer.Option(help="AWS region of --instance [default: fleet.region or us-east-1].")
 ]
 TraceOption = Annotated[
-    Path | None, typer.Option("--trace", metavar="FOLDER", help="Replay a recorded market (docs/traces.md).")
+    Path | None, typer.Option("--trace", metavar="FOLDER", help="Recorded market to replay (docs/traces.md).")
 ]
-PoolOption = Annotated[str | None, typer.Option("--pool", help="Pool of the trace [default: its first].")]
+PoolOption = Annotated[str | None, typer.Option("--pool", help="Pool of the trace [default: its first pool].")]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of all random numbers.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="JSON on standard output, all else on standard error.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON; other text goes to standard error.")]
 RunFolderOption = Annotated[
-    Path | None, typer.Option("--run-folder", help="Folder for the files of this process [default: runs/<job>].")
+    Path | None, typer.Option("--run-folder", help="Folder for the files of the job [default: runs/<job>].")
 ]
 PageOption = Annotated[
     bool, typer.Option("--page/--no-page", help="Serve the live page of the job on this machine while it runs.")
 ]
-FRESH_HELP: Final = "Begin a new generation on topics that hold an earlier run of this job, from data.start."
+FRESH_HELP: Final = "If the topics hold an earlier run of this job, begin a new generation at data.start."
 FreshOption = Annotated[bool, typer.Option("--fresh", help=FRESH_HELP)]
-RunsFolderOption = Annotated[
-    Path, typer.Option("--parent-folder", help="Folder in which the folder of this run is created.")
-]
-VersionOption = Annotated[str, typer.Option("--version", metavar="VERSION", help="latest, a number, or an alias.")]
-JobOption = Annotated[Path | None, typer.Option("--job", help="The job file.")]
+RunsFolderOption = Annotated[Path, typer.Option("--parent-folder", help="Folder in which the run folder is created.")]
+VersionOption = Annotated[str, typer.Option("--version", metavar="VERSION", help="latest, a number or an alias.")]
+JobOption = Annotated[Path | None, typer.Option("--job", help="Job file.")]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job file; may be repeated."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the job file to another value; may be repeated."),
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """The job of a command: its file as an argument or as an option, and overrides of its keys."""
+    """The job of a command: its file, given as an argument or as an option, and changed values of its keys."""
 
     job: Annotated[
         Path | None,
-        typer.Argument(metavar="JOB.yaml", help="Job file, or name of an example (doll example list). Same as --job."),
+        typer.Argument(metavar="JOB.yaml", help="Job file or example name (doll example list); or use --job."),
     ] = None
     job_option: JobOption = None
     overrides: SetOption = None
 
     def target(self, run_folder: Path | None = None) -> Target:
-        """The job that the command line names as argument or as option, else the job of $DOLL_JOB.
+        """Return the job that the command line gives as argument or option, otherwise the job of $DOLL_JOB.
 
         Raises:
-            BadParameter: no job is given, or two.
+            BadParameter: no job is given, or two different jobs are given.
             ConfigError: the job file is invalid.
         """
         from doll import telemetry
@@ -128,14 +126,14 @@ class JobOptions:
         if path is None:
             raise typer.BadParameter("expected a job file, or an example that ships with DOLL, as in: doll up digits")
         opened = open_target(path, self.overrides or [], run_folder)
-        telemetry.configure(opened.config.log.format)  # else what is logged goes to standard output, with the result
+        telemetry.configure(opened.config.log.format)  # otherwise log lines mix with the result on standard output
         return opened
 
     def config_if_named(self) -> JobConfig | None:
-        """The job file that the command line names; None if it names none, whatever $DOLL_JOB is.
+        """Return the job file that the command line gives, or None if it gives none. $DOLL_JOB is not read.
 
         Raises:
-            BadParameter: there are overrides, but nothing to override.
+            BadParameter: overrides are given without a job file.
             ConfigError: the job file is invalid.
         """
         if self.job is None and self.job_option is None:
@@ -147,33 +145,31 @@ class JobOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(JobOptions):
-    """The job of a command that also takes the folder of a run."""
+    """The job of a command that accepts a job file or the folder of a run."""
 
     job: Annotated[
         Path | None,
-        typer.Argument(metavar="JOB.yaml|RUN", help="A job file, or the folder of a run."),
+        typer.Argument(metavar="JOB.yaml|RUN", help="Job file, or folder of a run."),
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamOptions:
-    """The streams of a job, and how they are batched: in place of a job file, or of its values."""
+    """The streams of a job and its batch settings; they replace a job file or some of its values."""
 
     workers: WorkersOption = None
-    rate: Annotated[list[str] | None, typer.Option(metavar="L[,L...]", help="Samples/s of each stream, or of all.")] = (
-        None
-    )
-    group_size: Annotated[int | None, typer.Option("--group-size", "-K", min=1, help="K: batches per update.")] = None
-    batch_size: Annotated[int | None, typer.Option("--batch-size", "-b", min=1, help="b: samples per batch.")] = None
+    rate: Annotated[list[str] | None, typer.Option(metavar="L[,L...]", help="Samples/s per stream, or for all.")] = None
+    group_size: Annotated[int | None, typer.Option("--group-size", "-K", min=1, help="Batches per update (K).")] = None
+    batch_size: Annotated[int | None, typer.Option("--batch-size", "-b", min=1, help="Samples per batch (b).")] = None
 
     def rates_per_s(self, config: JobConfig | None, default: tuple[float, int] | None = None) -> list[float]:
-        """λ_n of every stream in samples per second: from the options, else the job file, else the default.
+        """Return the rate λ_n of every stream in samples per second: from the options, the job file, or the default.
 
         Args:
-            default: a rate and a number of workers.
+            default: rate of each stream in samples per second, and number of workers.
 
         Raises:
-            BadParameter: no rate is given, or not as many as there are workers.
+            BadParameter: no rate is given, or the number of rates differs from the number of workers.
             ConfigError: the job file states no rate.
         """
         rates = self._given_rates()
@@ -199,7 +195,7 @@ class StreamOptions:
         return rates
 
     def _given_rates(self) -> list[float] | None:
-        """The numbers of `--rate 125`, `--rate 10,20` or `--rate 10 --rate 20`; None if it is not given."""
+        """Return the numbers of `--rate 125`, `--rate 10,20` or `--rate 10 --rate 20`. None: the option is not given."""
         if not self.rate:
             return None
         text = ",".join(self.rate)
@@ -211,21 +207,21 @@ class StreamOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MarketOptions:
-    """Keys of the job file's plan section about machines; each field has the name of the key that it replaces."""
+    """Options that replace keys of the job file's plan section about machines; each field has the name of its key."""
 
     spot_usd_per_h: Annotated[
-        float | None, typer.Option("--spot-price", help="USD per hour of a spot machine while it runs.")
+        float | None, typer.Option("--spot-price", help="Price of a running spot machine, USD per hour.")
     ] = None
     on_demand_usd_per_h: Annotated[
-        float | None, typer.Option("--on-demand-price", help="USD per hour of an on-demand machine.")
+        float | None, typer.Option("--on-demand-price", help="Price of an on-demand machine, USD per hour.")
     ] = None
     alpha: AlphaOption = None
     cycle_s: CycleOption = None
     machines_per_worker: Annotated[
-        int | None, typer.Option(min=1, help="k: machines that a worker gets and loses together [default: 1].")
+        int | None, typer.Option(min=1, help="Machines per worker, started and lost together (k) [default: 1].")
     ] = None
     availability_of: Annotated[
-        Literal["machine", "worker"] | None, typer.Option(help="What --alpha and --cycle describe [default: machine].")
+        Literal["machine", "worker"] | None, typer.Option(help="Unit of --alpha and --cycle [default: machine].")
     ] = None
     boot_s: BootOption = None
     service_s: ServiceOption = None

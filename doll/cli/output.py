@@ -1,4 +1,4 @@
-"""Results on standard output, as text or as JSON with `--json`, and progress on standard error."""
+"""Output of commands: results on standard output, as text or JSON (`--json`), and progress on standard error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from doll.redaction import redacted
 
 
 def emit(as_json: bool, content: Any, text: str) -> None:
-    """Print `content` as JSON, or `text`, to standard output."""
+    """Print `content` as JSON if `as_json` is set, otherwise print `text`, to standard output."""
     if as_json:
         is_utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
         text = json.dumps(json_safe(content), indent=2, ensure_ascii=not is_utf8)
@@ -26,7 +26,7 @@ def emit(as_json: bool, content: Any, text: str) -> None:
 
 
 def emit_result(as_json: bool, result: Any) -> None:
-    """Print an object that has a `text()`; as JSON its `to_dict()`, or its fields if it has none."""
+    """Print the `text()` of an object; as JSON, print its `to_dict()`, or its fields if it has no `to_dict()`."""
     content = result.to_dict() if hasattr(result, "to_dict") else dataclasses.asdict(result)
     emit(as_json, content, result.text())
 
@@ -39,8 +39,11 @@ def say(text: str) -> None:
 
 @contextmanager
 def progress_bar(description: str, total: float | None) -> Iterator[Callable[..., None]]:
-    """A bar that disappears at the end of the context. It is advanced by a call with `description`, and with what was
-    done in total of `total` (`completed`), or what was done more (`advance`)."""
+    """Show a progress bar until the end of the context.
+
+    Yield a function that updates the bar. Its arguments: `description`; `completed` (amount done so far, of `total`) or
+    `advance` (amount done since the last call).
+    """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -1,5 +1,5 @@
-"""`doll plan`: whether a job can meet its goals, with which workers on spot, at what cost, before anything runs; and
-`doll calibrate`, which takes the constants of a plan from the folder of a run."""
+"""`doll plan` estimates, before a job runs, whether it can meet its goals, with which workers on spot, and at what
+cost; `doll calibrate` estimates the constants of a plan from the folder of a run."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GoalOptions:
-    """Goals of a job; each field has the name of the key in the plan section that it replaces."""
+    """Options for the goals of a job; each field has the name of the key of the plan section that it replaces."""
 
-    updates: Annotated[float | None, typer.Option("--updates", "-J", help="J: updates to the error target.")] = None
-    target_error: Annotated[float | None, typer.Option(help="Error target; J is then taken from --pilot.")] = None
+    updates: Annotated[float | None, typer.Option("--updates", "-J", help="Updates to the target error (J).")] = None
+    target_error: Annotated[float | None, typer.Option(help="Target error; J is then estimated from --pilot.")] = None
     pilot: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", resolve_path=True, help="Folder of a pilot run that J is estimated from."),
+        typer.Option(metavar="RUN", resolve_path=True, help="Folder of the pilot run from which J is estimated."),
     ] = None
     deadline_s: options.DeadlineOption = None
-    budget_usd: Annotated[float | None, typer.Option("--budget", help="USD for all workers.")] = None
+    budget_usd: Annotated[float | None, typer.Option("--budget", help="Budget for all workers, USD.")] = None
     risk: Annotated[float | None, typer.Option(help="Accepted probability of missing the deadline, at most 0.5.")] = (
         None
     )
@@ -40,29 +40,30 @@ class PipelineOptions:
 
     pipeline: Annotated[
         Path | None,
-        typer.Option(metavar="FLEET", help="Plan pipelines of stages on the devices of this table (YAML or CSV)."),
+        typer.Option(metavar="FLEET", help="Plan pipelines on the devices that this file lists (YAML or CSV)."),
     ] = None
     profile: Annotated[
-        Path | None, typer.Option(help="With --pipeline: file of doll profile [default: worker.pipeline.profile].")
+        Path | None, typer.Option(help="With --pipeline: profile of doll profile [default: worker.pipeline.profile].")
     ] = None
     stages: Annotated[
         int | None,
-        typer.Option(min=1, help="With --pipeline: devices of each worker [default: worker.pipeline.stages]."),
+        typer.Option(min=1, help="With --pipeline: devices per worker [default: worker.pipeline.stages]."),
     ] = None
     clock_distance: Annotated[
-        int | None, typer.Option(min=0, help="With --pipeline: D, in waves [default: the job file's, or 0].")
+        int | None, typer.Option(min=0, help="With --pipeline: clock distance D, waves [default: job file, or 0].")
     ] = None
     in_flight: Annotated[
-        int | None, typer.Option(min=1, help="With --pipeline: N_m, minibatches in flight [default: the best one].")
+        int | None, typer.Option(min=1, help="With --pipeline: minibatches in flight (N_m) [default: the best].")
     ] = None
     optimizer_copies: Annotated[
         float | None,
         typer.Option(
-            min=0, help="With --pipeline: arrays of the weights' size besides them [default: as DOLL runs it]."
+            min=0,
+            help="With --pipeline: optimizer state, as a multiple of the weights' size [default: as in DOLL].",
         ),
     ] = None
     within_node: Annotated[
-        float | None, typer.Option(min=1e-6, help="With --pipeline: GB/s between devices of one node.")
+        float | None, typer.Option(min=1e-6, help="With --pipeline: bandwidth inside a node, GB/s.")
     ] = None
     between_nodes: Annotated[float | None, typer.Option(min=1e-6, help="With --pipeline: GB/s between nodes.")] = None
 
@@ -77,19 +78,19 @@ def plan(
     region: options.RegionOption = None,
     stack: Annotated[
         Literal["self_managed", "msk", "none"],
-        typer.Option(help="What runs beside the workers: Kafka on machines of your own, MSK, or nothing."),
+        typer.Option(help="Other machines in the cost: own Kafka machines, MSK, or none."),
     ] = "self_managed",
     plot: Annotated[
-        Path | None, typer.Option(metavar="HTML", help="Write charts of cost and risk over the number of spot workers.")
+        Path | None, typer.Option(metavar="HTML", help="Write charts of cost and risk by number of spot workers.")
     ] = None,
     pipeline: PipelineOptions,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Plan a job: whether it can meet error target, deadline and budget, and which workers to run on spot.
+    """Plan a job: whether it can meet target error, deadline and budget, and which workers run on spot machines.
 
-    Values are taken from the options, else from the job file's plan section. Without prices: prices of --instance in
-    --region are taken from a table that ships with DOLL. Exit code 3 if the plan is not feasible. With --pipeline
-    FLEET: which devices of a fleet form a worker together, as stages of a pipeline, and how fast they are.
+    Values are taken from the options, otherwise from the job file's plan section. If no price is given, the price of
+    --instance in --region is taken from a table in DOLL. Exit code 3 if no feasible plan exists. With --pipeline FLEET,
+    the plan says which devices of the fleet form a worker, as stages of a pipeline, and how fast each worker is.
 
     Example: doll plan digits --instance c7g.large --region eu-west-1 --deadline 4m
 
@@ -120,7 +121,9 @@ def plan(
     section = with_prices(config, section, instance, region, price_notes)
     request, notes = plan_request(config, section, stream.rates_per_s(config), stream.group_size, stream.batch_size)
     notes = [*price_notes, *pilot_notes, *notes]
-    simulated = config is not None and getattr(config.fleet, "speed_up", 1) != 1  # nothing of it runs on AWS
+    simulated = (
+        config is not None and getattr(config.fleet, "speed_up", 1) != 1
+    )  # a simulated fleet does not run on AWS
     kind: StackKind | None = None if stack == "none" or simulated else stack
     assessment = assess(request)
     if plot is not None:
@@ -136,11 +139,11 @@ def plan(
 
 
 def _save_charts(assessment: Assessment, path: Path) -> None:
-    """Write expected cost and risk over the number of workers on spot, as a page.
+    """Write a page with charts of the expected cost and the risk, by number of workers on spot.
 
     Raises:
-        BadParameter: it has not the name of a page.
-        ConfigError: it cannot be written.
+        BadParameter: the name of the file does not end with .html.
+        ConfigError: the file cannot be written.
     """
     from doll.dashboard.saved_page import save_panels
     from doll.monitor.views.panels import line, panel
@@ -167,22 +170,22 @@ def _save_charts(assessment: Assessment, path: Path) -> None:
 def calibrate(
     run: Annotated[
         Path,
-        typer.Argument(metavar="RUN|JOB.yaml", help="Folder of a run, or a job file: then its newest run."),
+        typer.Argument(metavar="RUN|JOB.yaml", help="Folder of a run, or a job file (its newest run is used)."),
     ],
     target_error: Annotated[
-        float | None, typer.Option(help="Error target [default: the job's plan or stop section].")
+        float | None, typer.Option(help="Target error [default: from the job's plan or stop section].")
     ] = None,
     measure: Annotated[
         str | None, typer.Option(help="error_rate (1 - accuracy) or loss [default: plan.measure].")
     ] = None,
-    runs_folder: Annotated[Path, typer.Option("--parent-folder", help="Where to look for runs of a job file.")] = Path(
+    runs_folder: Annotated[Path, typer.Option("--parent-folder", help="Folder that contains the job's runs.")] = Path(
         "runs"
     ),
     as_json: options.JsonOption = False,
 ) -> None:
-    """Estimate the inputs of `doll plan` from a run: J, the updates to the error target, and the service time.
+    """Estimate the inputs of `doll plan` from a run: the number J of updates to the target error, and the service time.
 
-    Fits beta * rho^J + gamma (Eq. 10) to the held-out error of a run that has at least a dozen evaluations.
+    Fits beta * rho^J + gamma (Eq. 10) to the held-out error of a run with at least a dozen evaluations.
 
     Example: doll calibrate runs/digits-20260101-120000 --target-error 0.03
     """
@@ -196,7 +199,7 @@ def calibrate(
 
 
 def _newest_run(job: Path, runs_folder: Path) -> Path:
-    """The newest run of the job file."""
+    """Return the folder of the newest run of the job file."""
     from doll.errors import ConfigError
     from doll.run.target import open_target
 

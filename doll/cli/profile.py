@@ -1,4 +1,4 @@
-"""`doll profile`: what each layer of a job's model takes on this machine, as pipelines need to know."""
+"""`doll profile`: measures time and memory of each layer of a job's model on this machine, for pipelines."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def profile(
         Path | None, typer.Option(metavar="JSON", help="Write the profile to this file, for worker.pipeline.profile.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Plot time and memory of each layer.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda:N.")] = "cpu",
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each layer; the table has their medians.")] = 5,
+    device: Annotated[str, typer.Option(help="Device to measure on: cpu or cuda:N.")] = "cpu",
+    repeats: Annotated[int, typer.Option(min=1, help="Runs per layer; the table shows the medians.")] = 5,
     as_json: options.JsonOption = False,
 ) -> None:
     """Measure forward and backward time, activations and parameters of each layer of a job's model.
 
-    The samples are held-out ones of the task, else random ones; as many as data.batch_size. Stop other programs first:
-    the times are measured on this machine as it is.
+    The command uses data.batch_size held-out samples of the task, or random samples if the task has none. Stop other
+    programs first: they would change the measured times.
 
     Example: doll profile my.yaml --out profile.json --plot profile.png
     """
@@ -77,7 +77,7 @@ def _content(profile: Profile, notes: list[str]) -> dict[str, Any]:
 
 
 def _table(profile: Profile) -> str:
-    """A line for each layer, and one for all."""
+    """Return a table with one line for each layer and one line for the sums."""
     layers = profile.layers
     total_s = sum(layer.compute_s for layer in layers)
     rows = [("layer", "forward", "backward", "share", "parameters", "activations", "output")]

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from doll.run.target import Target
 
 provision_app = Commands(
-    help="Provision machines for the workers: meet the deadline at the least cost.", no_args_is_help=False
+    help="Provision machines for the workers: meet the deadline at the lowest cost.", no_args_is_help=False
 )
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print decisions without acting on them.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print the decisions, but change nothing.")]
 StandbyOption = Annotated[
     bool,
     typer.Option(
-        "--standby", help="Wait until no other provisioner has renewed its lease for provision.lease_s, then take over."
+        "--standby", help="Wait until no other provisioner has renewed the lease for provision.lease_s; then take over."
     ),
 ]
 
@@ -39,9 +39,9 @@ def provision(
     run_folder: RunFolderOption = None,
     dry_run: DryRunOption = False,
 ) -> None:
-    """Launch machines for a job's workers, replace failed machines, choose their market, and terminate them at its end.
+    """Launch machines for a job's workers, replace failed machines, choose spot or on-demand, terminate all at the end.
 
-    Without a sub-command the same as: doll provision run
+    Without a subcommand, the command does the same as: doll provision run
 
     Example: doll provision --job my.yaml --dry-run
     """
@@ -53,7 +53,7 @@ def provision(
         )
 
 
-@provision_app.command(short_help="Provision until the job has finished.")
+@provision_app.command(short_help="Provision machines until the job has finished.")
 def run(
     job: JobOptions,
     run_folder: RunFolderOption = None,
@@ -62,9 +62,10 @@ def run(
 ) -> None:
     """Provision until the job has finished, then terminate all machines. SIGTERM or Ctrl-C leaves all machines running.
 
-    A restarted provisioner continues from the saved state, which lies beside the checkpoints, and takes over from one
-    that still runs; with --standby it waits for the end of the other instead. Start one with --standby on two machines:
-    the job survives the loss of either. Deadline, budget and work may be changed in the job file meanwhile.
+    A restarted provisioner continues from the saved state, which is stored with the checkpoints. It takes over from a
+    provisioner that is still running; with --standby it waits until the other one has ended. If two machines run it
+    with --standby, provisioning continues after the loss of either machine. You can change deadline, budget and work in
+    the job file while the provisioner runs.
 
     Example: doll provision run my.yaml
     """
@@ -76,12 +77,12 @@ def run(
         raise typer.BadParameter("expected one of --standby and --dry-run: a dry run takes no lease")
     at = job.target(run_folder)
     if standby:
-        settings_of(at.config)  # a wrong job file is refused now, and not when the standby is needed
+        settings_of(at.config)  # refuse an invalid job file now, not when the standby takes over
         with Interrupts() as waiting:
             waiting.graceful = True
             if not wait_for_lease(at.config, at.run.path, waiting.wait):
                 return
-        at = job.target(run_folder)  # it may have been edited meanwhile
+        at = job.target(run_folder)  # the job file may have been edited in the meantime
     with _provisioner(at, job.overrides or [], dry_run=dry_run) as (provisioner, interrupts):
         decision = provisioner.run(lambda: interrupts.stop_requested)
         if decision is not None:
@@ -106,11 +107,11 @@ def once(
 
 @provision_app.command(short_help="Terminate all machines of the job.")
 def drain(job: JobOptions, run_folder: RunFolderOption = None, as_json: JsonOption = False) -> None:
-    """Terminate all machines of the job and wait until they are gone; this stops a provisioner that runs.
+    """Terminate all machines of the job and wait until they are terminated. A running provisioner is stopped, too.
 
-    Workers finish their batches or return them to the job. The job itself can continue: doll provision run launches
-    machines again. Drain before `terraform destroy`, which does not know these machines. Neither Kafka nor Redis is
-    needed.
+    Workers finish their batches or return them to the job. The job can continue later: doll provision run launches
+    machines again. Run this command before `terraform destroy`, because Terraform does not know these machines. The
+    command needs neither Kafka nor Redis.
 
     Example: doll provision drain my.yaml
     """
@@ -123,7 +124,7 @@ def drain(job: JobOptions, run_folder: RunFolderOption = None, as_json: JsonOpti
     from doll.services import Services
 
     at = job.target(run_folder)
-    nowhere = Services(kafka="", redis="")  # workers are started with them, and none is
+    nowhere = Services(kafka="", redis="")  # the addresses for new workers; no worker is started here
     with Interrupts() as interrupts, machines_of(at.config, nowhere, at.run.path) as machines:
         lease = Lease(claims_of(at.config, at.run.path), at.config.provision.lease_s)
         interrupts.graceful = True
@@ -136,12 +137,14 @@ def drain(job: JobOptions, run_folder: RunFolderOption = None, as_json: JsonOpti
     raise typer.Exit(0 if decision is not None else 1)
 
 
-@provision_app.command(short_help="Let a job go on that could not advance and was stopped.")
+@provision_app.command(short_help="Allow a job that was stopped for lack of progress to continue.")
 def clear(job: JobOptions, run_folder: RunFolderOption = None) -> None:
-    """Let a job go on that could not advance, so that all machines or those of some slots were ended for good.
+    """Allow a job to continue whose machines were terminated for good, all or in some slots, because it made no
+    progress.
 
-    Correct the cause first, which doll provision status shows. Each slot that was given up gets one more machine. A
-    restart alone changes nothing: supervisors restart what has ended. Neither Kafka nor Redis is needed.
+    First correct the cause, which doll provision status shows. The provisioner then launches one machine for each slot
+    that was given up. A restart of the provisioner does not have this effect, because supervisors restart it
+    automatically. The command needs neither Kafka nor Redis.
 
     Example: doll provision clear my.yaml
     """
@@ -157,8 +160,10 @@ def clear(job: JobOptions, run_folder: RunFolderOption = None) -> None:
 
 @provision_app.command(short_help="Show slots, markets, machines, cost and reasons.")
 def status(job: JobOptions, run_folder: RunFolderOption = None, as_json: JsonOption = False) -> None:
-    """Show what the provisioner last decided and why, from its journal, or from its state if it runs on another
-    machine. It changes nothing, and needs neither Kafka nor Redis.
+    """Show the last decision of the provisioner and its reasons, from its journal or its saved state.
+
+    The command changes nothing. It needs neither Kafka nor Redis, and also works on another machine than the
+    provisioner.
 
     Example: doll provision status my.yaml
     """
@@ -174,7 +179,7 @@ def status(job: JobOptions, run_folder: RunFolderOption = None, as_json: JsonOpt
 def _provisioner(
     at: Target, overrides: list[str], *, dry_run: bool = False
 ) -> Iterator[tuple[ProvisionerProcess, Interrupts]]:
-    """A provisioner that has read what was before it. Interrupts end the process until then, later only the loop."""
+    """Yield a provisioner that has read its history. Until then, interrupts end the process; later, only its loop."""
     from doll.config import load
     from doll.process.signals import Interrupts
     from doll.provisioner.main import ProvisionerProcess, ProvisionerSetup

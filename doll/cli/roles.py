@@ -1,4 +1,4 @@
-"""Commands that run one process of a job: produce, worker, ps, evaluate, prometheus; and health, which probes one."""
+"""Commands that run one process of a job (produce, worker, ps, evaluate, prometheus), and health, which probes one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MAX_ANSWER_BYTES = 1_000_000
 
 def produce(
     job: JobOptions,
-    stdin: Annotated[bool, typer.Option("--stdin", help="Send the lines of standard input.")] = False,
+    stdin: Annotated[bool, typer.Option("--stdin", help="Send the lines of standard input, not the source.")] = False,
     until_finished: Annotated[
-        bool, typer.Option("--until-finished", help="End when the job has finished; default: when the source ends.")
+        bool, typer.Option("--until-finished", help="End when the job has finished, not when the source ends.")
     ] = False,
     run_folder: RunFolderOption = None,
 ) -> None:
@@ -37,7 +37,7 @@ def produce(
         from_stdin = job_target.config.model_copy(update={"source": StdinSource(kind="stdin")})
         job_target = dataclasses.replace(job_target, config=from_stdin)
     elif job_target.config.source is None:
-        if until_finished:  # as a service of a stack, whose job has a producer of its own
+        if until_finished:  # a service of a stack whose job has its own producer
             sys.stderr.write("doll: the job file has no source: nothing to send\n")
             raise typer.Exit(0)
         require_own_topic(job_target.config, "doll produce")
@@ -50,24 +50,23 @@ def worker(
     job: JobOptions,
     slot: Annotated[
         int | None,
-        typer.Option(
-            "--worker", envvar="DOLL_WORKER", min=0, help="The slot n, 0 .. data.max_workers - 1 [default: 0]."
-        ),
+        typer.Option("--worker", envvar="DOLL_WORKER", min=0, help="Slot n, 0 to data.max_workers - 1 [default: 0]."),
     ] = None,
     any_slot: Annotated[
-        bool, typer.Option("--any-slot", help="Without --worker: take a slot that no other worker holds.")
+        bool, typer.Option("--any-slot", help="Without --worker: take any slot that no other worker holds.")
     ] = False,
     from_imds: Annotated[
         bool,
-        typer.Option("--from-imds", help="Take the slot from this EC2 instance's tags, and leave on spot notices."),
+        typer.Option("--from-imds", help="Read the slot from the tags of this EC2 instance; leave on spot notices."),
     ] = False,
     run_folder: RunFolderOption = None,
 ) -> None:
-    """Run worker n: batch the samples of partition n and compute the gradients of granted batches.
+    """Run worker n: form batches from the samples of partition n, and compute the gradients of granted batches.
 
-    Exit code 0: the job has ended, the worker got SIGTERM, or another process has taken its slot.
+    Exit code 0: the job has ended, the worker received SIGTERM, or another process has taken its slot.
 
-    With --any-slot all workers are started alike. A worker beyond the number of slots waits until a slot is free.
+    With --any-slot, all workers are started with the same command. If all slots are taken, a worker waits for a free
+    one.
 
     Example: doll worker --job my.yaml --worker 3
     """
@@ -95,23 +94,24 @@ def ps(
     job: JobOptions,
     run_folder: RunFolderOption = None,
     standby: Annotated[
-        bool, typer.Option("--standby", help="Wait until the leader has been silent for ps.lease_s, then take over.")
+        bool, typer.Option("--standby", help="Wait until the leader has been silent for ps.lease_s; then take over.")
     ] = False,
     takeover: Annotated[
-        bool, typer.Option("--takeover", help="Start without checking for a leader, and replace it.")
+        bool, typer.Option("--takeover", help="Start immediately and replace a running leader, if there is one.")
     ] = False,
     fresh: Annotated[bool, typer.Option("--fresh", envvar="DOLL_FRESH", help=FRESH_HELP)] = False,
     check_only: Annotated[
-        bool, typer.Option("--check", help="Only check that the job may be served, and create its topics.")
+        bool, typer.Option("--check", help="Only check whether the job can run, and create its topics; then exit.")
     ] = False,
 ) -> None:
     """Run the parameter server: form groups, apply updates, write checkpoints.
 
-    Exit code 2: the topics hold an earlier run and its checkpoints are missing, or the checkpoints are of a samples
-    topic that was deleted or truncated. With --fresh a new generation begins; checkpoints that fit are resumed.
+    Exit code 2: the topics hold an earlier run whose checkpoints are missing, or the checkpoints belong to a samples
+    topic that was deleted or truncated. With --fresh, a new generation begins; it continues from checkpoints that
+    match.
 
-    Exit code 1: another parameter server leads. With --standby it waits for the end of the leader instead; both must
-    reach the same checkpoints (checkpoint.folder).
+    Exit code 1: another parameter server is the leader. With --standby, the command waits until the leader has ended
+    and then takes over; both must use the same checkpoint.folder.
 
     Example: doll ps --job my.yaml --run-folder /var/lib/doll/my
     """
@@ -131,13 +131,13 @@ def evaluate(
     """
     from doll.run.local.roles import JobProcess
 
-    # Without Redis it reads the last checkpoint.
+    # Without Redis, the evaluator reads the last checkpoint.
     process = JobProcess.alone(job.target(run_folder), "evaluator", redis="optional")
     raise typer.Exit(process.evaluator())
 
 
 def prometheus(job: JobOptions) -> None:
-    """Serve the metrics of all processes of a job at /metrics, on 127.0.0.1 and $DOLL_HEALTH_PORT or port 9464.
+    """Serve the metrics of all processes of a job at /metrics on 127.0.0.1. The port is $DOLL_HEALTH_PORT or 9464.
 
     Example: doll prometheus my.yaml
     """
@@ -149,12 +149,12 @@ def prometheus(job: JobOptions) -> None:
 
 
 def health(
-    port: Annotated[int | None, typer.Option(help="Port of its probes [default: $DOLL_HEALTH_PORT].")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the health probe [default: $DOLL_HEALTH_PORT].")] = None,
     ready: Annotated[
-        bool, typer.Option("--ready", help="Check that it can do its work, not only that it is alive.")
+        bool, typer.Option("--ready", help="Check whether the process is ready, not only whether it is alive.")
     ] = False,
 ) -> None:
-    """Query the health probe of a process on this machine. Exit code 0 if it is healthy, else 1.
+    """Query the health probe of a process on this machine. Exit code 0 if the process is healthy, otherwise 1.
 
     Example: doll health --port 8080 --ready
     """
@@ -179,5 +179,5 @@ def health(
 
 
 def _printable(text: str) -> str:
-    """The text without control characters: any process of this machine may have taken the port."""
+    """Return the text without control characters: any process of this machine may answer at the port."""
     return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)

@@ -1,4 +1,4 @@
-"""Commands that run a whole job on this machine, or use what a run has left: up, resume, rollback, export."""
+"""Commands that run a whole job on this machine or use the files of a run: up, resume, regrid, rollback, export, ..."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def up(
     fleet: Annotated[
         Literal["processes", "ray"] | None,
         typer.Option(
-            help="Run the workers as processes of this machine, or as actors of Ray, which it starts if "
-            "fleet.address names no cluster [default: ray if fleet.kind is ray, else processes]."
+            help="Run the workers as processes of this machine or as actors of Ray. If fleet.address is not set, doll "
+            "up starts Ray [default: ray if fleet.kind is ray, otherwise processes]."
         ),
     ] = None,
     page: PageOption = True,
@@ -39,8 +39,8 @@ def up(
 ) -> None:
     """Run a whole job on this machine: broker, parameter server, workers, evaluator and producer.
 
-    It prints the address of a page that shows the job live. It ends by the job's stop rule or on Ctrl-C. Then it audits
-    the ledger, exports the model and writes report.json.
+    It prints the address of a page that shows the job live. The run ends by the job's stop rule or on Ctrl-C. Then doll
+    up audits the ledger, exports the model and writes report.json.
 
     Example: doll up digits --set stop.updates=100
     """
@@ -57,10 +57,11 @@ def resume(
     page: PageOption = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Resume a run of doll up from its checkpoints, on the same topics. Its report then covers the whole run.
+    """Resume a run of doll up from its checkpoints, on the same topics. The new report covers the whole run.
 
-    A local broker is started again on the data in the run folder. The batch size and the task cannot change, because
-    batches are identified by their numbers; the number of workers, rates, stop rules and others can, with --set.
+    A local broker is started again with the data in the run folder. The batch size and the task cannot change, because
+    batches are identified by their numbers. Other keys can change with --set, such as the number of workers, rates and
+    stop rules.
 
     Example: doll resume runs/digits-20260101-120000 --set stop.updates=2000
     """
@@ -71,26 +72,26 @@ def resume(
 
 def regrid(
     job: RunOptions,
-    batch_size: Annotated[int | None, typer.Option("--batch-size", "-b", min=1, help="b: samples per batch.")] = None,
+    batch_size: Annotated[int | None, typer.Option("--batch-size", "-b", min=1, help="Samples per batch (b).")] = None,
     group_size: Annotated[
         int | None,
-        typer.Option("--group-size", "-K", min=1, help="K: batches per update, under policy doll."),
+        typer.Option("--group-size", "-K", min=1, help="Batches per update, under policy doll (K)."),
     ] = None,
     policy: Annotated[
         str | None,
-        typer.Option(metavar="NAME[:KEY=VALUE...]", help="Policy, with its options after colons."),
+        typer.Option(metavar="NAME[:KEY=VALUE...]", help="Consistency policy; its options follow after colons."),
     ] = None,
-    workers: Annotated[int | None, typer.Option("--workers", "-N", min=1, help="How many workers.")] = None,
+    workers: Annotated[int | None, typer.Option("--workers", "-N", min=1, help="Number of workers (N).")] = None,
     run_folder: RunFolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Go on with batches of another size, or under another policy or optimizer, from the newest checkpoint.
+    """Continue from the newest checkpoint with another batch size, policy or optimizer.
 
-    The model, its version and its ledger go on. Batches are numbered again, from the first offset that is not learned,
-    so that doll audit still counts each offset once. Of a run that has ended it is doll resume with these changes; a
-    killed regrid leaves the run as it was, or regridded. Other keys change with --set.
+    The model, its version number and its ledger continue. Batches are numbered again, from the first offset that is not
+    learned, so that doll audit still counts each offset once. If the run has ended, the command resumes it with the
+    changes. If the command is killed, the run is either unchanged or changed completely. Change other keys with --set.
 
-    Of a job file, whose roles are started one by one, the job file has the new values: end its parameter server, run
+    With a job file (roles started one by one): write the new values into the job file, end the parameter server, run
     doll regrid JOB.yaml, and start all roles again with this job file.
 
     Example: doll regrid runs/digits-20260101-120000 --batch-size 256 --group-size 8
@@ -115,24 +116,24 @@ def rollback(
     job: RunOptions,
     to: Annotated[
         str,
-        typer.Option(metavar="VERSION", help="A version that is kept: a number or an alias."),
+        typer.Option(metavar="VERSION", help="Number or alias of a kept version."),
     ],
     skip: Annotated[
         bool | None,
-        typer.Option("--skip/--again", help="What was learned since: leave it out, or learn it again."),
+        typer.Option("--skip/--again", help="Skip the samples learned since that version, or learn them again."),
     ] = None,
     run_folder: RunFolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let training go on from an earlier version.
+    """Continue training from an earlier version.
 
-    The earlier model gets the number after the newest one, and is the newest one from then on. With --again the
-    samples that were learned since are learned again; with --skip they are left out, and doll audit counts them as
-    skipped. The versions since stay as long as others. A run that has ended is then resumed; a killed rollback leaves
-    it as it was, or rolled back. To serve an earlier version: doll versions alias.
+    The model of the earlier version becomes the newest version, with the next version number. With --again, the samples
+    learned since then are learned again. With --skip, they are not, and doll audit counts them as skipped. Later
+    versions are kept as long as other versions. If the run has ended, it is then resumed. If the command is killed, the
+    run is either unchanged or rolled back completely. To serve an earlier version, use doll versions alias.
 
-    Of a job file, whose roles are started one by one: end its parameter server, run doll rollback JOB.yaml, and start
-    all roles again.
+    With a job file (roles started one by one): end the parameter server, run doll rollback JOB.yaml, and start all
+    roles again.
 
     Example: doll rollback runs/digits-20260101-120000 --to 120 --skip
     """
@@ -149,14 +150,14 @@ def rollback(
 
 def replay_(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
-    to: Annotated[str, typer.Option(metavar="VERSION", help="latest, a number, or an alias.")],
+    to: Annotated[str, typer.Option(metavar="VERSION", help="Version to rebuild: latest, a number or an alias.")],
     out: Annotated[Path | None, typer.Option(help="Output folder [default: replayed/ in the run folder].")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a version again from the event log of its run, to the bit, and write it as doll export does.
+    """Rebuild a version, bit for bit, from the event log of its run, and write it in the format of doll export.
 
-    The run must have been made with checkpoint.event_log: true. Where a checkpoint of the version is kept, all its
-    tensors are compared.
+    The run needs the setting checkpoint.event_log: true. If a checkpoint of the version is kept, all its tensors are
+    compared with the rebuilt ones.
 
     Example: doll replay runs/digits-20260101-120000 --to 120
     """
@@ -170,17 +171,17 @@ def replay_(
 
 def scale(
     job: RunOptions,
-    workers: Annotated[int, typer.Option("--workers", "-N", min=1, help="How many workers the job is to have.")],
+    workers: Annotated[int, typer.Option("--workers", "-N", min=1, help="New number of workers (N).")],
     timeout_s: Annotated[
-        float | None, duration("How long to wait until the partitions have moved [default: 60].", "--timeout")
+        float | None, duration("Time limit for moving the partitions [default: 60].", "--timeout")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Change the number of workers of a running job.
 
-    A partition moves between two batches, and stays with its worker until the other one is there: no sample is lost or
-    counted twice. doll up starts and ends its workers by itself. Elsewhere start the new workers like the others,
-    before or after this command. Workers that serve no partition wait as spares; you may end them.
+    A partition moves between two batches; until the new worker is ready, the old one keeps it. No sample is lost or
+    counted twice. doll up starts and ends its workers automatically. In other deployments, start the new workers like
+    the others, before or after this command. Workers without a partition wait as spares; you may end them.
 
     Example: doll scale runs/digits-20260101-120000 --workers 7
     """
@@ -196,30 +197,31 @@ def export(
     out: Annotated[Path | None, typer.Option(help="Output folder [default: model/ in the run folder].")] = None,
     average: Annotated[
         bool | None,
-        typer.Option("--average/--weights", help="The average of training.ema, or the weights [default: the average]."),
+        typer.Option("--average/--weights", help="Export the average of training.ema (the default) or the weights."),
     ] = None,
     version: VersionOption = "latest",
     format_: Annotated[
         Literal["safetensors", "onnx", "torch.export"],
-        typer.Option("--format", help="The tensors, or a graph that computes: ONNX, or one of torch.export."),
+        typer.Option("--format", help="safetensors: only the tensors; onnx, torch.export: a computation graph."),
     ] = "safetensors",
     samples: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Records, a line each, to compare a graph on [default: Task.holdout(), the source]."
+            metavar="FILE",
+            help="Records to compare a graph with torch on, one per line [default: Task.holdout(), the source].",
         ),
     ] = None,
     to: Annotated[
         str | None,
-        typer.Option(metavar="mlflow[:ADDRESS]", help="Register it in MLflow, too [address: $MLFLOW_TRACKING_URI]."),
+        typer.Option(metavar="mlflow[:ADDRESS]", help="Also register it in MLflow [address: $MLFLOW_TRACKING_URI]."),
     ] = None,
     run_folder: RunFolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a version of the model, and model.json: its tensors as model.safetensors, or a graph.
+    """Write a version of the model: model.json, and the tensors as model.safetensors or a graph.
 
-    A graph is compared with torch on held-out samples before it is written. A model that has no such form, or whose
-    outputs differ by more than 1e-5, is refused, with the operator's name.
+    A graph is compared with torch on held-out samples before it is written. The export fails if the model cannot be
+    converted to the format, or if outputs differ by more than 1e-5. The error names the operator.
 
     Example: doll export runs/digits-20260101-120000 --version stable --format onnx --out model
     """

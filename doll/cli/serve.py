@@ -1,4 +1,4 @@
-"""`doll serve`: answer requests with a job's model while it is learned, and afterwards."""
+"""`doll serve`: answers requests with a job's model, during training and afterwards."""
 
 from __future__ import annotations
 
@@ -25,44 +25,44 @@ def serve(
     job: RunOptions,
     version: Annotated[
         str | None,
-        typer.Option(help="latest, an alias (doll versions alias) or a number [default: latest]."),
+        typer.Option(help="Version to serve: latest, an alias (doll versions alias) or a number [default: latest]."),
     ] = None,
     split: Annotated[
         str | None,
         typer.Option(
             metavar="VERSION=PERCENT,...",
-            help="Several versions, and the share of requests that each answers, as in stable=95,latest=5.",
+            help="Versions to serve, and the percentage of requests for each, as in stable=95,latest=5.",
         ),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen at; one that other machines reach needs a token, or certificates.")
+        str, typer.Option(help="Address to listen on. If other machines can reach it, a token or mTLS is required.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port; 0: one that is free.")] = 8000,
-    processes: Annotated[int, typer.Option(min=1, max=256, help="Processes that share the port.")] = 1,
-    name: Annotated[str, typer.Option(help="Name of the model in requests [default: that of the job].")] = "",
-    max_batch: Annotated[int, typer.Option(min=1, help="Samples that the model gets at once, at most.")] = 64,
-    max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are answered 429.")] = 1024,
-    max_body_mb: Annotated[float, typer.Option(min=0.001, help="MB of a request; more are answered 413.")] = 16.0,
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port; 0: any free port.")] = 8000,
+    processes: Annotated[int, typer.Option(min=1, max=256, help="Number of processes that share the port.")] = 1,
+    name: Annotated[str, typer.Option(help="Name of the model in requests [default: the job's name].")] = "",
+    max_batch: Annotated[int, typer.Option(min=1, help="Maximum number of samples per batch.")] = 64,
+    max_queue: Annotated[int, typer.Option(min=1, help="Maximum number of waiting requests; others get 429.")] = 1024,
+    max_body_mb: Annotated[float, typer.Option(min=0.001, help="Request limit, MB; larger ones get 413.")] = 16.0,
     row_memory_mb: Annotated[
-        float, typer.Option(min=0.001, help="MB for rows of tables that a checkpoint lacks, in each process.")
+        float, typer.Option(min=0.001, help="Memory for table rows newer than the checkpoint, MB per process.")
     ] = 256.0,
     timeout_s: Annotated[
-        float | None, duration("Time for a request to come, and then to be computed [default: 10].", "--timeout")
+        float | None, duration("Time limit to receive a request, and then to compute it [default: 10].", "--timeout")
     ] = None,
     keep_alive_s: Annotated[
         float | None,
         duration(
-            "How long a connection stays open without a request; longer than a load balancer keeps it [default: 75].",
+            "Time after which an idle connection is closed; set more than at the load balancer [default: 75].",
             "--keep-alive",
         ),
     ] = None,
     log_answers: Annotated[
         str,
-        typer.Option(metavar="TOPIC", help="Send answers to this topic, with version and id."),
+        typer.Option(metavar="TOPIC", help="Send every answer, with its version and id, to this Kafka topic."),
     ] = "",
     token_file: Annotated[
         Path | None,
-        typer.Option(help="File with the token of requests [default: that of DOLL_SERVE_TOKEN]."),
+        typer.Option(help="File with the token that requests must have [default: the token in DOLL_SERVE_TOKEN]."),
     ] = None,
     page_port: Annotated[
         int | None,
@@ -70,16 +70,16 @@ def serve(
             min=0,
             max=65_535,
             metavar="PORT",
-            help="Also serve the live page of the job, on this machine, at this port; 0: one that is free.",
+            help="Also serve the live page of the job on this machine, at this port; 0: any free port.",
         ),
     ] = None,
     run_folder: RunFolderOption = None,
 ) -> None:
     """Answer requests with the model of a job, by the Open Inference Protocol V2 and POST /predict.
 
-    It follows the versions: a newer one takes the place of the older one in memory, between two batches. It goes on
-    with the last good version while Kafka, Redis or the parameter server is away, and after the job has ended. Each
-    answer names its version.
+    The server loads each new version and replaces the old one between two batches. While Kafka, Redis or the parameter
+    server is unavailable, and after the job has ended, it continues with its last version. Each answer names its
+    version.
 
     Example: doll serve runs/digits-20260101-120000 --port 8000
     """
@@ -110,7 +110,7 @@ def serve(
 
 
 def _wanted(version: str | None, split: str | None) -> dict[str, float]:
-    """Versions, and the percentage of requests that each answers."""
+    """Return the versions to serve, and the percentage of requests that each version answers."""
     if split is None:
         return {_plain(version or LATEST): 100.0}
     if version is not None:
@@ -131,7 +131,7 @@ def _wanted(version: str | None, split: str | None) -> dict[str, float]:
 
 
 def _plain(version: str) -> str:
-    """`7` for `007`; refuses what no version can be called."""
+    """Return the version in its plain form, such as `7` for `007`. Refuse a text that is not a version or alias."""
     version = version.strip()
     if version.isdecimal():
         return str(int(version))
@@ -139,7 +139,7 @@ def _plain(version: str) -> str:
 
 
 def _services(target: Target) -> Services | None:
-    """The job's services now; None if none are known: a server goes on with checkpoints."""
+    """Return the job's services. None: no address is known; the server then uses only checkpoints."""
     from doll.errors import ConfigError, ServiceUnavailableError
 
     try:
@@ -149,7 +149,7 @@ def _services(target: Target) -> Services | None:
 
 
 def _has_ended(target: Target) -> bool:
-    """Whether a run has ended, and was not resumed since."""
+    """Return whether the run has ended and was not resumed afterwards."""
     return target.is_run_folder and _modified_s(target.run.report) >= _modified_s(target.run.stack) > 0
 
 

@@ -1,4 +1,4 @@
-"""`doll versions`: the versions that a job keeps, with their lineage, errors, aliases and pins."""
+"""`doll versions`: shows and marks the kept versions of a job, with their lineage, errors, aliases and pins."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from doll.run.target import Target
     from doll.storage.version_marks import VersionMarks
 
-versions_app = Commands(help="List the versions of a job, compare them, and give them names.")
+versions_app = Commands(help="List the kept versions of a job, compare them, and give them names (aliases).")
 
-VersionArgument = Annotated[str, typer.Argument(metavar="VERSION", help="latest, a number, or an alias.")]
+VersionArgument = Annotated[str, typer.Argument(metavar="VERSION", help="latest, a number or an alias.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeptOptions:
-    """The job whose versions a command is about."""
+    """The job of a `doll versions` command."""
 
-    job: Annotated[Path, typer.Argument(metavar="JOB.yaml|RUN", help="A job file, or the folder of a run.")]
+    job: Annotated[Path, typer.Argument(metavar="JOB.yaml|RUN", help="Job file, or folder of a run.")]
     overrides: SetOption = None
     run_folder: RunFolderOption = None
 
@@ -35,10 +35,10 @@ class KeptOptions:
 
 @versions_app.command("list")
 def list_(job: KeptOptions, as_json: JsonOption = False) -> None:
-    """List the versions that are kept: samples, errors, cost, aliases and pins.
+    """List the kept versions: samples, errors, cost, aliases and pins.
 
-    checkpoint.keep, checkpoint.history_s, aliases and pins say which are kept. Errors are those that the evaluator and
-    the workers have measured; job is a digest of the job file and the model.
+    checkpoint.keep, checkpoint.history_s, aliases and pins determine which versions are kept. The errors were measured
+    by the evaluator and the workers. The column job is a checksum of the job file and the model.
 
     Example: doll versions list runs/digits-20260101-120000
     """
@@ -67,7 +67,7 @@ def show(job: KeptOptions, version: VersionArgument, as_json: JsonOption = False
 
 @versions_app.command("diff")
 def diff(job: KeptOptions, a: VersionArgument, b: VersionArgument, as_json: JsonOption = False) -> None:
-    """Show what lies between two versions: offsets, samples, errors, settings, how far tensors and rows have moved.
+    """Compare two versions: offsets, samples, errors, settings, and the change of each tensor and of the table rows.
 
     Example: doll versions diff runs/digits-20260101-120000 stable latest
     """
@@ -80,7 +80,7 @@ def diff(job: KeptOptions, a: VersionArgument, b: VersionArgument, as_json: Json
 
 @versions_app.command("pin")
 def pin_(job: KeptOptions, version: VersionArgument, as_json: JsonOption = False) -> None:
-    """Keep a version until it is unpinned, however many newer ones there are.
+    """Keep a version until it is unpinned, regardless of the number of newer versions.
 
     Example: doll versions pin runs/digits-20260101-120000 latest
     """
@@ -89,7 +89,7 @@ def pin_(job: KeptOptions, version: VersionArgument, as_json: JsonOption = False
 
 @versions_app.command("unpin")
 def unpin(job: KeptOptions, version: VersionArgument, as_json: JsonOption = False) -> None:
-    """Keep a version no longer than others. One that has an alias is kept all the same.
+    """Remove the pin of a version; it is then kept as long as other versions. A version with an alias is still kept.
 
     Example: doll versions unpin runs/digits-20260101-120000 120
     """
@@ -99,14 +99,15 @@ def unpin(job: KeptOptions, version: VersionArgument, as_json: JsonOption = Fals
 @versions_app.command("alias")
 def alias_(
     job: KeptOptions,
-    alias: Annotated[str, typer.Argument(metavar="ALIAS", help="A name such as stable.")],
-    version: Annotated[str | None, typer.Argument(metavar="[VERSION]", help="latest, a number, or an alias.")] = None,
-    delete: Annotated[bool, typer.Option("--delete", help="No version has this alias any more.")] = False,
+    alias: Annotated[str, typer.Argument(metavar="ALIAS", help="The alias, such as stable.")],
+    version: Annotated[str | None, typer.Argument(metavar="[VERSION]", help="latest, a number or an alias.")] = None,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete the alias.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Give a version a name, or give the name to another version. A version with an alias is kept.
+    """Give a version an alias (a name), or move the alias to another version. A version with an alias is kept.
 
-    To go back in serving, give the alias to an earlier version. To go back in training: doll rollback.
+    To serve an earlier version, move the alias to that version. To continue training from an earlier version: doll
+    rollback.
 
     Example: doll versions alias runs/digits-20260101-120000 stable 120
     """

@@ -74,7 +74,8 @@ def test_help_shows_commands_in_groups() -> None:
             group.add(line.split()[0])
     del groups["Options"]
     assert list(groups) == [
-        "Start here", "Look", "Roles: one process of a job each", "Money and machines", "Examine and repair"
+        "Start here", "Look", "Roles: each command runs one process of a job", "Money and machines",
+        "Examine and repair",
     ]  # fmt: skip
     assert set().union(*groups.values()) >= set(COMMANDS)
     assert {"up", "example"} < groups["Start here"]
