@@ -1,1 +1,1 @@
-"""DOLL from Python: `doll.train`, `doll.open` and the handle of a run that they return."""
+"""The Python interface of DOLL: `doll.train`, `doll.open`, and the `Run` that both return."""

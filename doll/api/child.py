@@ -1,5 +1,5 @@
-"""The process of a run that a program started: `doll up` in a folder that is there, with its progress as lines of JSON
-on a pipe."""
+"""The child process of `doll.train`. It runs the job of an existing folder, as `doll up` does, and writes its progress
+to a pipe as lines of JSON."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _EVERY_S: Final = 0.5
 
 
 class Event(msgspec.Struct, omit_defaults=True):
-    """One line; a field that it lacks is as before."""
+    """One line of the pipe. A field that the line does not contain has not changed."""
 
-    say: str = ""  # a message, with its time
-    panel: str = ""  # the panel, with ANSI codes of colours
+    say: str = ""  # a message with its time
+    panel: str = ""  # the panel, as text with ANSI colour codes
     version: int = 0
-    samples: int = 0  # learned
+    samples: int = 0  # number of samples learned
     durable_version: int | None = None
-    loss: float | None = None  # before learning
-    report: dict[str, object] | None = None  # the run has ended with this
-    error: str = ""  # or with this
-    error_class: str = ""  # of `doll.errors`
+    loss: float | None = None  # loss of the samples before they were learned
+    report: dict[str, object] | None = None  # the report of a run that has ended
+    error: str = ""  # the error of a run that has failed
+    error_class: str = ""  # name of its class in `doll.errors`
 
 
 _encoder = msgspec.json.Encoder()
@@ -42,7 +42,7 @@ decoder = msgspec.json.Decoder(Event)
 
 
 class EventDisplay(Display):
-    """Sends messages and panels to a pipe."""
+    """A display that sends messages and panels to a pipe."""
 
     _every_s = _EVERY_S
 
@@ -52,7 +52,7 @@ class EventDisplay(Display):
         self._width = width
 
     def send(self, event: Event) -> None:
-        """Write one line. The program may have gone: the run ends with it then."""
+        """Write one line. If the parent program has ended, end the run, too."""
         try:
             self._pipe.write(_encoder.encode(event).decode() + "\n")
             self._pipe.flush()
@@ -80,14 +80,14 @@ class EventDisplay(Display):
 
 
 def main(arguments: list[str]) -> int:
-    """Run the job in a folder.
+    """Run the job in a folder, and return the exit code.
 
     Args:
-        arguments: the folder, and the width of the panel in characters.
+        arguments: the path of the folder, and the width of the panel in characters.
     """
     folder, width = Path(arguments[0]), int(arguments[1])
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as pipe:
-        os.dup2(2, 1)  # what anything prints goes to the log
+        os.dup2(2, 1)  # all other output of this process goes to the log
         try:
             config = load(folder / JOB)
         except DollError as error:
@@ -102,7 +102,7 @@ def main(arguments: list[str]) -> int:
         except KeyboardInterrupt:
             display.send(Event(error="stopped at once", error_class="DollError"))
             return 1
-        display.send(Event(report=json.loads(json.dumps(report))))  # without numpy's numbers
+        display.send(Event(report=json.loads(json.dumps(report))))  # converts numpy numbers to plain ones
         return int(report["exit_code"])
 
 

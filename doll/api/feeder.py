@@ -1,4 +1,4 @@
-"""The program's end of a run's source: records go over a Unix socket, and are kept until Kafka has them."""
+"""The program's side of a run's source: it sends records over a Unix socket and keeps them until Kafka has them."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ from doll.errors import ConfigError, RecordError
 from doll.records import feed
 
 _POLL_S: Final = 0.1
-_KEPT_BYTES: Final = 64 << 20  # that Kafka has not acknowledged; then the program's iterator waits
+_KEPT_BYTES: Final = 64 << 20  # limit of unacknowledged bytes; above it, the iterator waits
 _READ_BYTES: Final = 1 << 16
 _SENT_AT_ONCE: Final = 256  # records
 
 
 class Feeder:
-    """Serves the records of an iterator. One thread asks the iterator, which may take its time, another one sends.
+    """Serves the records of an iterator to a producer. One thread reads the iterator, which may block; another one
+    sends.
 
-    Sample i goes to stream i mod N. A producer that connects says how many samples each stream has, and gets the rest.
+    Sample i goes to stream i mod N. When a producer connects, it tells how many samples each stream has, and receives
+    the rest.
 
     Attributes:
-        path: of the socket, in a folder that this user alone can read.
-        error: what the iterator raised, or what is wrong with a record; the source has ended with it.
-        taken: samples taken from the iterator.
+        path: path of the socket, in a folder that only this user can read.
+        error: the exception of the iterator, or the problem of a record; the source has ended with this error.
+        taken: number of samples taken from the iterator.
     """
 
     def __init__(self, records: Iterator[bytes], streams: int, max_record_bytes: int) -> None:
@@ -43,7 +45,7 @@ class Feeder:
         self._streams = streams
         self._max_record_bytes = max_record_bytes
         self._changed = threading.Condition()
-        self._kept: deque[bytes] = deque()  # frames; of samples from `_first` on
+        self._kept: deque[bytes] = deque()  # frames of the samples from number `_first` on
         self._kept_bytes = 0
         self._first = 0
         self._ended = self._closed = False
@@ -60,7 +62,7 @@ class Feeder:
         return self._closed
 
     def close(self) -> None:
-        """End the threads, and remove the socket. An iterator that is asked for its next item is left with that."""
+        """End the threads and remove the socket. If the iterator is computing its next item, it is not waited for."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -85,7 +87,7 @@ class Feeder:
                     self._kept.append(frame)
                     self._kept_bytes += len(frame)
                     self._changed.notify_all()
-        except BaseException as error:  # the program's iterator may raise anything; `error` gives it to the caller
+        except BaseException as error:  # the iterator may raise anything; `error` passes it to the caller
             self.error = error
         finally:
             with self._changed:
@@ -93,15 +95,15 @@ class Feeder:
                 self._changed.notify_all()
 
     def frames_from(self, at: int, positions: list[int]) -> tuple[int, bytes, bool]:
-        """The next frames that are there, after waiting for one for a moment.
+        """Return the next available frames. If there are none, wait for a moment.
 
         Args:
             at: number of the next sample.
-            positions: samples that each stream had when its producer connected.
+            positions: number of samples that each stream had when its producer connected.
 
         Returns:
-            The number of the sample after them; the frames of those that the streams do not have; whether the source
-            ends there.
+            The number of the sample after these frames; the frames that the streams do not have yet; whether the source
+                ends after them.
         """
         with self._changed:
             at = max(at, self._first)
@@ -118,10 +120,11 @@ class Feeder:
         return at + len(kept), b"".join(wanted), ended
 
     def release(self, line: bytes) -> list[int]:
-        """Forget what Kafka has, which a producer says; returns the samples of each stream.
+        """Delete the samples that Kafka has, as a line of the producer states; return the number of samples of each
+        stream.
 
         Raises:
-            RecordError: it is no such line.
+            RecordError: the line is not valid.
         """
         positions = feed.decode_positions(line, self._streams)
         with self._changed:
@@ -139,13 +142,13 @@ class Feeder:
                 continue
             except OSError:
                 return
-            # What a producer that was killed leaves half done, the next one gets again.
+            # If a producer was killed, the next one gets its unacknowledged samples again.
             with connection, contextlib.suppress(OSError, RecordError):
                 _Connection(self, connection).serve()
 
 
 class _Connection:
-    """One producer."""
+    """The connection of one producer."""
 
     def __init__(self, feeder: Feeder, connection: socket.socket) -> None:
         self._feeder = feeder
@@ -155,11 +158,11 @@ class _Connection:
         self._positions: list[int] = []
 
     def serve(self) -> None:
-        """Send until the producer has gone, or the feeder is closed.
+        """Send until the producer disconnects or the feeder is closed.
 
         Raises:
-            OSError: it has gone.
-            RecordError: it says what no producer says.
+            OSError: the producer has disconnected.
+            RecordError: a line of the producer is not valid.
         """
         while not self._positions:
             self._listen(_POLL_S)
@@ -182,7 +185,7 @@ class _Connection:
                 self._listen(0.0)
 
     def _listen(self, timeout_s: float) -> None:
-        """Take in what the producer says."""
+        """Process what the producer has sent."""
         if self._feeder.closed:
             raise ConnectionError("the feeder is closed")
         readable, _, _ = select.select([self._connection], [], [], timeout_s)

@@ -1,4 +1,4 @@
-"""The samples that a program gives, as Kafka records."""
+"""The samples that a program passes to `doll.train`, encoded as Kafka records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from doll.errors import ConfigError, SampleError
 from doll.task import pairs
 from doll.task.base import Sample
 
-_CHUNK: Final = 4096  # rows of a frame of pandas that become dicts at once
+_CHUNK: Final = 4096  # rows of a pandas DataFrame that are converted to dicts together
 _EXPECTED: Final = (
     "a pair (x, y) of numbers or arrays, or of dicts, tuples and lists of these, a doll.Sample, bytes, a str, a dict, "
     "a dataclass or a msgspec.Struct for each sample; of arrays X and y (X, y)"
@@ -24,8 +24,8 @@ class Items(NamedTuple):
     """The samples of a program.
 
     Attributes:
-        records: made one by one, as they are asked for.
-        are_pairs: they are pairs (x, y), for a task that does not decode records itself.
+        records: the encoded samples; each is encoded when it is requested.
+        are_pairs: whether they are pairs (x, y), for a task that does not decode records itself.
     """
 
     records: Iterator[bytes]
@@ -33,15 +33,15 @@ class Items(NamedTuple):
 
 
 def items_of(source: Any, argument: str = "source") -> Items:
-    """The records of a source: any iterable, arrays (X, y), a DataFrame of pandas or polars, a dataset of torch.
+    """Return the records of a source: any iterable, arrays (X, y), a pandas or polars DataFrame, a torch dataset.
 
-    The first item is taken at once, and says of which kind all are.
+    The first item is read immediately. It determines the kind of all items.
 
     Args:
-        argument: what messages call it.
+        argument: name of the source in error messages.
 
     Raises:
-        ConfigError: it is not iterable, empty, or its first item is nothing that can be sent.
+        ConfigError: the source is not iterable or is empty, or its first item cannot be sent.
     """
     values = _values(source, argument)
     try:
@@ -73,7 +73,7 @@ def _values(source: Any, argument: str) -> Iterator[Any]:
     if hasattr(source, "iloc") and hasattr(source, "columns"):  # pandas
         chunks = (source.iloc[begin : begin + _CHUNK] for begin in range(0, len(source), _CHUNK))
         return (row for chunk in chunks for row in chunk.to_dict("records"))
-    if getattr(source, "batch_sampler", None) is not None:  # a DataLoader, whose batches would be taken for samples
+    if getattr(source, "batch_sampler", None) is not None:  # a DataLoader: its batches would be treated as samples
         raise ConfigError(
             f"{argument}: expected one sample at a time, got a {type(source).__name__} of batches: give its dataset, "
             "or DataLoader(dataset, batch_size=None)"
@@ -86,7 +86,7 @@ def _values(source: Any, argument: str) -> Iterator[Any]:
     if isinstance(source, Iterable) and not isinstance(source, Mapping | str | bytes):
         return iter(source)
     if hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, Mapping | str | bytes):
-        return (source[at] for at in range(len(source)))  # a dataset of torch with indices
+        return (source[at] for at in range(len(source)))  # a torch dataset with indices
     if isinstance(source, Mapping):
         raise ConfigError(
             f"{argument}: expected samples, or a dict as in a job file ({{'kind': 'csv', 'path': ...}}), got one of "
@@ -129,7 +129,7 @@ def _json(value: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """A number or array of numpy, or a time, as JSON has it."""
+    """Return a numpy number or array, or a time, as a value that JSON can store."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if hasattr(value, "isoformat"):

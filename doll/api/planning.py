@@ -1,4 +1,4 @@
-"""`doll.plan`, `doll.simulate` and `doll.compare`: what the commands of these names do, for programs."""
+"""`doll.plan`, `doll.simulate` and `doll.compare`: the commands of these names as Python functions."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 def plan(job: str | Path, *, instance: str | None = None, region: str | None = None, **goals: Any) -> Assessment:
-    """Whether a job can meet its goals, with which workers on spot, at what cost (`doll plan`).
+    """Return whether a job can meet its goals, with which workers on spot, and at what cost (`doll plan`).
 
     Args:
-        job: a job file, the folder of a run, or the name of a shipped example.
-        instance, region: take their prices from the table that ships with DOLL.
+        job: path of a job file or of a run folder, or the name of a shipped example.
+        instance, region: EC2 instance type and AWS region; their prices are taken from the table that ships with DOLL.
         goals: keys of the job file's `plan` section: `deadline_s=240`, `budget_usd`, `updates`, ...
 
     Raises:
-        ConfigError: the job or a goal is not what was expected.
+        ConfigError: the job or a goal is not valid.
     """
     from doll.monitor.state.pilot_run import with_pilot
     from doll.provisioner.planning.assessment import assess
@@ -44,17 +44,17 @@ def plan(job: str | Path, *, instance: str | None = None, region: str | None = N
 
 
 def simulate(job: str | Path, **options: Any) -> Any:
-    """Simulate a job in virtual time, on the parameter server's own engine and policies (`doll simulate`).
+    """Simulate a job in virtual time, with the engine and the policies of the parameter server (`doll simulate`).
 
     Args:
-        job: a job file, the folder of a run, or the name of a shipped example.
+        job: path of a job file or of a run folder, or the name of a shipped example.
         options: `updates`, `seconds`, `spot`, `alpha` and others; `doll_lab.simulation.job.simulate` lists them.
 
     Returns:
         The `doll_lab.simulation.report.Summary`.
 
     Raises:
-        ConfigError: doll-lab is not installed, or the job or a number is not what was expected.
+        ConfigError: doll-lab is not installed, or the job or an option is not valid.
     """
     return extensions.need(extensions.SIMULATIONS, "job", "doll.simulate")(job, **options)
 
@@ -62,15 +62,15 @@ def simulate(job: str | Path, **options: Any) -> Any:
 def compare(
     job: str | Path, policies: Sequence[str] = (), *, runs_folder: str | Path = "runs", loss: float | None = None
 ) -> Comparison:
-    """Run a job under several policies, in turn on the same stream (`doll compare`).
+    """Run a job under several policies, one after the other, on the same stream (`doll compare`).
 
     Args:
-        job: a job file or the name of a shipped example.
-        policies: each as on the command line: "ssp", "essp:staleness=7"; default: all.
-        loss: to reach; default: as the job file says.
+        job: path of a job file, or the name of a shipped example.
+        policies: policies in the form of the command line, such as "ssp" or "essp:staleness=7". Empty: all policies.
+        loss: target loss. None: the value of the job file.
 
     Raises:
-        ConfigError: the job, or a policy's options, cannot be compared.
+        ConfigError: the job, or a policy with its options, cannot be compared.
     """
     from doll.run.local.compare import compare_live
     from doll.run.policy_choice import parse_choices

@@ -1,4 +1,4 @@
-"""A run, as a program sees it: its progress, its figures, its model, its audit; and its end."""
+"""`Run`: a program's access to a run, with its progress, metrics, model and audit; it can also end the run."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 _LOG: Final = "run.log"
 _POLL_S: Final = 0.2
-_LAST_BYTES: Final = 1 << 20  # of updates.csv, in which one that counts is looked for
-_LAST_S: Final = 120.0  # for the last checkpoint, evaluation and audit, when the program ends before the run
+_LAST_BYTES: Final = 1 << 20  # of updates.csv, in which the last valid update is searched
+_LAST_S: Final = 120.0  # limit for the last checkpoint, evaluation and audit if the program ends before the run
 
 
 class RunFailedError(DollError):
     """A run has ended with an error, or its audit has failed.
 
     Attributes:
-        report: as in `report.json`; empty if there is none.
+        report: content of `report.json`; empty if there is none.
     """
 
     def __init__(self, message: str, report: dict[str, Any]) -> None:
@@ -48,10 +48,10 @@ class RunFailedError(DollError):
 
 
 class Run:
-    """A run in its folder; `doll.train` starts one, `doll.open` finds one.
+    """A run in its folder. `doll.train` starts a run; `doll.open` opens an existing one.
 
     Attributes:
-        folder: its files (docs/guide/run.md).
+        folder: path of the run folder (its files: docs/guide/run.md).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -60,22 +60,22 @@ class Run:
 
     @property
     def is_running(self) -> bool:
-        """Whether this program has started it, and it has not ended."""
+        """Whether this program has started the run and it has not ended."""
         return self._process is not None and self._process.is_running
 
     @property
     def samples(self) -> int:
-        """Samples in the model, by the newest that is known."""
+        """The number of samples in the newest known version of the model."""
         return self._newest()[1]
 
     @property
     def version(self) -> int:
-        """Number of the newest version of the model that is known."""
+        """The number of the newest known version of the model."""
         return self._newest()[0]
 
     def _newest(self) -> tuple[int, int]:
-        """Version and samples: of a run that this program runs as it says, of one that has ended by its report, else by
-        the updates that are written."""
+        """Return version and samples: from the process of a running run, from the report of an ended run, otherwise
+        from updates.csv."""
         if self.is_running and self._process is not None:
             return self._process.last.version, self._process.last.samples
         if self._has_report:
@@ -87,7 +87,7 @@ class Run:
         """The content of `report.json`.
 
         Raises:
-            ConfigError: the run has not ended, or left no report.
+            ConfigError: the run has not ended, or has no report.
         """
         path = RunFolder(self.folder).report
         if not path.exists():
@@ -97,14 +97,14 @@ class Run:
         return read_json(path)
 
     def wait(self, timeout_s: float | None = None, *, progress: bool = True) -> dict[str, Any]:
-        """Wait until the run has ended, and show its progress meanwhile; returns the report.
+        """Wait until the run has ended, show its progress meanwhile, and return the report.
 
-        An interrupt (Ctrl-C, or the notebook's button) stops the run in order, a second one at once.
+        An interrupt (Ctrl-C, or the notebook's button) stops the run in order; a second one stops it immediately.
 
         Raises:
-            TimeoutError: it goes on after `timeout_s`.
-            RunFailedError: it has ended with an error, or the audit has found one.
-            DollError: it could not begin.
+            TimeoutError: the run has not ended after `timeout_s` seconds.
+            RunFailedError: the run has ended with an error, or its audit has failed.
+            DollError: the run could not start.
         """
         if self._process is None:
             return self.report
@@ -113,54 +113,57 @@ class Run:
         return self._process.result()
 
     def stop(self, *, progress: bool = True) -> dict[str, Any]:
-        """End the run in order: a last checkpoint, the last evaluation, audit, model and report. Returns the report.
+        """End the run in order, with a last checkpoint, the last evaluation, audit, model and report; return the
+        report.
 
         Raises:
-            RunFailedError, DollError: as `wait`.
+            RunFailedError, DollError: see `wait`.
         """
         if self._process is not None:
             self._process.signal(signal.SIGINT)
         return self.wait(progress=progress)
 
     def kill(self) -> None:
-        """End the run at once. Its newest checkpoint is kept: `doll resume RUN --set source=null` goes on from it, with
-        the samples that Kafka has; without `source=null` if the source is not of this program."""
+        """End the run immediately. Its newest checkpoint is kept. `doll resume RUN` continues from it; if the samples
+        came from this program, add `--set source=null` to continue with the samples that Kafka has."""
         if self._process is not None:
             self._process.kill()
 
     def scale(self, workers: int) -> None:
-        """Have the run go on with so many workers (`doll scale`).
+        """Change the number of workers of the run (`doll scale`).
 
         Raises:
-            ConfigError: there is no place for so many, or the run has ended.
-            ServiceUnavailableError: the broker, or the parameter server, does not answer.
+            ConfigError: the job allows fewer workers, or the run has ended.
+            ServiceUnavailableError: the broker or the parameter server does not answer.
         """
         from doll.run import scale as scaling
 
         scaling.scale(self._target(), workers, timeout_s=scaling.TIMEOUT_S, say=lambda text: None)
 
     def metrics(self, kind: Literal["updates", "evaluations"] = "updates", *, frame: str = "pandas") -> Any:
-        """A row for each update, or for each evaluation, as far as they are written.
+        """Return a table with one row for each update, or for each evaluation, that has been written so far.
 
         Args:
-            frame: "pandas", "polars", or "dict": a list for each column.
+            frame: type of the table: "pandas", "polars", or "dict" (a list for each column).
 
         Raises:
-            ConfigError: another name, or the package is not installed.
+            ConfigError: `frame` is another name, or its package is not installed.
         """
         return _read_csv(self.folder / f"{kind}.csv", frame)
 
     def model(self, version: int | None = None, *, average: bool | None = None) -> torch.nn.Module:
-        """The task's model with the weights of a checkpoint: the newest one, or that of a version that is kept. It is
-        what `build_model` makes, with all rows of its tables; a bounded table has the rows that there are, which a
-        `state_dict()` of it holds.
+        """Return the task's model with the weights of a checkpoint.
+
+        The model is the one of `build_model`, with all rows of its tables. A bounded table has only its existing rows,
+        which its `state_dict()` contains.
 
         Args:
-            average: the moving average of the weights, or the weights; default: the average if `training.ema` is
-                set.
+            version: number of a kept version. None: the newest checkpoint.
+            average: whether to use the moving average of the weights. None: the average if `training.ema` is set,
+                otherwise the weights.
 
         Raises:
-            CheckpointError: there is none, or not of this version, or it has no average.
+            CheckpointError: there is no such checkpoint, or it has no average.
         """
         from doll.evaluation.stored_weights import newest_weights
         from doll.model.flat_model import build
@@ -177,17 +180,17 @@ class Run:
             raise errors.CheckpointError(f"no checkpoint in {checkpoint_location(config, self.folder)} yet")
         stored.load_into(model)
         module = whole_module(config, task, tensors_of(model, stored))
-        for name, buffer in model.module.named_buffers():  # also those that are in no `state_dict()`
+        for name, buffer in model.module.named_buffers():  # also buffers that are not in a `state_dict()`
             module.get_buffer(name).copy_(buffer)
         return module
 
     def audit(self) -> dict[str, Any]:
-        """Every sample of the stream, by what became of it, as in `audit.json`: of a running run by its topics, else as
-        it was at its end.
+        """Return what happened to every sample of the stream, as in `audit.json`: from the topics of a running run,
+        otherwise from the audit at its end.
 
         Raises:
-            AuditError: a sample is missing, or counted twice.
-            DollError: the run left no audit.
+            AuditError: a sample is missing or was counted twice.
+            DollError: the run has no audit.
         """
         from doll.run.status import audit_target
 
@@ -203,7 +206,7 @@ class Run:
         return ledger.to_dict()
 
     def plot(self) -> Any:
-        """The page of a run that has ended: in a notebook the page itself, else its path."""
+        """Return the page of a run that has ended: in a notebook the page itself, otherwise its path."""
         path = RunFolder(self.folder).page
         if not path.exists():
             raise ConfigError(
@@ -234,14 +237,14 @@ class Run:
 
 
 def start(folder: Path, feeder: Feeder | None) -> Run:
-    """Start the job in a folder, in a process of its own, which ends with this one."""
+    """Start the job of a folder in a child process, which ends with this process."""
     run = Run(folder)
     run._process = _Process(folder, feeder)
     return run
 
 
 class _Process:
-    """The process of a run, and what it has said."""
+    """The process of a run, and the events that it has sent."""
 
     def __init__(self, folder: Path, feeder: Feeder | None) -> None:
         self._folder = folder
@@ -255,7 +258,7 @@ class _Process:
         self._outcome: Event | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._failure: BaseException | None = None
-        # Linux ends a child with the thread that started it, so the thread that reads from it does.
+        # Linux ends a child with the thread that started it; therefore the reading thread starts it.
         threading.Thread(target=self._attend, name="doll-run", daemon=True).start()
         self._started.wait()
         if self._failure is not None:
@@ -268,7 +271,7 @@ class _Process:
 
     def _attend(self) -> None:
         command = [sys.executable, "-m", "doll.api.child", str(self._folder), str(WIDTH)]
-        path = {"PYTHONPATH": ":".join(filter(None, sys.path))}  # a task's module may be anywhere on this program's
+        path = {"PYTHONPATH": ":".join(filter(None, sys.path))}  # the task's module may be in any of these
         try:
             self._child = spawn(command, self._log, path, stdout=subprocess.PIPE)
         except OSError as error:
@@ -287,7 +290,7 @@ class _Process:
         try:
             event = decoder.decode(line)
         except ValueError:
-            return None  # cut off by the end of the process
+            return None  # the end of the process has cut the line
         if event.report is not None or event.error:
             self._outcome = event
         elif event.panel:
@@ -295,11 +298,11 @@ class _Process:
         while True:
             try:
                 return self._events.put_nowait(event)
-            except queue.Full:  # nobody looks: the oldest goes
+            except queue.Full:  # no reader: drop the oldest event
                 self._events.get()
 
     def follow(self, view: View, timeout_s: float | None) -> None:
-        """Show what comes until the run has ended."""
+        """Show events until the run has ended."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             try:
@@ -314,7 +317,7 @@ class _Process:
                 self.signal(signal.SIGINT)
 
     def _show_next(self, view: View) -> bool:
-        """Show the next event; whether there are no more."""
+        """Show the next event; return whether there are no further events."""
         try:
             event = self._events.get(timeout=_POLL_S)
         except queue.Empty:
@@ -326,7 +329,7 @@ class _Process:
         return False
 
     def result(self) -> dict[str, Any]:
-        """The report; raises what `Run.wait` says."""
+        """Return the report, or raise the errors of `Run.wait`."""
         self._close()
         outcome, place = self._outcome, display_path(self._folder)
         if self._feeder is not None and self._feeder.error is not None:
@@ -342,13 +345,13 @@ class _Process:
         return report
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process, if it runs."""
+        """Send a signal to the process if it runs."""
         self._interrupts += 1
         if self._child is not None and self.is_running:
             self._child.send_signal(number)
 
     def kill(self) -> None:
-        """Kill the process; what it has started ends with it."""
+        """Kill the process. The processes that it has started end with it."""
         if self._child is not None:
             self._child.kill()
             self._ended.wait()
@@ -360,7 +363,7 @@ class _Process:
             self._feeder.close()
 
     def _at_exit(self) -> None:
-        """The program ends before the run: end it in order."""
+        """End the run in order if the program ends first."""
         if self.is_running:
             sys.stderr.write(f"doll: ending run {display_path(self._folder)} in order\n")
             self.signal(signal.SIGINT)
@@ -370,7 +373,7 @@ class _Process:
 
 
 def _last_update(path: Path) -> tuple[int, int]:
-    """Version and samples of the last whole line that counts; (0, 0): there is none yet."""
+    """Return version and samples of the last complete, valid line; (0, 0) if there is none yet."""
     if not path.exists():
         return 0, 0
     with path.open("rb") as file:

@@ -1,8 +1,9 @@
-"""A task of a notebook or script, put into a run's folder so that the processes of the run find it there.
+"""Writes the task of a notebook or script into a run folder, where the processes of the run load it.
 
-A class of a module is named by its module. One of a notebook or of `__main__`, an instance, and a class without
-`decode` for pairs (x, y) are written with cloudpickle. Only the folder's owner can read or write the file, and it is
-read from there alone: nothing that comes over a wire is ever unpickled (docs/security.md).
+A class of a module is referred to by its module. The following are written with cloudpickle: a class of a notebook or
+of `__main__`, an instance, and a class without `decode` for pairs (x, y). Only the folder's owner can read or write the
+file, and processes load it only from there: nothing that is received over a network is ever unpickled
+(docs/security.md).
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ from doll.api.shipping import shipped
 
 
 def task_class(task: Any) -> type[Task]:
-    """The class of a task that is given as a class or as an instance.
+    """Return the class of a task that is given as a class or as an instance.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: `task` is neither.
     """
     cls = task if isinstance(task, type) else type(task)
     if not issubclass(cls, Task):
@@ -50,15 +51,17 @@ def task_class(task: Any) -> type[Task]:
 
 
 def write_task(folder: Path, task: Any, *, are_pairs: bool, held_out: Items | None) -> str:
-    """Write a task into a run's folder; returns what `task.class` of the job file says.
+    """Write a task into a run folder; return the value of `task.class` for the job file.
 
     Args:
         task: a class, or an instance.
-        are_pairs: the source gives pairs (x, y), which the class need not decode itself.
-        held_out: samples that are never learned; they take the place of the class's `holdout`.
+        are_pairs: whether the source contains pairs (x, y), which the class does not need to decode.
+        held_out: samples that are never learned; they replace the class's `holdout`. None: the class's `holdout` is
+            used.
 
     Raises:
-        ConfigError: it is no task, or its class has something that cannot be written, or a held-out sample is none.
+        ConfigError: `task` is not a task, its class refers to an object that cannot be written, or a held-out sample is
+            not valid.
     """
     cls = task_class(task)
     decodes = cls.decode is not Task.decode or cls.decode_record is not Task.decode_record
@@ -87,7 +90,7 @@ def write_task(folder: Path, task: Any, *, are_pairs: bool, held_out: Items | No
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
     try:
-        (folder / "task.source.py").write_text(inspect.getsource(cls), encoding="utf-8")  # for people
+        (folder / "task.source.py").write_text(inspect.getsource(cls), encoding="utf-8")  # for humans only
         about = "Its source is in task.source.py."
     except (OSError, TypeError):
         about = "Its source is not known."
@@ -102,28 +105,33 @@ def _pickled(value: Any) -> bytes:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    """Writes classes of a notebook with the types of their fields, which cloudpickle leaves behind.
+    """Pickles classes of a notebook together with the types of their fields, which cloudpickle omits.
 
-    It makes a class without annotations first, and sets its attributes afterwards. A `msgspec.Struct` reads its fields
-    while it is made, and has none then. Annotations that are text (`from __future__ import annotations`) name what is
-    in the notebook, and not in the process that reads them.
+    cloudpickle first creates a class without annotations and sets its attributes afterwards. A `msgspec.Struct` reads
+    its fields when it is created, and would have none. Annotations that are text (`from __future__ import annotations`)
+    name objects of the notebook, which do not exist in the process that loads the class.
     """
 
     def reducer_override(self, obj: Any) -> Any:
         if obj is dataclasses.MISSING:
-            return "MISSING"  # the one of the reading process: it is compared by identity
+            return "MISSING"  # loads as the object of the reading process: it is compared by identity
         if isinstance(obj, msgspec.Meta):
             given = {name: getattr(obj, name) for name in dir(obj) if not name.startswith("_")}
             return _make, (msgspec.Meta, {name: value for name, value in given.items() if value is not None})
         reduced = super().reducer_override(obj)
         if not isinstance(obj, type) or not isinstance(reduced, tuple) or len(reduced) < 3:
-            return reduced  # no class, or one of a module
+            return reduced  # not a class, or a class of a module
         make, args, (members, slots), *rest = reduced
-        members.pop("__msgspec_cache__", None)  # of this process; it cannot be written
+        members.pop("__msgspec_cache__", None)  # belongs to this process and cannot be pickled
         if annotations := inspect.get_annotations(obj):
             try:
                 hints = get_type_hints(obj, include_extras=True)
-            except (NameError, TypeError, AttributeError, SyntaxError):  # nobody can use these
+            except (
+                NameError,
+                TypeError,
+                AttributeError,
+                SyntaxError,
+            ):  # these annotations are unusable anyway
                 hints = {}
             members["__annotations__"] = annotations | {name: hints[name] for name in annotations if name in hints}
         if issubclass(obj, msgspec.Struct):
@@ -135,8 +143,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
 def _fields_of(
     cls: type[msgspec.Struct], names: Iterable[str]
 ) -> tuple[dict[str, dict[str, Any]], bool, dict[str, Any]]:
-    """The defaults of a struct's own fields, as arguments of `msgspec.field`; whether it has a `__post_init__`; and the
-    options of its class."""
+    """Return the defaults of a struct's own fields, as arguments of `msgspec.field`; whether it has a `__post_init__`;
+    and the options of its class."""
     fields = {field.name: field for field in msgspec.structs.fields(cls) if field.name in names}
     defaults = {
         name: {
@@ -171,15 +179,16 @@ def _make_struct(
 
 
 def _post_init(self: Any) -> None:
-    """Call the class's own `__post_init__`, which it gets after it is made; msgspec looks for one while it is made."""
+    """Call the class's own `__post_init__`. It is set after the class was created, but msgspec looks for it at
+    creation."""
     type(self).__post_init__(self)
 
 
 def shipped(file: str) -> type[Task]:
-    """The task that `write_task` has written beside `file`.
+    """Return the task that `write_task` has written to the folder of `file`.
 
     Raises:
-        ConfigError: somebody else could have written it, or this Python cannot read it.
+        ConfigError: another user could have written it, or this Python cannot load it.
     """
     folder = Path(file).parent
     path = folder / PICKLE
@@ -190,7 +199,7 @@ def shipped(file: str) -> type[Task]:
         )
     try:
         content = pickle.loads(path.read_bytes())  # noqa: S301 - of the user's own run folder, see the module's text
-    except Exception as exc:  # unpickling imports and runs what the class refers to
+    except Exception as exc:  # unpickling imports and runs code that the class refers to
         raise ConfigError(
             f"{path}: expected the Python (here {sys.version_info.major}.{sys.version_info.minor}) and the packages of "
             f"the program that started the run: {type(exc).__name__}: {exc}"

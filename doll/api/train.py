@@ -1,4 +1,4 @@
-"""`doll.train`: a job from Python, without a job file or with one."""
+"""`doll.train`: starts a job from Python, with or without a job file."""
 
 from __future__ import annotations
 
@@ -44,36 +44,39 @@ def train(
     wait: bool = True,
     progress: bool = True,
 ) -> Run:
-    """Learn from a source on this machine, as `doll up` does: Kafka, a parameter server and workers in processes.
+    """Train on a source on this machine, as `doll up` does: with Kafka, a parameter server and workers as processes.
 
     Args:
-        task: a subclass of `doll.Task`, or an instance. It may be of a notebook. Without `decode`, samples are pairs.
-        source: the samples: any iterable of pairs (x, y), dicts, str or bytes, arrays (X, y), a DataFrame, a dataset of
-            torch; or a dict, as `source` of a job file: `{"kind": "csv", "path": "rows.csv"}`.
-        job: a job file, or the name of a shipped example, for whatever is not given here.
-        name: of the job; default: that of the task's class.
+        task: a subclass of `doll.Task`, or an instance of one. It may be defined in a notebook. Without `decode`, the
+            samples must be pairs (x, y).
+        source: the samples: any iterable of pairs (x, y), dicts, str or bytes; arrays (X, y); a DataFrame; or a torch
+            dataset. Alternatively a dict with the `source` section of a job file: `{"kind": "csv", "path":
+            "rows.csv"}`.
+        job: path of a job file, or name of a shipped example; it provides all values that are not given here.
+        name: name of the job. None: derived from the name of the task's class.
         args: keyword arguments of the task's class.
-        held_out: samples that are never learned, for the held-out error; as `source`, but no dict. Of these,
-            `evaluation.max_samples` at most.
-        workers: default 4, or as the job file says.
-        policy: a consistency policy, by its name or as in a job file; default `doll`.
-        stop: `{"samples": 10000}`, or updates, seconds, loss, accuracy: what comes first. Default: the source's end.
-        init_from: the weights to begin with, as `training.init_from` of a job file: the folder of a run
-            (`run.folder`), `RUN@VERSION`, `s3://bucket/prefix`, or a file; `{"from": run.folder, "strict": True}`.
-        settings: other keys of the job file, as `{"training.optimizer": {"name": "adam", "lr": 0.001}}`
+        held_out: samples that are never learned, for the held-out error; the types of `source`, except a dict. At most
+            `evaluation.max_samples` of them are used.
+        workers: number of workers. None: the value of the job file, or 4.
+        policy: consistency policy, by name or as a section of a job file. None: the value of the job file, or `doll`.
+        stop: stop rules: `{"samples": 10000}`, or updates, seconds, loss, accuracy; the first one that is met ends the
+            run. None: the run ends at the end of the source.
+        init_from: initial weights, as `training.init_from` of a job file: the folder of a run (`run.folder`),
+            `RUN@VERSION`, `s3://bucket/prefix`, or a file; or a dict such as `{"from": run.folder, "strict": True}`.
+        settings: other keys of the job file, such as `{"training.optimizer": {"name": "adam", "lr": 0.001}}`
             (docs/configuration.md).
-        runs_folder: where the run's folder is made.
-        wait: return when the run has ended; an interrupt ends it in order. False: at once, see `Run.wait`.
-        progress: show a live panel meanwhile.
+        runs_folder: folder in which the run folder is created.
+        wait: whether to return only after the run has ended; an interrupt then ends the run in order. False: return
+            immediately; see `Run.wait`.
+        progress: whether to show a live panel during the wait.
 
     Returns:
-        The run. It has ended without an error, if `wait` is set.
+        The run. If `wait` is set, it has ended without an error.
 
     Raises:
-        ConfigError: what is given fits neither a task, a source nor a job file; nothing has been started.
-        RunFailedError: the run has ended with an error, or its audit has found one.
-
-    Whatever ends the run, or the wait for it, has the run as its `run`: `error.run.folder`.
+        ConfigError: the arguments are not valid; nothing has been started.
+        RunFailedError: the run has ended with an error, or its audit has failed.
+    Every exception that ends the run, or the wait for it, has the run in its attribute `run`: `error.run.folder`.
     """
     content = _job_content(job)
     if task is None and "task" not in content:
@@ -84,7 +87,7 @@ def train(
     items, given = None, source
     if source is not None and not (isinstance(source, Mapping) and "kind" in source):
         items, given = items_of(source), None
-        # If nobody says how fast samples arrive, they come as fast as they are learned.
+        # If no arrival rate is given, samples arrive as fast as they are learned.
         content.setdefault("arrivals", {"process": "asap"})
     chosen = {"name": policy} if isinstance(policy, str) else policy
     named = {
@@ -95,7 +98,7 @@ def train(
         _set(content, key, value)
     if stop is None and job is None and items is None and source is None:
         raise ConfigError("source: expected the samples to learn from, or a job file (job=...)")
-    # The configuration is checked before a folder is made; the task's place in it is known afterwards.
+    # Check the configuration before a folder is created; the task's path in it is known only afterwards.
     if task is not None:
         content["task"] = {
             "class": f"{task_class(task).__module__}:{task_class(task).__name__}",
@@ -110,7 +113,7 @@ def train(
     if held is not None and task is None:
         raise ConfigError("held_out: expected with a task that is given here, not by a job file")
     if task is None and items is None:
-        check_runnable(config)  # else its task, or its source, is in the folder of the run only
+        check_runnable(config)  # otherwise its task or source exists only in the run folder
     elif config.training.init_from is not None:
         find_source(config, config.training.init_from.source)
     folder = create(Path(runs_folder), config.job, datetime.now())
@@ -132,7 +135,7 @@ def _start(
     held: Items | None,
     config: JobConfig,
 ) -> Run:
-    """Put the job into its folder, and start it."""
+    """Write the files of the job into its folder, and start it."""
     if task is not None:
         are_pairs = items is not None and items.are_pairs
         if held is not None:
@@ -152,10 +155,10 @@ def _start(
 
 
 def open_run(folder: str | Path) -> Run:
-    """A run that was made before, by its folder; `doll.open`.
+    """Open an existing run by its folder; `doll.open`.
 
     Raises:
-        ConfigError: it is no run's folder.
+        ConfigError: `folder` is not a run folder.
     """
     path = Path(folder)
     if not (path / "job.yaml").is_file():
@@ -164,7 +167,7 @@ def open_run(folder: str | Path) -> Run:
 
 
 def _job_content(job: str | Path | None) -> dict[str, Any]:
-    """The job file as keys and values; relative paths in it keep their meaning."""
+    """Return the job file as keys and values; relative paths are resolved from the folder of the job file."""
     if job is None:
         return {}
     target = open_target(Path(job), [])
@@ -174,7 +177,8 @@ def _job_content(job: str | Path | None) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The value as a job file has it, also if it is read elsewhere: without paths from here, and numbers of numpy."""
+    """Return a value in the form of a job file that can be loaded from any folder: with absolute paths and plain
+    numbers."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

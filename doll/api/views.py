@@ -1,4 +1,4 @@
-"""The progress of a run in a terminal, in a notebook, or as lines."""
+"""Views of the progress of a run: in a terminal, in a notebook, or as lines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class View(Protocol):
 
 
 def make_view(progress: bool) -> View:
-    """A live panel in a notebook or a terminal, else lines; nothing if no progress is wanted."""
+    """Return a live panel in a notebook or a terminal, otherwise lines; an empty view if `progress` is False."""
     if not progress:
         return _Silent()
     if in_notebook():
@@ -37,7 +37,7 @@ def make_view(progress: bool) -> View:
 
 
 def in_notebook() -> bool:
-    """Whether this is a notebook's kernel."""
+    """Return whether this process is the kernel of a notebook."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and hasattr(shell, "kernel")
@@ -79,7 +79,7 @@ class _Terminal(LivePanel):
 
 
 class _Notebook(_Silent):
-    """One output that is replaced, so that a long run leaves one panel in its cell."""
+    """One output cell that is replaced, so that a long run shows only one panel."""
 
     def __init__(self) -> None:
         self._messages: list[str] = []
@@ -111,8 +111,8 @@ class _Notebook(_Silent):
 
 
 def html(text: str) -> str:
-    """Text with ANSI codes as HTML."""
-    # In a notebook rich would show by itself what it prints.
+    """Convert text with ANSI codes to HTML."""
+    # In a notebook, rich would also display what it prints.
     console = Console(record=True, file=io.StringIO(), width=WIDTH, force_terminal=True, force_jupyter=False)
     console.print(Text.from_ansi(text), soft_wrap=True)
     code = "<pre style=\"line-height:1.2;font-family:Menlo,'DejaVu Sans Mono',consolas,monospace\">{code}</pre>"

@@ -195,7 +195,7 @@ class StreamOptions:
         return rates
 
     def _given_rates(self) -> list[float] | None:
-        """Return the numbers of `--rate 125`, `--rate 10,20` or `--rate 10 --rate 20`. None: the option is not given."""
+        """Return the numbers of `--rate 125`, `--rate 10,20` or `--rate 10 --rate 20`; None if it is not given."""
         if not self.rate:
             return None
         text = ",".join(self.rate)
@@ -221,7 +221,7 @@ class MarketOptions:
         int | None, typer.Option(min=1, help="Machines per worker, started and lost together (k) [default: 1].")
     ] = None
     availability_of: Annotated[
-        Literal["machine", "worker"] | None, typer.Option(help="Unit of --alpha and --cycle [default: machine].")
+        Literal["machine", "worker"] | None, typer.Option(help="Subject of --alpha and --cycle [default: machine].")
     ] = None
     boot_s: BootOption = None
     service_s: ServiceOption = None

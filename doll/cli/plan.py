@@ -78,7 +78,7 @@ def plan(
     region: options.RegionOption = None,
     stack: Annotated[
         Literal["self_managed", "msk", "none"],
-        typer.Option(help="Other machines in the cost: own Kafka machines, MSK, or none."),
+        typer.Option(help="Further machines to include in the cost: own Kafka machines, MSK, or none."),
     ] = "self_managed",
     plot: Annotated[
         Path | None, typer.Option(metavar="HTML", help="Write charts of cost and risk by number of spot workers.")
