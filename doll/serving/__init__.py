@@ -1,1 +1,1 @@
-"""The model server (`doll serve`): answers for a job's model, whose versions it follows while they are learned."""
+"""The model server (`doll serve`): answers requests with a job's model, and follows its versions during training."""

@@ -1,7 +1,7 @@
-"""Answers as records of a topic, with version and id of the request: to be joined with labels that come later.
+"""Sends answers to a Kafka topic, with the version and the request id, so that they can be joined with later labels.
 
-It never holds a request up. While Kafka is away, answers wait in the producer's queue, which is bounded; those that it
-does not take, and those that Kafka refuses, are counted and are not logged.
+Logging never delays a request. While Kafka is unavailable, answers wait in the bounded queue of the producer. Answers
+that do not fit the queue, or that Kafka rejects, are counted and dropped.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from doll.telemetry import get_logger
 
 log = get_logger(__name__)
 
-_ANY_PARTITION: Final = -1  # by the key, as Kafka's clients do
+_ANY_PARTITION: Final = -1  # the client chooses the partition by the key
 _POLL_S: Final = 0.2
-_LOOK_S: Final = 2.0  # for other services: a run that is resumed has some
+_LOOK_S: Final = 2.0  # interval of looking for new addresses: a resumed run may have others
 _REPEAT_S: Final = 30.0
 _ANSWERS_S: Final = 5.0
-# What may wait for Kafka: librdkafka's own bound is 1 GB.
+# Limit of the producer's queue: the default of librdkafka is 1 GB.
 _QUEUE: Final[dict[str, Any]] = {"queue_buffering_max_messages": 100_000, "queue_buffering_max_kbytes": 65_536}
 
 
 class AnswerLog:
-    """Sends to one topic, which exists; a context manager.
+    """Sends answers to one existing topic; a context manager.
 
     Args:
-        find_services: the job's services now; None if none are known.
-        on_logged: called for each answer that Kafka has taken.
+        find_services: returns the job's current services; None if none are known.
+        on_logged: called for each answer that Kafka has acknowledged.
         on_dropped: called for each answer that was not logged.
 
     Raises:
-        ConfigError: no address of Kafka is known, or the topic cannot be used, as far as Kafka says at the beginning.
+        ConfigError: no address of Kafka is known, or Kafka reports at the start that the topic cannot be used.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class AnswerLog:
         self._model = model
         self._on_logged = on_logged
         self._on_dropped = on_dropped
-        # Held while deliveries are reported, by the thread that answers requests and by the one that polls.
+        # Held during delivery reports: by the thread that answers requests and by the thread that polls.
         self._lock = threading.RLock()
         self._publisher = Publisher(config, services, **_QUEUE)
         self._said_s = float("-inf")
@@ -76,13 +76,13 @@ class AnswerLog:
         self._stop.set()
         self._thread.join()
         self._publisher.close()
-        self._publisher.discard()  # what Kafka has not taken by now is counted
+        self._publisher.discard()  # answers not acknowledged by now are counted as dropped
 
     def write(self, request_id: str, version: ServedVersion, answer: Any) -> None:
         """Log an answer.
 
         Args:
-            answer: predictions, or outputs by name; what JSON can hold.
+            answer: predictions, or outputs by name, as values that JSON can represent.
         """
         record = {
             "id": request_id, "time_s": time.time(), "model": self._model, "version": version.place.version,
@@ -109,7 +109,7 @@ class AnswerLog:
             log.warning("answer_not_logged", topic=self._topic, reason=reason)
 
     def _poll(self) -> None:
-        """Report deliveries also if no request comes, and send to where the job's Kafka is."""
+        """Report deliveries also while no requests arrive, and follow the job if its Kafka address changes."""
         look_at_s = time.monotonic() + _LOOK_S
         while not self._stop.wait(_POLL_S):
             with self._lock:
@@ -123,7 +123,7 @@ class AnswerLog:
             return
         try:
             publisher = Publisher(self._config, services, **_QUEUE)
-        except ConfigError as exc:  # the environment lacks what its log-in needs: the old one goes on
+        except ConfigError as exc:  # the environment lacks its credentials: keep the old Kafka
             log.warning("answer_log_not_moved", reason=str(exc))
             return
         with self._lock:
@@ -132,7 +132,8 @@ class AnswerLog:
 
 
 def _require_topic(config: JobConfig, services: Services, topic: str) -> None:
-    """
+    """Check that the topic can be used.
+
     Raises:
         ConfigError: Kafka has no such topic, or the job itself reads it.
     """

@@ -1,6 +1,7 @@
-"""The HTTP side of a server: the Open Inference Protocol V2, `POST /predict`, health and metrics.
+"""The HTTP interface of a model server: the Open Inference Protocol V2, `POST /predict`, health and metrics.
 
-Whatever a client sends, it gets an answer with a status and a reason in JSON (`{"error": ...}`), and nothing ends.
+Every request gets an answer with a status; on an error, with a reason in JSON (`{"error": ...}`). No request can end
+the server.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ from doll.telemetry import get_logger
 log = get_logger(__name__)
 
 _JSON: Final = "application/json"
-_HEALTH: Final = "/v2/health/"  # without a token: a load balancer has none
+_HEALTH: Final = "/v2/health/"  # needs no token, because a load balancer has none
 _LONGEST_REASON: Final = 2000
 _LONGEST_ID: Final = 200
 _DISCARD_S: Final = 2.0
-_BODIES: Final = 8  # as large as they may be, in memory at once
+_BODIES: Final = 8  # limit of bytes in memory, in bodies of the maximum size
 _LENGTH: Final = LENGTH_HEADER.lower().encode()
 _PATHS: Final = 256
 _LATER: Final = {"Retry-After": "1"}
 
 
 class RequestError(Exception):
-    """A request that is answered with an error."""
+    """An error that is returned to the client with an HTTP status."""
 
     def __init__(self, status: int, reason: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(reason)
@@ -61,20 +62,20 @@ class RequestError(Exception):
 
 
 class ServeRequest(Request):
-    """A request.
+    """An HTTP request.
 
     Attributes:
-        held_bytes: of its body, so far.
+        held_bytes: bytes of its body that are in memory.
     """
 
     held_bytes = 0
 
     @cached_property
     def _header_values(self) -> dict[bytes, bytes]:
-        return dict(self.scope["headers"])  # Starlette's own mapping compares all names for each that is asked for
+        return dict(self.scope["headers"])  # Starlette's mapping compares all names at each access
 
     def header(self, name: bytes) -> str:
-        """The value of a header, whose name is in lower case; "" if there is none."""
+        """Return the value of a header by its name in lower case; "" if the request does not have it."""
         return self._header_values.get(name, b"").decode("latin-1")
 
 
@@ -85,12 +86,12 @@ class ServeApp:
     """The endpoints of one process.
 
     Args:
-        name: of the model.
-        newest_samples: usable samples in the newest version that is known; -1: not known.
-        max_body_bytes: of a request.
-        time_limit_s: of the batcher, for messages.
-        answers: where answers are logged; None: nowhere.
-        access: who may ask.
+        name: name of the model.
+        newest_samples: returns the number of usable samples in the newest known version; -1: not known.
+        max_body_bytes: maximum size of a request body.
+        time_limit_s: time limit of the batcher in seconds, for error messages.
+        answers: log of the answers. None: answers are not logged.
+        access: checks which clients may send requests.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class ServeApp:
         self._max_body_bytes = max_body_bytes
         self._time_limit_s = time_limit_s
         self._access = access
-        self._held_bytes = 0  # of bodies, in all requests
+        self._held_bytes = 0  # bytes of the bodies of all requests
         model, version = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
         self._routes = [
             *(Route(f"{path}/infer", self._infer, methods=["POST"]) for path in (model, version)),
@@ -122,17 +123,17 @@ class ServeApp:
             Route("/v2", self._server_metadata),
             Route("/metrics", self._page),
         ]
-        self._route = lru_cache(_PATHS)(self._found)  # the same few paths are asked again and again
+        self._route = lru_cache(_PATHS)(self._found)  # clients request the same few paths repeatedly
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, whatever becomes of it."""
+        """Answer one request, also after an error."""
         started_s = time.perf_counter()
         request = ServeRequest(scope, receive)
         try:
             self._refuse_strangers(request)
             endpoint, scope["path_params"] = self._route(scope["method"], scope["path"])
             reply = await endpoint(request)
-        except ClientDisconnect:  # or the body did not come in time, and the connection was closed for it
+        except ClientDisconnect:  # or the connection was closed because the body was late
             self._metrics.answered(408, time.perf_counter() - started_s)
             return
         except Exception as exc:
@@ -143,7 +144,7 @@ class ServeApp:
         self._metrics.answered(reply.status_code, time.perf_counter() - started_s)
 
     def _found(self, method: str, path: str) -> tuple[Endpoint, Mapping[str, str]]:
-        """The endpoint that answers, and the parameters in the path."""
+        """Return the endpoint for a request, and the parameters in its path."""
         scope = {"type": "http", "method": method, "path": path, "root_path": ""}
         matches = [(route, *route.matches(scope)) for route in self._routes]
         for route, match, child in matches:
@@ -165,7 +166,7 @@ class ServeApp:
         host, origin = request.header(b"host"), request.header(b"origin")
         if not self._access.by_certificate and not _names_this_machine(host):
             raise RequestError(421, f"expected localhost or 127.0.0.1 as Host, got {host!r:.60}: others need a token")
-        # A request of a foreign page would come with a certificate, too.
+        # A browser would also send the certificate with requests of a foreign page.
         if is_of_a_foreign_page(origin, request.header(b"sec-fetch-site"), host):
             raise RequestError(
                 403, "expected a request of a program, got one of a web site: a page has to ask its own server"
@@ -230,7 +231,7 @@ class ServeApp:
             raise RequestError(503, f"no version can answer: {lane.problem}", _LATER) from None
 
     def _facts(self, lane: Lane, version: ServedVersion) -> dict[str, Any]:
-        """The facts in each answer on the version that it is from."""
+        """Return the facts about the version of an answer, which each answer contains."""
         newest = self._newest_samples()
         left = lane.left if lane.left and version.place == lane.place else ""
         is_known = newest >= 0 and version.samples >= 0 and not left
@@ -247,7 +248,7 @@ class ServeApp:
         return facts
 
     def _lane(self, request: ServeRequest) -> Lane:
-        """Which lane answers: that of the version in the path, else one of all by its share."""
+        """Return the lane that answers: the one of the version in the path, otherwise a random one by the shares."""
         name, wanted = request.path_params.get("name"), request.path_params.get("version")
         if name not in (self._name, None):
             raise RequestError(404, f"expected the model {self._name}, got {name!r:.60}")
@@ -259,7 +260,7 @@ class ServeApp:
         raise RequestError(404, f"expected one of the versions {', '.join(self._versions())}, got {wanted!r:.60}")
 
     def _require_version(self, request: ServeRequest, lane: Lane, answer: Answer) -> None:
-        """Refuse an answer of another version than a request names by number."""
+        """Refuse an answer whose version differs from the number in the request's path."""
         wanted = request.path_params.get("version", lane.wanted)
         if wanted not in (lane.wanted, str(answer.version.place.version)):
             now = ", ".join(self._versions())
@@ -270,7 +271,7 @@ class ServeApp:
         return sorted({*served, *(lane.wanted for lane in self._lanes)})
 
     async def _body(self, request: ServeRequest) -> bytes | bytearray:
-        """The whole body. A connection whose body does not come in time is closed (`BoundedProtocol`)."""
+        """Return the whole body. If it does not arrive in time, the connection is closed (`BoundedProtocol`)."""
         if request.header(b"content-encoding") not in ("", "identity"):
             raise RequestError(415, "expected a body that is not compressed", {"Connection": "close"})
         limit, length = self._max_body_bytes, request.header(b"content-length")
@@ -290,20 +291,20 @@ class ServeApp:
                 body = chunk
             is_too_long = len(body) > limit
         if is_too_long:
-            if request.header(b"expect").lower() != "100-continue":  # else the client sends no body yet
+            if request.header(b"expect").lower() != "100-continue":  # else the client has sent no body yet
                 await _discard(request.receive)
             raise RequestError(413, f"expected a body of at most {limit} bytes", {"Connection": "close"})
         return body
 
     def _hold(self, count: int, request: ServeRequest) -> None:
-        """A request has got so many bytes more."""
+        """Count bytes that were received for a request."""
         if self._held_bytes + count > _BODIES * self._max_body_bytes:
             reason = f"other requests have {self._held_bytes} bytes in memory: send fewer at a time"
             raise RequestError(429, reason, {**_LATER, "Connection": "close"})
         self._held_bytes += count
         request.held_bytes += count
 
-    # --- what there is
+    # --- health and metadata
 
     async def _live(self, request: ServeRequest) -> Response:
         return _json({"live": True})
@@ -332,7 +333,7 @@ class ServeApp:
 
 
 async def _discard(receive: Receive) -> None:
-    """Read what still comes, for a while: a client that still sends would not see the answer."""
+    """Read the rest of a body for a short time: a client that is still sending would not read the answer."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DISCARD_S):
             while (await receive()).get("more_body"):
@@ -341,7 +342,7 @@ async def _discard(receive: Receive) -> None:
 
 @lru_cache(64)
 def _names_this_machine(host: str) -> bool:
-    """Whether a `Host` header is none that a page of a foreign web site would send."""
+    """Return whether a `Host` header names this machine; a page of a foreign web site would send another name."""
     return not host or is_loopback(host_name(host))
 
 
@@ -354,7 +355,7 @@ def _json(content: Mapping[str, Any], status: int = 200, headers: Mapping[str, s
 
 
 def _reply_to(error: Exception, scope: Scope) -> Response:
-    """The answer that a client gets for an error."""
+    """Return the answer that a client gets for an error."""
     match error:
         case RequestError():
             return _json({"error": str(error)[:_LONGEST_REASON]}, error.status, error.headers)
@@ -367,7 +368,7 @@ def _reply_to(error: Exception, scope: Scope) -> Response:
 
 
 def _records(body: bytes | bytearray) -> list[bytes]:
-    """The records in the body of `POST /predict`: a JSON object, or a list of records."""
+    """Return the records in the body of `POST /predict`: a JSON object, or a list of records."""
     try:
         if body.lstrip()[:1] != b"[":
             return [bytes(msgspec.json.decode(body, type=msgspec.Raw))]
@@ -380,7 +381,7 @@ def _records(body: bytes | bytearray) -> list[bytes]:
 
 
 def _rows(columns: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """One prediction for each sample."""
+    """Return one prediction for each sample."""
     lists = {}
     for name, column in columns.items():
         lists[name] = column.tolist() if isinstance(column, torch.Tensor) else np.asarray(column).tolist()

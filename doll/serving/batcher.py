@@ -1,8 +1,8 @@
-"""Requests of all connections are computed together: whatever has come while the batch before was computed.
+"""Computes requests of all connections in batches: requests that arrive while a batch is computed form the next batch.
 
-Nothing waits for more requests to come, and a request that has come alone is computed at once. A batch of a model that
-takes less time than a change of threads is computed on the event loop's own thread, else on another one, so that the
-loop goes on meanwhile.
+A batch never waits for more requests, and a single request is computed immediately. If batches take less time than a
+switch of threads, they are computed on the thread of the event loop; otherwise on another thread, so that the event
+loop continues.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from doll.serving.tensors import Features
 
 Compute = Callable[[Lane, Sequence[Features]], Sequence[Answer | SampleError]]
 INLINE_S: Final = 0.002
-_TRIED_S: Final = 0.025  # what takes longer on the other thread is not tried on the event loop's
+_TRIED_S: Final = 0.025  # longer batches of the other thread are not tried on the event loop's
 _TRY_EVERY: Final = 16
 _REMEMBERED: Final = 9
 
 
 class QueueFullError(Exception):
-    """More requests wait than may wait."""
+    """The queue is full: too many requests wait."""
 
 
 class _Waiting(NamedTuple):
     features: Features
     answer: asyncio.Future[Answer]
-    until_s: float  # monotonic
+    until_s: float  # monotonic seconds
 
 
 class BatchTimes:
-    """Which thread computes: the event loop's own one if batches usually take less than `INLINE_S` there.
+    """Decides which thread computes a batch: the event loop's, if batches usually take less than `INLINE_S` there.
 
-    On the other thread a batch waits for Python's lock, too. So what it takes there does not say what it would take
-    here: now and then one is tried here, unless all of them are long. A loaded machine takes the processor away from
-    many of them, so that the quarter that was faster counts.
+    On the other thread, a batch also waits for Python's lock. The time there therefore does not predict the time on the
+    event loop's thread. For that reason, a batch is tried on the event loop's thread from time to time, unless all
+    batches are long. On a loaded machine, many batches are interrupted; therefore only the fastest quarter counts.
 
     Attributes:
-        were_short: those that were computed here.
+        were_short: whether batches on the event loop's thread were short.
     """
 
     def __init__(self) -> None:
@@ -55,17 +55,17 @@ class BatchTimes:
         self.were_short = True
 
     def are_short(self) -> bool:
-        """Whether the next batch is to be computed here."""
+        """Return whether the next batch is to be computed on the event loop's thread."""
         if self.were_short:
             return True
         self._untried += 1
         return self._untried % _TRY_EVERY == 0 and _undisturbed(self._elsewhere) < _TRIED_S
 
     def add(self, seconds: float, *, here: bool) -> None:
-        """A batch has taken so long."""
+        """Add the time that a batch has taken on the event loop's thread (`here`) or on the other one."""
         if here:
             self._here.append(seconds)
-            # Of each batch of a small model: a short one more changes nothing.
+            # Evaluated first, because for a small model each batch is short.
             self.were_short = (self.were_short and seconds < INLINE_S) or _undisturbed(self._here) < INLINE_S
         else:
             self._elsewhere.append(seconds)
@@ -76,16 +76,17 @@ def _undisturbed(values: deque[float]) -> float:
 
 
 class Batcher:
-    """One queue for each lane and kind of request, served in turn. Of one event loop.
+    """Queues the requests of one event loop, one queue for each lane and kind of request, and serves the queues in
+    turn.
 
     Args:
-        compute: answers a batch; called by one thread at a time.
-        max_samples: of a batch, unless one request alone has more.
-        max_waiting: requests that may wait.
-        time_limit_s: for a request to be answered.
-        num_here: requests that this process has and has not answered, with the one that is submitted. Those that have
-            come in the same round of the loop are among them.
-        on_batch: told how many samples a batch had, and the seconds that it took.
+        compute: answers a batch; only one thread at a time calls it.
+        max_samples: maximum number of samples of a batch; a single request may have more.
+        max_waiting: maximum number of waiting requests.
+        time_limit_s: time limit for the answer to a request.
+        num_here: returns the number of unanswered requests of this process, including the submitted one and requests
+            that have arrived in the same round of the event loop.
+        on_batch: called with the number of samples of a batch and the seconds that it took.
     """
 
     def __init__(
@@ -102,18 +103,18 @@ class Batcher:
         self._on_batch = on_batch
         self._queues: dict[tuple[Lane, Any], deque[_Waiting]] = {}
         self._is_busy = False
-        self._batch: list[_Waiting] = []  # that is computed
+        self._batch: list[_Waiting] = []  # the batch that is being computed
         self._times = BatchTimes()
         self.num_waiting = 0
 
     async def submit(self, lane: Lane, features: Features) -> Answer:
-        """The answer of `lane`.
+        """Return the answer of `lane`.
 
         Raises:
             QueueFullError: too many requests wait.
-            SampleError: the model does not answer this request; the message says why.
+            SampleError: the model cannot answer this request; the message states the reason.
             LookupError: no version has been read yet.
-            TimeoutError: it has taken too long.
+            TimeoutError: the time limit has passed.
         """
         is_alone = not self._is_busy and self._num_here() == 1
         if is_alone and self._times.were_short and features.num_samples <= self._max_samples:
@@ -126,7 +127,7 @@ class Batcher:
         self.num_waiting += 1
         if not self._is_busy:
             self._is_busy = True
-            loop.call_soon(self._next, loop)  # after what else this round of the loop reads
+            loop.call_soon(self._next, loop)  # after the other requests that this round of the loop reads
         return await waiting.answer
 
     def _alone(self, lane: Lane, features: Features) -> Answer:
@@ -139,14 +140,14 @@ class Batcher:
         return answer
 
     def expire(self) -> None:
-        """Give up the requests that have taken too long; to be called several times a second."""
+        """End the requests whose time limit has passed; to be called several times per second."""
         now_s = time.monotonic()
         for waiting in itertools.chain(self._batch, *self._queues.values()):
             if waiting.until_s <= now_s and not waiting.answer.done():
                 waiting.answer.set_exception(TimeoutError())
 
     def _next(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Compute the next batch, if requests wait."""
+        """Compute the next batch if requests wait."""
         lane, batch = self._take()
         if lane is None:
             self._is_busy = False
@@ -161,7 +162,7 @@ class Batcher:
             future.add_done_callback(lambda done: self._finish(loop, batch, *done.result(), here=False))
 
     def _take(self) -> tuple[Lane | None, list[_Waiting]]:
-        """The first requests of the queue whose turn it is; none if none wait."""
+        """Return the first requests of the queue whose turn it is; no lane if no request waits."""
         batch: list[_Waiting] = []
         count = 0
         for key in list(self._queues):
@@ -169,11 +170,11 @@ class Batcher:
             while queue and (not batch or count + queue[0].features.num_samples <= self._max_samples):
                 waiting = queue.popleft()
                 self.num_waiting -= 1
-                if not waiting.answer.done():  # nobody waits for it any more
+                if not waiting.answer.done():  # otherwise its client has gone
                     batch.append(waiting)
                     count += waiting.features.num_samples
             if queue:
-                self._queues[key] = queue  # after the others
+                self._queues[key] = queue  # behind the other queues
             if batch:
                 return key[0], batch
         return None, batch
@@ -182,7 +183,7 @@ class Batcher:
         started_s = time.perf_counter()
         try:
             answers: Sequence[Any] | Exception = self._compute(lane, features)
-        except Exception as exc:  # each request is told; the server goes on
+        except Exception as exc:  # each request gets the error; the server continues
             answers = exc
         return answers, time.perf_counter() - started_s
 

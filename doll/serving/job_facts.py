@@ -1,6 +1,6 @@
-"""Facts on a job's versions from its topics: when each was made, of how many samples, and if the job goes on. Pure.
+"""Facts about a job's versions from its topics: time and number of samples of each version, and whether the job runs.
 
-It is told the time, in monotonic seconds, if it needs it.
+Pure: methods that need the time get it as an argument, in monotonic seconds.
 """
 
 from __future__ import annotations
@@ -12,28 +12,27 @@ from doll.evaluation.stored_weights import Place
 from doll.ledger.lineage import Lineage, UpdatesRecord
 from doll.records.control import AnyRecord, Finished, ServerStatus, Update
 
-_KEPT: Final = 1000  # versions: one that is served may be older than the newest by so many
+_KEPT: Final = 1000  # versions: a served one may be older than the newest by this number
 
 
 class VersionOrigin(NamedTuple):
-    """How a version was made: the Unix time of its update, and the usable samples that it has learned from."""
+    """The origin of a version: the Unix time of its update, and the number of usable samples that it has learned from."""
 
     time_s: float
     samples: int
 
 
 class JobFacts:
-    """Folds records of `updates` and `metrics`.
+    """Collects facts from records of `updates` and `metrics`.
 
     Attributes:
-        samples: usable samples in the newest version; -1: not known.
-        is_finished: the job has ended, and no server has begun since.
+        samples: number of usable samples in the newest version; -1: not known.
+        is_finished: whether the job has ended and no server has started since.
     """
 
     def __init__(self, silent_after_s: float, now_s: float) -> None:
-        """
-        Args:
-            silent_after_s: a parameter server that says nothing for so long is away.
+        """Args:
+        silent_after_s: seconds without a record after which the parameter server counts as unavailable.
         """
         self.samples = -1
         self.is_finished = False
@@ -62,15 +61,15 @@ class JobFacts:
 
     @property
     def term(self) -> int:
-        """The newest one that is known; 0: none."""
+        """The newest known term; 0: none is known."""
         return self._lineage.newest_term
 
     def origin(self, place: Place) -> VersionOrigin | None:
-        """How this version was made; None if its update was not seen."""
+        """Return the origin of a version; None if its update was not read."""
         return self._origins.get(place)
 
     def silence(self, now_s: float) -> str:
-        """Why no new version may be expected; "" while the parameter server is there, or the job has ended."""
+        """Return why no new version is to be expected; "" if the parameter server is active or the job has ended."""
         silent_s = now_s - self._heard_s
         if self.is_finished or silent_s < self._silent_after_s:
             return ""

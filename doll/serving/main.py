@@ -1,7 +1,7 @@
-"""The processes of a model server: one, or several that accept from one socket.
+"""The processes of a model server: one process, or several that accept connections from one socket.
 
-Several are forked from a parent that has loaded torch and serves nothing. It starts again what ends, and takes all of
-them along when it ends, however it does.
+Several processes are forked from a parent that has loaded torch and serves no requests. The parent restarts a process
+that has ended. When the parent ends, for whatever reason, its processes end, too.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ from doll.task.base import load_task
 log = telemetry.get_logger(__name__)
 
 _LOOK_S: Final = 0.2
-_RESTART_S: Final = 1.0  # after a process has ended, so that one that cannot begin does not take all time
+_RESTART_S: Final = 1.0  # pause before a restart, so that a failing process does not load the CPU
 _OBSERVE_S: Final = 1.0
-_END_S: Final = 10.0  # that a process may take beside its last answers
-_SWITCH_S: Final = 0.0005  # for which a thread that follows the job may hold Python's lock while a request waits
+_END_S: Final = 10.0  # time for a process to end, in addition to its last answers
+_SWITCH_S: Final = 0.0005  # limit for other threads to hold Python's lock while a request waits
 
 
 Beside = Callable[[ServeMetrics], contextlib.AbstractContextManager[None]]
@@ -71,19 +71,19 @@ Beside = Callable[[ServeMetrics], contextlib.AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """How a server serves.
+    """The options of a model server.
 
     Attributes:
-        wanted: versions that answer, by number, alias or `latest`, and the percentage of requests that each gets.
-        name: of the model.
-        max_batch: samples that the model gets at once, at most.
-        max_queue: requests that may wait, in each process.
-        row_bytes: memory for rows of tables that have changed since the checkpoint, in each process.
-        time_limit_s: for the body of a request to come, and for its answer to be computed.
-        keep_alive_s: that a connection may stay open without a request.
-        grace_s: that requests have to be answered when the server is told to end.
-        log_topic: gets the answers; "": none does.
-        token_file: of the token that requests must have; None: the environment may have one.
+        wanted: percentage of requests for each version; a key is a number, an alias, or `latest`.
+        name: name of the model.
+        max_batch: maximum number of samples in a batch.
+        max_queue: maximum number of waiting requests, in each process.
+        row_bytes: memory for table rows that have changed since the checkpoint, in each process.
+        time_limit_s: time limit to receive the body of a request, and for the computation of its answer.
+        keep_alive_s: time after which a connection without a request is closed.
+        grace_s: time to answer the remaining requests after the server is asked to end.
+        log_topic: topic for the answers; "": answers are not logged.
+        token_file: file with the token that requests must have. None: the token of the environment, if it has one.
     """
 
     wanted: dict[str, float]
@@ -120,15 +120,15 @@ def run_serve(
     job: ServedJob, options: ServeOptions, *, say: Callable[[str], object] = lambda text: None,
     beside: Beside = lambda metrics: contextlib.nullcontext(),
 ) -> int:  # fmt: skip
-    """Serve until SIGTERM or SIGINT; the exit code, 0. Needs the main thread.
+    """Serve until SIGTERM or SIGINT; return the exit code, 0. Must be called in the main thread.
 
     Args:
-        say: told the address, once it is listened on.
-        beside: runs in this process while it serves, if it is the only one.
+        say: called with the address when the server accepts connections.
+        beside: context in which this process serves, if it is the only one.
 
     Raises:
-        ConfigError: the task or the address cannot be used, anybody could reach the server, or there cannot be several
-            processes.
+        ConfigError: the task or the address cannot be used, the server would be open to other machines without access
+            control, or this platform cannot run several processes.
     """
     access = find_access(options.token_file)
     if not (access.token or access.by_certificate or is_loopback(options.host)):
@@ -140,7 +140,7 @@ def run_serve(
         raise ConfigError("--processes: expected 1: a process that has loaded torch can be forked on Linux only")
     torch.set_num_threads(1)
     sys.setswitchinterval(_SWITCH_S)
-    load_task(job.config)  # what is wrong with it is said before anything starts
+    load_task(job.config)  # report an invalid task before anything starts
     metrics = ServeMetrics(job.config.job, options.processes)
     with (
         listen(options.host, options.port, access.token, by_certificate=access.by_certificate) as listener,
@@ -218,7 +218,7 @@ async def _serve_until(
     server: BoundedServer, listener: socket.socket, stop: threading.Event, observe: Callable[[], None],
     batcher: Batcher, time_limit_s: float,
 ) -> None:  # fmt: skip
-    """Serve until `stop` is set, then answer what has begun."""
+    """Serve until `stop` is set, then answer the requests that have begun."""
 
     async def watch() -> None:
         observe_at_s = 0.0
@@ -236,7 +236,7 @@ async def _serve_until(
 
     tasks = [asyncio.create_task(each) for each in (watch(), expire(), server.close_idle(time_limit_s))]
     try:
-        # A copy: uvicorn closes it, and other processes accept from the other one.
+        # A copy: uvicorn closes it, and other processes use the original.
         await server.serve(sockets=[listener.dup()])
     finally:
         for task in tasks:
@@ -251,9 +251,9 @@ def _serve_in_processes(
     count: int, serve: Callable[[threading.Event, Heartbeat | None], None], metrics: ServeMetrics, heartbeat: Heartbeat,
     grace_s: float,
 ) -> int:  # fmt: skip
-    """Keep `count` processes until SIGTERM or SIGINT, or until one finds the job not to be served."""
+    """Keep `count` processes running until SIGTERM or SIGINT, or until one of them reports an invalid job."""
     parent = os.getpid()
-    running: dict[int, int] = {}  # process id -> number of its row
+    running: dict[int, int] = {}  # process id -> number of its row in the metrics
     heartbeat.expect("loop")
     heartbeat.set_waiting_for("")
     with stop_requested() as stop:
@@ -278,12 +278,12 @@ def _serve_in_processes(
 
 
 def _end(running: dict[int, int], grace_s: float) -> None:
-    """End these children, if need be by SIGKILL."""
+    """End these child processes, after `grace_s` seconds with SIGKILL."""
     deadline_s = time.monotonic() + grace_s
     while running:
         number = signal.SIGTERM if time.monotonic() < deadline_s else signal.SIGKILL
         for pid in running:
-            os.kill(pid, number)  # again and again: one that has just begun does not handle it yet
+            os.kill(pid, number)  # repeated, because a new process does not handle the signal yet
         time.sleep(_LOOK_S)
         for pid, _ in _ended(running):
             del running[pid]
@@ -292,7 +292,7 @@ def _end(running: dict[int, int], grace_s: float) -> None:
 def _child(
     parent: int, number: int, serve: Callable[[threading.Event, Heartbeat | None], None], metrics: ServeMetrics
 ) -> None:  # fmt: skip
-    """The life of a forked process, which does not return."""
+    """Run a forked process; does not return."""
     code = 1
     try:
         die_with_parent(parent)
@@ -310,7 +310,7 @@ def _child(
 
 
 def _ended(pids: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """The children that have ended, with their exit codes."""
+    """Return the child processes that have ended, with their exit codes."""
     for pid in list(pids):
         with contextlib.suppress(ChildProcessError):
             ended, status = os.waitpid(pid, os.WNOHANG)

@@ -1,6 +1,6 @@
-"""Counters of a model server, and its page for Prometheus, for all processes of one port together.
+"""Counters of a model server, and the Prometheus page for all processes of one port together.
 
-The numbers of all processes are in memory that they share, a row for each: whichever process is asked tells of all.
+The processes share memory with one row for each process, so that each process can report the sums of all.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _BY_TIME: Final = [_COLUMNS[f"le{at}"] for at in range(len(_BOUNDS_S) + 1)]
 
 
 class ServeMetrics(Collector):
-    """Counters of the processes of one port. Make it before they are forked; each counts in the row of its number."""
+    """The counters of the processes of one port. Create it before the fork; each process then counts in its own row."""
 
     def __init__(self, job: str, processes: int) -> None:
         self._job = job
@@ -57,27 +57,27 @@ class ServeMetrics(Collector):
         self._registry.register(self)
 
     def use_row(self, process: int) -> None:
-        """This is the process of this number."""
+        """Set the number of this process."""
         self._own = self._of_process[process]
 
     def answered(self, code: int, seconds: float) -> None:
-        """A request was answered with this status."""
+        """Count a request that was answered with this status."""
         self._own[_BY_CODE.get(code, _BY_CODE[500])] += 1
         self._own[_BY_TIME[bisect_left(_BOUNDS_S, seconds)]] += 1
         self._own[_COLUMNS["seconds"]] += seconds
 
     def computed(self, samples: int, seconds: float) -> None:
-        """A batch was computed."""
+        """Count a computed batch."""
         self._own[_COLUMNS["samples"]] += samples
         self._own[_COLUMNS["batches"]] += 1
         self._own[_COLUMNS["compute_seconds"]] += seconds
 
     def count(self, name: Literal["swaps", "logged_answers", "unlogged_answers"]) -> None:
-        """One more of what the page has under this name."""
+        """Increase the counter of this name by one."""
         self._own[_COLUMNS[name]] += 1
 
     def observe(self, copies: ModelCopies, newest_samples: int, waiting: int, row_bytes: int = 0) -> None:
-        """Set the gauges of this process; of several lanes, those of the first one."""
+        """Set the gauges of this process; if there are several lanes, to the values of the first one."""
         lane = copies.lanes[0]
         own, at = self._own, _COLUMNS
         if (copy := lane.copy) is not None:
@@ -90,11 +90,11 @@ class ServeMetrics(Collector):
         own[at["row_bytes"]] = row_bytes
 
     def page(self) -> bytes:
-        """The page for Prometheus."""
+        """Return the page for Prometheus."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
-        """The metrics as Prometheus' client library asks for them."""
+        """Yield the metrics in the form of the Prometheus client library."""
         total = dict(zip(_COLUMNS, self._rows.sum(axis=0).tolist(), strict=True))
         requests = CounterMetricFamily("doll_serve_requests", "Requests, by status.", labels=["job_name", "code"])
         for code in _CODES:

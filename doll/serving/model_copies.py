@@ -1,8 +1,8 @@
-"""Copies of a job's model in memory: what is served, and one more, which the next version is loaded into.
+"""Copies of a job's model in memory: one for each served version, and one more into which the next version is loaded.
 
-A version is loaded beside those that are served, and takes the place of one of them at once. Whoever computes holds
-one copy meanwhile, so that no number of another version is among its weights. The copy that was replaced is loaded
-again when nobody computes with it.
+A version is loaded into the spare copy, which then replaces a served one in a single step. A computation keeps one copy
+until its end, so that it never mixes weights of two versions. The replaced copy is loaded again only when no
+computation uses it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class ServedVersion:
     """A version that is in memory.
 
     Attributes:
-        made_s: Unix time of its update; of a version whose update is not known, when it was read.
-        samples: usable samples that it has learned from; `UNKNOWN`.
+        made_s: Unix time of its update; if that is not known, the time when the version was read.
+        samples: number of usable samples that it has learned from; `UNKNOWN` if not known.
     """
 
     def __init__(self, stored: StoredWeights) -> None:
@@ -36,15 +36,15 @@ class ServedVersion:
 
 
 class Lane:
-    """A version that requests are answered with, by its number or by a name.
+    """A version that answers requests, selected by its number or by a name.
 
     Attributes:
         wanted: a number, an alias, or `latest`.
-        share: of the requests that name no version, in percent.
-        copy: that answers now; None: none has been read yet.
-        problem: why what is wanted is not there; "": it is.
-        stale: why a newer version may not have been seen; "": none has been missed.
-        left: which rollback has left the version that answers behind; "": none has.
+        share: percentage of the requests without a version that this lane answers.
+        copy: the copy that answers now. None: no version has been read yet.
+        problem: why the wanted version is missing; "": it is not missing.
+        stale: why a newer version may have been missed; "": none has been missed.
+        left: the rollback that went back to a version before the served one; "": there is none.
     """
 
     def __init__(self, wanted: str, share: float = 100.0) -> None:
@@ -57,17 +57,17 @@ class Lane:
 
     @property
     def place(self) -> Place | None:
-        """The place of the version that answers now."""
+        """The place of the version that answers now; None: no version has been read yet."""
         copy = self.copy
         return None if copy is None else copy.version.place
 
 
 class ModelCopy:
-    """A model in memory.
+    """A copy of the model in memory.
 
     Attributes:
-        version: that was loaded last.
-        users: how many compute with it now.
+        version: the version that was loaded last.
+        users: number of computations that use the copy now.
     """
 
     version: ServedVersion
@@ -78,10 +78,10 @@ class ModelCopy:
 
 
 class ModelCopies:
-    """The copies of all lanes: as many as lanes, and one more. Safe to share between threads; one thread loads.
+    """The copies of all lanes: one for each lane, and one spare copy. Thread-safe, but only one thread may load.
 
     Args:
-        build: makes a model of the job.
+        build: creates a model of the job.
     """
 
     def __init__(self, build: Callable[[], FlatModel], lanes: Sequence[Lane]) -> None:
@@ -93,19 +93,19 @@ class ModelCopies:
 
     @property
     def model(self) -> FlatModel:
-        """One of the models: it says what weights must be like."""
+        """One of the models, which shows the shapes that weights must have."""
         return self._copies[0].model
 
     def load(
         self, lane: Lane, stored: StoredWeights, check: Callable[[ModelCopy], None] = lambda copy: None
     ) -> ModelCopy:
-        """Have `lane` answer with this version from now on.
+        """Make `lane` answer with this version from now on.
 
         Args:
-            check: is called with the copy before it answers; what it raises keeps the version from being served.
+            check: called with the copy before it answers; if it raises an exception, the version is not served.
 
         Raises:
-            ValueError: the weights are of another model.
+            ValueError: the weights belong to another model.
         """
         copy = next((copy for copy in self._served() if copy.version.place == place_of(stored)), None)
         if copy is None:
@@ -117,10 +117,10 @@ class ModelCopies:
 
     @contextmanager
     def used(self, lane: Lane) -> Iterator[ModelCopy]:
-        """The copy that answers for `lane`, which stays as it is meanwhile.
+        """Yield the copy that answers for `lane`; it does not change within the context.
 
         Raises:
-            LookupError: there is none yet.
+            LookupError: no version has been read yet.
         """
         copy = self.take(lane)
         try:
@@ -129,7 +129,7 @@ class ModelCopies:
             self.give_back(copy)
 
     def take(self, lane: Lane) -> ModelCopy:
-        """`used`, until `give_back`: for each request a context manager takes too long."""
+        """Begin a use of the copy, until `give_back`. Faster than the context manager `used`, for single requests."""
         with self._changed:
             copy = lane.copy
             if copy is None:
@@ -138,17 +138,17 @@ class ModelCopies:
         return copy
 
     def give_back(self, copy: ModelCopy) -> None:
-        """It may be loaded again, as far as the caller is concerned."""
+        """End the use of a copy, so that it may be loaded again."""
         with self._changed:
             copy.users -= 1
-            if copy not in self._served():  # whoever loads waits for it
+            if copy not in self._served():  # the loading thread waits for it
                 self._changed.notify_all()
 
     def _served(self) -> list[ModelCopy]:
         return [lane.copy for lane in self.lanes if lane.copy is not None]
 
     def _loaded(self, stored: StoredWeights) -> ModelCopy:
-        """A copy with this version that answers for no lane."""
+        """Load this version into the copy that answers for no lane, and return this copy."""
         with self._changed:
             served = self._served()
             spare = next((copy for copy in self._copies if copy not in served), None)
@@ -158,8 +158,8 @@ class ModelCopies:
         if spare is None:
             spare = ModelCopy(self._built())
             self._copies.append(spare)
-        with suppress(TaskError):  # of a request that has made a buffer grow: it grows again
-            spare.model.restore_buffers()  # else the version would not reach one that was replaced
+        with suppress(TaskError):  # a request has made a buffer grow; it will grow again
+            spare.model.restore_buffers()  # otherwise the version would not reach a replaced buffer
         stored.load_into(spare.model)
         spare.version = ServedVersion(stored)
         return spare
@@ -168,7 +168,7 @@ class ModelCopies:
         model = self._build()
         model.drop_gradients()
         model.module.eval()
-        if self._copies:  # frozen parameters may be far larger than the others: all copies use those of the first
+        if self._copies:  # frozen parameters may be large: all copies share those of the first
             first = dict(self._copies[0].model.module.named_parameters())
             for name, parameter in model.module.named_parameters():
                 if not parameter.requires_grad and name in first and not first[name].requires_grad:

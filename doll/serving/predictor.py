@@ -1,4 +1,4 @@
-"""Computes answers: the requests of one batch together, all of them with one version."""
+"""Computes the answers to the requests of one batch together, with one version."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from doll.task.trees import Array, Ragged, Structure
 
 
 class Answer(NamedTuple):
-    """The model's output for the samples of one request: arrays of shape (n, ...), and the structure around them."""
+    """The model's output for the samples of one request: arrays of shape (n, ...), and the structure that contains
+    them."""
 
     leaves: list[Array]
     structure: Structure | None
@@ -30,7 +31,7 @@ class Predictor:
     """Computes answers; not thread-safe.
 
     Args:
-        max_samples: the model gets at most so many at once.
+        max_samples: maximum number of samples for one call of the model.
     """
 
     def __init__(self, task: Task, signature: Signature, copies: ModelCopies, max_samples: int) -> None:
@@ -40,7 +41,7 @@ class Predictor:
         self._max_samples = max_samples
 
     def answer(self, lane: Lane, batch: Sequence[Features]) -> list[Answer | SampleError]:
-        """The answers of `lane` to requests of one kind. Each is answered as if it had come alone.
+        """Return the answers of `lane` to requests of one kind. Each answer is the same as for a request alone.
 
         Raises:
             LookupError: no version has been read yet.
@@ -51,7 +52,7 @@ class Predictor:
         except SampleError as exc:
             if len(batch) == 1:
                 return [exc]
-            return [self._by_itself(copy, features) for features in batch]  # one of them is at fault
+            return [self._by_itself(copy, features) for features in batch]  # at least one of them is not valid
         finally:
             self._copies.give_back(copy)
 
@@ -62,10 +63,10 @@ class Predictor:
             return exc
 
     def check(self, copy: ModelCopy) -> None:
-        """Compute a sample, so that metadata know the outputs.
+        """Compute an example, so that the metadata contain the outputs.
 
         Raises:
-            SampleError: the model does not compute it.
+            SampleError: the model cannot compute it.
         """
         if not self._signature.outputs and (example := self._signature.example_features()) is not None:
             self._together(copy, [example])
@@ -116,7 +117,7 @@ class Predictor:
         x = samples.x
         if isinstance(x, Ragged):
             inputs = passes.inputs_of(self._task, samples)
-        else:  # what `inputs_of` makes of it, without targets and weights, which no answer needs
+        else:  # as `inputs_of`, without targets and weights, which answers do not need
             tensor_or_tree = torch.from_numpy(x) if isinstance(x, np.ndarray) else trees.mapped(torch.from_numpy, x)
             inputs = Inputs(tensor_or_tree, None, None, None, count, count)
         output = passes.forward(self._task, copy.model.module, inputs)

@@ -1,8 +1,8 @@
 """Requests and answers of the Open Inference Protocol V2 over HTTP, in JSON and with its binary extension. Pure.
 
-https://github.com/kserve/open-inference-protocol, and for tensors after the JSON
-https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md. Where a request has
-such tensors, the header `Inference-Header-Content-Length` says how long the JSON in front of them is.
+Protocol: https://github.com/kserve/open-inference-protocol. Binary tensors after the JSON:
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md. If a request
+contains binary tensors, the header `Inference-Header-Content-Length` states the length of the JSON before them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from doll.task.trees import Array, are_numbers
 LENGTH_HEADER: Final = "Inference-Header-Content-Length"
 _SIZE: Final = "binary_data_size"
 _MAX_DIMENSIONS: Final = 16
-_MAX_NUMBERS: Final = 2**48  # of a shape; far more than a body can have
+_MAX_NUMBERS: Final = 2**48  # in a shape; more than a body can contain
 _MAX_NAME_CHARS: Final = 200
 _NONE: Final[Mapping[str, Any]] = {}
-_ACCEPTED: Final = {"f": "iuf", "i": "iu", "u": "iu", "b": "b"}  # numpy's kinds in JSON, by the kind of the tensor
+_ACCEPTED: Final = {"f": "iuf", "i": "iu", "u": "iu", "b": "b"}  # numpy kinds of JSON numbers, by the tensor's kind
 
 
 class InputTensor(msgspec.Struct):
@@ -47,7 +47,7 @@ class WantedOutput(msgspec.Struct):
 
 
 class InferRequest(msgspec.Struct):
-    """The JSON of a request. Clients that write all of its fields write null for what they leave out."""
+    """The JSON of a request. Some clients write all of its fields, with null for missing values."""
 
     inputs: list[InputTensor]
     id: str | None = None
@@ -55,7 +55,7 @@ class InferRequest(msgspec.Struct):
     parameters: dict[str, Any] | None = None
 
     def is_binary(self, wanted: WantedOutput | None) -> bool:
-        """Whether an output goes after the JSON."""
+        """Return whether an output is written as binary data after the JSON."""
         default = (self.parameters or _NONE).get("binary_data_output")
         own = None if wanted is None or wanted.parameters is None else wanted.parameters.get("binary_data")
         return bool(default if own is None else own)
@@ -72,14 +72,14 @@ _decoder = msgspec.json.Decoder(InferRequest)
 
 
 def decode_request(body: bytes | bytearray, json_bytes: str | None) -> tuple[InferRequest, dict[str, Array]]:
-    """A request, and its tensors by name.
+    """Decode a request; return it, and its tensors by name.
 
     Args:
-        json_bytes: value of `LENGTH_HEADER`; None: all of it is JSON.
+        json_bytes: value of the header `LENGTH_HEADER`. None: the whole body is JSON.
 
     Raises:
-        MalformedError: it is no request.
-        SampleError: a tensor has not the numbers that its type and shape say.
+        MalformedError: the body is not a valid request.
+        SampleError: the data of a tensor do not fit its type and shape.
     """
     length = len(body)
     if json_bytes is not None:
@@ -119,7 +119,7 @@ def decode_request(body: bytes | bytearray, json_bytes: str | None) -> tuple[Inf
                 f"{item.name}: expected {expected} bytes after the JSON for {item.datatype} of shape "
                 f"{item.shape!r:.60}, got {_SIZE} {size!r:.20} and {len(body) - at} bytes"
             )
-        # A copy: its numbers are aligned, and torch may write to it.
+        # Copied, so that it is aligned and torch may write to it.
         numbers = np.frombuffer(view[at : at + expected], dtype.newbyteorder("<"))
         tensors[item.name] = numbers.reshape(item.shape).astype(dtype)
         at += expected
@@ -129,7 +129,7 @@ def decode_request(body: bytes | bytearray, json_bytes: str | None) -> tuple[Inf
 
 
 def _from_json(item: InputTensor, dtype: np.dtype[Any]) -> Array:
-    """The array of a tensor whose numbers are in the JSON, flat or nested."""
+    """Return the array of a tensor whose numbers are in the JSON, flat or nested."""
     if item.data is None:
         raise SampleError(f"{item.name}: expected data, or {_SIZE} in its parameters")
     if not are_numbers(item.data):
@@ -148,17 +148,17 @@ def _from_json(item: InputTensor, dtype: np.dtype[Any]) -> Array:
         limits = np.iinfo(dtype)
         if int(array.min()) < limits.min or int(array.max()) > limits.max:
             raise SampleError(f"{item.name}: expected numbers of {item.datatype}, got one beyond")
-    with np.errstate(over="ignore"):  # it becomes infinite and is refused
+    with np.errstate(over="ignore"):  # an overflow becomes infinite, which is refused later
         return array.astype(dtype).reshape(item.shape)
 
 
 def encode_answer(
     request: InferRequest, model: str, version: str, outputs: Sequence[OutputTensor], parameters: Mapping[str, Any]
 ) -> tuple[bytes, int | None]:
-    """The body of an answer, and how long its JSON is if tensors follow.
+    """Return the body of an answer, and the length of its JSON; None as the length if no binary tensors follow.
 
     Raises:
-        SampleError: the request asks for outputs that there are not, or in a form that there is not.
+        SampleError: the request asks for an output that does not exist, or for a form that is not supported.
     """
     wanted: dict[str, WantedOutput] = {}
     if request.outputs:

@@ -1,6 +1,7 @@
-"""The tensors that a task's model takes, by the names of the Open Inference Protocol: each leaf of x is one.
+"""The input tensors of a task's model, with their names in the Open Inference Protocol: one for each array of x.
 
-What comes is checked as training checks samples (`doll.task.forms`), so that the model gets what it was trained on.
+Inputs are checked in the same way as training samples (`doll.task.forms`), so that the model gets the same inputs as in
+training.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ DATATYPES: Final = {
     "int16": "INT16", "int32": "INT32", "int64": "INT64", "float16": "FP16", "float32": "FP32", "float64": "FP64",
 }  # fmt: skip
 DTYPES: Final = {name: np.dtype(dtype) for dtype, name in DATATYPES.items()}
-DATATYPE_OF: Final = {dtype: name for name, dtype in DTYPES.items()}  # a dtype makes its name each time it is asked
+DATATYPE_OF: Final = {dtype: name for name, dtype in DTYPES.items()}  # numpy computes a dtype's name at each access
 
 
 class TensorInfo(NamedTuple):
-    """A tensor as metadata describe it; -1 in `shape`: any size."""
+    """The metadata of a tensor; -1 in `shape` means any size."""
 
     name: str
     datatype: str
@@ -38,12 +39,12 @@ class TensorInfo(NamedTuple):
 
 
 class Features(NamedTuple):
-    """x of the samples of a request.
+    """The x of the samples of a request.
 
     Attributes:
-        x: as in `SampleBatch`.
-        num_samples: how many.
-        kind: requests of one kind can be computed together.
+        x: the arrays, as in `SampleBatch`.
+        num_samples: number of samples.
+        kind: requests of the same kind can be computed together.
     """
 
     x: Tree
@@ -52,22 +53,21 @@ class Features(NamedTuple):
 
 
 class Signature:
-    """The inputs of a task's model, and its outputs so far.
+    """The inputs of a task's model, and its outputs after the first computation.
 
     Attributes:
-        outputs: of the model, as far as it has been computed.
+        outputs: metadata of the outputs; empty before the first computation.
     """
 
     def __init__(self, task: Task) -> None:
-        """
-        Raises:
-            ConfigError: `Task.spec` is wrong.
+        """Raises:
+        ConfigError: `Task.spec` is not valid.
         """
         forms = Forms.from_task(task)
         self._is_ragged = forms.is_ragged
         self.example = _example(task)
         self._form = forms.x
-        # One array of a task that does not say its type may be of any: integers stay, and all else becomes float32.
+        # If the task states no type for its one array: integers stay as they are, other types become float32.
         self._is_open = forms.x is None and (self.example is None or self.example.x_structure is None)
         if self._form is None and self.example is not None:
             row = self.example
@@ -92,10 +92,10 @@ class Signature:
         )  # fmt: skip
 
     def of_tensors(self, tensors: Mapping[str, Array]) -> Features:
-        """x of the tensors of a request; in each, the samples follow each other.
+        """Return x from the tensors of a request; the first dimension of each tensor is the sample.
 
         Raises:
-            SampleError: they are not what the model takes; the message names the tensor.
+            SampleError: the tensors are not valid inputs of the model; the message names the tensor.
         """
         if tensors.keys() != self._name_set:
             raise SampleError(f"expected the inputs {', '.join(self._names)}, got {', '.join(tensors) or 'none'}")
@@ -112,10 +112,10 @@ class Signature:
         return Features(Ragged(rows), len(rows), ())
 
     def of_records(self, xs: Sequence[Any]) -> Features:
-        """x of samples as `Task.decode_features` gives them, at least one.
+        """Return x from samples in the form of `Task.decode_features`, at least one.
 
         Raises:
-            SampleError: they are not what the model takes.
+            SampleError: the samples are not valid inputs of the model.
         """
         rows = [self._row(x) for x in xs]
         if self._is_ragged:
@@ -136,16 +136,16 @@ class Signature:
         return self._checked(row.x, lead=0)
 
     def batch(self, parts: Sequence[Features]) -> SampleBatch:
-        """The samples of several requests of one kind, in order. Their y stands for none."""
+        """Return the samples of several requests of one kind as one batch, in order. Their y is a placeholder."""
         x = trees.joined([part.x for part in parts]) if len(parts) > 1 else parts[0].x
         if not isinstance(x, Ragged):
-            return SampleBatch(x, x)  # nobody looks at y
-        # `Task.collate` gets samples with targets, and looks at them: any will do.
+            return SampleBatch(x, x)  # y is not used
+        # `Task.collate` reads targets: any valid target is sufficient.
         y = 0.0 if self.example is None else self.example.trees[1]
         return SampleBatch(x, Ragged([y] * len(x)))
 
     def example_features(self) -> Features | None:
-        """x of a sample to try the model with; None if none is known."""
+        """Return x of a sample for a trial of the model; None if no sample is known."""
         if self.example is not None:
             return self.of_records([self.example.trees[0]])
         if self._form is None:
@@ -155,7 +155,7 @@ class Signature:
         return self.of_records([trees.tree_of(self._structure, arrays)])
 
     def saw_outputs(self, leaves: Sequence[Array], structure: Structure | None) -> None:
-        """Remember what the model has given."""
+        """Store the metadata of outputs of the model."""
         names = trees.dotted_names("output", structure)
         self.outputs = tuple(
             TensorInfo(name, DATATYPES.get(leaf.dtype.name, leaf.dtype.name), (-1, *leaf.shape[1:]))
@@ -167,7 +167,7 @@ class Signature:
         return None if self._form is None else self._form.structure
 
     def _checked(self, leaves: list[Array], lead: int) -> list[Array]:
-        """`lead`: dimensions in front of a sample's own."""
+        """Return the arrays after their check; `lead` is the number of dimensions before those of a sample."""
         if self._form is not None:
             if self._is_open:
                 shape = self._form.fields[0].shape
@@ -191,7 +191,7 @@ def _features(structure: Structure | None, leaves: list[Array]) -> Features:
 
 
 def _example(task: Task) -> SampleRow | None:
-    """A held-out sample of the task; None without any."""
+    """Return a held-out sample of the task; None if it has none."""
     try:
         samples = batch_of(task, task.holdout(), 1)
         return samples.rows(1)[0] if samples.num_samples else None

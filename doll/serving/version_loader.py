@@ -1,6 +1,7 @@
-"""Keeps the versions that a server answers with: one thread reads the job's topics, another one reads weights.
+"""Keeps the served versions current: one thread reads the job's topics, another one reads weights.
 
-Neither ends while something does not answer: the last good version stays, and each lane says why it may be stale.
+If a service is unavailable, both threads continue: the last good version stays, and each lane states why it may be
+stale.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from doll.telemetry import get_logger
 log = get_logger(__name__)
 
 POLL_S: Final = 0.02
-_AWAY_S: Final = 0.5  # pause while something does not answer
+_AWAY_S: Final = 0.5  # pause while a service does not answer
 _MARKS_EVERY_S: Final = 0.25
 _ROLLBACKS_EVERY_S: Final = 2.0
 _BLOBS_TIMEOUT_S: Final = 2.0
@@ -39,21 +40,21 @@ _RECONNECT_S: Final = 2.0
 _READ_S: Final = 0.2
 _LOOKUP_S: Final = 5.0
 _END_S: Final = 1.0
-_MAX_SHARE: Final = 0.25  # of a processor that reading versions may take
+_MAX_SHARE: Final = 0.25  # maximum share of a CPU for reading versions
 
 
 class VersionLoader:
     """Loads versions into `copies`; a context manager.
 
     Args:
-        find_services: the job's services now; None if none are known. A run that is resumed has others.
-        has_ended: whether the job has ended, as far as its run folder says.
-        check: as of `ModelCopies.load`.
-        row_bytes: of memory for changed rows of tables.
-        on_swap: told that a lane has got another version.
+        find_services: returns the job's current services; None if none are known. A resumed run has other services.
+        has_ended: returns whether the run folder shows that the job has ended.
+        check: see `ModelCopies.load`.
+        row_bytes: memory for changed rows of tables.
+        on_swap: called when a lane has got another version.
 
     Attributes:
-        newest_samples: usable samples in the newest version that is known; -1: not known.
+        newest_samples: number of usable samples in the newest known version; -1: not known.
     """
 
     def __init__(
@@ -70,9 +71,9 @@ class VersionLoader:
         self._store = open_store(config, run_folder)
         self._follower = WeightFollower(config, None, run_folder, copies.model, row_bytes=row_bytes)
         self.facts = JobFacts(2 * config.ps.lease_s, time.monotonic())
-        self._records: deque[UpdatesRecord] = deque()  # read, and not seen by the follower yet
+        self._records: deque[UpdatesRecord] = deque()  # read, but not yet processed by the follower
         self._kafka_problem = "Kafka has not answered yet"
-        self._services: Services | None = None  # that the follower's blobs are of
+        self._services: Services | None = None  # the services of the follower's blobs
         self._reconnect_at_s = float("-inf")
         self._look_at_s = dict.fromkeys(copies.lanes, float("-inf"))
         self.newest_samples = -1
@@ -86,7 +87,7 @@ class VersionLoader:
         ]
 
     def __enter__(self) -> VersionLoader:
-        # First what checkpoints have: it is served at once, and says which run this is.
+        # First read the checkpoints: their version is served at once, and they identify the run.
         self._refresh_all()
         for thread in self._threads:
             thread.start()
@@ -95,12 +96,12 @@ class VersionLoader:
     def __exit__(self, *exc: object) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(_END_S)  # a client may wait for an answer
+            thread.join(_END_S)  # a thread may wait for an answer of a service
         self._use_services(None)
 
     @property
     def row_bytes(self) -> int:
-        """Memory for rows of tables that have changed since the checkpoint."""
+        """The memory in use for table rows that have changed since the checkpoint."""
         return self._follower.row_bytes
 
     # --- versions
@@ -120,33 +121,33 @@ class VersionLoader:
             pause_s = max(_AWAY_S if is_away else POLL_S, busy_s / _MAX_SHARE)
 
     def _use_services(self, services: Services | None) -> None:
-        """Read blobs where these services are."""
+        """Read blobs from these services."""
         if services == self._services:
             return
         if (blobs := self._follower.blobs) is not None:
             self._follower.blobs = None
-            blobs.close()  # type: ignore[attr-defined]  # of the stores that `open_blobs` opens
+            blobs.close()  # type: ignore[attr-defined]  # the stores of `open_blobs` have it
         self._services = services
         if services is not None and services.redis:
-            # No address is an error for workers; a server goes on with checkpoints.
+            # A missing address is an error for workers; a model server then uses checkpoints.
             with suppress(ConfigError, ServiceUnavailableError):
                 self._follower.blobs = open_blobs(
                     self._config, services, give_up=lambda: True, timeout_s=_BLOBS_TIMEOUT_S
                 )
 
     def _look_for_rollbacks(self) -> None:
-        """Read the rollbacks in the newest checkpoint, if it is of another server than the one before."""
+        """Read the rollbacks in the newest checkpoint, if another parameter server wrote it than the one before."""
         try:
             newest = max(self._store.versions(), default=None)
             if newest is not None and newest[0] != self._rollbacks_of_term:
                 self._rollbacks = rollbacks_in(self._store.read_head(*newest).state)
                 self._rollbacks_of_term = newest[0]
         except CheckpointError:
-            return  # what is known stays
+            return  # keep the known rollbacks
 
     def _refresh_all(self) -> None:
         now_s = time.monotonic()
-        # `latest` is never one that was left.
+        # `latest` never selects a version that was rolled back.
         if now_s >= self._rollbacks_at_s and any(lane.wanted != LATEST for lane in self._copies.lanes):
             self._rollbacks_at_s = now_s + _ROLLBACKS_EVERY_S
             self._look_for_rollbacks()
@@ -163,12 +164,12 @@ class VersionLoader:
             lane.left = next((each.text() for each in self._rollbacks if each.leaves(*place)), "")
         served = [lane.copy.version for lane in self._copies.lanes if lane.copy is not None]
         newest = max(served, key=lambda version: version.place, default=None)
-        # The job's records do not know of a version that was saved while no server ran.
+        # A version that was saved while no server ran is not in the job's records.
         is_ahead = newest is not None and newest.place.term > self.facts.term > 0 and newest.samples >= 0
         self.newest_samples = newest.samples if newest is not None and is_ahead else self.facts.samples
 
     def _refresh(self, lane: Lane) -> None:
-        """Load what `lane` wants, if it is another version than it has; say why not."""
+        """Load the version that `lane` wants if the lane has another one; on a failure, set the reason."""
         try:
             stored = self._newer(lane)
             if stored is not None:
@@ -176,7 +177,7 @@ class VersionLoader:
             problem = ""
             if lane.copy is None:
                 problem = self._follower.unavailable.get(CHECKPOINTS) or "no version has been learned yet"
-        except Exception as exc:  # of the user's code too: the last good version is served on
+        except Exception as exc:  # also from the user's code: keep serving the last good version
             problem = str(exc) or type(exc).__name__
         if problem != lane.problem:
             lane.problem = problem
@@ -184,7 +185,7 @@ class VersionLoader:
                 log.warning("version_not_served", wanted=lane.wanted, reason=problem, serving=lane.place)
 
     def _newer(self, lane: Lane) -> StoredWeights | None:
-        """The version that `lane` wants; None if it has it."""
+        """Return the version that `lane` wants; None if the lane already has it."""
         if lane.wanted == LATEST:
             back = None if lane.place is None else self._follower.rolled_back(lane.place)
             return back or self._follower.newest(lane.place)
@@ -199,7 +200,7 @@ class VersionLoader:
             copy = self._copies.load(lane, stored, self._check)
         except SampleError as exc:
             raise CheckpointError(f"version {stored.version} is not served: {exc}") from exc
-        if lane.wanted != LATEST:  # whose versions come many times a second
+        if lane.wanted != LATEST:  # `latest` changes many times per second
             log.info("version_served", wanted=lane.wanted, version=copy.version.place.version)
         self._on_swap()
 
@@ -229,15 +230,15 @@ class VersionLoader:
             elif not self._has_ended():
                 try:
                     self._read_topics_of(services)
-                except Exception as exc:  # this thread goes on, whatever the client raises
+                except Exception as exc:  # this thread continues after any exception of the client
                     self._kafka_problem = str(exc) or type(exc).__name__
             self._stop.wait(_RECONNECT_S)
 
     def _read_topics_of(self, services: Services) -> None:
-        """Read until this server stops, or the job has other services.
+        """Read until this server stops, or until the job has other services.
 
         Raises:
-            ServiceUnavailableError: Kafka does not answer at first.
+            ServiceUnavailableError: Kafka does not answer at the start.
         """
         updates, metrics = (Partition(self._config.topic(kind)) for kind in ("updates", "metrics"))
         knows_run = bool(self._follower.run_id)
@@ -245,7 +246,7 @@ class VersionLoader:
         def start(partition: Partition, low: int, high: int) -> int:
             if partition == metrics:
                 return high
-            # A checkpoint has said which run this is: the last record says how far it is. Else the history says both.
+            # If a checkpoint identifies the run, the last record shows its progress; otherwise read the history.
             return max(low, high - 1) if knows_run else low
 
         check_at_s = 0.0
