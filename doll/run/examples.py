@@ -1,8 +1,8 @@
 """The examples that ship with DOLL, in a clone and in a wheel, by name.
 
-`doll up digits` works in any folder: a name selects a shipped example unless a file or folder has that name. Each
-example is a folder with a task, a page, and its job file `job.yaml`. Other job files in it are examples as well, named
-for their files: the same task on another stream or on other machines.
+`doll up digits` works in any folder: a name selects a shipped example, unless a file or folder of that name exists.
+Each example is a folder with a task, a page, and the job file `job.yaml`. Other job files in the folder are examples,
+too, named after their files: they run the same task on another stream or on other machines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from doll.config.fingerprint import PATH_ENDINGS
 from doll.config.source import PythonSource
 from doll.errors import ConfigError
 
-_SPOT: Final = "market"  # runs with `doll spot`, the others with `doll up`
+_SPOT: Final = "market"  # this example runs with `doll spot`, the others with `doll up`
 _RENAMED: Final = {"spot": _SPOT, "topics": "lda"}
 _JOB: Final = "job.yaml"
 
@@ -27,23 +27,23 @@ class Example(NamedTuple):
 
     name: str
     description: str
-    files: tuple[Path, ...]  # of its folder, the job file first
+    files: tuple[Path, ...]  # the files of its folder, the job file first
     command: str
 
     def lacks_data(self) -> bool:
-        """Whether the job file names files that do not ship with DOLL and are not there."""
+        """Return whether the job file names files that neither ship with DOLL nor exist."""
         return bool(missing_files(load(self.files[0])))
 
 
 def folder() -> Path | None:
-    """The folder of the examples: in the package, or beside it in a clone; None without examples."""
+    """Return the folder of the examples: in the package, or next to it in a clone. None: there are no examples."""
     package = Path(__file__).parents[1]
     candidates = (package / "examples", package.parent / "examples")
     return next((path for path in candidates if (path / "digits" / _JOB).is_file()), None)
 
 
 def examples() -> list[Example]:
-    """Every shipped example, by name."""
+    """Return all shipped examples, sorted by name."""
     return [_example(name, path) for name, path in sorted(_job_files().items())]
 
 
@@ -64,17 +64,17 @@ def _command(name: str) -> str:
 
 
 def named(name: Path) -> Path | None:
-    """The job file of the example of this name; None if the name is a path, or of no example."""
+    """Return the job file of the example of this name; None if `name` is a path or is not an example."""
     return _job_files().get(str(name))
 
 
 def ships(config: JobConfig) -> bool:
-    """Whether this is the job file of a shipped example, and no copy of it."""
+    """Return whether the job file is the one of a shipped example, not of a copy."""
     return config.base_folder.parent == folder()
 
 
 def hint(path: Path) -> str:
-    """Advice for a job file that does not exist: the example that may be meant."""
+    """Return advice for a job file that does not exist: the example that is probably meant."""
     names, name = list(_job_files()), path.parent.name if path.name == _JOB else path.stem
     if (new_name := _RENAMED.get(name)) is not None:
         return f"; the example is called {new_name} now: {_command(new_name)}"
@@ -87,7 +87,7 @@ def hint(path: Path) -> str:
 
 
 def missing_files(config: JobConfig) -> list[tuple[str, Path]]:
-    """The files that a job file names and that do not exist, with their keys."""
+    """Return the files that a job file names and that do not exist, with their keys."""
     named_files = [("arrivals.trace", config.arrivals.trace), ("source.path", getattr(config.source, "path", None))]
     if isinstance(source := config.source, PythonSource):
         module = source.of.rpartition(":")[0]
@@ -100,13 +100,13 @@ def missing_files(config: JobConfig) -> list[tuple[str, Path]]:
 
 
 def copy(name: str, to: Path | None = None) -> list[Path]:
-    """Copy the folder of an example to another one, which is created; returns the new files, the job file first.
+    """Copy the folder of an example to a new folder; return the new files, the job file first.
 
     Args:
-        to: by default a folder of the same name in the working directory.
+        to: path of the new folder. None: a folder with the name of the example in the working directory.
 
     Raises:
-        ConfigError: there is no such example, a file exists, or the folder cannot be written.
+        ConfigError: there is no such example, a file exists already, or the folder cannot be written.
     """
     shipped = {example.name: example for example in examples()}
     name = name.removesuffix(".yaml")

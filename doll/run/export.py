@@ -1,7 +1,7 @@
-"""`doll export`: a version of the model in a form that others read: its tensors, or a graph that computes.
+"""`doll export`: writes a version of the model for other programs, as its tensors or as a computation graph.
 
-`model.json` says which version it is and how to use it. Before any file is written, a graph is compared with torch on
-samples that the task holds out, or on others of its kind.
+`model.json` says which version it is and how to use it. Before a graph is written, it is compared with torch on
+held-out samples of the task, or on samples of the same form.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 ExportFormat = Literal["safetensors", "onnx", "torch.export"]
 SAFETENSORS: Final = "safetensors"
 _FILE: Final = "model.safetensors"
-_MOST_SAMPLES: Final = 256  # that a graph is compared on
+_MOST_SAMPLES: Final = 256  # for the comparison of a graph with torch
 _HOW_TO_LOAD = """\
 from pathlib import Path
 from safetensors.torch import load_file
@@ -60,13 +60,13 @@ output = model(INPUTS)
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """The version that is written, and in which form.
+    """The version to export, and its format.
 
     Attributes:
         version: `latest`, a number, or an alias.
-        format: of the file.
-        average: as of `newest_weights`.
-        samples: values of records that a graph is compared on, if the task holds none out.
+        format: format of the file.
+        average: see `newest_weights`.
+        samples: values of records for the comparison of a graph, if the task has no held-out samples.
     """
 
     version: str = LATEST
@@ -81,13 +81,14 @@ NEWEST: Final = ExportOptions()
 def export_model(
     config: JobConfig, run_folder: Path, out_folder: Path, options: ExportOptions = NEWEST
 ) -> dict[str, Any]:
-    """Write a version of the model to `out_folder`; returns the content of `model.json`.
+    """Write a version of the model to `out_folder`; return the content of `model.json`.
 
     The tensors have the names of the module's `state_dict()`.
 
     Raises:
         CheckpointError: there is no checkpoint (of this version), or it belongs to another job or model.
-        ConfigError: the task cannot be loaded, the folder cannot be written, or the model has no such form.
+        ConfigError: the task cannot be loaded, the folder cannot be written, or the model cannot be converted to the
+            format.
     """
     with refuse_unwritable(out_folder):  # before the model is loaded, which takes seconds
         out_folder.mkdir(parents=True, exist_ok=True)
@@ -150,8 +151,11 @@ def write_model(
 
 
 def tensors_of(model: FlatModel, stored: StoredWeights) -> dict[str, torch.Tensor]:
-    """The tensors of a `state_dict()` of the task's module as `build_model` makes it, tables included, which `model`
-    has not. `stored` has been loaded into it. They share no memory, which safetensors refuses."""
+    """Return the tensors of the `state_dict()` of the task's complete module, as `build_model` creates it.
+
+    They include the tables, which `model` does not have. `stored` must have been loaded into `model`. The tensors share
+    no memory, because safetensors refuses shared memory.
+    """
     import torch
 
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in model.module.state_dict().items()}
@@ -180,9 +184,9 @@ def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], job: str, ve
     with refuse_unwritable(path), replacing(path) as temporary:
         try:
             save_file(dict(tensors), temporary, metadata={"job": job, "version": str(version)})
-        except SafetensorError as exc:  # its own error for a disk that is full
+        except SafetensorError as exc:  # its own error if the disk is full
             raise OSError(f"{exc}") from exc
-        temporary.chmod(0o644)  # safetensors makes it readable by its owner only
+        temporary.chmod(0o644)  # safetensors makes it readable only by its owner
 
 
 def _graph(
@@ -203,7 +207,8 @@ def _graph(
 
 
 def _samples(config: JobConfig, task: Task, values: Iterable[bytes]) -> SampleBatch:
-    """Samples that a graph is compared on: given ones, those that the task holds out, or the first of the source."""
+    """Return samples for the comparison of a graph: the given ones, held-out ones of the task, or the first of the
+    source."""
     from doll.producers.sources import open_streams
     from doll.task.base import described
     from doll.task.batches import batch_of

@@ -1,10 +1,12 @@
 """A run folder: the files of one run, under fixed names.
 
-`job.yaml` (resolved, so that it loads from anywhere; what is inside of the folder is relative to it),
-`job.grid-<n>.yaml` (that of each earlier grid), `stack.json` (addresses of Kafka and Redis, and where the folder was
-then), `roles.json` (ids of the running processes), `health.json` (ports of the health probes), `init_from.json` (what
-it began with), `events.jsonl` (what happened to its processes), `logs/`, `checkpoints/`, `updates.csv`,
-`evaluations.csv` and, at the end, `newest_updates.msgpack`, `model/`, `audit.json`, `report.json` and `report.html`.
+- `job.yaml`: the resolved job file, which can be loaded from anywhere; paths inside the folder are relative to it
+- `job.grid-<n>.yaml`: the job file of each earlier grid
+- `stack.json`: addresses of Kafka and Redis, and the path of the folder at that time
+- `roles.json`, `health.json`: ids of the running processes, and the ports of their health probes
+- `init_from.json`: the weights with which the job began
+- `events.jsonl`, `logs/`, `checkpoints/`, `updates.csv`, `evaluations.csv`: events of the processes, logs, results
+- at the end: `newest_updates.msgpack`, `model/`, `audit.json`, `report.json` and `report.html`
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ STACK: Final = "stack.json"
 
 
 class RunFolder:
-    """Paths inside one run's folder."""
+    """The paths of the files in one run folder."""
 
     def __init__(self, path: Path) -> None:
         self.path: Final = path
         self.job: Final = path / JOB
-        self.next_job: Final = path / "job.next.yaml"  # while a regrid is under way (`doll.run.target`)
+        self.next_job: Final = path / "job.next.yaml"  # exists during a regrid (`doll.run.target`)
         self.stack: Final = path / STACK
         self.roles: Final = path / "roles.json"
         self.health: Final = path / "health.json"
@@ -43,31 +45,31 @@ class RunFolder:
         self.model: Final = path / "model"
         self.dead: Final = path / "dead.json"
         self.report: Final = path / "report.json"
-        self.init_from: Final = path / "init_from.json"  # what the job began with (`training.init_from`)
+        self.init_from: Final = path / "init_from.json"  # the weights with which the job began (`training.init_from`)
 
     def write_job(self, config: JobConfig, to: Path | None = None) -> None:
-        """Write the resolved job file; relative paths in it keep their meaning, also if this folder is copied.
+        """Write the resolved job file; its relative paths keep their meaning, also if this folder is copied.
 
         Args:
-            to: in place of `job`.
+            to: path of the file. None: `job`.
         """
         write_atomically(to or self.job, dump_run(config, self.path), durable=True)
 
     def write_stack(self, services: Services, **fields: Any) -> None:
-        """Record the addresses of the services, which hold no secret, and that this folder uses them."""
+        """Record the addresses of the services, without secrets, and the path of this folder, which uses them."""
         addresses = {"kafka": services.kafka, "redis": services.redis, "blobs": services.blobs}
         write_json(self.stack, {**addresses, "folder": str(self.path), **fields})
 
     def recorded(self) -> dict[str, Any]:
-        """The content of `stack.json`.
+        """Return the content of `stack.json`.
 
         Raises:
-            ConfigError: it cannot be read.
+            ConfigError: the file cannot be read.
         """
         return read_json(self.stack)
 
     def earlier_place(self) -> Path | None:
-        """The place of this folder when the run was last started, if it was copied or moved since; else None.
+        """Return the path of this folder at the last start of the run, if it was copied or moved later; otherwise None.
 
         Raises:
             ConfigError: `stack.json` cannot be read.
@@ -78,13 +80,13 @@ class RunFolder:
         return place
 
     def refuse_copy(self, shared: str) -> None:
-        """Refuse to change what a copy of a run folder has in common with the run that it was copied from.
+        """Refuse to change data that a copied run folder shares with the original run.
 
         Args:
-            shared: what that is.
+            shared: the shared data in words.
 
         Raises:
-            ConfigError: this folder is a copy, and the original is still there.
+            ConfigError: this folder is a copy, and the original still exists.
         """
         original = self.earlier_place()
         if original is not None and (original / STACK).is_file():
@@ -99,7 +101,7 @@ class RunFolder:
         """Lock the folder against other runs; the lock ends with this process.
 
         Raises:
-            ConfigError: another run holds it.
+            ConfigError: another run holds the lock.
         """
         file = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
         try:
@@ -110,11 +112,12 @@ class RunFolder:
             os.close(file)
 
     def services(self) -> Services | None:
-        """The services of this run; None if none are recorded.
+        """Return the services of this run; None if none are recorded.
 
         Raises:
-            ConfigError: `stack.json` cannot be read, or the services are those of a run that this folder is a copy of.
-            ServiceUnavailableError: they run only where the folder was before it was copied or moved.
+            ConfigError: `stack.json` cannot be read, or the services belong to the run from which this folder was
+                copied.
+            ServiceUnavailableError: the services run only at the path from which the folder was copied or moved.
         """
         if not self.stack.exists():
             return None
@@ -126,7 +129,7 @@ class RunFolder:
                 )
             self.refuse_copy(f"records, on Kafka at {recorded.get('kafka')}")
         try:
-            blobs = str(recorded.get("blobs", ""))  # a folder of this machine, as long as the run lasts
+            blobs = str(recorded.get("blobs", ""))  # a folder of this machine that exists during the run
             return Services(
                 str(recorded["kafka"]), str(recorded["redis"]), blobs if blobs and Path(blobs).is_dir() else ""
             )
@@ -135,16 +138,16 @@ class RunFolder:
 
 
 def cluster_of(path: Path) -> str:
-    """The name of the machines of the run in a folder: those of a copy have another one."""
+    """Return the name of the machines of the run in a folder. A copy of the folder gets another name."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", path.name[-54:]).strip("-") or "run"
     return f"{name}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
 
 
 def create(runs: Path, job: str, now: datetime) -> RunFolder:
-    """The folder of a new run, `runs/<job>-<YYYYmmdd-HHMMSS>[-n]`.
+    """Create the folder of a new run, `runs/<job>-<YYYYmmdd-HHMMSS>[-n]`.
 
     Raises:
-        ConfigError: it cannot be created.
+        ConfigError: the folder cannot be created.
     """
     path = new_folder(runs, job, now)
     (path / "logs").mkdir()
@@ -152,10 +155,10 @@ def create(runs: Path, job: str, now: datetime) -> RunFolder:
 
 
 def new_folder(runs: Path, prefix: str, now: datetime) -> Path:
-    """A new folder `runs/<prefix>-<YYYYmmdd-HHMMSS>[-n]`; two that are made in the same second get one each.
+    """Create a folder `runs/<prefix>-<YYYYmmdd-HHMMSS>[-n]`; `n` separates folders of the same second.
 
     Raises:
-        ConfigError: it cannot be created.
+        ConfigError: the folder cannot be created.
     """
     name = f"{prefix}-{now:%Y%m%d-%H%M%S}"
     try:
@@ -173,7 +176,7 @@ def new_folder(runs: Path, prefix: str, now: datetime) -> Path:
 
 
 def display_path(path: Path) -> str:
-    """A path for messages: relative to the working directory if that is shorter."""
+    """Return a path for messages: relative to the working directory if the path is inside it."""
     with contextlib.suppress(ValueError):
         return str(path.relative_to(Path.cwd()))
     return str(path)

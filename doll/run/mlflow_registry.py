@@ -1,4 +1,4 @@
-"""Versions in a model registry of MLflow: what was exported, its lineage, and the aliases that it has here."""
+"""Registers versions in a model registry of MLflow: the exported files, the lineage, and the aliases of the version."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 URI_ENV: Final = "MLFLOW_TRACKING_URI"
 _ARTIFACTS: Final = "model"
 _VERSION, _FINGERPRINT, _FORMAT, _SHA256 = "doll.version", "doll.fingerprint", "doll.format", "doll.sha256"
-_MOST_CHARS: Final = 250  # of a parameter of MLflow's file store
+_MOST_CHARS: Final = 250  # limit of a parameter in the file store of MLflow
 
 
 def registry_uri(to: str) -> str:
-    """The address in `mlflow` or `mlflow:ADDRESS`, or in the environment.
+    """Return the registry address from `mlflow` or `mlflow:ADDRESS`, or from the environment.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no address.
     """
     kind, _, uri = to.partition(":")
     uri = uri or os.environ.get(URI_ENV, "")
@@ -41,20 +41,21 @@ def registry_uri(to: str) -> str:
 
 
 def register(folder: Path, content: Mapping[str, Any], line: VersionLine, uri: str) -> dict[str, str]:
-    """Register what `doll export` has written to `folder`, as a version of the model that has the job's name.
+    """Register the files of `doll export` in `folder`, as a version of the model that has the job's name.
 
-    The same file is registered once. Aliases are set in any case, to what they are here.
+    The same file is registered only once. The aliases are always set to those of this version.
 
     Args:
-        content: of `model.json`.
-        line: what is known of the version.
+        content: content of `model.json`.
+        line: facts about the version.
+        uri: address of the registry.
 
     Returns:
-        The name, MLflow's own number of the version, and where it is.
+        The model name, MLflow's number of the version, and its location.
 
     Raises:
         ConfigError: MLflow is not installed.
-        ServiceUnavailableError: the registry does not answer, or refuses it.
+        ServiceUnavailableError: the registry does not answer, or refuses the version.
     """
     try:
         from mlflow.tracking import MlflowClient
@@ -63,7 +64,7 @@ def register(folder: Path, content: Mapping[str, Any], line: VersionLine, uri: s
     try:
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         return _register(client, folder, content, line)
-    except Exception as exc:  # of whatever reaches the store: SQLAlchemy, requests, a driver that is missing
+    except Exception as exc:  # from the store's client: SQLAlchemy, requests, a missing driver
         raise ServiceUnavailableError(f"MLflow at {uri}: {short(exc, 400)}") from exc
 
 
@@ -75,7 +76,7 @@ def _register(client: Any, folder: Path, content: Mapping[str, Any], line: Versi
         _VERSION: str(line.version), _FINGERPRINT: line.digest, _FORMAT: str(content["format"]),
         _SHA256: sha256((folder / content["file"]).read_bytes()).hexdigest(),
     }  # fmt: skip
-    with contextlib.suppress(MlflowException):  # it is there
+    with contextlib.suppress(MlflowException):  # it exists already
         client.create_registered_model(name)
     same = [item for item in client.search_model_versions(f"name = '{name}'") if tags.items() <= item.tags.items()]
     version = same[0] if same else _new_version(client, folder, content, line, tags)
@@ -107,7 +108,7 @@ def _new_version(
 
 
 def _copy(folder: Path, content: Mapping[str, Any], made: Path) -> None:
-    """Copy what is registered: an ONNX graph as MLflow loads it, else the file as it is; and `model.json`."""
+    """Copy the files to register: an ONNX graph in MLflow's format, other formats unchanged; and `model.json`."""
     file = folder / content["file"]
     if content["format"] == "onnx":
         import mlflow.onnx

@@ -1,5 +1,5 @@
-"""The page of `doll dashboard`: a job by its topics while Kafka has them, else a run by its folder; or runs side by
-side. And the page that `doll serve` carries."""
+"""The page of `doll dashboard`: a job from its topics while Kafka has them, otherwise a run from its folder; or several
+runs side by side. Also the page that `doll serve --page-port` serves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from doll.run.folder import RunFolder, display_path
 from doll.run.status import reachable_kafka
 from doll.run.target import Target
 
-_END_S: Final = 10.0  # that the page may take to end, before its process ends without it
+_END_S: Final = 10.0  # time limit for the page to end
 
 Say = Callable[[str], None]
 ReadMetrics = Callable[[], str]
@@ -32,8 +32,8 @@ def serve_target(
     """Serve the page of a job or a run at a socket until SIGTERM or SIGINT.
 
     Args:
-        say: is told what is shown, once it can be asked for.
-        metrics: of the job's model server; None: none is watched.
+        say: called with a description of the page when the page is available.
+        metrics: reads the metrics of the job's model server. None: no model server is shown.
 
     Raises:
         ServiceUnavailableError: the broker of a job file does not answer.
@@ -48,7 +48,7 @@ def serve_runs(folder: Path, listener: socket.socket, token: str, say: Say) -> N
     """Serve the page of the runs in a folder, side by side, until SIGTERM or SIGINT.
 
     Args:
-        say: as in `serve_target`.
+        say: see `serve_target`.
     """
     say(f"page of the runs in {display_path(folder.resolve())}")
     serve_page(RunsPage(RunsFolder(folder.resolve())), listener, token=token)
@@ -56,9 +56,9 @@ def serve_runs(folder: Path, listener: socket.socket, token: str, say: Say) -> N
 
 @contextlib.contextmanager
 def page_beside(target: Target, port: int, metrics: ReadMetrics, say: Say) -> Iterator[None]:
-    """Within the context: the page of a job and of its model server, on loopback, by a thread of this process.
+    """Serve the page of a job and of its model server within the context, on loopback, by a thread of this process.
 
-    What keeps it from being shown is said, and keeps nothing from being served.
+    If the page cannot be shown, the reason is printed, and the model server still serves.
     """
     with listen(LOOPBACK, port, token="") as listener, contextlib.ExitStack() as opened:
         try:
@@ -81,7 +81,7 @@ def page_beside(target: Target, port: int, metrics: ReadMetrics, say: Say) -> It
 
 @contextlib.contextmanager
 def _opened(target: Target, metrics: ReadMetrics | None) -> Iterator[tuple[JobSource, str]]:
-    """The source of the page's state, and what it is."""
+    """Yield the source of the page's state, and a description of it."""
     with _job_or_run(target) as (source, what):
         if metrics is None:
             yield source, what

@@ -1,4 +1,4 @@
-"""The policies that `--policies` names, and the job under each of them."""
+"""The policies of the option `--policies`, and the job under each of them."""
 
 from __future__ import annotations
 
@@ -20,36 +20,37 @@ _FORM: Final = "NAME or NAME:KEY=VALUE[:KEY=VALUE...], as in essp:staleness=7"
 
 @dataclass(frozen=True)
 class PolicyChoice:
-    """A policy and options of its section, (key, value) in the order of the command line."""
+    """A policy and options of its section, as pairs (key, value) in the order of the command line."""
 
     name: str
     options: tuple[tuple[str, str], ...] = ()
 
     @property
     def label(self) -> str:
-        """The choice as it stands on the command line."""
+        """The choice in the form of the command line."""
         return ":".join((self.name, *(f"{key}={value}" for key, value in self.options)))
 
     def overrides(self, own: str) -> list[str]:
-        """The choice as overrides of a job file that names policy `own`, which keeps its other options."""
+        """Return the choice as overrides of a job file with the policy `own`. If it is the same policy, its other
+        options stay."""
         section = [] if self.name == own else [f"training.policy={{name: {self.name}}}"]
         return section + [f"training.policy.{key}={value}" for key, value in self.options]
 
 
 def parse_choice(text: str) -> PolicyChoice:
-    """The one policy that `--policy` names.
+    """Return the one policy of the option `--policy`.
 
     Raises:
-        ConfigError: as `parse_choices`.
+        ConfigError: see `parse_choices`.
     """
     return _parse(text, "--policy")
 
 
 def parse_choices(texts: Sequence[str]) -> list[PolicyChoice]:
-    """The policies of one or several `--policies`; without any, every registered one.
+    """Return the policies of one or several `--policies`; without this option, all registered policies.
 
     Raises:
-        ConfigError: a policy is not registered, comes twice, or an option is not KEY=VALUE.
+        ConfigError: a policy is not registered or is given twice, or an option is not KEY=VALUE.
     """
     parts = [part.strip() for text in texts for part in text.split(",")]
     choices = (
@@ -84,10 +85,10 @@ def _parse(text: str, flag: str) -> PolicyChoice:
 
 
 def jobs_of(path: Path, overrides: Sequence[str], choices: Sequence[PolicyChoice]) -> list[JobConfig]:
-    """The job file at `path` under each policy. The one that the job file names keeps its options there.
+    """Return the job file at `path` under each policy. The policy of the job file keeps its options.
 
     Raises:
-        ConfigError: the job file is wrong, or a policy refuses an option.
+        ConfigError: the job file is not valid, or a policy refuses an option.
     """
     own, jobs = load(path, overrides).training.policy.name, []
     for choice in choices:

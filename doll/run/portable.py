@@ -1,5 +1,5 @@
-"""A model as a graph that other programs run: torch.export, or ONNX. It is compared with the model in torch before
-anybody gets it.
+"""Exports a model as a computation graph for other programs: torch.export, or ONNX. The graph is compared with the
+model in torch before it is written.
 
 The graph has the inputs of `Task.forward` and its output. The number of samples of a batch may be any.
 """
@@ -28,15 +28,15 @@ from doll.task.batches import SampleBatch
 Format = Literal["onnx", "torch.export"]
 FILES: Final[Mapping[str, str]] = {"onnx": "model.onnx", "torch.export": "model.pt2"}
 TOLERANCE: Final = 1e-5
-"""The largest difference from torch's output: relative to the largest output of its sample, or absolute if that is
-below 1."""
+"""The largest allowed difference from torch's output: relative to the largest output of its sample, or absolute if that
+is below 1."""
 _OPERATOR: Final = re.compile(r"\b(?:aten|prims|prim|torchvision|quantized)(?:::|\.)[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)?")
-_TRACED_SAMPLES: Final = 4  # a number of samples that no layer's width or class is taken for
-_SIZES: Final = (1, 3)  # of batches that are compared beside all samples together
+_TRACED_SAMPLES: Final = 4  # a number of samples that is unlikely to equal a layer's width
+_SIZES: Final = (1, 3)  # further batch sizes of the comparison, besides all samples together
 
 
 class Graph(NamedTuple):
-    """A graph that is written, and how far its outputs were from torch's on so many samples."""
+    """A graph; the number of samples on which it was compared with torch, and the largest difference of the outputs."""
 
     content: bytes
     inputs: list[str]
@@ -45,7 +45,7 @@ class Graph(NamedTuple):
 
 
 class _AsTheTaskUsesIt(torch.nn.Module):
-    """Computes the output of `Task.forward` from the arrays of x."""
+    """A module that computes the output of `Task.forward` from the arrays of x."""
 
     def __init__(self, task: Task, module: torch.nn.Module, structure: Any) -> None:
         super().__init__()
@@ -61,10 +61,10 @@ class _AsTheTaskUsesIt(torch.nn.Module):
 
 
 def whole_module(config: JobConfig, task: Task, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
-    """The task's module with these tensors, tables included, in evaluation mode.
+    """Return the task's module with these tensors, tables included, in evaluation mode.
 
     Raises:
-        ConfigError: it cannot be built.
+        ConfigError: the module cannot be built.
     """
     torch.manual_seed(config.seed)
     try:
@@ -78,16 +78,16 @@ def whole_module(config: JobConfig, task: Task, tensors: Mapping[str, torch.Tens
 def make_graph(
     kind: Format, task: Task, module: torch.nn.Module, expected: torch.nn.Module, samples: SampleBatch
 ) -> Graph:
-    """The graph of `module`, which computes what `expected` does, as compared on `samples`.
+    """Return the graph of `module`, after a comparison with the outputs of `expected` on `samples`.
 
     Raises:
-        ConfigError: it cannot be made, because of an operator that the message names, or it computes something else.
+        ConfigError: the graph cannot be created (the message names the operator), or its outputs differ.
     """
     example, structure = trees.flat(passes.inputs_of(task, samples.take(slice(_TRACED_SAMPLES))).x)
     names = [re.sub(r"\W+", "_", name).strip("_") for name in trees.names("x", structure)]
     for layer in module.modules():
         if isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag):
-            layer.sparse = False  # which is about gradients
+            layer.sparse = False  # `sparse` only affects gradients
     wrapped = _AsTheTaskUsesIt(task, module, structure).eval()
     with _quiet(), torch.no_grad():
         program = _traced(kind, task, wrapped, tuple(example))
@@ -106,13 +106,13 @@ def make_graph(
 def _traced(
     kind: Format, task: Task, wrapped: _AsTheTaskUsesIt, example: tuple[torch.Tensor, ...]
 ) -> torch.export.ExportedProgram:
-    any_length = range(example[0].ndim if task.is_ragged else 1)  # of ragged samples, more than their number
+    any_length = range(example[0].ndim if task.is_ragged else 1)  # ragged samples: also other dimensions
     shapes = tuple(
         {at: torch.export.Dim.AUTO for at in range(array.ndim) if at in any_length} for array in example
     )  # fmt: skip
     try:
         return torch.export.export(wrapped, example, dynamic_shapes=(shapes,), strict=False)
-    except Exception as exc:  # torch's, and whatever the user's code raises while it is traced
+    except Exception as exc:  # from torch, or from the user's code during tracing
         raise _refusal(kind, task, exc) from exc
 
 
@@ -138,7 +138,7 @@ def _onnx(program: torch.export.ExportedProgram, names: Sequence[str]) -> tuple[
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         options.log_severity_level = 3
         session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-    except Exception as exc:  # of torch.onnx, onnxscript or onnxruntime, which have many
+    except Exception as exc:  # from torch.onnx, onnxscript or onnxruntime
         raise _refusal("onnx", None, exc) from exc
 
     def run(arrays: Sequence[torch.Tensor]) -> list[Any]:
@@ -149,7 +149,7 @@ def _onnx(program: torch.export.ExportedProgram, names: Sequence[str]) -> tuple[
 
 
 def _refusal(kind: Format, task: Task | None, error: Exception) -> ConfigError:
-    """Why there is no graph, with the operator's name."""
+    """Return the error of a failed conversion, with the operator's name."""
     chain: list[Exception] = []
     at: BaseException | None = error
     while isinstance(at, Exception) and len(chain) < 10:
@@ -193,14 +193,14 @@ def _difference(kind: str, task: Task, wanted: Sequence[Any], got: Sequence[Any]
 
 
 def _outputs(output: Any) -> list[Any]:
-    """The arrays of an output, in order."""
+    """Return the arrays of an output, in order."""
     leaves = torch.utils._pytree.tree_leaves(output)
     return [leaf.detach().numpy() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what exporters say on their way: refusals have the reason."""
+    """Silence messages of the exporters: errors state the reason."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "torch.fx", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     try:

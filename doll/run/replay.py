@@ -1,4 +1,4 @@
-"""`doll replay`: a version once more, to the bit, from the event log of the parameter server that made it."""
+"""`doll replay`: rebuilds a version, bit for bit, from the event log of the parameter server that made it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ Tensors = Mapping[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class ReplayOutcome:
-    """A version that was made again.
+    """A version that was rebuilt.
 
     Attributes:
-        log: the event log.
-        sha256: of all its tensors, optimizer state included.
-        is_kept: a checkpoint of it is kept, and has the same tensors, to the bit.
-        content: of `model.json`.
+        log: path of the event log.
+        sha256: checksum of all its tensors, including the optimizer state.
+        is_kept: whether a checkpoint of the version is kept; its tensors are the same, bit for bit.
+        content: content of `model.json`.
     """
 
     version: int
@@ -53,7 +53,7 @@ class ReplayOutcome:
 
 
 class _VersionMade(Exception):
-    """The version that is asked for, at the moment when it is the model."""
+    """Raised with the tensors of the requested version as soon as the model is at this version."""
 
     def __init__(self, tensors: Tensors) -> None:
         super().__init__()
@@ -61,15 +61,15 @@ class _VersionMade(Exception):
 
 
 def replay_version(run: RunFolder, to: str, out_folder: Path) -> ReplayOutcome:
-    """Make version `to` again from the event logs of a run, and write it to `out_folder` as `doll export` does.
+    """Rebuild version `to` from the event logs of a run, and write it to `out_folder` in the format of `doll export`.
 
     Args:
-        to: `latest`, a number (of a version that need not be kept), or an alias.
+        to: `latest`, a number (the version need not be kept), or an alias.
 
     Raises:
-        VersionUnknownError: no log makes it.
-        ConfigError: the run has no event log, or its checkpoint differs from what its log makes.
-        RecordError: a log is not one of this build.
+        VersionUnknownError: no log contains the version.
+        ConfigError: the run has no event log, or its checkpoint differs from the rebuilt version.
+        RecordError: a log was not written by this build.
         CheckpointError: the checkpoints cannot be read.
     """
     with refuse_unwritable(out_folder):
@@ -82,7 +82,7 @@ def replay_version(run: RunFolder, to: str, out_folder: Path) -> ReplayOutcome:
     store = open_store(load(run.job), run.path)
     version = int(to) if to.isascii() and to.isdigit() and len(to) < 19 else resolve_version(store, to)
     marks = {term: store.read_head(term, at).fingerprint for term, at in store.versions()}
-    # The newest server that has made it: whatever earlier ones have made of this number is void.
+    # The newest server that made the version: versions of this number by earlier servers are void.
     for path in reversed(logs):
         start, _ = read_log(path)
         begun = decode_checkpoint(start.checkpoint) if start.checkpoint else None
@@ -91,7 +91,7 @@ def replay_version(run: RunFolder, to: str, out_folder: Path) -> ReplayOutcome:
         if begun is not None and begun.version > version:
             continue
         config = parse(start.job, origin=f"{path}: its job file", base_folder=run.path)
-        config = config.model_copy(update={"stop": StopConfig()})  # a later session may have had another stop rule
+        config = config.model_copy(update={"stop": StopConfig()})  # a later session may have another stop rule
         _require_same_job(config, path, marks.get(start.term))
         tensors = _made_again(config, path, version)
         if tensors is None:
@@ -111,10 +111,10 @@ def replay_version(run: RunFolder, to: str, out_folder: Path) -> ReplayOutcome:
 
 
 def _require_same_job(config: JobConfig, path: Path, saved: str | None) -> None:
-    """Refuse a job file that is not the one that the server of a log ran with, as far as its checkpoints tell.
+    """Refuse a job file that differs from the one that the server of a log used, as far as its checkpoints show.
 
     Raises:
-        ConfigError: it is another one.
+        ConfigError: the job file differs.
     """
     wanted = fingerprint(config, build(config, load_task(config), with_rows=False))
     if saved is not None and (changed := difference(saved, wanted)):

@@ -1,4 +1,4 @@
-"""Have a running job go on with another number of workers."""
+"""Changes the number of workers of a running job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from doll.run.target import Target
 
 TIMEOUT_S: Final = 60.0
 _STATUS_TIMEOUT_S: Final = 10.0  # a server reports once a second
-_SEND_AGAIN_S: Final = 5.0  # a server that has started meanwhile may have missed it
+_SEND_AGAIN_S: Final = 5.0  # a server that started later may have missed the first request
 _SAY_EVERY_S: Final = 5.0
 
 
@@ -26,11 +26,11 @@ class ScaleOutcome:
     """The outcome of a change of the number of workers.
 
     Attributes:
-        workers_before, workers: that the job was to have, and is to have.
-        seconds: until every partition had its worker.
-        is_done: False: `timeout_s` was over before.
-        is_kept: the number is in a checkpoint: a later server goes on with it.
-        missing: workers that partitions wait for, and that no process is of.
+        workers_before, workers: number of workers before and after the change.
+        seconds: time until every partition had its worker.
+        is_done: whether all partitions have moved. False: `timeout_s` has passed before.
+        is_kept: whether a checkpoint contains the number, so that a later server uses it, too.
+        missing: numbers of workers that partitions wait for and that have no process.
     """
 
     job: str
@@ -56,12 +56,12 @@ class ScaleOutcome:
 
 
 def scale(target: Target, workers: int, *, timeout_s: float, say: Callable[[str], object] = print) -> ScaleOutcome:
-    """Ask the parameter server of a job for another number of workers, and wait until its partitions have moved and a
-    checkpoint has that number.
+    """Request another number of workers from the parameter server of a job, and wait until its partitions have moved
+    and a checkpoint contains the number.
 
     Raises:
-        ConfigError: there is no place for so many, or the job does not run.
-        ServiceUnavailableError: the broker, or the parameter server, does not answer.
+        ConfigError: the job does not allow this number of workers, or the job does not run.
+        ServiceUnavailableError: the broker or the parameter server does not answer.
     """
     target, services = reachable_kafka(target)
     config = target.config
@@ -117,7 +117,7 @@ def _missing(status: ServerStatus) -> tuple[int, ...]:
 
 
 def _status_of(records: Sequence[AnyRecord], status: ServerStatus | None) -> ServerStatus | None:
-    """The newest status; None also if the job has ended since."""
+    """Return the newest status; None if there is none, or if the job has ended after it."""
     statuses = [record for record in records if isinstance(record, ServerStatus) and record.num_workers]
     status = max([*statuses, *filter(None, [status])], key=lambda record: record.time_s, default=None)
     ended_s = max((record.time_s for record in records if isinstance(record, Finished)), default=-math.inf)

@@ -1,4 +1,4 @@
-"""The state of a job, as its topics tell it; of a run that has ended, its report and its audit."""
+"""The state of a job from its topics; for a run that has ended, its report and its audit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SILENT = {
 
 @dataclass(frozen=True)
 class JobStatus:
-    """The state of a job by its topics.
+    """The state of a job from its topics.
 
     Attributes:
         silent_s: seconds since the last heartbeat of each role that is silent for longer than allowed.
@@ -96,7 +96,7 @@ class FinalReport:
 
 
 def status_of(target: Target) -> JobStatus | FinalReport:
-    """The state of a job.
+    """Return the state of a job.
 
     Raises:
         ServiceUnavailableError: the broker does not answer and there is no report.
@@ -139,10 +139,10 @@ def audit_target(target: Target) -> LedgerReport:
 
 
 def require_finished(target: Target) -> None:
-    """Return if the job has ended by its stop rule, or as it was asked to.
+    """Return if the job has ended by its stop rule or on request.
 
     Raises:
-        DollError: the job goes on, or an error has ended it.
+        DollError: the job has not ended, or has ended with an error.
         ServiceUnavailableError: the broker does not answer.
     """
     _, services = reachable_kafka(target)
@@ -175,10 +175,10 @@ class JobTopics:
 
 
 def topics_of(target: Target, *, create: bool) -> JobTopics:
-    """The topics of a job with their partitions and offsets; with `create`, missing ones are created.
+    """Return the topics of a job with their partitions and offsets; with `create`, missing topics are created.
 
     Raises:
-        ConfigError: a topic has another number of partitions than the job.
+        ConfigError: the number of partitions of a topic differs from that of the job.
         ServiceUnavailableError: the broker does not answer.
     """
     target, services = reachable_kafka(target)
@@ -187,7 +187,7 @@ def topics_of(target: Target, *, create: bool) -> JobTopics:
 
 
 def history_of(target: Target, tail: Tail) -> list[AnyRecord]:
-    """The records of `updates` and `metrics`; for a run folder without those of later runs on the same topics."""
+    """Return the records of `updates` and `metrics`; for a run folder, without those of later runs on its topics."""
     records = [entry.record for entry in tail.read_history()]
     checkpoint = open_store(target.config, target.run.path).load_newest(None) if target.is_run_folder else None
     if checkpoint is None:
@@ -207,11 +207,11 @@ def history_of(target: Target, tail: Tail) -> list[AnyRecord]:
 
 
 def reachable_kafka(target: Target) -> tuple[Target, Services]:
-    """The services of a job whose Kafka answers; and the job, with the number of partitions that it reads.
+    """Return the job, with the number of partitions that it reads, and its services, whose Kafka answers.
 
     Raises:
         ServiceUnavailableError: the broker does not answer.
-        ConfigError: the topic that the job reads is missing, and nothing says how many partitions it had.
+        ConfigError: the topic that the job reads is missing, and its number of partitions is not recorded.
     """
     address = ""
     try:

@@ -1,4 +1,4 @@
-"""The job that a command is about: a job file, the folder of a run, or a shipped example."""
+"""The job of a command: a job file, the folder of a run, or a shipped example."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from doll.storage.stores import checkpoint_location, open_store
 
 @dataclass(frozen=True)
 class Target:
-    """A job, as the command line names it."""
+    """A job, selected on the command line."""
 
     config: JobConfig
     run: RunFolder
     is_run_folder: bool
-    path: Path  # of the job file
+    path: Path  # path of the job file
 
     def services(self, *, needs_redis: bool = True) -> Services:
-        """The addresses of Kafka and Redis: of the run, else of the job file or the environment.
+        """Return the addresses of Kafka and Redis: from the run, otherwise from the job file or the environment.
 
         Args:
             needs_redis: see `resolve`.
 
         Raises:
-            ConfigError: neither names an address.
+            ConfigError: an address is missing in all of these places.
         """
         recorded = self.run.services() if self.is_run_folder else None
         return recorded if recorded is not None else resolve(self.config, needs_redis=needs_redis)
 
 
 def refuse_shared_checkpoints(run: RunFolder, config: JobConfig) -> None:
-    """Return if the checkpoints of a run may be changed, as far as its folder is no copy.
+    """Return if the checkpoints of a run may be changed, so far as copies of its folder are concerned.
 
     Raises:
-        ConfigError: it is one, and its checkpoints are those of the original, outside of both folders.
+        ConfigError: the folder is a copy, and shares checkpoints outside of both folders with the original.
     """
     location = checkpoint_location(config, run.path)
     if run.stack.exists() and not (isinstance(location, Path) and location.is_relative_to(run.path)):
@@ -51,13 +51,13 @@ def refuse_shared_checkpoints(run: RunFolder, config: JobConfig) -> None:
 
 
 def open_target(path: Path, overrides: list[str], run_folder: Path | None = None) -> Target:
-    """The job at `path`: a job file, a run folder (or the job file in one), or the name of a shipped example.
+    """Return the job at `path`: a job file, a run folder (or the job file in one), or the name of a shipped example.
 
     Args:
-        run_folder: the folder of the files that roles write; default: the run's own folder, else `runs/<job>`.
+        run_folder: folder for the files that roles write. None: the run's own folder, otherwise `runs/<job>`.
 
     Raises:
-        ConfigError: there is no job file, or it is wrong.
+        ConfigError: there is no job file, or it is not valid.
     """
     if not path.is_file() and not (path / JOB).is_file() and (shipped := examples.named(path)) is not None:
         path = shipped
@@ -82,10 +82,10 @@ def open_target(path: Path, overrides: list[str], run_folder: Path | None = None
 
 
 def settle_job_file(run: RunFolder) -> None:
-    """Let the folder of a run whose regrid was killed hold one job file again: that of the newest checkpoint.
+    """Restore a single job file in the folder of a run whose regrid was killed: that of the newest checkpoint.
 
-    A regrid writes `job.next.yaml`, then the checkpoint of the new grid, which decides, and then makes `job.next.yaml`
-    the job file of the run.
+    A regrid writes `job.next.yaml`; then it saves the checkpoint of the new grid, which decides; then it makes
+    `job.next.yaml` the job file of the run.
 
     Raises:
         CheckpointError: the checkpoints cannot be read.
@@ -98,12 +98,12 @@ def settle_job_file(run: RunFolder) -> None:
         try:
             stack.enter_context(run.locked())
         except ConfigError:
-            return  # the regrid is under way
+            return  # a regrid is still running
         settle_locked(run)
 
 
 def settle_locked(run: RunFolder) -> None:
-    """See `settle_job_file`; this process has locked the folder."""
+    """Do the work of `settle_job_file` in a folder that this process has locked."""
     if not run.next_job.exists():
         return
     wanted = load(run.next_job)
@@ -118,7 +118,8 @@ def settle_locked(run: RunFolder) -> None:
 
 
 def take_next_job(run: RunFolder, grid: int) -> None:
-    """The newest checkpoint is of grid `grid`: `job.next.yaml` becomes the job file, and the one before is kept."""
+    """Make `job.next.yaml` the job file, because the newest checkpoint is of `grid`; keep the job file of the grid
+    before."""
     write_atomically(run.path / f"job.grid-{grid - 1}.yaml", run.job.read_bytes())
     fault_point("regrid.after_copy")
     run.next_job.replace(run.job)

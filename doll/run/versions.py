@@ -1,4 +1,4 @@
-"""The versions that a job keeps, for `doll versions`: read from its checkpoints, its records and its run folder."""
+"""The kept versions of a job, for `doll versions`: read from its checkpoints, its records and its run folder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _WEIGHTS = "weights"
 
 
 def list_versions(target: Target) -> list[VersionLine]:
-    """The versions that are kept, oldest first. If two of one number are kept, the newer one is meant.
+    """Return the kept versions, oldest first. If two versions have the same number, only the newer one is returned.
 
     Raises:
         CheckpointError: the store cannot be read.
@@ -53,7 +53,7 @@ def _lines(store: CheckpointStore, records: VersionRecords) -> list[VersionLine]
     for item in sorted(newest.values()):
         try:
             lines.append(version_line(item, store.read_head(*item.key), marks, records))
-        except VersionUnknownError:  # deleted meanwhile, as a list of a moment later would not have it
+        except VersionUnknownError:  # deleted in the meantime: leave it out
             continue
         except CheckpointError as exc:
             log.warning("version_left_out", version=item.version, error=str(exc))
@@ -61,11 +61,11 @@ def _lines(store: CheckpointStore, records: VersionRecords) -> list[VersionLine]
 
 
 def show_version(target: Target, name: str) -> VersionLine:
-    """The line of one version.
+    """Return the line of one version.
 
     Raises:
-        VersionUnknownError: there is none of this name.
-        CheckpointError: it cannot be read, or is damaged.
+        VersionUnknownError: no version has this name.
+        CheckpointError: the version cannot be read, or is damaged.
     """
     store = open_store(target.config, target.run.path)
     return _line(store, resolve_version(store, name), job_records(target))
@@ -75,17 +75,17 @@ def _line(store: CheckpointStore, version: int, records: VersionRecords) -> Vers
     whole = store.load_newest(None, version, in_place=True)
     item = next((item for item in store.stored() if whole is not None and item.key == (whole.term, version)), None)
     if item is None:
-        resolve_version(store, str(version))  # which says what there is
+        resolve_version(store, str(version))  # raises an error that lists the existing versions
         raise VersionUnknownError(f"{store.location}: version {version} was deleted while it was read")
     return version_line(item, store.read_head(*item.key), store.read_marks(), records)
 
 
 def diff_versions(target: Target, a: str, b: str) -> VersionDiff:
-    """The difference of two versions.
+    """Return the difference of two versions.
 
     Raises:
-        VersionUnknownError: there is none of such a name.
-        CheckpointError: one cannot be read.
+        VersionUnknownError: no version has such a name.
+        CheckpointError: a version cannot be read.
     """
     store, records = open_store(target.config, target.run.path), job_records(target)
     versions = [resolve_version(store, name) for name in (a, b)]
@@ -99,7 +99,7 @@ def diff_versions(target: Target, a: str, b: str) -> VersionDiff:
 
 
 def _tensors(checkpoint: Checkpoint | None) -> dict[str, np.ndarray[Any, Any]]:
-    """The weights by name, if the checkpoint names them."""
+    """Return the weights by name, if the checkpoint names them."""
     if checkpoint is None:
         return {}
     weights = checkpoint.tensors.get(_WEIGHTS, np.zeros(0, np.float32))
@@ -120,12 +120,12 @@ def _distances(
 
 
 def pin(target: Target, name: str, *, pinned: bool) -> tuple[int, VersionMarks]:
-    """Keep a version, or keep it no longer; returns its number and the marks.
+    """Pin a version, or remove its pin; return its number and the new marks.
 
     Raises:
-        VersionUnknownError: there is none of this name.
-        ConfigError: it is to lose a pin, and has none; or these are the checkpoints of another run folder.
-        CheckpointError: it is to get a pin and is damaged, or the marks cannot be changed.
+        VersionUnknownError: no version has this name.
+        ConfigError: the pin to remove does not exist; or the checkpoints belong to another run folder.
+        CheckpointError: the version to pin is damaged, or the marks cannot be changed.
     """
     store = _own_store(target)
     version = resolve_version(store, name)
@@ -133,12 +133,12 @@ def pin(target: Target, name: str, *, pinned: bool) -> tuple[int, VersionMarks]:
 
 
 def set_alias(target: Target, alias: str, name: str | None) -> VersionMarks:
-    """Let `alias` name a version, or none (None); returns the marks.
+    """Make `alias` refer to the version `name`, or delete the alias if `name` is None. Return the new marks.
 
     Raises:
-        ConfigError: `alias` cannot be one, or is to be deleted and is not there; or these are the checkpoints of
-            another run folder.
-        VersionUnknownError: there is no version of this name.
+        ConfigError: `alias` is not a valid alias; or it is to be deleted and does not exist; or the checkpoints belong
+            to another run folder.
+        VersionUnknownError: no version has this name.
         CheckpointError: the version is damaged, or the marks cannot be changed.
     """
     store = _own_store(target)
@@ -155,7 +155,7 @@ def _own_store(target: Target) -> CheckpointStore:
 
 
 def job_records(target: Target) -> VersionRecords:
-    """The job's records; if the Kafka of a run is gone, those of its folder; else none."""
+    """Return the job's records from Kafka; if Kafka is gone or the run has ended, those of its folder, if any."""
     if not (target.is_run_folder and target.run.report.exists()):
         with contextlib.suppress(ServiceUnavailableError):
             return _from_kafka(target)

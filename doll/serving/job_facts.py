@@ -16,7 +16,7 @@ _KEPT: Final = 1000  # versions: a served one may be older than the newest by th
 
 
 class VersionOrigin(NamedTuple):
-    """The origin of a version: the Unix time of its update, and the number of usable samples that it has learned from."""
+    """The origin of a version: the Unix time of its update, and the number of usable samples that it has learned."""
 
     time_s: float
     samples: int

@@ -1,4 +1,4 @@
-"""`doll doctor`: what each role of a job must be able to do, asked of its services, and what to do if it cannot.
+"""`doll doctor`: checks whether the services of a job allow each role to work, and advises what to do if not.
 
-`gather` asks, `checks` (pure) judges the answers and shows them.
+`gather` asks the services. `checks` (pure) judges their answers and formats the results.
 """

@@ -1,4 +1,4 @@
-"""Judges what was asked of a job's services, and the table of all judgements. Pure: the answers are arguments."""
+"""Judges the answers of a job's services, and formats all results as a table. Pure: the answers are arguments."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _SLOW_S: Final = 0.05
 _MAX_SKEW_S: Final = 2.0
 _DAY_S: Final = 86_400.0
 _CERTIFICATE_WARNING_S: Final = 14 * _DAY_S
-_FAR_S: Final = 0.005  # a round trip after which windows of TCP matter more than rates
+_FAR_S: Final = 0.005  # round trip from which the TCP window limits transfers more than the bandwidth
 _COUNTED: tuple[Result, ...] = ("failed", "warning", "unknown")
 
 
 def check_certificate(name: str, left_s: float) -> Check:
-    """Whether a certificate holds.
+    """Check that a certificate is valid.
 
     Args:
-        left_s: until it expires.
+        left_s: seconds until it expires.
     """
     if left_s <= 0:
         return Check(name, "failed", f"expired {-left_s / _DAY_S:.1f} days ago", "renew it")
@@ -49,17 +49,17 @@ def check_certificate(name: str, left_s: float) -> Check:
 
 
 def check_unasked(bootstrap: str, places: Sequence[str]) -> Check:
-    """`bootstrap` answers, and no broker can be reached at the places that they advertise."""
+    """Report that `bootstrap` answers, but that no broker is reachable at its advertised address."""
     detail = f"not asked: {bootstrap} answers, and none of what the brokers advertise does ({', '.join(places)})"
     return Check("Kafka: log in, permissions, topics", "unknown", detail)
 
 
 def check_tcp(latency_s: float, settings: Mapping[str, str]) -> Iterator[Check]:
-    """Whether TCP makes a far Redis slower than it has to be.
+    """Check whether TCP settings slow down the connection to a distant Redis.
 
     Args:
-        latency_s: of a round trip to Redis.
-        settings: of `/proc/sys/net/ipv4`, by name; none if this is not Linux.
+        latency_s: round-trip time to Redis, seconds.
+        settings: settings of `/proc/sys/net/ipv4`, by name; empty on other systems than Linux.
     """
     name, setting = "Redis: TCP window", "tcp_slow_start_after_idle"
     if latency_s < _FAR_S or setting not in settings or settings.get("tcp_congestion_control") == "bbr":
@@ -74,11 +74,11 @@ def check_tcp(latency_s: float, settings: Mapping[str, str]) -> Iterator[Check]:
 def check_kafka(
     config: JobConfig, facts: KafkaFacts, roles: Sequence[Role], principal: str, now_s: float
 ) -> Iterator[Check]:
-    """All about Kafka but its addresses.
+    """Yield all checks of Kafka, except those of its addresses.
 
     Args:
-        principal: of this process, for ACLs.
-        now_s: this machine's clock, Unix time.
+        principal: principal of this process, for ACLs.
+        now_s: time of this machine's clock, Unix seconds.
     """
     log_in = f"Kafka: log in as {principal}"
     if facts.refusal:
@@ -88,7 +88,7 @@ def check_kafka(
     if facts.latency_s is not None:
         yield _check_latency("Kafka", facts.latency_s, "the brokers: control records wait for this")
     for role in roles:
-        if role != "producer" or config.data.topic is None:  # its owner has one of his own
+        if role != "producer" or config.data.topic is None:  # the owner of `data.topic` has an own producer
             yield _check_permissions(config, facts, role, principal)
     yield from _check_topics(config, facts, roles, principal)
     yield from _check_streams(config, facts)
@@ -105,7 +105,7 @@ def _check_latency(service: str, latency_s: float, near: str) -> Check:
 
 def _check_permissions(config: JobConfig, facts: KafkaFacts, role: Role, principal: str) -> Check:
     name = f"{role}: permissions at Kafka"
-    # What does not exist cannot be asked about: `_check_topics` says whether it could be created.
+    # Kafka cannot tell about missing topics: `_check_topics` says whether they could be created.
     wanted = [item for item in needed(config, role) if item.resource != "topic" or (item.resource, item.name) in
               facts.allowed]  # fmt: skip
     if missing := lacking(wanted, facts.allowed):
@@ -159,7 +159,7 @@ def _check_topics(config: JobConfig, facts: KafkaFacts, roles: Sequence[Role], p
 
 
 def _check_foreign(config: JobConfig, facts: KafkaFacts, principal: str) -> Check:
-    """A topic that belongs to somebody else (`data.topic`)."""
+    """Check a topic that belongs to somebody else (`data.topic`)."""
     topic = config.topic("samples")
     name = f"topic {topic} (data.topic)"
     if topic not in facts.partitions:
@@ -175,7 +175,7 @@ def _check_foreign(config: JobConfig, facts: KafkaFacts, principal: str) -> Chec
 
 
 def _check_size(config: JobConfig, plan: TopicPlan, actual: ActualTopic) -> Iterator[Check]:
-    """Whether the longest record of a topic fits: the server's status, by which a standby elects, or an update."""
+    """Check that the longest record of a topic fits: the server's status (which a standby needs), or an update."""
     limit_bytes = int(actual.settings.get(SIZE_SETTING, RECORD_LIMIT_BYTES))
     if plan.kind == "metrics":
         what, size_bytes = f"the status of {config.data.places} workers", status_bytes(config.data.places)
@@ -197,7 +197,7 @@ def _settings(settings: dict[str, str]) -> str:
 
 
 def _check_streams(config: JobConfig, facts: KafkaFacts) -> Iterator[Check]:
-    """Whether what is not learned yet is kept for long enough."""
+    """Check that records that are not learned yet are kept for long enough."""
     behind = {number: stream.high - stream.committed for number, stream in facts.streams.items()
               if stream.committed is not None and stream.high > stream.committed}  # fmt: skip
     if not facts.streams:
@@ -233,7 +233,7 @@ def _check_kafka_clock(newest_s: float | None, now_s: float) -> Check:
 
 
 def check_redis(facts: RedisFacts, now_s: float) -> Iterator[Check]:
-    """All about Redis but its address."""
+    """Yield all checks of Redis, except those of its address."""
     if facts.refusal:
         yield Check("Redis: log in", "failed", facts.refusal)
         return
@@ -262,7 +262,7 @@ def check_redis(facts: RedisFacts, now_s: float) -> Iterator[Check]:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """All judgements about a job."""
+    """The results of all checks of a job."""
 
     job: str
     checks: Sequence[Check]
@@ -276,7 +276,7 @@ class DoctorReport:
         return {"job": self.job, "ok": self.ok, "checks": [dataclasses.asdict(check) for check in self.checks]}
 
     def text(self) -> str:
-        """A table, and a line that counts."""
+        """Return a table of the checks, and a line with the counts of the results."""
         rows = [("check", "result", "what is there; what to do")]
         rows += [
             (check.name, check.result, "; ".join(filter(None, (check.detail, check.todo)))) for check in self.checks

@@ -1,4 +1,4 @@
-"""Asks the services of a job, and judges the answers."""
+"""Asks the services of a job, and judges their answers."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ _WITH_REDIS: Final = frozenset({"worker", "server", "evaluator"})
 
 
 def examine(target: Target, roles: Sequence[Role] = ROLES) -> DoctorReport:
-    """The report of a job for these roles, with the credentials of this process. Nothing is changed: only a probe key
-    is written to Redis, and deleted.
+    """Return the report of a job for these roles, with the credentials of this process. Nothing is changed, except that
+    a probe key is written to Redis and deleted again.
 
     Raises:
         ConfigError: an address is missing.
@@ -69,7 +69,7 @@ def examine(target: Target, roles: Sequence[Role] = ROLES) -> DoctorReport:
 
 
 def _fleet(config: JobConfig) -> Sequence[Check]:
-    """The checks of the owner of the workers' machines, if there is one."""
+    """Return the checks of the service that provides the workers' machines, if there is one."""
     match config.fleet:
         case KubernetesFleetConfig():
             return ask_kubernetes(config)
@@ -95,7 +95,7 @@ def _kafka(config: JobConfig, services: Services, roles: Sequence[Role]) -> Iter
     unasked: list[Check] = []
 
     def goes_on(brokers: Sequence[tuple[str, int]]) -> bool:
-        """Look at what the brokers advertise; whether a client can go on to one of these places."""
+        """Check the addresses that the brokers advertise; return whether a client can connect to one of them."""
         places = [f"{host}:{port}" for host, port in brokers]
         others = [address for address in places if address not in bootstrap][:_MAX_BROKERS]
         advertised.extend(_addresses("Kafka", others, authority_env, advertised_by=services.kafka))
@@ -122,10 +122,11 @@ def _kafka(config: JobConfig, services: Services, roles: Sequence[Role]) -> Iter
 def _addresses(
     service: str, addresses: Sequence[str], authority_env: str | None, *, advertised_by: str = ""
 ) -> Iterator[Check]:
-    """
+    """Yield the checks of these addresses.
+
     Args:
-        authority_env: variable of the authority's certificates; None: without TLS.
-        advertised_by: as of `ask_address`.
+        authority_env: environment variable with the CA certificates. None: without TLS.
+        advertised_by: see `ask_address`.
     """
     context = None
     if authority_env is not None:
@@ -155,7 +156,7 @@ def _redis(config: JobConfig, services: Services) -> Iterator[Check]:
 
 
 def _schemas(section: AvroFormat, config: JobConfig) -> Iterator[Check]:
-    """The checks of what decodes the stream's Avro records."""
+    """Yield the checks of the decoder of the stream's Avro records."""
     try:
         require_format(section)
     except ConfigError as exc:
@@ -183,7 +184,7 @@ def _schemas(section: AvroFormat, config: JobConfig) -> Iterator[Check]:
 
 
 def _store(config: JobConfig, run_folder: Path) -> Check:
-    """The store of checkpoints: whether it can be read, and written as far as that can be told without writing."""
+    """Check that the checkpoint store can be read, and, as far as possible without writing, that it can be written."""
     location = checkpoint_location(config, run_folder)
     name = f"server: checkpoints in {location}"
     try:

@@ -1,4 +1,4 @@
-"""Whether a `host:port` resolves, answers and, with TLS, shows a certificate that holds."""
+"""Checks whether a `host:port` resolves, answers and, with TLS, has a valid certificate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from doll.records.check import Check
 from doll.run.doctor.checks import check_certificate
 
 _TIMEOUT_S: Final = 5.0
-_DEFAULT_PORT: Final = "9092"  # librdkafka's
+_DEFAULT_PORT: Final = "9092"  # the default of librdkafka
 _PEM: Final = "-----BEGIN"
 _NO_ROUTE: Final = "this host has no route there: correct the address, or its network"
 _REMEDIES: Final[Mapping[int | None, str]] = {
@@ -27,10 +27,11 @@ TCP_SETTINGS: Final = ("tcp_slow_start_after_idle", "tcp_congestion_control")
 
 
 def tls_context(authority: str | None) -> ssl.SSLContext:
-    """Verifies certificates and names by an authority (PEM, or the path of a PEM file), else by the system's.
+    """Return a TLS context that verifies certificates and names by a CA (PEM text, or path of a PEM file), or by the
+    system's CAs.
 
     Raises:
-        OSError: the file cannot be read (ssl.SSLError: it holds no certificate).
+        OSError: the file cannot be read (ssl.SSLError: it contains no certificate).
     """
     if authority is None:
         return ssl.create_default_context()
@@ -42,10 +43,10 @@ def tls_context(authority: str | None) -> ssl.SSLContext:
 def ask_address(
     service: str, address: str, context: ssl.SSLContext | None, *, advertised_by: str = ""
 ) -> Iterator[Check]:  # fmt: skip
-    """Connect to `host:port`, and shake hands if there is a TLS context; nothing is sent then.
+    """Connect to `host:port`; with a TLS context, also perform the handshake. No other data are sent.
 
     Args:
-        advertised_by: the address that answers, and that sends clients to this one; "": it is configured.
+        advertised_by: address of the server that advertises this address; "": the address is configured.
     """
     name = f"{service}: connect to {address}"
     host, _, port = address.rpartition(":") if ":" in address else (address, "", _DEFAULT_PORT)
@@ -69,7 +70,7 @@ def ask_address(
 
 
 def _unreachable(exc: Exception) -> tuple[str, str]:
-    """Why nothing answers at an address, and what to do."""
+    """Return why no service answers at an address, and what to do."""
     if isinstance(exc, socket.gaierror):
         return f"the name does not resolve ({exc.strerror})", "correct the name, or the DNS of this host"
     number = exc.errno if isinstance(exc, OSError) else None
@@ -86,7 +87,7 @@ def _ask_certificate(
     try:
         with context.wrap_socket(plain, server_hostname=host.strip("[]")) as secure:
             until = (secure.getpeercert() or {}).get("notAfter")
-    except OSError as exc:  # it may ask for our certificate first, or speak no TLS: the log-in says so
+    except OSError as exc:  # it may require our certificate, or not use TLS: the log-in reports that
         problem = exc.verify_message if isinstance(exc, ssl.SSLCertVerificationError) else _handshake(exc)
         if problem:
             todo = f"set DOLL_{service.upper()}_CA to its authority's certificates (PEM), or correct the certificate"
@@ -97,7 +98,7 @@ def _ask_certificate(
 
 
 def tcp_settings() -> dict[str, str]:
-    """The settings of this machine's TCP that doctor judges; none if it is not Linux."""
+    """Return the TCP settings of this machine that doctor judges; empty on other systems than Linux."""
     return {
         name: path.read_text(encoding="ascii").strip()
         for name in TCP_SETTINGS
@@ -106,6 +107,7 @@ def tcp_settings() -> dict[str, str]:
 
 
 def _handshake(exc: OSError) -> str:
-    """The problem of a handshake; "" if the server wants a certificate of ours (TLS 1.2): its own may hold."""
+    """Return the problem of a handshake; "" if the server only requires our certificate (TLS 1.2): its own may be
+    valid."""
     text = str(exc)
     return "" if "CERTIFICATE_REQUIRED" in text or "HANDSHAKE_FAILURE" in text else f"no TLS handshake ({text})"

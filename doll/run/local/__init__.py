@@ -1,7 +1,8 @@
-"""A whole job on this machine.
+"""Runs a whole job on this machine.
 
-`up` runs a job from an empty folder to its report: `preflight` checks it first, `running` starts and ends its roles,
-`follower` follows them, `finish` makes the report. `context` is what these share, and what can accompany a run, as
-`doll_lab.spot` does. `resume` resumes a run, `compare` makes one for each policy. `roles` are the roles of a job,
-however their processes are started.
+`up` runs a job from an empty folder to its report. `preflight` checks the job first, `running` starts and ends its
+roles, `follower` reads their records, and `finish` writes the report. `context` contains the data that these modules
+share, and the hook through which other code, such as `doll_lab.spot`, accompanies a run. `resume` resumes a run;
+`compare` runs a job once for each policy. `roles` contains the roles of a job, independent of how their processes are
+started.
 """

@@ -1,4 +1,4 @@
-"""The workers of `doll up` as actors of Ray: a head of the run's own if none is given, and a provisioner."""
+"""Runs the workers of `doll up` as actors of Ray, with a provisioner; starts a Ray head if none is given."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from doll.run.local.provisioning import HEAD_LABELS, ActorCluster
 
 _RAY: Final = "ray"
 _READY_S: Final = 180.0  # an actor starts in 10 s, and imports torch
-_END_S: Final = 60.0  # after the workers' own time to drain
+_END_S: Final = 60.0  # in addition to the time that workers need to drain
 _POLL_S: Final = 0.1
 _REPORTED: Final = (
     "phase", "spent_usd", "spent_spot_usd", "spent_on_demand_usd", "all_on_demand_usd", "expected_cost_usd",
@@ -32,7 +32,8 @@ _REPORTED: Final = (
 
 
 class ActorWorkers(RunHook):
-    """The provisioner has the workers. What this run has started ends with it; a cluster that was given goes on."""
+    """A hook that leaves the workers to the provisioner. A Ray head that this run has started ends with the run; a
+    given cluster continues."""
 
     def __init__(self) -> None:
         self._run: LocalRun | None = None
@@ -51,7 +52,7 @@ class ActorWorkers(RunHook):
             say(f"Ray: {address}, {'of this machine' if fleet.address == 'auto' else 'from the job file'}")
         else:
             say("Ray: starting a head on this machine (about 10 s)")
-            # Beside each worker there is room for the one that replaces it.
+            # Each worker needs room for a replacement next to it.
             num_cpus = math.ceil(2 * run.config.data.places * fleet.num_cpus)
             self._head = RayHead(run.folder.path / "services" / _RAY, num_cpus=num_cpus, labels=HEAD_LABELS)
             self._head.start()
@@ -59,7 +60,7 @@ class ActorWorkers(RunHook):
             logs = display_path(run.folder.path / "services" / _RAY / "session_latest" / "logs")
             say(f"Ray: {address}, started on this machine; logs of the workers: {logs}")
         self._cluster = ActorCluster(address, self._head is not None, run.after_term)
-        clear_stops(run.config, run.folder.path)  # a person starts this run, or resumes it
+        clear_stops(run.config, run.folder.path)  # a person starts or resumes this run
         supervisor.start(run.provisioner(address, is_own=self._cluster.is_own))
 
     def environment(self, role: str) -> Mapping[str, str]:
@@ -81,7 +82,7 @@ class ActorWorkers(RunHook):
             self._run.display.say("Ray died: restarting it")
             self._head.start()
             if (provisioner := supervisor.handles().get(PROVISIONER)) is not None:
-                provisioner.kill()  # its connection was to the head that died
+                provisioner.kill()  # it was connected to the head that died
         return None
 
     def close(self) -> None:
@@ -91,7 +92,7 @@ class ActorWorkers(RunHook):
         if (provisioner := supervisor.handles().get(PROVISIONER)) is not None:
             run.display.say("ending the actors")
             deadline_s = time.monotonic() + run.config.worker.drain_s + _END_S
-            if not self._finished:  # else it ends them by itself
+            if not self._finished:  # after the end of the job, it ends the actors itself
                 provisioner.terminate()
             while provisioner.poll() is None and time.monotonic() < deadline_s:
                 time.sleep(_POLL_S)
@@ -111,6 +112,6 @@ class ActorWorkers(RunHook):
         fields: dict[str, Any] = {"kind": _RAY, "address": cluster.address, "is_own": cluster.is_own}
         try:
             decision = last_decision(state_of(run.config, run.folder.path), "doll up")
-        except ConfigError:  # it ended before its first decision
+        except ConfigError:  # the provisioner ended before its first decision
             return {"fleet": fields}
         return {"fleet": fields | {name: decision[name] for name in _REPORTED if name in decision}}

@@ -1,7 +1,7 @@
-"""`doll compare`: one job under several policies, in turn, on the same stream.
+"""`doll compare`: runs one job under several policies, one after the other, on the same stream.
 
-Each policy is a run of its own: the same source from its start with the same seed, but services, topics and folder of
-its own, so that no run meets another. What has run is on disk after each of them.
+Each policy has a separate run: the same source from its start with the same seed, but its own services, topics and
+folder, so that runs do not affect each other. The results are written to disk after each run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from doll.run.local.up import check_runnable, run_up
 from doll.run.policy_choice import PolicyChoice, jobs_of
 
 INTERRUPTED_EXIT_CODE: Final = 1
-_NAME_CHARS: Final = (24, 16)  # of a job's and a policy's name in the name of a run's job, which has 63 at most
+_NAME_CHARS: Final = (24, 16)  # limits for job and policy in the name of a run's job (63 in all)
 
 
 def compare_live(
@@ -39,21 +39,21 @@ def compare_live(
     say: Callable[[str], None],
     page: bool = False,
 ) -> tuple[Comparison, int]:
-    """Run the job at `path` under each policy; the comparison, and the exit code.
+    """Run the job at `path` under each policy; return the comparison and the exit code.
 
-    After SIGINT or SIGTERM the run under way ends in order, and no other begins. A policy whose run fails does not keep
-    the others from running.
+    After SIGINT or SIGTERM, the current run ends in order, and no other run begins. If the run of a policy fails, the
+    others still run.
 
     Args:
-        loss: to reach; a run ends there. None: the job's `stop.loss`.
-        page: serve the page of the runs while they run.
+        loss: target loss, at which a run ends. None: the job's `stop.loss`.
+        page: whether to serve the page of the runs during the comparison.
 
     Returns:
-        Exit code 0: every run ended by its stop rule and passed its audit; else that of the first that did not, or 1
-        after a signal.
+        The comparison; and exit code 0 if every run ended by its stop rule and passed its audit. Otherwise the exit
+            code of the first run that did not, or 1 after a signal.
 
     Raises:
-        ConfigError: the job, or a policy's options, cannot be compared.
+        ConfigError: the job, or a policy with its options, cannot be compared.
     """
     configs = jobs_of(path, [*overrides, *([] if loss is None else [f"stop.loss={loss!r}"])], choices)
     check_comparable(configs[0])
@@ -93,7 +93,7 @@ def compare_live(
 
 
 def _run(config: JobConfig, label: str, folder: Path) -> tuple[PolicyRun, int]:
-    """One policy's run, and its exit code."""
+    """Run one policy; return its run and its exit code."""
     try:
         code = int(run_up(config, folder)["exit_code"])
     except DollError as error:
@@ -103,10 +103,10 @@ def _run(config: JobConfig, label: str, folder: Path) -> tuple[PolicyRun, int]:
 
 
 def check_comparable(config: JobConfig) -> None:
-    """Check that each policy can be given the same stream, and that each run will end.
+    """Check that each policy can get the same stream, and that each run will end.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the stream cannot be repeated, or a run would not end.
     """
     if config.source is None or isinstance(config.source, StdinSource):
         kind = "none" if config.source is None else "stdin"
@@ -123,9 +123,10 @@ def check_comparable(config: JobConfig) -> None:
 
 
 def own_job(config: JobConfig, policy: str, number: int, folder: Path) -> JobConfig:
-    """The job of one run: with a name of its own, and checkpoints in its run folder.
+    """Return the job of one run: with its own name, and checkpoints in its run folder.
 
-    The name has the time of the comparison, whose `folder` has it, so that it is new on a broker that outlives the run.
+    The name contains the time of the comparison, from the name of `folder`, so that it is new on a broker that is used
+    longer than one run.
     """
     named = zip((config.job, policy), _NAME_CHARS, strict=True)
     job, name = (re.sub(r"[^a-z0-9]+", "-", text.lower())[:most] for text, most in named)
@@ -135,7 +136,7 @@ def own_job(config: JobConfig, policy: str, number: int, folder: Path) -> JobCon
 
 
 def notes_on(config: JobConfig) -> list[str]:
-    """Notes on a comparison of this job: a stop rule that ends the policies at different points of the stream."""
+    """Return notes on a comparison of this job, such as on a stop rule that ends policies at different points."""
     if config.stop.samples is None and config.stop.updates is not None:
         return [
             "stop.updates ends each policy after as many updates, which hold different numbers of batches; "

@@ -1,4 +1,4 @@
-"""The context of the steps of one run: its job, folder, display and services, how its roles start, and its hook."""
+"""The context of one run: its job, folder, display and services, how its roles are started, and its hook."""
 
 from __future__ import annotations
 
@@ -30,69 +30,70 @@ WORKERS_START_TIMEOUT_S: Final = 20.0
 
 
 class RunHook:
-    """Accompanies a run from its first process to its report. This one changes nothing: the supervisor has the workers.
+    """Accompanies a run from its first process to its report. This base class changes nothing: the supervisor manages
+    the workers.
 
-    A drill and a benchmark override what they need; a spot market owns the workers.
+    Subclasses override methods: a drill and a benchmark some of them; a spot market also manages the workers.
     """
 
     standby = False  # whether a second parameter server waits as a standby
 
     @property
     def advertised_ports(self) -> Sequence[Mapping[str, int]]:
-        """The ports that each local broker advertises to single roles; see `LocalKafka`."""
+        """Return the ports that each local broker advertises to single roles; see `LocalKafka`."""
         return ({},)
 
     def services(self, role: str, stack: Stack) -> Services:
-        """The addresses of Kafka and Redis for a role."""
+        """Return the addresses of Kafka and Redis for a role."""
         return stack.services
 
     def environment(self, role: str) -> Mapping[str, str]:
-        """Additions to the environment of a role."""
+        """Return additional environment variables for a role."""
         return {}
 
     def start_workers(self, run: LocalRun, supervisor: Supervisor) -> None:
-        """The parameter server is starting: start the workers."""
+        """Start the workers; called when the parameter server is starting."""
         for slot in range(run.config.data.workers):
             supervisor.start(run.worker(slot))
 
     def workers_ready(self, model: ProgressModel, waited_s: float) -> bool:
-        """Whether the producer may start, `waited_s` after the workers."""
+        """Return whether the producer may start, `waited_s` seconds after the workers."""
         return waited_s > WORKERS_START_TIMEOUT_S or all(line.is_live or line.is_spare for line in model.worker_lines())
 
     def pids(self) -> dict[str, int]:
-        """The process ids, by name, of workers that the supervisor does not have."""
+        """Return the process ids of workers that the supervisor does not manage, by name."""
         return {}
 
     def with_status(self, snapshot: JobSnapshot) -> JobSnapshot:
-        """The job's snapshot, with what the hook adds to it."""
+        """Return the job's snapshot with additions of the hook."""
         return snapshot
 
     def feed(self, record: AnyRecord) -> None:
-        """A record of the topics `updates` and `metrics`."""
+        """Process a record of the topics `updates` and `metrics`."""
 
     def tick(self, supervisor: Supervisor, stack: Stack) -> str | None:
-        """Called several times a second while the job learns. Returns why the run must end now, or None."""
+        """Do periodic work; called several times a second during learning. Return why the run must end now, or None."""
         return None
 
     def close(self) -> None:
-        """The job has stopped learning. May be called more than once."""
+        """End the work of the hook after learning. May be called more than once."""
 
     def report_fields(self) -> dict[str, Any]:
-        """Fields to add to `report.json`."""
+        """Return fields to add to `report.json`."""
         return {}
 
     def files(self) -> dict[str, Path]:
-        """Files that the hook has written to the run folder, by description; called when the job has ended."""
+        """Return files that the hook has written to the run folder, by description; called when the job has ended."""
         return {}
 
 
 @dataclass(frozen=True)
 class LocalRun:
-    """One run whose services answer; its methods say how each role is started.
+    """One run whose services answer. Its methods define how each role is started.
 
     Attributes:
         after_term: terms up to this one belong to earlier runs on the same topics.
-        run_id: of this session: a copy of the folder that runs at the same time has another one.
+        run_id: id of this session; a copy of the folder that runs at the same time has another id.
     """
 
     config: JobConfig
@@ -107,7 +108,8 @@ class LocalRun:
     _health_ports: dict[str, int] = field(default_factory=dict)
 
     def parameter_servers(self) -> list[RoleSpec]:
-        """One, or two standbys: each takes over only when the other is silent, also after a restart."""
+        """Return one parameter server, or two standbys: each takes over only if the other is silent, also after a
+        restart."""
         if self.hook.standby:
             return [self._spec(name, "ps_standby_role") for name in PARAMETER_SERVERS]
         return [self._spec("ps", "ps_role")]
@@ -116,21 +118,22 @@ class LocalRun:
         return self._spec(f"worker-{slot}", "worker_role", slot)
 
     def instance(self, instance: Instance) -> RoleSpec:
-        """A worker on a machine of a fleet. Its name has two numbers, since two machines of a slot may overlap."""
+        """Return a worker on a machine of a fleet. Its name has two numbers, because two machines of a slot may
+        overlap."""
         return self._spec(f"worker-{instance.slot}.{instance.incarnation}", "worker_role", instance.slot)
 
     def evaluator(self) -> RoleSpec:
         return self._spec("evaluator", "evaluator_role")
 
     def provisioner(self, ray_address: str, *, is_own: bool) -> RoleSpec:
-        """The provisioner of actors on a Ray cluster; `is_own`: this run has started the cluster."""
+        """Return the provisioner of actors on a Ray cluster; `is_own`: whether this run has started the cluster."""
         return self._spec(PROVISIONER, "provisioner_role", ray_address, is_own)
 
     def producer(self) -> RoleSpec:
         return self._spec("producer", "producer_role")
 
     def launch(self, spec: RoleSpec) -> Handle:
-        """Fork a role. A producer that reads our standard input is started as a program of its own."""
+        """Fork a role. A producer that reads standard input is started as a separate program."""
         if spec.name == "producer" and isinstance(self.config.source, StdinSource):
             argv = [sys.executable, "-m", "doll", "produce", "--job", str(self.folder.path), "--stdin"]
             return spawn(argv, spec.log_path, spec.env, stdin=sys.stdin.fileno())
@@ -145,16 +148,16 @@ class LocalRun:
         return RoleSpec(name, f"doll.run.local.roles:{role}", self.folder.logs / f"{name}.log", args, env)
 
     def _health_port(self, name: str) -> int:
-        """A port for the probes of this role, the same after a restart: by `health.base_port`, else a free one."""
+        """Return the port of this role's probes, from `health.base_port` or free; it stays the same after a restart."""
         if name not in self._health_ports:
-            process = name.partition(".")[0]  # two machines of a slot have one name there
+            process = name.partition(".")[0]  # two machines of a slot have the same assigned port
             self._health_ports[name] = assigned_port(self.config, process) or free_port()
             write_json(self.folder.health, self._health_ports)
         return self._health_ports[name]
 
 
 def taken_health_ports(config: JobConfig) -> str | None:
-    """A warning if other programs hold ports of `health.base_port`; None if none does."""
+    """Return a warning if other programs use ports of `health.base_port`; None if no port is in use."""
     names = ["ps", "evaluator", "producer", *(f"worker-{slot}" for slot in range(config.data.workers))]
     ports = {name: port for name in names if (port := assigned_port(config, name)) is not None}
     taken = ", ".join(f"{port} ({name})" for name, port in ports.items() if not is_free(port))

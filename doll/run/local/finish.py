@@ -1,4 +1,4 @@
-"""The results of a run that has ended: audit, model, report, page."""
+"""Creates the results of a run that has ended: audit, model, report, page."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ EXPORT_S = 60.0
 
 
 def finish_run(run: LocalRun, model: ProgressModel, outcome: RunOutcome) -> dict[str, Any]:
-    """Audit, export, report, and last the page. If one of them fails, the others are still done.
+    """Create audit, model, report and page, in this order. If one of them fails, the others are still created.
 
-    `outcome` gets the files, notes, and the exit code of a failure. A page that fails is a note only.
+    The files, the notes, and the exit code of a failure are added to `outcome`. If the page fails, only a note is
+    added.
 
     Returns:
         The content of `report.json`.
@@ -49,7 +50,7 @@ def finish_run(run: LocalRun, model: ProgressModel, outcome: RunOutcome) -> dict
             letters = dead_records(config, run.stack.services, open_store(config, folder.path))
             save_dead_records(folder.dead, letters)
             outcome.files["dead letters"] = display_path(folder.dead)
-    if model.history.samples_total or not outcome.error:  # else it would be a model that has learned nothing
+    if model.history.samples_total or not outcome.error:  # otherwise the model has learned nothing
         with _collect_errors(problems, "export"):
             say("exporting the model")
             _export(run)
@@ -75,13 +76,13 @@ def finish_run(run: LocalRun, model: ProgressModel, outcome: RunOutcome) -> dict
             ended_run(config, folder.path), folder.page, [] if panels_of is None else panels_of(config, folder.path)
         )
         outcome.files["page"] = display_path(folder.page)
-    except Exception as error:  # the report stands, whatever it is
+    except Exception as error:  # the report is valid, whatever the error of the page is
         outcome.notes += (f"no page: {type(error).__name__}: {short(error)}",)
     return _write_report(folder, {**report, "files": outcome.files, "notes": [*outcome.notes]})
 
 
 def _write_report(run: RunFolder, report: dict[str, Any]) -> dict[str, Any]:
-    """Write `report.json`. Where that fails, for a full disk, the report is still returned, and says so."""
+    """Write `report.json`. If that fails, such as on a full disk, return the report with this error in it."""
     try:
         write_json(run.report, report)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Follow a run by its records: they update the progress model, the display and the hook."""
+"""Follows a run by its records, which update the progress model, the display and the hook."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ READ_ENDS_EVERY_S = 1.0
 
 
 class RunFollower:
-    """The knowledge of a run about its job.
+    """Collects the state of a run's job.
 
     Args:
         tail: reads the topics `updates` and `metrics`.
 
     Attributes:
-        model: the state of the job, by its records.
-        finished: the parameter server has written `Finished` in this run.
-        restarts: how often each role or service was restarted, by name.
-        failures: of each role that ended with an error: how often, and the last line of its log.
+        model: state of the job, from its records.
+        finished: whether the parameter server has written `Finished` in this run.
+        restarts: number of restarts of each role or service, by name.
+        failures: for each role that ended with an error, the number of failures and the last line of its log.
     """
 
     def __init__(self, run: LocalRun, tail: Tail) -> None:
@@ -42,7 +42,7 @@ class RunFollower:
         self._read_ends_at_s = 0.0
 
     def follow(self) -> None:
-        """Process new records and update the display; returns after `POLL_S` at the latest."""
+        """Process new records and update the display; return after at most `POLL_S` seconds."""
         for entry in self._tail.poll(POLL_S):
             self._feed(entry.topic, entry.offset, entry.record)
         now_s = time.monotonic()
@@ -54,12 +54,12 @@ class RunFollower:
         self._run.display.show(self._snapshot)
 
     def read_to_end(self) -> None:
-        """Process all records that are there by now."""
+        """Process all records that exist now."""
         for entry in self._tail.read_to_end():
             self._feed(entry.topic, entry.offset, entry.record)
 
     def unlearned(self) -> int | None:
-        """How many records of the stream are in no update, that is known of, yet; None if Kafka does not answer."""
+        """Return the number of records of the stream that are in no known update; None if Kafka does not answer."""
         ends = self._tail.partition_ends(self._run.config.topic("samples"))
         if ends is None:
             return None
@@ -67,19 +67,19 @@ class RunFollower:
         return sum(max(0, end - learned.get(partition, 0)) for partition, end in enumerate(ends))
 
     def add_event(self, text: str, *, restarted: str = "") -> None:
-        """Something has happened to a process: show it, and keep it for the report."""
+        """Show an event of a process, and store it for the report."""
         append_event(self._run.folder.path, ProcessEvent(time.time(), text, restarted))
         self.model.add_event(text, time.monotonic())
         self._run.display.say(text)
 
     @property
     def job_error(self) -> str:
-        """Why the job cannot go on, if the parameter server has ended it for that; else empty."""
+        """Return the error with which the parameter server has ended the job; "" if there is none."""
         finished = self.model.history.finished
         return finished.error if self.finished and finished is not None else ""
 
     def role_restarted(self, restart: Restart) -> None:
-        """The supervisor restarts a role."""
+        """Record that the supervisor restarts a role."""
         self.restarts[restart.name] += 1
         if restart.exit_code > 0:  # not killed by a signal
             count, _ = self.failures.get(restart.name, (0, ""))
@@ -91,7 +91,7 @@ class RunFollower:
         )
 
     def service_restarted(self, key: str, name: str) -> None:
-        """A local broker or Redis has died and is started again."""
+        """Record that a local broker or Redis has died and is restarted."""
         self.restarts[key] += 1
         self.add_event(f"{name} died: restarting it", restarted=key)
 
@@ -104,6 +104,6 @@ class RunFollower:
         self._run.hook.feed(record)
         for _, text in self.model.all_events[num_events:]:
             self._run.display.say(text)
-        # On a broker that outlives a run, the topic may hold a Finished record of an earlier run.
+        # On a shared broker, the topic may contain a Finished record of an earlier run.
         if topic == self._run.config.topic("updates") and offset >= self._tail.ends[Partition(topic)]:
             self.finished = self.model.history.finished is not None

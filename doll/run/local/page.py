@@ -1,5 +1,5 @@
-"""The page of `doll up` and of `doll compare`, served by a process of its own: it ends with the run, and holds it up
-for three seconds at most."""
+"""The page of `doll up` and `doll compare`, served by a separate process. It ends with the run, which waits for it for
+at most three seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GRACE_S: Final = 3.0
 
 
 def start_page(run: LocalRun) -> Role | None:
-    """Start the page, and say where it is; None if what serves it is not installed."""
+    """Start the page and print its address; return None if the packages that serve it are not installed."""
     if not is_installed(_EXTRA):
         run.display.say(str(lacking("the live page", _EXTRA)))
         return None
@@ -35,14 +35,14 @@ def start_page(run: LocalRun) -> Role | None:
 
 
 def end_page(role: Role) -> None:
-    """Have the page end, once it has sent what browsers are to show from then on: the report, with its audit."""
+    """End the page, after it has sent its last state (the report with its audit) to the browsers."""
     role.terminate()
     role.wait(_GRACE_S)
 
 
 @contextlib.contextmanager
 def page_of_runs(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Within the context: the page of the runs in `folder`, side by side, if what serves it is installed."""
+    """Serve the page of the runs in `folder`, side by side, within the context, if its packages are installed."""
     if not is_installed(_EXTRA):
         say(str(lacking("the live page", _EXTRA)))
         yield

@@ -1,4 +1,4 @@
-"""Check what a job file refers to, without running it: that its files exist, and its task class in its module."""
+"""Checks, without running the job, that the files and the task class of a job file exist."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def check_files(config: JobConfig) -> None:
-    """Check that every file exists that the job file names, and that what decodes its stream is installed.
+    """Check that every file of the job file exists, and that the decoder of its stream is installed.
 
     Raises:
-        ConfigError: names the keys whose files are missing, or the extra.
+        ConfigError: names the keys whose files are missing, or the missing extra.
     """
     require_format(config.data.format)
     missing = examples.missing_files(config)
@@ -39,10 +39,11 @@ def check_files(config: JobConfig) -> None:
 
 
 def check_task(config: JobConfig) -> None:
-    """Check that the task's class is in its module. The module is parsed, not run: importing torch takes seconds.
+    """Check that the module of the task contains its class. The module is parsed, not run: importing torch takes
+    seconds.
 
     Raises:
-        ConfigError: there is no such file, module or class.
+        ConfigError: the file, the module or the class does not exist.
     """
     module, _, name = config.task.cls.rpartition(":")
     path = config.path(Path(module)) if module.endswith(".py") else _find(module, config)
@@ -60,10 +61,10 @@ def check_task(config: JobConfig) -> None:
 
 
 def check_pipeline(config: JobConfig) -> None:
-    """Check that the model can be cut into the stages of workers that are pipelines. Imports torch then.
+    """Check that the model can be cut into the stages of pipelined workers. If workers are pipelines, imports torch.
 
     Raises:
-        ConfigError: the task cannot be loaded, or its model cannot be cut so.
+        ConfigError: the task cannot be loaded, or its model cannot be cut in this way.
     """
     if config.worker.pipeline is None:
         return
@@ -78,7 +79,7 @@ def check_pipeline(config: JobConfig) -> None:
 
 
 def check_devices(config: JobConfig) -> None:
-    """Check that this machine has the devices of its workers, if these are not CPUs. Imports torch then.
+    """Check that this machine has the devices of its workers. If these are not CPUs, imports torch.
 
     Raises:
         ConfigError: this machine lacks a device, or cannot fork stages.
@@ -101,11 +102,12 @@ def check_devices(config: JobConfig) -> None:
 
 
 class CheckedModel(NamedTuple):
-    """A job's model, built for a trial.
+    """The result of a trial build of a job's model.
 
     Attributes:
-        parameters: trainable ones, including those of tables.
-        init_from: what `training.init_from` gives to it; None: the job file has none, or it was not asked for.
+        parameters: number of trainable parameters, including those of tables.
+        init_from: the tensors that `training.init_from` sets. None: the job file does not have it, or it was not
+            checked.
     """
 
     parameters: int
@@ -116,12 +118,12 @@ def check_model(config: JobConfig, *, begins: bool = True) -> CheckedModel:
     """Import the task, build its model, and compare it with `training.init_from`. Imports torch.
 
     Args:
-        begins: the job has no checkpoint from which it goes on.
+        begins: whether the job starts without a checkpoint.
 
     Raises:
-        ConfigError: the task cannot be loaded, its model does not fit the policy or the optimizer, or the weights that
-            it is to begin with do not fit it.
-        CheckpointError: these weights are of checkpoints that cannot be read.
+        ConfigError: the task cannot be loaded, or its model does not fit the policy, the optimizer, or the initial
+            weights.
+        CheckpointError: the initial weights are in checkpoints that cannot be read.
     """
     from doll.model.flat_model import build
     from doll.optim.recipe import check_recipe
@@ -135,7 +137,7 @@ def check_model(config: JobConfig, *, begins: bool = True) -> CheckedModel:
 
 
 def _find(module: str, config: JobConfig) -> Path | None:
-    """The source file of a module; None for a module without one (built-in, compiled)."""
+    """Return the source file of a module; None if it has none (built-in, compiled)."""
     folder = str(config.base_folder)
     sys.path.append(folder)
     try:
@@ -153,7 +155,7 @@ def _find(module: str, config: JobConfig) -> Path | None:
 
 
 def _names(body: list[ast.stmt]) -> Iterator[str]:
-    """Names that the top level of a module binds, as far as its source shows."""
+    """Yield the names that the top level of a module binds, as far as its source shows."""
     for node in body:
         match node:
             case ast.ClassDef() | ast.FunctionDef():

@@ -1,5 +1,5 @@
-"""Parts that a provisioner gets from outside its package: worker processes as machines; and the provisioner of a run of
-`doll up` whose workers are actors of Ray, which ends all of them with the run."""
+"""Parts of a provisioner that are outside its package: worker processes as machines, and the provisioner of a run of
+`doll up` whose workers are actors of Ray. That provisioner ends all actors with the run."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from doll.services import KAFKA_ENV, REDIS_ENV, Services, kafka_address, redis_a
 SPOT_LABEL, ON_DEMAND_LABEL = "doll-spot", "doll-on-demand"
 _YES: Final = "yes"
 HEAD_LABELS: Final = (f"{SPOT_LABEL}={_YES}", f"{ON_DEMAND_LABEL}={_YES}")
-"""Labels of the one node of a Ray that `doll up` starts: it stands for both markets."""
+"""The labels of the single node of a Ray cluster that `doll up` starts; the node represents both markets."""
 
 
 def settings_of(config: JobConfig) -> tuple[ControllerSettings, list[str]]:
-    """The settings of a job's provisioner, and notes on where its numbers come from.
+    """Return the settings of a job's provisioner, and notes on the sources of its numbers.
 
     Raises:
         ConfigError: the work or the rates are not known, or a number is out of its range.
@@ -49,11 +49,11 @@ def settings_of(config: JobConfig) -> tuple[ControllerSettings, list[str]]:
 
 
 def check_actors(config: JobConfig) -> None:
-    """Whether `doll up` can run the workers of a job with `fleet.kind: ray`, as far as the job file says.
+    """Check, from the job file, that `doll up` can run the workers of a job with `fleet.kind: ray`.
 
     Raises:
-        ConfigError: Ray is not installed, the provisioner cannot plan the job, or the cluster's nodes would not reach
-            what `doll up` starts on loopback.
+        ConfigError: Ray is not installed, the provisioner cannot plan the job, or nodes of the cluster could not reach
+            the services that `doll up` starts on loopback.
     """
     fleet = config.fleet
     assert isinstance(fleet, RayFleetConfig)
@@ -77,7 +77,7 @@ def check_actors(config: JobConfig) -> None:
 
 
 def _is_here(address: str) -> bool:
-    """Whether a host:port is of this machine: only then can a socket be bound there."""
+    """Return whether a host:port belongs to this machine: only then can a socket be bound to it."""
     try:
         infos = socket.getaddrinfo(address.rpartition(":")[0], 0, type=socket.SOCK_STREAM)
         with socket.socket(infos[0][0], socket.SOCK_STREAM) as probe:
@@ -92,8 +92,8 @@ class ActorCluster:
     """The cluster of a run's actors.
 
     Attributes:
-        address: of the head, host:port.
-        is_own: this run has started it, on this machine and for itself.
+        address: address of the head, host:port.
+        is_own: whether this run has started the cluster, on this machine and only for itself.
         after_term: terms up to this one belong to earlier runs on the same topics.
     """
 
@@ -103,13 +103,13 @@ class ActorCluster:
 
 
 def job_on(config: JobConfig, cluster: ActorCluster, services: Services, run_folder: Path) -> JobConfig:
-    """The job as its provisioner gets it: with the cluster's address, and the services' for its workers.
+    """Return the job for its provisioner: with the addresses of the cluster and of the workers' services.
 
-    On a cluster of the run's own both markets are its one node, and prices that the job does not state are those of the
-    table that ships with DOLL.
+    If the run has started the cluster, its single node serves as both markets; prices that the job does not state are
+    taken from the table that ships with DOLL.
 
     Raises:
-        ConfigError: the table of prices lacks the machine.
+        ConfigError: the price table does not contain the machine.
     """
     fleet = config.fleet
     assert isinstance(fleet, RayFleetConfig)
@@ -127,10 +127,10 @@ def job_on(config: JobConfig, cluster: ActorCluster, services: Services, run_fol
 
 
 def run_provisioner(job: Path, services: Services, run_folder: Path, cluster: ActorCluster) -> int:
-    """Provision until the job has finished or a signal comes, then end all actors; the exit code.
+    """Provision until the job has finished or a signal arrives, then end all actors; return the exit code.
 
     Raises:
-        DollError: as of `ProvisionerProcess`.
+        DollError: see `ProvisionerProcess`.
     """
 
     def read() -> JobConfig:
@@ -151,10 +151,10 @@ def run_provisioner(job: Path, services: Services, run_folder: Path, cluster: Ac
 
 @contextmanager
 def machines_of(config: JobConfig, services: Services, run_folder: Path) -> Iterator[Machines]:
-    """The machines of the job.
+    """Yield the machines of the job.
 
     Raises:
-        ConfigError: the fleet cannot be used as the job file describes it.
+        ConfigError: the fleet cannot be used with the settings of the job file.
     """
     with ExitStack() as stack:
         if isinstance(config.fleet, ProcessesFleetConfig):
@@ -166,7 +166,8 @@ def machines_of(config: JobConfig, services: Services, run_folder: Path) -> Iter
 def _processes(
     config: JobConfig, fleet_config: ProcessesFleetConfig, services: Services, run: RunFolder, stack: ExitStack
 ) -> Machines:
-    """Worker processes of this machine on a replayed market, which opens now. They end with this process."""
+    """Return worker processes of this machine as machines, on a replayed market that opens now. They end with this
+    process."""
     market, _ = make_market(config, fleet_config, config.seed)
     run.logs.mkdir(parents=True, exist_ok=True)
     run.write_job(config)
@@ -189,6 +190,6 @@ def _processes(
 
 
 def pass_on(config: JobConfig, run_folder: Path) -> None:
-    """Let workers that are launched from now on read this job file; on machines elsewhere the fleet's owner does so."""
+    """Pass this job file to workers that are launched from now on; on other machines, the fleet does this."""
     if isinstance(config.fleet, ProcessesFleetConfig):
         RunFolder(run_folder).write_job(config)

@@ -1,16 +1,15 @@
-"""`doll regrid`: a job goes on with batches of another size, or under another policy or optimizer, from its newest
-checkpoint.
+"""`doll regrid`: continues a job from its newest checkpoint with another batch size, policy or optimizer.
 
-A run of `doll up`: 1. the folder is locked, and what is wanted is checked; 2. `job.next.yaml` is written; 3. the
-checkpoint of the new grid is saved, which decides (`doll.ps.regrid`); 4. `job.next.yaml` becomes the job file; 5. as
-`doll resume`. After a crash at any point the run can be resumed: with the settings before until 3 is done, and with the
-new ones from then on (`doll.run.target`).
+Steps for a run of `doll up`: 1. lock the folder and check the changes; 2. write `job.next.yaml`; 3. save the checkpoint
+of the new grid, which decides (`doll.ps.regrid`); 4. make `job.next.yaml` the job file; 5. continue as `doll resume`.
+After a crash at any point the run can be resumed: before the end of step 3 with the old settings, afterwards with the
+new ones (`doll.run.target`).
 
-`doll rollback`: training goes on from an earlier version, and what was learned since is learned again or skipped. The
-earlier version is saved once more as the newest checkpoint (`doll.ps.rollback`) in place of 2 to 4.
+`doll rollback` continues training from an earlier version; samples learned since then are learned again or skipped. In
+place of steps 2 to 4, it saves the earlier version again as the newest checkpoint (`doll.ps.rollback`).
 
-The job file of a job whose roles are started one by one has the new settings already: it is checked that no server
-leads, and the checkpoint is saved. Then its roles are started as ever.
+If the roles of a job are started one by one, its job file already has the new settings. The command checks that no
+server leads, and saves the checkpoint. Then the roles are started as usual.
 """
 
 from __future__ import annotations
@@ -43,21 +42,21 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class NewGrid:
-    """The changes that `doll regrid` is asked for; None: as before."""
+    """The changes that `doll regrid` makes. None: no change."""
 
     batch_size: int | None = None
     group_size: int | None = None
-    policy: str | None = None  # as `doll compare --policies` takes one
+    policy: str | None = None  # in the form of `doll compare --policies`
     workers: int | None = None
 
     def overrides(self, config: JobConfig) -> list[str]:
-        """The changes as overrides of the job file.
+        """Return the changes as overrides of the job file.
 
         Args:
-            config: the job as it is.
+            config: the job before the changes.
 
         Raises:
-            ConfigError: no such policy.
+            ConfigError: the policy does not exist.
         """
         changes: list[str] = []
         if self.batch_size is not None:
@@ -68,16 +67,16 @@ class NewGrid:
             changes.append(f"training.policy.group_size={self.group_size}")
         if self.workers is not None:
             changes.append(f"data.workers={self.workers}")
-            if config.data.partitions is None and config.data.topic is None:  # there are as many as before
+            if config.data.partitions is None and config.data.topic is None:  # keep the number of partitions
                 changes.append(f"data.partitions={config.data.num_partitions}")
         return changes
 
 
 def regrid_run(target: Target, overrides: Sequence[str], new: NewGrid, say: Say) -> dict[str, Any]:
-    """Regrid the run of `target`, a run folder, and resume it; the report, as `run_up`.
+    """Regrid the run of `target`, a run folder, and resume it; return the report, as `run_up`.
 
     Raises:
-        ConfigError: the run is still running, nothing is changed, or what is wanted cannot be.
+        ConfigError: the run is still running, nothing is changed, or a change is not possible.
         CheckpointError: its checkpoints cannot be read.
         ServiceUnavailableError: the records of the run are gone, or its services do not answer.
     """
@@ -104,10 +103,10 @@ def regrid_run(target: Target, overrides: Sequence[str], new: NewGrid, say: Say)
 
 
 def regrid_deployed(target: Target) -> RegridOutcome:
-    """Save the first checkpoint of the grid of a job file whose roles run elsewhere, and have ended.
+    """Save the first checkpoint of the new grid, for a job file whose roles run elsewhere and have ended.
 
     Raises:
-        ConfigError: a parameter server leads, there is no checkpoint, or what is wanted cannot be.
+        ConfigError: a parameter server leads, there is no checkpoint, or a change is not possible.
         CheckpointError: its checkpoints cannot be read.
         ServiceUnavailableError: Kafka does not answer.
     """
@@ -116,10 +115,10 @@ def regrid_deployed(target: Target) -> RegridOutcome:
 
 
 def stopped_job(target: Target, command: str) -> tuple[JobConfig, int]:
-    """A job whose roles run elsewhere and have ended, and the highest term that its topics hold.
+    """Return a job whose roles run elsewhere and have ended, and the highest term in its topics.
 
     Raises:
-        ConfigError: a parameter server leads, or the topics hold another run than the checkpoints.
+        ConfigError: a parameter server leads, or topics and checkpoints belong to different runs.
         CheckpointError: its checkpoints cannot be read.
         ServiceUnavailableError: Kafka does not answer.
     """
@@ -147,14 +146,14 @@ def _regrid(
 
 
 def rollback_run(target: Target, to: str, *, skip: bool, say: Say) -> dict[str, Any]:
-    """Roll back the run of `target`, a run folder, and resume it; the report, as `run_up`.
+    """Roll back the run of `target`, a run folder, and resume it; return the report, as `run_up`.
 
     Args:
-        to: `latest`, a number, or an alias.
-        skip: what was learned since is not learned again.
+        to: the earlier version: `latest`, a number, or an alias.
+        skip: whether the samples that were learned since then are skipped. False: they are learned again.
 
     Raises:
-        VersionUnknownError: there is no such version, or the run has not gone through it.
+        VersionUnknownError: the version does not exist, or is not part of the history of the run.
         ConfigError: the run is still running, or the job file does not fit.
         CheckpointError: its checkpoints cannot be read.
         ServiceUnavailableError: the records of the run are gone, or its services do not answer.
@@ -175,11 +174,11 @@ def rollback_run(target: Target, to: str, *, skip: bool, say: Say) -> dict[str, 
 
 
 def rollback_deployed(target: Target, to: str, *, skip: bool) -> RollbackOutcome:
-    """Save the earlier version as the newest checkpoint of a job whose roles run elsewhere, and have ended.
+    """Save the earlier version as the newest checkpoint, for a job whose roles run elsewhere and have ended.
 
     Raises:
-        VersionUnknownError, ConfigError, CheckpointError, ServiceUnavailableError: as `rollback_run`; or a parameter
-            server leads.
+        VersionUnknownError, ConfigError, CheckpointError, ServiceUnavailableError: see `rollback_run`. ConfigError also
+            if a parameter server leads.
     """
     version = resolve_version(open_store(target.config, target.run.path), to)
     config, above_term = stopped_job(target, "rollback")

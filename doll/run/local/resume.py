@@ -1,8 +1,8 @@
-"""`doll resume`: resume a run in its folder, on the same topics and with one ledger, from its newest checkpoint.
+"""`doll resume`: resumes a run in its folder, on the same topics and with the same ledger, from its newest checkpoint.
 
 Order of effects: 1. the folder is locked; 2. changes that would invalidate the ledger are refused; 3. the job file is
-written with its overrides, and the old report is renamed; 4. as `doll up` from its second effect on. After a crash at
-any point the run can be resumed.
+written with its overrides, and the old report is renamed; 4. the run continues with the second effect of `doll up`.
+After a crash at any point the run can be resumed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _REACHABLE_S = 5.0
 
 
 def run_resume(folder: Path, overrides: list[str], *, page: bool = False) -> dict[str, Any]:
-    """Resume the run in `folder`; returns the report, as `run_up`.
+    """Resume the run in `folder`; return the report, as `run_up`.
 
     Args:
-        page: as of `run_up`.
+        page: see `run_up`.
 
     Raises:
-        ConfigError: there is no run, it is still running, or what a resume must not change has changed.
+        ConfigError: there is no run, it is still running, or a setting was changed that must not change.
         ServiceUnavailableError: the records of the run are gone, or its services do not answer.
         CheckpointError: all checkpoints are damaged.
     """
@@ -48,7 +48,7 @@ def run_resume(folder: Path, overrides: list[str], *, page: bool = False) -> dic
 
 
 def resume_in(run: RunFolder, config: JobConfig, *, page: bool = False) -> dict[str, Any]:
-    """Go on in a folder that this process has locked, whose job file and checkpoints fit; returns the report."""
+    """Continue in a folder that this process has locked and whose job file and checkpoints fit; return the report."""
     if run.report.exists():
         run.report.replace(run.path / "report.previous.json")
     return run_in(run, config, page=page)
@@ -75,7 +75,7 @@ def refuse_new_weights(run: RunFolder, config: JobConfig) -> None:
     """Refuse another `training.init_from` for a run that has begun.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: the value differs from the one of the run.
     """
     if config.training.init_from not in (None, load(run.job).training.init_from):
         raise ConfigError(
@@ -85,11 +85,11 @@ def refuse_new_weights(run: RunFolder, config: JobConfig) -> None:
 
 
 def on_same_broker(run: RunFolder, config: JobConfig) -> JobConfig:
-    """`config` with the address of the broker that has the records of the run, if it is an external one.
+    """Return `config`, with the address of the broker that has the records of the run if that broker is external.
 
     Raises:
-        ConfigError: another run has begun on the same topics of an external broker, or this folder is a copy and the
-            original has the same records or checkpoints.
+        ConfigError: another run has begun on the same topics of an external broker, or this folder is a copy and shares
+            records or checkpoints with the original.
         ServiceUnavailableError: the records are gone.
     """
     recorded = run.recorded()
@@ -108,6 +108,6 @@ def on_same_broker(run: RunFolder, config: JobConfig) -> JobConfig:
         kafka = config.kafka.model_copy(update={"address": recorded["kafka"]})
         config = config.model_copy(update={"kafka": kafka})
     services = Services(kafka_address(config) or "", "")
-    if services.kafka and kafka_problem(config, services, _REACHABLE_S) is None:  # else `local_stack` reports that
+    if services.kafka and kafka_problem(config, services, _REACHABLE_S) is None:  # else `local_stack` reports it
         admit(config, services, open_store(config, run.path), checkpoint_location(config, run.path), 0)
     return config

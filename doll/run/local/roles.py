@@ -1,8 +1,9 @@
-"""The roles of a job: one function each, however its process is started.
+"""The roles of a job: one function for each, independent of how its process is started.
 
-`doll up` forks a role: `ps_role` and the like, whose arguments are strings and numbers, because they are sent between
-processes. `doll ps` and the like run one as a process of its own, also in containers (`JobProcess.alone`). Each method
-imports what its role needs when it is called: torch takes seconds to load.
+`doll up` forks a role by a function such as `ps_role`. The arguments of these functions are strings and numbers,
+because they are sent between processes. Commands such as `doll ps` run a role as a separate process, also in containers
+(`JobProcess.alone`). Each method imports the modules of its role when it is called, because torch takes seconds to
+load.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class JobProcess:
-    """One process of a job. A method runs a role in this process, and returns the exit code.
+    """One process of a job. Each role method runs the role in this process, and returns the exit code.
 
     Attributes:
-        after_term: terms up to this one belong to earlier runs on the same topics, as the parent process has seen.
-        run_id: of a session of `doll up` or `doll resume`, which gives what it shares names of its own.
+        after_term: terms up to this one belong to earlier runs on the same topics, as the parent process has
+            determined.
+        run_id: id of a session of `doll up` or `doll resume`, which makes the names of its shared objects unique.
     """
 
     config: JobConfig
@@ -53,7 +55,7 @@ class JobProcess:
 
     @classmethod
     def forked(cls, name: str, job_path: str, kafka: str, redis: str, run_folder: str) -> JobProcess:
-        """A process that `doll up` has forked; its environment holds what the arguments do not."""
+        """Return a process that `doll up` has forked; other values than the arguments are in its environment."""
         config = load(Path(job_path))
         telemetry.configure(config.log.format, process=name)
         services = Services(kafka, redis, os.environ.get(BLOBS_ENV, ""), os.environ.get(CONTROL_ENV, ""))
@@ -70,15 +72,15 @@ class JobProcess:
         topics_exist: bool = True,
         has_checkpoints: bool = False,
     ) -> JobProcess:
-        """A process of its own, whose services answer and whose topics fit the job.
+        """Return a separate process, whose services answer and whose topics fit the job.
 
         Args:
-            redis: optional: its address must be known, but it need not answer.
-            topics_exist: False: the role itself creates missing topics.
-            has_checkpoints: the newest one says how many partitions of `data.topic` the job reads.
+            redis: "optional": its address must be known, but it need not answer.
+            topics_exist: whether the topics must exist. False: the role creates missing topics.
+            has_checkpoints: whether the newest checkpoint determines how many partitions of `data.topic` the job reads.
 
         Raises:
-            ConfigError: an address is missing, or a topic has another number of partitions than the job.
+            ConfigError: an address is missing, or the number of partitions of a topic differs from that of the job.
             ServiceUnavailableError: a service does not answer.
         """
         config = target.config
@@ -106,13 +108,13 @@ class JobProcess:
     def parameter_server(
         self, *, standby: bool = False, takeover: bool = False, fresh: bool = False, check_only: bool = False
     ) -> int:
-        """The parameter server.
+        """Run the parameter server.
 
         Args:
             standby: wait until the leader is silent, then take over.
             takeover: replace a leader.
             fresh: begin a new generation on topics that hold an earlier run.
-            check_only: return 0 before anything is claimed, if the job may be served.
+            check_only: return 0 if the job may run, before any topic or checkpoint is claimed.
 
         Raises:
             FencedError: another parameter server leads, and neither `standby` nor `takeover` is set.
@@ -150,14 +152,15 @@ class JobProcess:
 
 
 def _role(entry: Callable[P, int]) -> Callable[P, int]:
-    """An entry point that exits with the code of its `DollError`; after 2, the supervisor does not restart it."""
+    """Return an entry point that exits with the code of its `DollError`; after code 2, the supervisor does not restart
+    it."""
 
     @functools.wraps(entry)
     def run(*args: P.args, **kwargs: P.kwargs) -> int:
         try:
             return entry(*args, **kwargs)
         except DollError as error:
-            if not isinstance(error, ConfigError) or error.__cause__ is not None:  # else the message says it all
+            if not isinstance(error, ConfigError) or error.__cause__ is not None:  # otherwise the message is sufficient
                 traceback.print_exc()
             sys.stderr.write(f"doll: {error}\n")
             return error.exit_code
@@ -166,10 +169,10 @@ def _role(entry: Callable[P, int]) -> Callable[P, int]:
 
 
 def _forked(name: str, run: Callable[..., int]) -> Callable[..., int]:
-    """The entry point of a role: `run` gets its process, and what the entry point gets after the run folder.
+    """Return the entry point of a role. It calls `run` with the process and with the arguments after the run folder.
 
     Args:
-        name: of the process; `{}` is the first of these arguments.
+        name: name of the process; `{}` is replaced by the first of these arguments.
     """
 
     @_role
@@ -180,7 +183,7 @@ def _forked(name: str, run: Callable[..., int]) -> Callable[..., int]:
 
 
 ps_role = _forked("ps", lambda process: process.parameter_server(takeover=True))
-"""The parameter server. It replaces one that is running."""
+"""The entry point of the parameter server. It replaces a running one."""
 ps_standby_role = _forked("ps-standby", lambda process: process.parameter_server(standby=True))
 worker_role = _forked("worker-{}", JobProcess.worker)
 evaluator_role = _forked("evaluator", JobProcess.evaluator)
@@ -190,7 +193,7 @@ page_role = _forked("page", JobProcess.page)
 
 @_role
 def provisioner_role(job_path: str, kafka: str, redis: str, run_folder: str, ray_address: str, is_own: bool) -> int:
-    """The provisioner of a run whose workers are actors of Ray."""
+    """Run the provisioner of a run whose workers are actors of Ray."""
     from doll.run.local.provisioning import ActorCluster, run_provisioner
 
     process = JobProcess.forked("provisioner", job_path, kafka, redis, run_folder)
@@ -200,7 +203,7 @@ def provisioner_role(job_path: str, kafka: str, redis: str, run_folder: str, ray
 
 @_role
 def export_role(job_path: str, run_folder: str, out_folder: str) -> int:
-    """Writes the newest checkpoint as a model, in a process that has already loaded torch."""
+    """Write the newest checkpoint as a model, in a process that has already loaded torch."""
     config = load(Path(job_path))
     telemetry.configure(config.log.format, process="export")
     from doll.run.export import export_model
@@ -211,7 +214,7 @@ def export_role(job_path: str, run_folder: str, out_folder: str) -> int:
 
 @_role
 def model_role(job_path: str, run_folder: str) -> int:
-    """Builds the model for a trial. Where the job begins with given weights, their report goes into the folder."""
+    """Build the model for a trial. If the job begins with given weights, write their report to the folder."""
     from doll.run.local.preflight import check_model
 
     config, folder = load(Path(job_path)), RunFolder(Path(run_folder))

@@ -1,4 +1,4 @@
-"""The middle of a run, from the first role to the last checkpoint and the last evaluation."""
+"""The main part of a run, from the start of the first role to the last checkpoint and the last evaluation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from doll.run.folder import display_path
 from doll.run.local.context import PARAMETER_SERVERS, LocalRun
 from doll.run.local.follower import POLL_S, RunFollower
 
-# After the end of the source: a policy of another distribution may leave a last group that is never full.
+# After the end of the source: a policy of another package may leave the last group incomplete.
 IDLE_AFTER_SOURCE_S = 5.0
-# As many times `worker.grant_timeout_s`: somebody decodes or computes, but nothing comes of it.
+# Multiple of `worker.grant_timeout_s`: workers decode or compute, but without a result.
 _GIVE_UP_TIMEOUTS = 10
 PS_STOP_S = 30.0
 LAST_EVALUATION_TIMEOUT_S = 60.0
@@ -36,10 +36,10 @@ class Learning:
         self._producer_started = False
         self._pids: dict[str, int] = {}
         self._is_full = False
-        self._workers = set(range(run.config.data.workers))  # that were started, and not ended for serving nothing
+        self._workers = set(range(run.config.data.workers))  # started, and not ended for serving no partition
 
     def start_roles(self) -> None:
-        """Start everything but the producer."""
+        """Start all roles except the producer."""
         config, say = self._run.config, self._run.display.say
         say(f"starting the parameter server and {config.data.workers} workers (the first waits for torch's import)")
         for spec in self._run.parameter_servers():
@@ -60,10 +60,10 @@ class Learning:
             )
 
     def follow(self) -> str:
-        """Follow the job until it ends; returns the reason.
+        """Follow the job until it ends; return the reason.
 
         Raises:
-            DollError: a role, or the broker, cannot be kept alive.
+            DollError: a role or the broker cannot be kept running.
         """
         started_s = idle_since_s = time.monotonic()
         version, said = -1, False
@@ -91,7 +91,7 @@ class Learning:
                         f"the parameter server ended before the job; see {self._run.folder.logs / 'ps.log'}"
                     )
                 continue
-            # The workers' lag is reported up to two seconds late: the wait begins when the source has ended.
+            # The workers' lag is reported up to two seconds late; so wait from the end of the source.
             if codes.get("producer") != 0 or self._model.history.version != version:
                 idle_since_s, version, said = time.monotonic(), self._model.history.version, False
             waited_s = time.monotonic() - idle_since_s
@@ -106,26 +106,26 @@ class Learning:
 
     def _start_producer(self, waited_s: float) -> None:
         """Start the source when the workers are live: samples that arrive earlier would be learned in one burst."""
-        # Kept here, not asked from the supervisor: a hook may take the producer from it for a while.
+        # Not read from the supervisor: a hook may temporarily remove the producer from it.
         if self._run.config.source is None or self._producer_started:
             return
         if self._run.after_term and not self._model.history.term:
-            return  # a source that is a file resumes from the new generation's first record
+            return  # a file source resumes from the first record of the new generation
         if self._run.hook.workers_ready(self._model, waited_s):
             self._producer_started = True
             self._run.display.say("starting the producer")
             self._supervisor.start(self._run.producer())
 
     def _match_workers(self) -> None:
-        """Start the workers that the job has been scaled to (`doll scale`), and end those that serve nothing any more.
+        """Start workers up to the number of `doll scale`, and end workers that do not serve a partition any more.
 
-        Where a hook has the workers, it has them alone.
+        If a hook manages the workers, this method does nothing.
         """
         supervised, wanted, say = self._supervisor.exit_codes(), self._model.num_workers, self._run.display.say
         if "worker-0" not in supervised:
             return
         for slot in range(wanted):
-            # Of a worker that was started, a drill may have taken its process from the supervisor for a while.
+            # A drill may temporarily remove the process of a started worker from the supervisor.
             if slot not in self._workers and supervised.get(f"worker-{slot}", 0) is not None:
                 self._workers.add(slot)
                 say(f"starting worker {slot}: the job is to have {wanted}")
@@ -138,7 +138,7 @@ class Learning:
                 handle.terminate()
 
     def _note_full_disk(self) -> None:
-        """Say when a full disk begins to hold up the job; what fails by it says so in logs only."""
+        """Report when a full disk begins to block the job; other errors that it causes appear only in logs."""
         full = is_full(self._run.folder.path)
         if full != self._is_full:
             self._is_full = full
@@ -149,7 +149,7 @@ class Learning:
             self._run.display.say(text)
 
     def _write_pids(self) -> None:
-        """Keep `roles.json` current: process ids by name, for drills and for people."""
+        """Keep `roles.json` current: it contains process ids by name, for drills and users."""
         pids = {name: handle.pid for name, handle in self._supervisor.handles().items()}
         pids |= self._run.hook.pids()
         if pids != self._pids:
@@ -157,12 +157,13 @@ class Learning:
             write_json(self._run.folder.roles, pids)
 
     def _all_read(self) -> bool:
-        """Whether the workers are live and have read all records, as the parameter server reports."""
+        """Return whether the workers are live and have read all records, as the parameter server reports."""
         lines = [line for line in self._model.worker_lines() if not line.is_spare]
         return all(line.is_live and line.lag_records == 0 for line in lines)
 
     def _idle(self, waited_s: float) -> bool:
-        """Whether no update has come for longer than a group takes, even computed one by one."""
+        """Return whether the last update is older than the time for a group, even if its batches are computed one by
+        one."""
         group_s = self._run.config.group_size * self._model.history.service_s()
         return waited_s > max(IDLE_AFTER_SOURCE_S, 3 * group_s if math.isfinite(group_s) else 0.0)
 
@@ -180,7 +181,7 @@ class Learning:
             redis.start()
 
     def shut_down(self) -> None:
-        """Stop the producer, have the parameter server save and finish the job, then wait for the last evaluation."""
+        """Stop the producer, make the parameter server save and finish the job, then wait for the last evaluation."""
         handles, say = self._supervisor.handles(), self._run.display.say
         if (producer := handles.get("producer")) is not None:
             producer.terminate()
@@ -195,12 +196,12 @@ class Learning:
             self._await(evaluator, LAST_EVALUATION_TIMEOUT_S if self._follower.finished else POLL_S)
 
     def stop(self) -> None:
-        """End what still runs."""
+        """End the remaining processes."""
         order = ("producer", "ps*", "worker-*", "evaluator")
         self._supervisor.stop(order, grace_s=self._run.config.worker.drain_s)
 
     def _finish_job(self, servers: Sequence[Handle]) -> bool:
-        """Have the parameter server end the job; False if it, or its standby, does not end in time."""
+        """Make the parameter server end the job; return False if it, or its standby, does not end in time."""
         for _ in range(round(PS_STOP_S)):
             # SIGINT ends the job, SIGTERM would only end the process. It is sent again each second, because a process
             # that has just started does not handle it yet; a standby ignores it.
@@ -212,7 +213,7 @@ class Learning:
         return False
 
     def _await(self, handle: Handle, timeout_s: float) -> bool:
-        """Follow the job until a process has ended; False if the time is over before."""
+        """Follow the job until a process has ended; return False if the time limit passes first."""
         deadline_s = time.monotonic() + timeout_s
         while handle.poll() is None:
             if time.monotonic() > deadline_s:
@@ -222,10 +223,10 @@ class Learning:
 
 
 def ended_early(stop: Mapping[str, float], failures: Mapping[str, tuple[int, str]]) -> str:
-    """The error of a run whose source ended before a stop rule was met.
+    """Return the error of a run whose source ended before a stop rule was met.
 
     Args:
-        failures: of roles that ended with an error: how often, and the last lines of their logs.
+        failures: for each role that ended with an error, the number of failures and the last line of its log.
     """
     rules = ", ".join(f"{name} {value:g}" for name, value in stop.items())
     failed = "; ".join(

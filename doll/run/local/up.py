@@ -1,10 +1,10 @@
-"""`doll up`: everything of one job on this machine, from an empty folder to an audited, exported model.
+"""`doll up`: runs all parts of one job on this machine, from an empty folder to an audited, exported model.
 
-Order of effects: 1. run folder; 2. fork server, the model for a trial, Kafka and Redis; 3. topics; 4. roles;
-5. learning, until the parameter server has written Finished, the source has ended, a signal arrives, or a role cannot
-be kept alive; 6. the parameter server's last checkpoint, the evaluator's last evaluation; 7. audit, export, report,
-page; 8. all processes end. Whatever happens from 4 on, 7 is done with what there is; but a second signal kills all
-processes at once.
+Order of effects: 1. run folder; 2. fork server, trial build of the model, Kafka and Redis; 3. topics; 4. roles; 5.
+learning, until the parameter server has written Finished, the source has ended, a signal arrives, or a role cannot be
+kept running; 6. the parameter server's last checkpoint, the evaluator's last evaluation; 7. audit, export, report,
+page; 8. all processes end. After any error from step 4 on, step 7 is still done with the existing results. A second
+signal, however, kills all processes immediately.
 """
 
 from __future__ import annotations
@@ -67,13 +67,14 @@ def run_up(
     """Run the job in a new folder of `runs_folder`.
 
     Args:
+        hook: creates the hook of the run. None: the default hook.
         fresh: begin a new generation on topics that hold an earlier run.
-        folder: that was made for this run already.
-        display: shows the progress; default: on standard error.
-        page: serve the live page while it runs.
+        folder: run folder that already exists for this run. None: a new one.
+        display: shows the progress. None: on standard error.
+        page: serve the live page during the run.
 
     Returns:
-        The content of `report.json`; its `exit_code` is 0 done, 1 failed, 4 audit failed or records lost.
+        The content of `report.json`; its `exit_code` is 0 (done), 1 (failed), or 4 (audit failed or records lost).
 
     Raises:
         ConfigError: the job cannot be run this way, or its topics hold an earlier run.
@@ -97,7 +98,7 @@ def run_in(
     display: Display | None = None,
     page: bool = False,
 ) -> dict[str, Any]:
-    """Run the job in a folder that holds its resolved job file, from its checkpoints if it has any; the report."""
+    """Run the job in a folder with its resolved job file, from its checkpoints if it has any; return the report."""
     follower: RunFollower | None = None
     with Interrupts() as interrupts, display or make_display(config.stop) as display:
         display.say(f"job {config.job}: run folder {display_path(folder.path)}")
@@ -121,17 +122,17 @@ def run_in(
                 if shown is not None:
                     end_page(shown)
                 return report
-        except KeyboardInterrupt:  # stopped at once: everything that the run started has been killed
+        except KeyboardInterrupt:  # stopped immediately: all processes of the run have been killed
             if follower is not None:
                 display.say(_what_is_lost(folder, follower.model))
             raise
 
 
 def check_runnable(config: JobConfig, *, begins: bool = True) -> None:
-    """Everything that can be checked before a process is started.
+    """Check everything that can be checked before a process is started.
 
     Args:
-        begins: the run is a new one.
+        begins: whether the run is new.
 
     Raises:
         ConfigError: the job cannot be run this way.
@@ -159,7 +160,7 @@ def check_runnable(config: JobConfig, *, begins: bool = True) -> None:
 def _services_of(
     config: JobConfig, folder: RunFolder, display: Display, interrupts: Interrupts, hook: RunHook, *, fresh: bool
 ) -> Iterator[LocalRun]:
-    """The second and the third effect; all that was started ends at the exit of the context."""
+    """Perform the second and third effect; all started services end at the exit of the context."""
     say = display.say
     with _logging_to(folder.logs / "up.log", config.log.format), ForkServer(folder.logs / "forkserver.log") as forks:
         say("loading torch and building the model")
@@ -186,7 +187,7 @@ def _services_of(
 
 
 def _learn(run: LocalRun, follower: RunFollower) -> RunOutcome:
-    """Run the roles to their end: the reason, the seconds of learning, error and exit code."""
+    """Run the roles to their end; return the reason, the seconds of learning, error and exit code."""
     stack, place = run.stack, display_path(run.folder.path)
     learning = Learning(run, follower)
     run.interrupts.graceful = True
@@ -207,7 +208,7 @@ def _learn(run: LocalRun, follower: RunFollower) -> RunOutcome:
             outcome.exit_code = 1
     except (DollError, OSError) as error:
         problem = error if isinstance(error, DollError) else unwritable(error)
-        if is_full(run.folder.path):  # what a broker says of it is a page of Java
+        if is_full(run.folder.path):  # the message of a broker would be a long Java trace
             problem = ServiceUnavailableError(
                 f"no space is left on the disk of {place}: free some, then: doll resume {place}"
             )
@@ -222,7 +223,7 @@ def _learn(run: LocalRun, follower: RunFollower) -> RunOutcome:
     dead, refused = follower.model.dead_letters(), follower.job_error
     if not refused and dead.letters and not follower.model.history.samples_total:
         refused = f"not one sample was usable: {dead.text()}"
-    if diverged := follower.model.history.loss_trend.diverged:  # before samples and workers are blamed for it
+    if diverged := follower.model.history.loss_trend.diverged:  # first: workers are not the cause then
         refused = f"{diverged} ({refused})" if refused else ""
         outcome.error = f"{diverged} ({outcome.error})" if outcome.error else None
     if refused:
@@ -245,7 +246,7 @@ def _what_is_lost(folder: RunFolder, model: ProgressModel) -> str:
 
 
 def _resolved(config: JobConfig, run: RunFolder) -> JobConfig:
-    """`config` with absolute folders and files."""
+    """Return `config` with absolute folders and files."""
     place = checkpoint_location(config, run.path)
     checkpoint = config.checkpoint.model_copy(update={"folder": place.resolve() if isinstance(place, Path) else place})
     training = config.training
@@ -256,7 +257,7 @@ def _resolved(config: JobConfig, run: RunFolder) -> JobConfig:
     base = config.base_folder.resolve()
     resolved = {"checkpoint": checkpoint, "training": training, "base_folder": base}
     if isinstance(config.fleet, RayFleetConfig):
-        # Actors of another run of the job have another name; an actor has no folder in this machine's shared memory.
+        # Makes the names of actors unique; actors cannot use a folder in this machine's shared memory.
         cluster = config.fleet.cluster or cluster_of(run.path)
         resolved |= {
             "fleet": config.fleet.model_copy(update={"cluster": cluster}),
@@ -266,14 +267,14 @@ def _resolved(config: JobConfig, run: RunFolder) -> JobConfig:
 
 
 def _check_model(run: RunFolder, forks: ForkServer) -> str:
-    """Build the model once, in a process of its own: a mistake in it is found before a service is started. Returns what
-    the job begins with, if these are given weights; else "".
+    """Build the model once, in a separate process, so that a mistake in it is found before a service is started. Return
+    the given weights with which the job begins, in words; "" if there are none.
 
     Raises:
         ConfigError: the task or its model cannot be used.
     """
     log_path = run.logs / "model.log"
-    has_begun = run.init_from.exists()  # before: this run goes on
+    has_begun = run.init_from.exists()  # from an earlier session: this run continues
     role = forks.start_role(
         "doll.run.local.roles:model_role", [str(run.job), str(run.path)], log_path=log_path, name="model"
     )
@@ -289,15 +290,15 @@ def _check_topics(config: JobConfig, runs_folder: Path, *, fresh: bool) -> None:
     """Check that a new run of the job may begin on the given broker, if there is one.
 
     Raises:
-        ConfigError: it holds an earlier run; with `fresh`: that run is still running, or its checkpoints exist.
+        ConfigError: the broker holds an earlier run; with `fresh`: that run is still running, or its checkpoints exist.
         CheckpointError: the checkpoint store cannot be read.
         ServiceUnavailableError: Kafka stops answering.
     """
     address = kafka_address(config)
     services = Services(address or "", "")
     if address is None or kafka_problem(config, services, _REACHABLE_S) is not None:
-        return  # `local_stack` reports that, or starts a broker
-    given = config.checkpoint.folder is not None  # else the new run folder, which has no checkpoints
+        return  # `local_stack` reports the problem, or starts a broker
+    given = config.checkpoint.folder is not None  # otherwise the new run folder, which has no checkpoints
     store, place = open_store(config, runs_folder), checkpoint_location(config, runs_folder)
     if config.data.asks_kafka:
         config = with_partitions(config, services, recorded=recorded_partitions(store) if given else None)
@@ -328,7 +329,7 @@ def _check_topics(config: JobConfig, runs_folder: Path, *, fresh: bool) -> None:
 
 
 def _newest_run(runs_folder: Path, job: str, kafka: str) -> str:
-    """The newest run of this job on this broker that has checkpoints; "" without such a run."""
+    """Return the newest run of this job on this broker that has checkpoints; "" if there is none."""
     for path in sorted(runs_folder.glob(f"{job}-*/{STACK}"), key=lambda path: path.stat().st_mtime, reverse=True):
         with contextlib.suppress(Exception):  # any folder may have such a name
             if read_json(path)["kafka"] == kafka:
@@ -339,7 +340,7 @@ def _newest_run(runs_folder: Path, job: str, kafka: str) -> str:
 
 
 class _Log(io.TextIOWrapper):
-    """A log that a full disk makes incomplete, while the run goes on to its report. `raw` is not buffered."""
+    """A log that ignores errors of a full disk, so that the run continues to its report. `raw` is not buffered."""
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
