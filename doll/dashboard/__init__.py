@@ -1,1 +1,1 @@
-"""The live page of a job: a read-only web page over `doll.monitor`, with server-sent events."""
+"""The live page of a job: a read-only web page that shows the state from `doll.monitor`, with server-sent events."""

@@ -1,4 +1,4 @@
-"""Who may read a page, checked before anything else of a request, and what a browser may do with the answer."""
+"""Access control of a page: checks each request before anything else, and limits what browsers do with the answer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from doll.process.http_access import host_name, is_loopback, is_token
 
 LOGIN: Final = "/login"
 COOKIE: Final = "doll_page"
-_OPEN: Final = frozenset({LOGIN, "/page.css"})  # without a token
-# No script, style, picture or connection but from this server; no frame around the page, no form elsewhere.
+_OPEN: Final = frozenset({LOGIN, "/page.css"})  # paths that need no token
+# Scripts, styles, pictures and connections only from this server; no frames; forms only to this server.
 _HEADERS: Final = [
     (
         b"content-security-policy",
@@ -24,20 +24,20 @@ _HEADERS: Final = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-resource-policy", b"same-origin"),
-    (b"x-accel-buffering", b"no"),  # a proxy in front passes events on as they come
+    (b"x-accel-buffering", b"no"),  # a proxy then forwards events without delay
 ]
 
 
 def cookie_of(token: str) -> str:
-    """The cookie that a browser keeps in place of a token."""
+    """Return the cookie that a browser stores instead of the token."""
     return hashlib.sha256(f"doll page {token}".encode()).hexdigest()
 
 
 class Access:
-    """An ASGI application around another one: only those who may read get to it.
+    """An ASGI application that wraps another one and forwards only requests of allowed readers.
 
     Args:
-        token: "": names of the loopback interface are answered, without a token.
+        token: token that readers must have; "": no token, but the `Host` must be a name of the loopback interface.
     """
 
     def __init__(self, app: ASGIApp, token: str = "") -> None:
@@ -59,7 +59,7 @@ class Access:
         await (self._refusal(scope) or self._app)(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        """The answer to a request that is refused; None if it is not."""
+        """Return the answer to a request that is refused; None if the request is allowed."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         path, method = scope["path"], scope["method"]
         if method not in ("GET", "HEAD") and (path, method) != (LOGIN, "POST"):

@@ -1,4 +1,4 @@
-"""The state of a run that has ended, from the files in its folder: its report, tables, dead letters, decisions."""
+"""The state of a run that has ended, from the files of its folder: report, tables, dead letters, decisions."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from doll.theory.queueing import Stability
 
 
 def ended_run(config: JobConfig, folder: Path) -> PageState:
-    """The state of the run in `folder`; without a report, which a run that was killed has not, what its tables say.
+    """Return the state of the run in `folder`. A killed run has no report; its state is then read from its tables.
 
     Raises:
-        ConfigError: a file is not as this release writes it.
+        ConfigError: a file does not have the format of this release.
     """
     path = folder / "report.json"
     report = read_json(path) if path.exists() else {}
@@ -60,7 +60,8 @@ def ended_run(config: JobConfig, folder: Path) -> PageState:
 
 
 def _events(report: Mapping[str, Any], history: History) -> Iterator[Event]:
-    """Their times in the report count from the start of its session, of which the first update is near."""
+    """Yield the events with Unix times. Their times in the report are relative to the start of its session, which is
+    close to the first update."""
     for event in report.get("events", []):
         yield history.first_time_s + or_nan(event["at_s"]), str(event["text"])
 

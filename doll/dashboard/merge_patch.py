@@ -7,9 +7,9 @@ from typing import Any
 
 
 def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """The patch that turns `before` into `after`: members that differ, and None for those that are gone.
+    """Return the patch that changes `before` into `after`: the members that differ, and None for removed members.
 
-    Lists are replaced whole. `after` contains no None, which a merge patch cannot express.
+    A list is replaced as a whole. `after` must not contain None, because a merge patch cannot express it.
 
     >>> merge_patch({"a": 1, "b": {"c": 2, "d": 3}}, {"a": 1, "b": {"c": 4}})
     {'b': {'d': None, 'c': 4}}

@@ -1,4 +1,4 @@
-"""Watches a model server (`doll serve`) by its metrics."""
+"""Watches a model server (`doll serve`) through its metrics."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _PREFIX: Final = "doll_serve_"
 
 
 class WithModelServer:
-    """A job's state, and with it what its model server says.
+    """A source of a job's state that adds the state of its model server.
 
     Args:
-        metrics: the text of its metrics; may raise OSError.
+        metrics: returns the text of the server's metrics; may raise OSError.
     """
 
     def __init__(self, source: JobSource, metrics: Callable[[], str]) -> None:
@@ -68,7 +68,7 @@ class WithModelServer:
         """Read the metrics once."""
         try:
             reading, problem = reading_of(self._metrics(), now_s), ""
-        except Exception as error:  # whatever it is, what is shown is old
+        except Exception as error:  # after any error, the page shows old numbers
             reading, problem = None, f"the model server does not answer: {short(error)}"
         with self._lock:
             if reading is None:
@@ -78,13 +78,13 @@ class WithModelServer:
 
 
 def metrics_of(address: str, token: str) -> Callable[[], str]:
-    """Reads the metrics of the server at `address`.
+    """Return a function that reads the metrics of the server at `address`.
 
     Args:
-        token: that it asks for; "": none.
+        token: token for the server; "": none.
 
     Raises:
-        ConfigError: that is no address.
+        ConfigError: `address` is not a valid address.
     """
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname or holds_credentials(address):
@@ -114,10 +114,10 @@ def metrics_of(address: str, token: str) -> Callable[[], str]:
 
 
 def reading_of(text: str, now_s: float) -> Reading:
-    """The reading of a page of metrics.
+    """Parse a page of metrics.
 
     Raises:
-        ValueError, KeyError: it is none of a model server.
+        ValueError, KeyError: the page is not from a model server.
     """
     families = {family.name.removeprefix(_PREFIX): family.samples for family in text_string_to_metric_families(text)}
 

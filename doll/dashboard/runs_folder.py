@@ -1,4 +1,4 @@
-"""Runs side by side: those that `doll compare` has left in its folder, or any others in one folder."""
+"""Runs side by side: the runs in the folder of a `doll compare`, or any other runs in one folder."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from doll.errors import ConfigError, DollError
 from doll.monitor.views.comparison import Comparison, PolicyRun, comparison_page, read_run, workers_usd_per_h
 from doll.process.files import read_json
 
-MAX_RUNS: Final = 50  # the newest
+MAX_RUNS: Final = 50  # only the newest ones are shown
 _COMPARISON: Final = "comparison.json"
 _JOB: Final = "job.yaml"
 _FILES: Final = ("report.json", "updates.csv", "evaluations.csv")
 
 
 def is_runs_folder(folder: Path) -> bool:
-    """Whether a folder has runs in it, or will have those of a comparison, and is no run itself."""
+    """Return whether a folder contains runs, or the file of a comparison that has just begun, and is not a run folder
+    itself."""
     return not (folder / _JOB).exists() and ((folder / _COMPARISON).is_file() or any(folder.glob(f"*/{_JOB}")))
 
 
 class RunsFolder:
-    """The runs in a folder; what has not changed is not read again. One thread at a time."""
+    """The runs in a folder. Unchanged files are not read again. Not thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -32,17 +33,17 @@ class RunsFolder:
         self._opened: dict[str, EndedRun] = {}
 
     def page(self) -> dict[str, Any]:
-        """The page of the runs; if they cannot be compared, it says why."""
+        """Return the page of the runs; if they cannot be compared, the page states the reason."""
         try:
             return comparison_page(self.comparison())
         except DollError as error:
             return comparison_page(Comparison(self._folder.name, (), notes=(str(error),)))
 
     def comparison(self) -> Comparison:
-        """The runs as they are now, the earliest first.
+        """Return the current runs, the earliest first.
 
         Raises:
-            ConfigError: `comparison.json` is not as this release writes it.
+            ConfigError: `comparison.json` does not have the format of this release.
         """
         saved = self._folder / _COMPARISON
         plain = read_json(saved) if saved.exists() else {}
@@ -56,14 +57,14 @@ class RunsFolder:
             ) from error
         paths = sorted(self._folder.glob(f"*/{_JOB}"), key=lambda path: file_stamp(path) or (0, 0))
         labels = dict(rows)
-        # A run that failed at its start has no folder in the table, and one that is under way no row.
+        # In the table, a run that failed at its start has no folder; the current run has no row.
         others = iter([*(policy for name, policy in rows if not name), *not_run])
         for path in paths:
             if path.parent.name not in labels:
                 labels[path.parent.name] = next(others, path.parent.name)
         read = [self._run(path.parent, labels[path.parent.name]) for path in paths[-MAX_RUNS:]]
         notes = [*map(str, plain.get("notes", ()))]
-        if not plain and len({job for job, _ in read}) > 1:  # a loss of one job says nothing of another
+        if not plain and len({job for job, _ in read}) > 1:  # losses of different jobs cannot be compared
             target = math.nan
         if len(paths) > MAX_RUNS:
             notes.append(f"{len(paths) - MAX_RUNS} older runs are left out")
@@ -71,7 +72,7 @@ class RunsFolder:
         return Comparison(job, [run for _, run in read], target, [*(policy for _, policy in rows), *not_run], notes)
 
     def opened(self, name: str) -> EndedRun | None:
-        """The run in the folder of this name, once it has ended; None if there is none.
+        """Return the run in the folder of this name; None if it does not exist or has not ended.
 
         Raises:
             ConfigError: its report cannot be read.
@@ -84,7 +85,7 @@ class RunsFolder:
         return self._opened[name]
 
     def _run(self, folder: Path, label: str) -> tuple[str, PolicyRun]:
-        """Its job, and the run."""
+        """Return the job's name, and the run."""
         stamp = (label, *(file_stamp(folder / name) for name in _FILES))
         kept = self._read.get(folder)
         if kept is None or kept[0] != stamp:

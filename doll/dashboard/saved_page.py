@@ -1,6 +1,7 @@
-"""A page as one HTML file, which needs no server and no network: its scripts, its styles and its state are in it.
+"""A page as one HTML file that needs no server and no network: it contains its scripts, styles and state.
 
-The scripts are those of the live page. Only they run: the file names their hashes, so that no text of a record does.
+The scripts are those of the live page. The file lists their hashes, so that a browser runs no other script, such as one
+in the text of a record.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from doll.monitor.views.page_details import detail
 from doll.monitor.views.panels import Panel
 from doll.process.files import write_atomically
 
-MAX_ROWS: Final = 100  # of the table of a record
+MAX_ROWS: Final = 100  # limit of the table in the details of a record
 _IMPORT: Final = re.compile(r'^import .* from "\./(.+)";\n', re.MULTILINE)
 _EXPORT: Final = re.compile(r"^export ", re.MULTILINE)
 _STYLE: Final = re.compile(r'<link rel="stylesheet" href="(.+)">')
@@ -31,7 +32,7 @@ _CHARSET: Final = '<meta charset="utf-8">\n'
 
 
 def save_run(state: PageState, path: Path, panels: Sequence[Panel] = ()) -> None:
-    """Write the page of a run that has ended, with what a click opens.
+    """Write the page of a run that has ended, with the details that a click opens.
 
     Raises:
         OSError: `path` cannot be written.
@@ -48,7 +49,7 @@ def save_run(state: PageState, path: Path, panels: Sequence[Panel] = ()) -> None
 
 
 def save_panels(name: str, headline: str, panels: Sequence[Panel], path: Path) -> None:
-    """Write charts alone, below a name and a line.
+    """Write a page with a name, one line of text, and charts.
 
     Raises:
         OSError: `path` cannot be written.
@@ -57,7 +58,7 @@ def save_panels(name: str, headline: str, panels: Sequence[Panel], path: Path) -
 
 
 def save_page(name: Literal["index", "runs", "panels"], state: dict[str, Any], path: Path) -> None:
-    """Write a page of the live server's with its state.
+    """Write a page of the live server together with its state.
 
     Raises:
         OSError: `path` cannot be written.
@@ -83,19 +84,20 @@ def save_page(name: Literal["index", "runs", "panels"], state: dict[str, Any], p
     html = html.replace(_ICON, f'href="data:image/svg+xml;base64,{icon}"').replace(
         _CHARSET, f'{_CHARSET}<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
     )
-    # No text of a record ends the element, or begins a comment.
+    # Escaped so that no text of a record ends the element or begins a comment.
     values = msgspec.json.encode(visible(state)).decode().replace("<", "\\u003c")
     data = f'<script type="application/json" id="saved">{values}</script>'
     write_atomically(path, html.replace("</body>", f"{data}\n</body>"))
 
 
 def static(name: str) -> str:
-    """The text of a file of the front end."""
+    """Return the text of a front-end file."""
     return importlib.resources.files("doll.dashboard").joinpath("static", name).read_text(encoding="utf-8")
 
 
 def bundle(name: str, seen: set[str] | None = None) -> str:
-    """A module of the front end as one script: those that it imports first, each once. Their names do not collide."""
+    """Return a front-end module as one script that begins with its imported modules, each once. Their names do not
+    collide."""
     seen = set() if seen is None else seen
     if name in seen:
         return ""

@@ -1,8 +1,8 @@
-"""The web server of a page: its files, the state as server-sent events, and what a click opens. It only answers.
+"""The web server of a page: its files, the state as server-sent events, and the details that a click opens. Read-only.
 
-A browser gets the whole state first, then once a second a merge patch of what has changed, or a word that nothing has:
-what a browser shows is old once neither comes. The state is computed once for all browsers, and not at all while there
-are none.
+A browser gets the whole state first. Then it gets once per second a merge patch with the changes, or a message that
+nothing has changed. If neither arrives, the browser knows that its state is old. The state is computed once for all
+browsers, and only while there are browsers.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ from doll.records.bounded import short
 log = telemetry.get_logger(__name__)
 
 EVERY_S: Final = 1.0
-FOLDER_EVERY_S: Final = 5.0  # of runs side by side, whose files are read again
+FOLDER_EVERY_S: Final = 5.0  # for runs side by side, whose files must be read again
 MAX_STREAMS: Final = 64
-NICENESS: Final = 10  # watching must not slow learning down
-_QUEUED: Final = 8  # events for a browser that does not read them; then it gets the whole state again
+NICENESS: Final = 10  # the page must not slow down the training
+_QUEUED: Final = 8  # limit of unread events of a browser; above it, it gets the whole state again
 _MAX_FORM_BYTES: Final = 4_096
 _GRACE_S: Final = 1
-_LAST_S: Final = 2.0  # that the last state may take, when the server ends
-_TIME_LIMIT_S: Final = 10.0  # for a request to come
-_BACKLOG: Final = 64  # connections that are taken at a time, before the surplus is closed
+_LAST_S: Final = 2.0  # time limit for the last state when the server ends
+_TIME_LIMIT_S: Final = 10.0  # time limit for receiving a request
+_BACKLOG: Final = 64  # connections accepted at a time, before surplus ones are closed
 
 
 class Streams:
-    """The browsers that follow a page, and what they have been sent.
+    """The browsers that follow a page, and the state that they have received.
 
     Args:
-        read: the state as plain values; called in another thread.
-        every_s: how often changes are sent.
+        read: returns the state as plain values; called in another thread.
+        every_s: interval between updates, seconds.
     """
 
     def __init__(self, read: Callable[[], dict[str, Any]], every_s: float) -> None:
@@ -70,13 +70,13 @@ class Streams:
         self._turn = asyncio.Lock()
 
     def response(self) -> Response:
-        """The answer to a browser that wants to follow."""
+        """Return the answer to a browser that requests the events."""
         if len(self._queues) >= MAX_STREAMS:
             return PlainTextResponse(f"{MAX_STREAMS} browsers follow this page already\n", 503, {"Retry-After": "60"})
         return StreamingResponse(self.events(), media_type="text/event-stream")
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The events for one browser, until it goes."""
+        """Yield the events for one browser until it disconnects."""
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(_QUEUED)
         async with self._turn:
             if not self._queues:
@@ -90,7 +90,7 @@ class Streams:
             self._queues.discard(queue)
 
     async def send_changes(self) -> None:
-        """Send what has changed, again and again, while there are browsers."""
+        """Send changes repeatedly while there are browsers."""
         while True:
             await asyncio.sleep(self._every_s)
             if self._queues:
@@ -100,7 +100,7 @@ class Streams:
     async def _send_changes(self) -> None:
         try:
             state = await self._state()
-        except Exception as error:  # browsers see that nothing comes; the next turn may do better
+        except Exception as error:  # browsers notice the missing event; the next round may succeed
             log.warning("state_not_read", reason=short(error))
             return
         patch = merge_patch(self._sent, state)
@@ -112,7 +112,7 @@ class Streams:
                 queue.put_nowait(event)
 
     async def close(self) -> None:
-        """The server ends, and so do all streams, after the last state."""
+        """End all streams after the last state, because the server ends."""
         if self._queues:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_S), self._turn:
@@ -141,7 +141,7 @@ class JobPage:
     """The page of a job, or of a run that has ended.
 
     Attributes:
-        streams: that are told what changes.
+        streams: sends changes to the browsers.
     """
 
     def __init__(self, source: JobSource, every_s: float = EVERY_S) -> None:
@@ -149,7 +149,7 @@ class JobPage:
         self._source = source
 
     def routes(self) -> list[Route]:
-        """The routes of an application that has this page alone."""
+        """Return the routes of an application that serves only this page."""
 
         async def own(request: Request) -> JobPage:
             return self
@@ -166,7 +166,7 @@ class JobPage:
         return self.streams.response()
 
     async def opened(self, request: Request) -> Response:
-        """The answer to a click."""
+        """Return the answer to a click: the details of one item."""
         kind, numbers = request.path_params["kind"], request.path_params["key"].split("-")
         if kind not in KINDS or not all(part.isascii() and part.isdecimal() and len(part) <= 18 for part in numbers):
             return JSONResponse({"error": f"expected one of {', '.join(KINDS)}, and its number"}, 404)
@@ -181,10 +181,10 @@ class JobPage:
 
 
 class RunsPage:
-    """The page of several runs side by side, and the pages of those that have ended.
+    """The page of several runs side by side, and the pages of the runs that have ended.
 
     Attributes:
-        streams: that are told what changes.
+        streams: sends changes to the browsers.
     """
 
     def __init__(self, folder: RunsFolder, every_s: float = FOLDER_EVERY_S) -> None:
@@ -193,7 +193,7 @@ class RunsPage:
         self._pages: dict[str, JobPage] = {}
 
     def routes(self) -> list[Route]:
-        """The routes of an application that has these pages alone."""
+        """Return the routes of an application that serves only these pages."""
 
         async def index(request: Request) -> Response:
             return _files()["runs.html"]
@@ -225,7 +225,7 @@ FILE_ROUTE: Final = Route("/{name}", _file)
 
 
 def _job_routes(prefix: str, page_of: Callable[[Request], Awaitable[JobPage | None]]) -> list[Route]:
-    """The routes of the pages below `prefix`."""
+    """Return the routes of the pages below `prefix`."""
 
     def route(path: str, answer: Callable[[JobPage, Request], Awaitable[Response]]) -> Route:
         async def endpoint(request: Request) -> Response:
@@ -271,7 +271,7 @@ def _application(shown: JobPage | RunsPage, token: str) -> Access:
 
 
 async def _form_token(request: Request) -> str:
-    """The field `token` of a short form; "" if there is none."""
+    """Return the field `token` of a short form; "" if it is missing."""
     body = b""
     async for part in request.stream():
         body += part
@@ -283,7 +283,7 @@ async def _form_token(request: Request) -> str:
 
 @functools.cache
 def _files() -> dict[str, Response]:
-    """The files of the front end by name. They are kept in memory: no request names a file on the disk."""
+    """Return the files of the front end by name. They are kept in memory: no request can name a file on the disk."""
     files = {}
     for path in importlib.resources.files("doll.dashboard").joinpath("static").iterdir():
         if path.name.startswith("."):
@@ -294,10 +294,10 @@ def _files() -> dict[str, Response]:
 
 
 class PageProtocol(BoundedProtocol):
-    """One connection, of far fewer than a model server has: the page may be in its process.
+    """One connection. The limit is much lower than that of a model server, because the page may run in its process.
 
-    Beyond as many as may be, the one that has waited longest for a request makes room. So those who ask for nothing do
-    not keep others out, and no answer is cut off.
+    If a new connection exceeds the limit, the one that has waited longest for a request is closed. Idle clients
+    therefore do not block others, and no answer is interrupted.
     """
 
     max_connections = 128
@@ -313,15 +313,15 @@ class PageProtocol(BoundedProtocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it has no request that is being answered."""
+        """Whether no request of this connection is being answered."""
         return self.cycle is None or self.cycle.response_complete or self.message_since_s is not None
 
 
 class PageServer(BoundedServer):
-    """The server of a page, with the limits of connections that the model server has.
+    """The server of a page, with the connection limits of the model server.
 
     Args:
-        token: that a reader must know; "": whoever reaches the loopback interface may read.
+        token: token that readers must have; "": everyone who can reach the loopback interface may read.
     """
 
     def __init__(self, shown: JobPage | RunsPage, *, token: str = "") -> None:
@@ -347,7 +347,7 @@ class PageServer(BoundedServer):
 
 
 def serve_page(shown: JobPage | RunsPage, listener: socket.socket, *, token: str = "") -> None:
-    """Serve a page at a socket until SIGTERM or SIGINT, at a low priority. Needs the main thread."""
+    """Serve a page at a socket until SIGTERM or SIGINT, at a low priority. Must be called in the main thread."""
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     server = PageServer(shown, token=token)

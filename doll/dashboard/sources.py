@@ -1,4 +1,4 @@
-"""Sources of a page's state: the topics of a job that runs, or the folder of a run that has ended."""
+"""Sources of a page's state: the topics of a running job, or the folder of a run that has ended."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ log = telemetry.get_logger(__name__)
 T = TypeVar("T")
 
 _POLL_S: Final = 0.2
-_ASK_EVERY_S: Final = 5.0  # how often Kafka is asked for the ends of partitions, which shows that it answers
+_ASK_EVERY_S: Final = 5.0  # interval for requesting the ends of partitions, to check that Kafka answers
 _AWAY_S: Final = 12.0
 
 
 class JobSource(Protocol):
-    """A source of a page's state; safe to ask from several threads."""
+    """A source of a page's state; thread-safe."""
 
     is_live: bool
 
     def read(self, view: Callable[[PageState], T]) -> T:
-        """The result of a view of the state, which does not change meanwhile."""
+        """Return the result of a view of the state, which does not change during the call."""
 
     def kept_versions(self) -> KeptVersions | None:
-        """The versions in its checkpoints as they are now; None if these cannot be read."""
+        """Return the versions in the job's current checkpoints; None if these cannot be read."""
 
 
 class EndedRun:
-    """The state of a run that has ended. Its report is read again if it has changed.
+    """The state of a run that has ended. If its report has changed, it is read again.
 
     Raises:
-        ConfigError: its files are not as this release writes them.
+        ConfigError: the files do not have the format of this release.
     """
 
     is_live = False
@@ -69,10 +69,11 @@ class EndedRun:
 
 
 class RunningJob:
-    """The state of a job by its topics, which a thread follows, and by its provisioner's journal if that is here.
+    """The state of a job from its topics, which a thread follows, and from its provisioner's journal if that is on this
+    machine.
 
-    Once the run has left its report in the folder, the state is that of the folder. That the state is the newest one
-    needs a proof, again and again: an answer of Kafka, and that the thread has gone on.
+    When the run has written its report to the folder, the state is read from the folder. The state counts as current
+    only while Kafka keeps answering and the thread keeps running.
     """
 
     is_live = True
@@ -84,8 +85,8 @@ class RunningJob:
         self._decisions = DecisionLog(folder, config.job)
         self._events = EventLog(folder)
         self._lock = threading.Lock()
-        self._stopped = ""  # why the thread has ended
-        self._looked_s = self._answered_s = math.nan  # monotonic: before the history has been read
+        self._stopped = ""  # the reason why the thread has ended
+        self._looked_s = self._answered_s = math.nan  # monotonic seconds; NaN before the history has been read
         self._ended: EndedRun | None = None
 
     def read(self, view: Callable[[PageState], T]) -> T:
@@ -94,7 +95,7 @@ class RunningJob:
             live = self._job.state(now_s, time.time(), problem=self._problem(now_s))
             if (ended := self._found_ended()) is None:
                 return view(live)
-            # A report has no events of workers.
+            # A report contains no events of workers.
             return ended.read(
                 lambda state: view(replace(state, events=live.events or state.events, last_events=live.last_events))
             )
@@ -110,7 +111,7 @@ class RunningJob:
         return self._ended
 
     def _problem(self, now_s: float) -> str:
-        """Why the state may not be the newest one; "" if it is."""
+        """Return why the state may not be current; "" if it is current."""
         if self._stopped:
             return self._stopped
         if math.isnan(self._looked_s):
@@ -129,7 +130,7 @@ class RunningJob:
         """Follow the job within the context.
 
         Raises:
-            ServiceUnavailableError: Kafka does not answer at the start. Later it is waited for.
+            ServiceUnavailableError: Kafka does not answer at the start. Later failures only make the thread wait.
         """
         topics = [self._config.topic(name) for name in ("updates", "metrics", "dead")]
         with Tail(self._config, services, topics) as tail, thread_within(partial(self._follow, tail), "follow"):
@@ -138,7 +139,7 @@ class RunningJob:
     def _follow(self, tail: Tail, stopped: threading.Event) -> None:
         try:
             self._follow_until(tail, stopped)
-        except Exception as error:  # whatever it is, the page says that what it shows is old
+        except Exception as error:  # after any error, the page says that its state is old
             log.error("page_stopped", exc_info=error)
             self._stopped = f"the page has stopped following the job: {short(error)}"
 
@@ -168,7 +169,7 @@ class RunningJob:
 
 @contextmanager
 def thread_within(target: Callable[[threading.Event], None], name: str) -> Iterator[None]:
-    """Within the context: a thread of `target`, which returns when the event is set."""
+    """Run a thread of `target` within the context; `target` must return when the event is set."""
     stopped = threading.Event()
     thread = threading.Thread(target=target, args=(stopped,), name=name, daemon=True)
     thread.start()
@@ -180,7 +181,7 @@ def thread_within(target: Callable[[threading.Event], None], name: str) -> Itera
 
 
 def file_stamp(path: Path) -> tuple[int, int] | None:
-    """Another one after the file was written again; None if there is none."""
+    """Return a value that changes when the file is written again; None if the file does not exist."""
     try:
         status = path.stat()
     except OSError:
