@@ -1,6 +1,6 @@
-"""The state of a job by its records, and views of it.
+"""The state of a job from its records, and views of this state.
 
-Pure: `history` and `progress` (the state of a run), `prequential` and `rates` (its numbers), `heartbeats` (which roles
-are silent), `run_report` and `text` (for people), `calibration`. `page` and `panels` are what browsers draw. With
+Pure: `history` and `progress` (state of a run), `prequential` and `rates` (its numbers), `heartbeats` (silent roles),
+`run_report` and `text` (for users), `calibration`, and `page` and `panels` (content that browsers draw). With side
 effects: `display` (terminal), `csv_file`, `folder_logs`, `prometheus` (HTTP).
 """

@@ -1,1 +1,1 @@
-"""Folds of a job's records, one subject per module."""
+"""Modules that compute the state of a job from its records, one subject for each module."""

@@ -1,4 +1,4 @@
-"""The planner's constants from a run: J(ε) with its interval, rates, service time and noise constants. Pure."""
+"""The planner's constants, estimated from a run: J(ε) with its interval, rates, service time, noise constants. Pure."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from doll.theory.queueing import Stability, stability
 Measure = Literal["error_rate", "loss"]
 Rows = Sequence[Mapping[str, float]]
 
-# Fewer held-out evaluations cannot determine a curve of three constants.
+# Fewer held-out evaluations do not determine a curve with three constants.
 MIN_EVALUATIONS = 12
-_ROUNDING: Final = 0.01  # of samples per record: what the last packed record of a source lacks
+_ROUNDING: Final = 0.01  # tolerance for samples per record: the last packed record is incomplete
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Constants of Eq. (10) for plain or heavy-ball SGD, from the fitted curve: empirical values, not bounds.
+    """Constants of Eq. (10) for SGD with or without heavy-ball momentum, from the fitted curve. They are empirical
+    values, not bounds.
 
     Attributes:
         convexity: c = (1 - ρ) / η, with η = lr / (1 - momentum).
-        smoothness_times_variance: L B = 2 K b c γ / η; the curve determines only their product.
-        smoothness_times_variance_high: the same at the upper end of γ's interval.
+        smoothness_times_variance: L B = 2 K b c γ / η; the curve determines only this product.
+        smoothness_times_variance_high: the same product at the upper end of γ's interval.
     """
 
     convexity: float
@@ -43,14 +44,14 @@ class Calibration:
     """Measured constants of a run.
 
     Attributes:
-        fit: the fitted error curve; None if the run has too few evaluations (see `no_fit_reason`).
+        fit: fitted error curve; None if the run has too few evaluations (see `no_fit_reason`).
         updates_to_target: J(ε) with its 90 % interval; None without a target or a fit.
         reached_at: update at which the run itself reached the target; None if it did not.
-        service_s, service_sd_s: μ_C and σ_C, mean and standard deviation over updates of a batch's gradient time.
-        update_rate_per_s: λ_U, steady part of the run.
-        total_rate_per_s: samples applied per second, all streams.
-        mean_samples: that the task made of one record, on average (`plan.mean_samples`); 1 if it is that within 1 %.
-        stability: Proposition 1 at these values.
+        service_s, service_sd_s: μ_C and σ_C, mean and standard deviation of a batch's gradient time over the updates.
+        update_rate_per_s: λ_U, in the steady part of the run.
+        total_rate_per_s: samples applied per second, sum of all streams.
+        mean_samples: mean number of samples of one record (`plan.mean_samples`); 1 if the mean is within 1 % of 1.
+        stability: Proposition 1 with these values.
         noise: constants of Eq. (10); None unless the optimizer is SGD on the mean gradient.
     """
 
@@ -69,7 +70,7 @@ class Calibration:
     noise: Noise | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         plain = asdict(self)
         if (fit := plain["fit"]) is not None:
             fit["evaluations"] = fit.pop("num_points")
@@ -79,7 +80,7 @@ class Calibration:
         return {**plain, "no_fit_reason": self.no_fit_reason or None}
 
     def text(self) -> str:
-        """The constants for people."""
+        """Return the constants as text for users."""
         fit = self.fit
         lines = []
         if self.updates_to_target is not None:
@@ -138,14 +139,14 @@ def calibrate(
     step_size: float | None,
     rng: np.random.Generator,
 ) -> Calibration:
-    """Constants from the rows of a run's updates.csv and evaluations.csv (void rows are skipped).
+    """Estimate constants from the rows of a run's updates.csv and evaluations.csv (void rows are skipped).
 
     Args:
-        batch_size, samples_per_record: as the job file says: b counts a record as one sample, a packed one as m.
+        batch_size, samples_per_record: values of the job file; b counts a record as one sample, a packed record as m.
         measure: "error_rate" (1 - held-out accuracy) or "loss" (held-out loss).
-        target_error: ε in that measure; None for no J(ε).
-        step_size: η of the mean gradient, lr / (1 - momentum), for SGD; None for other optimizers.
-        rng: for the bootstrap.
+        target_error: ε in this measure. None: J(ε) is not estimated.
+        step_size: η of the mean gradient, lr / (1 - momentum), for SGD. None: another optimizer.
+        rng: random numbers for the bootstrap.
 
     Raises:
         InfeasiblePlanError: the fitted noise floor is above the target and the run did not reach it.
@@ -196,7 +197,8 @@ def _mean_samples(rows: Rows, samples_per_record: int) -> float:
 
 
 def _curve(rows: Rows, measure: Measure) -> tuple[Floats, Floats]:
-    """J and error of each evaluation. An error rate is at least half a sample of a thousand: the fit needs > 0."""
+    """Return J and error of each evaluation. An error rate is at least 0.0005 (half a sample of 1000): the fit needs >
+    0."""
     column = "accuracy" if measure == "error_rate" else "loss"
     pairs = [
         (row["version"], 1 - row[column] if measure == "error_rate" else row[column]) for row in rows if column in row
@@ -209,7 +211,8 @@ def _curve(rows: Rows, measure: Measure) -> tuple[Floats, Floats]:
 
 
 def _updates_to(fit: CurveFit | None, reached: float | None, target: float) -> FitInterval | None:
-    """J(ε): where the run reached the target, widened by the fit; else extrapolated by the fit."""
+    """Return J(ε): if the run reached the target, that update with the fit's interval; otherwise extrapolated by the
+    fit."""
     try:
         fitted = fit.updates_to(target, reached=reached is not None) if fit is not None else None
     except InfeasiblePlanError:
@@ -224,7 +227,7 @@ def _updates_to(fit: CurveFit | None, reached: float | None, target: float) -> F
 
 
 def _service(rows: Rows) -> tuple[float, float]:
-    """Mean and standard deviation of a batch's gradient time over updates, seconds; NaN if none was recorded."""
+    """Return mean and standard deviation of a batch's gradient time over updates, seconds; NaN if none was recorded."""
     pairs = [(row["mean_service_s"], row.get("batches", 1.0)) for row in rows if row.get("mean_service_s", 0) > 0]
     if not pairs:
         return math.nan, math.nan

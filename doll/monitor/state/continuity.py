@@ -1,8 +1,8 @@
-"""Whether the updates apply each offset once, as far as they have come: per partition, each batch begins where the one
-before it has ended. Pure.
+"""Checks that the updates so far apply each offset once: in each partition, each batch must begin where the batch
+before it ended. Pure.
 
-`doll audit` proves more, from the checkpoint, the dead letters and the log itself, and takes longer the longer a job
-runs. This takes a few operations per batch, so that a page can show it while the job runs.
+`doll audit` proves more, from the checkpoint, the dead letters and the log itself, but takes longer the longer a job
+has run. This check takes a few operations per batch, so that a page can show its result while the job runs.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Final
 from doll.ledger.lineage import Lineage, LineageChange, UpdatesRecord
 from doll.records.control import TermStarted, Update
 
-_MAX_STEPS: Final = 100_000  # updates that can be taken back; a checkpoint comes far more often
+_MAX_STEPS: Final = 100_000  # updates that can be undone; checkpoints are far more frequent
 
 
 class Continuity:
-    """Folded from the records of `updates`.
+    """Computes the check from the records of `updates`.
 
     Attributes:
         until: per partition, one above the last offset in an update.
-        offsets: that the updates hold, also those that a rollback has left.
-        missing, twice: offsets that no update holds, or two.
-        problem: the first of them in words; "" if there is none.
+        offsets: number of offsets in the updates, including updates that a rollback has undone.
+        missing, twice: number of offsets that no update contains, or that two updates contain.
+        problem: the first missing or repeated offset in words; "" if there is none.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Continuity:
         self.until: dict[int, int] = {}
         self.offsets = self.missing = self.twice = 0
         self.problem = ""
-        # Of the updates that may be taken back: the version, its offsets, and `until` of its partitions before it.
+        # For each update that can be undone: version, number of offsets, and the earlier `until` of its partitions.
         self._steps: deque[tuple[int, int, dict[int, int]]] = deque(maxlen=_MAX_STEPS)
 
     def feed(self, record: UpdatesRecord) -> None:
@@ -46,13 +46,13 @@ class Continuity:
             if change is LineageChange.GENERATION:
                 self._begin()
             self._take_back(record.resumed_version)
-            if record.resumed_version == 0 or record.rolled_back_to >= 0:  # learned again, or skipped as it was told
+            if record.resumed_version == 0 or record.rolled_back_to >= 0:  # learned again, or skipped
                 self.until = dict(enumerate(record.origins))
         elif isinstance(record, Update):
             self._add(record)
 
     def durable(self, version: int) -> None:
-        """Updates up to `version` are in a checkpoint: they are not taken back."""
+        """Record that updates up to `version` are in a checkpoint, so that they cannot be undone."""
         while self._steps and self._steps[0][0] <= version:
             self._steps.popleft()
 
@@ -60,7 +60,7 @@ class Continuity:
         before: dict[int, int] = {}
         offsets = 0
         for member in update.members:
-            # A log whose beginning was deleted begins somewhere.
+            # The beginning of the log may have been deleted.
             until = self.until.get(member.partition, member.lo)
             if member.lo != until:
                 self._differs(update.version, member.partition, until, member.lo)

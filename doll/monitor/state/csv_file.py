@@ -1,4 +1,4 @@
-"""A table as a CSV file: new rows are appended, and the file is replaced when earlier rows have changed."""
+"""A table as a CSV file: new rows are appended, and the file is replaced if earlier rows have changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INTEGER_COLUMNS = frozenset({"term", "version", "n_samples", "samples_total", "
 
 
 class CsvFile:
-    """`table` at `path`. The first `sync` replaces a file of an earlier process."""
+    """Writes `table` to `path`. The first `sync` replaces the file of an earlier process."""
 
     def __init__(self, path: Path, table: MetricTable) -> None:
         self.path = path
@@ -23,7 +23,10 @@ class CsvFile:
         self._written = -1  # -1: before the first sync
 
     def sync(self, *, changed: bool = False) -> None:
-        """Write what is new. `changed`: earlier rows or the columns differ from what was written.
+        """Write the new rows.
+
+        Args:
+            changed: whether earlier rows or the columns differ from the file.
 
         Raises:
             OSError: the folder cannot be written.
@@ -38,15 +41,15 @@ class CsvFile:
         self._written = len(self._table)
 
     def _write(self, file: IO[str], start: int) -> None:
-        """Write the rows from `start` on, one by one: as text, all rows of a long run would take 100 MB."""
+        """Write the rows from `start` on, one at a time: the text of all rows of a long run would take 100 MB."""
         rows = map(self._table.row, range(start, len(self._table)))
         cells = ([_cell(name, row[name]) for name in self._table.names] for row in rows)
         csv.writer(file, lineterminator="\n").writerows(cells)
 
 
 def read_rows(path: Path) -> list[dict[str, float]]:
-    """The rows of a file that `CsvFile` wrote, without empty cells. Lines that are no rows are skipped, such as the
-    incomplete last line of a process that was killed.
+    """Return the rows of a file that `CsvFile` wrote, without empty cells. Invalid lines are skipped, such as the
+    incomplete last line of a killed process.
 
     Raises:
         OSError: the file cannot be read.
@@ -62,7 +65,7 @@ def read_rows(path: Path) -> list[dict[str, float]]:
 
 
 def rows_if_any(path: Path) -> list[dict[str, float]]:
-    """See `read_rows`; none if the file cannot be read."""
+    """Return the rows as `read_rows`; no rows if the file cannot be read."""
     try:
         return read_rows(path)
     except OSError:

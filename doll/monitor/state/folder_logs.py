@@ -1,6 +1,5 @@
-"""Files of a run's folder beside its tables: events of its processes and decisions of its provisioner, line by line, of
-which its topics do not tell; and its newest updates with the offsets of their batches, which its page opens later.
-"""
+"""Files of a run folder besides its tables: events of its processes and decisions of its provisioner, as lines of JSON,
+which are not in its topics; and its newest updates with the offsets of their batches, for details on its page."""
 
 from __future__ import annotations
 
@@ -20,18 +19,18 @@ from doll.records.control import Update
 _EVENTS: Final = "events.jsonl"
 _UPDATES: Final = "newest_updates.msgpack"
 _MAX_UPDATES_BYTES: Final = 64_000_000
-_TAIL_BYTES: Final = 4_000_000  # that are read of a file which is there already
+_TAIL_BYTES: Final = 4_000_000  # read from the end of an existing file
 _READ_BYTES: Final = 4_000_000  # at a time
 
 
 def append_event(folder: Path, event: ProcessEvent) -> None:
-    """Write one more. If that fails, for a full disk, the run goes on without it."""
+    """Append an event. If that fails, such as on a full disk, the run continues without the event."""
     with contextlib.suppress(OSError), (folder / _EVENTS).open("ab") as file:
         file.write(msgspec.json.encode(event) + b"\n")
 
 
 class _JsonLines:
-    """Follows a file to which others append JSON objects, one in a line; it may not be there yet."""
+    """Follows a file to which other processes append JSON objects, one per line. The file need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -39,7 +38,7 @@ class _JsonLines:
         self._rest = b""
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """The objects since the last call; a line that is none, or is cut off, is skipped."""
+        """Yield the objects since the last call; invalid or incomplete lines are skipped."""
         try:
             with self._path.open("rb") as file:
                 if self._position < 0:
@@ -58,33 +57,33 @@ class _JsonLines:
 
 
 class EventLog:
-    """Follows the events in a folder, which may have none."""
+    """Follows the events in a folder, which may contain none."""
 
     def __init__(self, folder: Path) -> None:
         self._lines = _JsonLines(folder / _EVENTS)
 
     def read(self) -> Iterator[ProcessEvent]:
-        """The events since the last call."""
+        """Yield the events since the last call."""
         for entry in self._lines.read():
             with contextlib.suppress(msgspec.ValidationError):
                 yield msgspec.convert(entry, ProcessEvent)
 
 
 class DecisionLog:
-    """Follows `provision-<job>.jsonl` in a folder, which may not be there yet."""
+    """Follows `provision-<job>.jsonl` in a folder. The file need not exist yet."""
 
     def __init__(self, folder: Path, job: str) -> None:
         self._lines = _JsonLines(FileStateStore(folder, job).journal)
 
     def read(self) -> Iterator[Mapping[str, Any]]:
-        """The decisions since the last call; a line that is no decision, or is cut off, is skipped."""
+        """Yield the decisions since the last call; invalid or incomplete lines are skipped."""
         for entry in self._lines.read():
             if entry.get("kind") == "decision" and isinstance(entry.get("actions"), list):
                 yield entry
 
 
 def save_updates(folder: Path, updates: Sequence[Update]) -> None:
-    """Keep them in the folder of a run.
+    """Save the updates in the folder of a run.
 
     Raises:
         OSError: the folder cannot be written.
@@ -93,10 +92,10 @@ def save_updates(folder: Path, updates: Sequence[Update]) -> None:
 
 
 def saved_updates(folder: Path) -> list[Update]:
-    """The updates that were kept; none if there is no such file.
+    """Return the saved updates; none if the file does not exist.
 
     Raises:
-        msgspec.MsgspecError: the file is not as this release writes it.
+        msgspec.MsgspecError: the file does not have the format of this release.
     """
     try:
         with (folder / _UPDATES).open("rb") as file:

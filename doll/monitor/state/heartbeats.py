@@ -1,8 +1,8 @@
-"""When each role of a job was last heard, and which roles are silent. Pure: time is an argument.
+"""The time of the last heartbeat of each role of a job, and the roles that are silent. Pure: time is an argument.
 
-Every metric on the topic `metrics` is a heartbeat of its source, also one without values. A process that ends normally
-says so in its last one (`LEFT`), and is no longer expected. The parameter server reports when it last heard from each
-worker.
+Every metric on the topic `metrics` is a heartbeat of its source, also a metric without values. A process that ends
+normally reports this in its last metric (`LEFT`), and is then no longer expected. The parameter server reports the time
+of the last heartbeat of each worker.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ HEARTBEAT_TIMEOUTS_S: Final[Mapping[str, float]] = {
     EVALUATOR: 120.0,
     PROVISIONER: 120.0,
 }
-"""How long a role may be silent: the evaluator is while it evaluates, the provisioner while its fleet answers."""
+"""The allowed silence of each role in seconds: the evaluator is silent while it evaluates, the provisioner while it
+waits for its fleet."""
 _WORKER_HEARTBEAT_TIMEOUT_S: Final = 30.0
 
 
 class RoleHeartbeats:
-    """The last heartbeats of a job's roles, by its records of `metrics` and `updates`."""
+    """The last heartbeats of a job's roles, from its records of `metrics` and `updates`."""
 
     def __init__(self) -> None:
         self._last_seen_s: dict[str, float] = {}
         self._lineage = Lineage()
 
     def feed(self, record: AnyRecord) -> None:
-        """Process a record; other types than metrics, the server's status and starts of terms are ignored."""
+        """Process a record; types other than metrics, the server's status and the starts of terms are ignored."""
         match record:
             case TermStarted() | Update() | Finished():
                 if self._lineage.feed(record) is LineageChange.GENERATION:
@@ -44,7 +45,7 @@ class RoleHeartbeats:
                         self._last_seen_s[worker_source(worker.worker)] = record.time_s - worker.silent_s
             case Metric() if record.source in HEARTBEAT_TIMEOUTS_S:
                 if record.values.get(TERM, self._lineage.generation) < self._lineage.generation:
-                    return  # of an earlier run
+                    return  # the record is from an earlier run
                 if record.values.get(LEFT):
                     self._last_seen_s.pop(record.source, None)
                 else:
@@ -56,11 +57,12 @@ class RoleHeartbeats:
         self._last_seen_s[role] = max(time_s, self._last_seen_s.get(role, time_s))
 
     def ages_s(self, now_s: float) -> dict[str, float]:
-        """Seconds since the last heartbeat of each role that was heard and has not left; `now_s` is Unix time."""
+        """Return the seconds since the last heartbeat of each role that has sent one and has not left; `now_s` is Unix
+        time."""
         return {role: max(0.0, now_s - at_s) for role, at_s in sorted(self._last_seen_s.items())}
 
     def silent(self, now_s: float) -> dict[str, float]:
-        """The `ages_s` that exceed the timeout of their role."""
+        """Return the `ages_s` that exceed the timeout of their role."""
         ages_s = self.ages_s(now_s)
         return {
             role: age_s

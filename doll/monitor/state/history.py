@@ -1,8 +1,8 @@
-"""The history of a run, folded from the `updates` topic: one row per update and per held-out evaluation.
+"""The history of a run, computed from the `updates` topic: one row per update and per held-out evaluation.
 
-After a restart the parameter server repeats the versions above its checkpoint. Its `TermStarted` record voids their
-earlier rows: these stay in the tables, marked as void, and no mean, rate or plot counts them. If a `TermStarted` record
-begins a new generation (`doll.ledger.lineage`), all earlier rows belong to another run, and are dropped.
+After a restart, the parameter server repeats the versions above its checkpoint. Its `TermStarted` record makes their
+earlier rows void: they stay in the tables, marked as void, and means, rates and plots ignore them. If a `TermStarted`
+record begins a new generation (`doll.ledger.lineage`), all earlier rows belong to another run and are deleted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EVALUATION_COLUMNS = ("time_s", "term", "version", "loss", "accuracy")
 
 
 class MetricTable:
-    """Rows of numbers, stored by column; a column that a row does not have is NaN there."""
+    """Rows of numbers, stored by column; a missing value is NaN."""
 
     def __init__(self, columns: Sequence[str]) -> None:
         self._columns: dict[str, array[float]] = {name: array("d") for name in columns}
@@ -41,7 +41,7 @@ class MetricTable:
         return (*self._columns, "void")
 
     def append(self, row: Mapping[str, float], *, void: bool = False) -> bool:
-        """Add a row. True if it has added a column."""
+        """Add a row; return whether it has added a column."""
         has_new_column = False
         for name in row:
             if name not in self._columns:
@@ -53,9 +53,9 @@ class MetricTable:
         return has_new_column
 
     def void_above(self, version: int, below_term: int) -> int:
-        """Void the rows of terms below `below_term` with versions above `version`; returns how many it has voided."""
+        """Mark the rows of terms below `below_term` with versions above `version` as void; return their number."""
         versions, terms = self._columns["version"], self._columns["term"]
-        # From the end, where the rows to void are.
+        # Search from the end, where these rows are.
         count = 0
         for row in range(len(self) - 1, -1, -1):
             if terms[row] < below_term and versions[row] > version and not self._void[row]:
@@ -64,7 +64,7 @@ class MetricTable:
         return count
 
     def drop_below(self, term: int) -> bool:
-        """Drop the rows of terms below `term`; returns whether there were any."""
+        """Delete the rows of terms below `term`; return whether there were any."""
         kept = [row for row, row_term in enumerate(self._columns["term"]) if row_term >= term]
         dropped = len(kept) < len(self)
         if dropped:
@@ -73,24 +73,24 @@ class MetricTable:
         return dropped
 
     def valid(self, name: str) -> npt.NDArray[np.float64]:
-        """The column `name` without void rows, float64, shape (rows,)."""
-        # A copy, because a view would keep the arrays from growing.
+        """Return the column `name` without void rows, float64, shape (rows,)."""
+        # Copied: the arrays cannot grow while a view of them exists.
         values: npt.NDArray[np.float64] = np.array(self._columns[name], dtype=np.float64)
         kept: npt.NDArray[np.float64] = values[np.array(self._void, dtype=np.int8) == 0]
         return kept
 
     def row(self, index: int) -> dict[str, float]:
-        """One row by column name, with `void` as 0 or 1."""
+        """Return one row by column name, with `void` as 0 or 1."""
         return {**{name: column[index] for name, column in self._columns.items()}, "void": float(self._void[index])}
 
     def void_of(self, rows: int) -> set[tuple[int, int]]:
-        """Term and version of those of the last `rows` rows that are void."""
+        """Return term and version of each void row among the last `rows` rows."""
         terms, versions = self._columns["term"], self._columns["version"]
         last = range(max(0, len(self) - rows), len(self))
         return {(int(terms[row]), int(versions[row])) for row in last if self._void[row]}
 
     def last(self) -> dict[str, float] | None:
-        """The newest row that is not void; None without such a row."""
+        """Return the newest row that is not void; None if there is none."""
         for index in range(len(self) - 1, -1, -1):
             if not self._void[index]:
                 return self.row(index)
@@ -98,7 +98,7 @@ class MetricTable:
 
 
 class LearnedSpan(NamedTuple):
-    """A part of a run: updates with samples, samples, and seconds of learning."""
+    """A part of a run: number of updates with samples, number of samples, and seconds of learning."""
 
     updates: int
     samples: int
@@ -106,10 +106,10 @@ class LearnedSpan(NamedTuple):
 
 
 class History:
-    """The state of a run by the records of its `updates` topic. No I/O.
+    """The state of a run, computed from the records of its `updates` topic. No I/O.
 
     Args:
-        after_term: records of terms up to this one belong to earlier runs, and are ignored.
+        after_term: records of terms up to this one belong to earlier runs and are ignored.
     """
 
     def __init__(self, *, after_term: int = 0) -> None:
@@ -121,19 +121,19 @@ class History:
         self.loss_trend = LossTrend()
         self.term = 0
         self.run_id = ""
-        """The run id of the newest term, see `doll.records.control.TermStarted`."""
+        """The run id of the newest term; see `doll.records.control.TermStarted`."""
         self.version = 0
         self.samples_total = 0
         self.restarts = 0
-        """Terms after the first: starts of a parameter server that resumed."""
+        """The number of terms after the first: starts of a parameter server that resumed."""
         self._kept_version = 0  # later versions of earlier servers are void
-        self._left: list[tuple[int, int]] = []  # versions [lo, hi) that a rollback has left out
+        self._left: list[tuple[int, int]] = []  # versions [lo, hi) that a rollback has undone
         self.finished: Finished | None = None
         self.first_time_s = math.nan
         self.last_time_s = math.nan
 
     def feed(self, record: AnyRecord) -> bool:
-        """Process a record; True if earlier rows have changed (were voided, or got a column)."""
+        """Process a record; return whether earlier rows have changed (they became void, or got a column)."""
         if not isinstance(record, UpdatesRecord) or not self.is_current(record.term):
             return False
         change = self._lineage.feed(record)
@@ -148,12 +148,12 @@ class History:
 
     @classmethod
     def of_rows(cls, updates: Iterable[Mapping[str, float]], evaluations: Iterable[Mapping[str, float]]) -> Self:
-        """The history of a run that has ended, from the rows of its tables, which have `void` as a column too."""
+        """Create the history of a run that has ended from the rows of its tables, which also have a column `void`."""
         history = cls()
         for table, rows in ((history.updates, updates), (history.evaluations, evaluations)):
             for row in rows:
                 if not row.keys() >= {"time_s", "term", "version"}:
-                    continue  # the last line of a process that was killed
+                    continue  # the incomplete last line of a killed process
                 void = bool(row.get("void"))
                 table.append({name: value for name, value in row.items() if name != "void"}, void=void)
                 if table is history.updates and not void:
@@ -161,7 +161,7 @@ class History:
         return history
 
     def _counts(self, row: Mapping[str, float]) -> None:
-        """A row of `updates` that is not void."""
+        """Count a row of `updates` that is not void."""
         version, samples = int(row["version"]), int(row.get("n_samples", 0))
         loss, weight = row.get("prequential_loss", math.nan), row.get("weight", samples)
         metrics = {
@@ -178,15 +178,15 @@ class History:
 
     @property
     def generation(self) -> int:
-        """The newest one; records of earlier ones are ignored."""
+        """The newest generation; records of earlier generations are ignored."""
         return self._lineage.generation
 
     def evaluated(
         self, *, time_s: float, term: int, version: int, loss: float, metrics: Mapping[str, float]
     ) -> bool:  # fmt: skip
-        """Add a held-out evaluation. It is void if its version has been rolled back; one of another run is ignored.
+        """Add a held-out evaluation; return whether it has added a column, for a metric.
 
-        Returns whether it has added a column, of a metric.
+        The row is void if its version was rolled back. An evaluation of another run is ignored.
         """
         if not self.is_current(term):
             return False
@@ -194,11 +194,11 @@ class History:
         return self.evaluations.append(row, void=term < self.term and version > self._kept_version)
 
     def is_current(self, term: int) -> bool:
-        """Whether records of this term belong to the current run."""
+        """Return whether records of this term belong to the current run."""
         return term > self._after_term and self._lineage.is_current(term)
 
     def _begin(self) -> bool:
-        """Begin a new generation; returns whether rows were dropped."""
+        """Begin a new generation; return whether rows were deleted."""
         self.loss_trend = LossTrend()
         dropped = [table.drop_below(self.generation) for table in (self.updates, self.evaluations)]
         self.prequential = Prequential()
@@ -251,13 +251,13 @@ class History:
 
     @property
     def learned_updates(self) -> int:
-        """Updates so far that count for a stop rule: those whose batches held no usable sample do not."""
+        """The number of updates that count for a stop rule: updates without a usable sample do not count."""
         is_empty = (self.updates.valid("n_samples") == 0) & (self.updates.valid("batches") > 0)
         return self.version - int(is_empty.sum()) - sum(hi - lo for lo, hi in self._left)
 
     def before(self, time_s: float) -> LearnedSpan:
-        """The part that was learned before a Unix time. Its seconds lie between the first and the last update of each
-        term, so that the time between two sessions of a run does not count."""
+        """Return the part that was learned before a Unix time. Its seconds are counted from the first to the last
+        update of each term, so that the time between two sessions of a run does not count."""
         times, terms = self.updates.valid("time_s"), self.updates.valid("term")
         is_before = times < time_s
         samples, batches = self.updates.valid("n_samples")[is_before], self.updates.valid("batches")[is_before]
@@ -265,21 +265,22 @@ class History:
         return LearnedSpan(int(((samples > 0) | (batches == 0)).sum()), int(samples.sum()), seconds)
 
     def held_out_loss_trend(self) -> LossTrend:
-        """The trend of the held-out loss."""
+        """Return the trend of the held-out loss."""
         return LossTrend.without_windows(self.evaluations.valid("version"), self.evaluations.valid("loss"))
 
     def service_s(self) -> float:
-        """μ_C: mean seconds from a granted batch to its stored gradient (fetch + compute + store), over batches."""
+        """Return μ_C, the mean seconds from a granted batch to its stored gradient (fetch + compute + store), over
+        batches."""
         seconds, batches = self.updates.valid("mean_service_s"), self.updates.valid("batches")
         known = np.isfinite(seconds) & (seconds > 0)
         return float(np.average(seconds[known], weights=batches[known])) if known.any() else math.nan
 
 
 def mean(values: Sequence[float]) -> float:
-    """Arithmetic mean; NaN if there are no values."""
+    """Return the arithmetic mean; NaN if there are no values."""
     return math.fsum(values) / len(values) if values else math.nan
 
 
 def _records(member: Member) -> int:
-    """The records of a batch that were not refused."""
+    """Return the number of records of a batch that were not refused."""
     return member.hi - member.lo - len(member.dead) - sum(hi - lo for lo, hi in (*member.gaps, *member.lost))

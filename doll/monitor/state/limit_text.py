@@ -1,4 +1,4 @@
-"""The limit of a job, in one line with the remedy. Pure."""
+"""The factor that limits a job, and the remedy, in one line. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from doll.records.control import Limit, ServerStatus
 
 
 def limit_text(config: JobConfig, status: ServerStatus | None) -> str:
-    """The limit and the remedy; empty if nothing is known to limit the job."""
+    """Return the limit and the remedy; "" if no limit is known."""
     if status is None or (item := status.limit) is None:
         return ""
     match item.kind:

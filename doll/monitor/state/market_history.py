@@ -1,4 +1,4 @@
-"""Machines, prices and costs over time, from the decisions of a provisioner. Bounded; pure."""
+"""Machines, prices and costs over time, from the decisions of a provisioner. Bounded memory; pure."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any, Final, NamedTuple
 
 from doll.monitor.state.thinned import Thinned
 
-MAX_SPANS: Final = 100  # of each slot, and of all slots together:
+MAX_SPANS: Final = 100  # limit for each slot, and for all slots together:
 MAX_SPANS_IN_ALL: Final = 10_000
 MAX_POINTS: Final = 480
 
 
 @dataclass
 class MarketSpan:
-    """A time in which a slot's worker ran on one market; seconds on the job's clock.
+    """A period in which a slot's worker ran on one market; seconds on the job's clock.
 
     Attributes:
-        end_s: None while it runs.
+        end_s: end of the period; None while the worker runs.
     """
 
     begin_s: float
@@ -29,7 +29,7 @@ class MarketSpan:
 
 
 class MarketPoint(NamedTuple):
-    """One decision; what is not known is NaN."""
+    """One decision; unknown values are NaN."""
 
     at_s: float
     spent_usd: float
@@ -39,7 +39,7 @@ class MarketPoint(NamedTuple):
 
 
 class MarketHistory:
-    """The machines of each slot over time, and what they cost."""
+    """The machines of each slot over time, and their cost."""
 
     def __init__(self) -> None:
         self._begin()
@@ -51,18 +51,18 @@ class MarketHistory:
 
     @property
     def points(self) -> dict[int, MarketPoint]:
-        """Decisions by their number, thinned out."""
+        """The decisions by their number, thinned out."""
         return self._points.points
 
     def feed(self, decision: Mapping[str, Any]) -> None:
-        """The next decision, or what another source says of the same one.
+        """Process the next decision, or the same decision from another source.
 
-        The journal says on which market each worker runs; the topic only which one is wanted.
+        The journal contains the market on which each worker runs; the topic contains only the market that is wanted.
         """
         at_s = float(decision.get("elapsed_s", math.nan))
         if math.isnan(at_s):
             return
-        if at_s < self._newest_s:  # a job that has begun again
+        if at_s < self._newest_s:  # the job has begun again
             self._begin()
         numbers = (float(decision.get(name, math.nan)) for name in MarketPoint._fields[1:])
         point = MarketPoint(at_s, *numbers)

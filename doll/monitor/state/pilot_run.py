@@ -1,4 +1,4 @@
-"""The folder of a pilot run: its calibration, and a plan with the pilot's constants."""
+"""The folder of a pilot run: its calibration, and a plan with the constants of the pilot run."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from doll.errors import ConfigError
 from doll.monitor.state.calibration import Calibration, Measure, calibrate
 from doll.monitor.state.csv_file import read_rows
 
-_JOB: Final = "job.yaml"  # of a run folder
+_JOB: Final = "job.yaml"  # in a run folder
 
 
 def calibrate_run(folder: Path, measure: Measure | None = None, target_error: float | None = None) -> Calibration:
-    """Constants of the run in `folder`.
+    """Return the constants of the run in `folder`.
 
     Args:
-        measure: None: as the job says.
-        target_error: None: as the job says, if it does.
+        measure: measure of the error. None: the measure of the job.
+        target_error: target error in this measure. None: the target of the job, if it has one.
 
     Raises:
         ConfigError: there is no run, or it has no updates.
@@ -47,19 +47,20 @@ def calibrate_run(folder: Path, measure: Measure | None = None, target_error: fl
         measure=chosen,
         target_error=target_error if target_error is not None else _target(config, chosen),
         step_size=_step_size(config),
-        # The same run gives the same interval.
+        # A fixed seed, so that the same run gives the same interval.
         rng=np.random.default_rng(config.seed),
     )
 
 
 def with_pilot(config: JobConfig | None, section: PlanConfig) -> tuple[PlanConfig, list[str]]:
-    """The plan with J and the service time of its pilot run, and notes on them; the plan itself if it names none.
+    """Return the plan with J and the service time of its pilot run, and notes on them; the unchanged plan if it names
+    no pilot run.
 
     Args:
-        config: the job that the plan belongs to; relative paths start from its folder.
+        config: the job of the plan; relative paths start from its folder.
 
     Raises:
-        ConfigError, InfeasiblePlanError: as in `calibrate_run`.
+        ConfigError, InfeasiblePlanError: see `calibrate_run`.
     """
     if section.pilot is None:
         return section, []

@@ -1,4 +1,4 @@
-"""The reads, times and bytes of a job's consistency policy, from the parameter server's measures. Pure."""
+"""The reads, times and bytes of a job's consistency policy, from the parameter server's measurements. Pure."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from doll.theory.staleness import Histogram
 
 
 class Staleness(msgspec.Struct, frozen=True):
-    """Reads by the difference of `doll.theory.staleness`: -1 is that of bsp, less is staler.
+    """Reads, counted by the difference that `doll.theory.staleness` defines: -1 under bsp; a smaller number means
+    staler weights.
 
     Attributes:
-        mean: None without reads.
-        p99: 99 % of the reads are not staler than this; None without reads.
-        reads: differences counted in `histogram`.
-        older_reads: reads of versions too old to be compared.
+        mean: mean difference; None without reads.
+        p99: 99 % of the reads are not staler than this difference; None without reads.
+        reads: number of differences in `histogram`.
+        older_reads: number of reads of versions that are too old for a comparison.
+        histogram: number of reads by difference.
     """
 
     mean: float | None
@@ -31,23 +33,23 @@ class Staleness(msgspec.Struct, frozen=True):
 
 
 class BytesSent(msgspec.Struct, frozen=True):
-    """Gradients and rows of tables as sent, and before coding; versions of the weights that workers have read."""
+    """Bytes of gradients and table rows, as sent and before coding; and bytes of weights that workers have read."""
 
     gradients: int
     gradients_dense: int
     weights: int
     rows: int = 0
     rows_plain: int = 0
-    row_requests: int = 0  # ids that workers have asked for
+    row_requests: int = 0  # ids of rows that workers have requested
 
     @property
     def pushed(self) -> int:
-        """Bytes from workers: contributions, of tables as well, and requests for rows."""
+        """The bytes from workers: gradients, also of tables, and requests for rows."""
         return self.gradients + self.row_requests
 
     @property
     def fetched(self) -> int:
-        """Bytes to workers: weights, and rows of tables."""
+        """The bytes to workers: weights, and rows of tables."""
         return self.weights + self.rows
 
 
@@ -55,10 +57,10 @@ class PolicySummary(msgspec.Struct, frozen=True):
     """The sums over all reads, pushes and updates so far.
 
     Attributes:
-        blocked_s: time for which workers held a complete batch, were idle and had no grant, added up over the workers.
-        computing_s: time for which they read weights, computed and stored gradients.
-        idle_s: the rest of their time, between two pushes of a process: blocked, or without a batch.
-        void_batches: computed again, since their weights missed more than the policy allows.
+        blocked_s: time in which workers had a complete batch, were idle and had no grant, summed over the workers.
+        computing_s: time in which workers read weights, and computed and stored gradients.
+        idle_s: the remaining time between two pushes of a process: blocked, or without a batch.
+        void_batches: batches that were computed again, because their weights were staler than the policy allows.
     """
 
     staleness: Staleness
@@ -70,7 +72,7 @@ class PolicySummary(msgspec.Struct, frozen=True):
 
     @classmethod
     def total(cls, measures: Iterable[Measures]) -> Self | None:
-        """The sum of several servers' measures, one for each term; None without measures."""
+        """Return the sum of the measurements of several servers, one for each term; None if there are none."""
         histogram, parts = Histogram(), list(measures)
         if not parts:
             return None
@@ -94,7 +96,7 @@ class PolicySummary(msgspec.Struct, frozen=True):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for `report.json`; `msgspec.convert` with `strict=False` reads them."""
+        """Return plain values for `report.json`; `msgspec.convert` with `strict=False` reads them."""
         plain: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
         pushed, fetched = self.bytes.pushed, self.bytes.fetched
         plain["bytes"] |= {"pushed": pushed, "fetched": fetched, "both_ways": pushed + fetched}
@@ -102,13 +104,13 @@ class PolicySummary(msgspec.Struct, frozen=True):
 
     @property
     def blocked_share(self) -> float:
-        """Share of the workers' time for which they were blocked; NaN before any push."""
+        """The share of the workers' time in which they were blocked; NaN before the first push."""
         total_s = self.idle_s + self.computing_s
         return self.blocked_s / total_s if total_s > 0 else math.nan
 
     @property
     def staleness_text(self) -> str:
-        """Mean, and the staleness that 99 % of the reads do not exceed."""
+        """The mean staleness, and the staleness that 99 % of the reads do not exceed."""
         mean, p99 = self.staleness.mean, self.staleness.p99
         return "?" if mean is None or p99 is None else f"{number(mean)} (p99 {number(p99)})"
 
@@ -119,12 +121,12 @@ class PolicySummary(msgspec.Struct, frozen=True):
 
     @property
     def void_text(self) -> str:
-        """The void batches, to follow the blocked time; "" if there are none, as under most policies."""
+        """The void batches, as a suffix of the blocked time; "" if there are none, which is so under most policies."""
         return f", {self.void_batches:,} batches void" if self.void_batches else ""
 
     @property
     def bytes_text(self) -> str:
-        """Gradients as sent, and before coding if that is more."""
+        """The bytes of gradients as sent; also before coding, if that is more."""
         sent = byte_size(self.bytes.gradients)
         if self.bytes.gradients_dense <= self.bytes.gradients:
             return sent
@@ -132,12 +134,12 @@ class PolicySummary(msgspec.Struct, frozen=True):
 
     @property
     def weights_text(self) -> str:
-        """Weights that workers have read, and rows of tables that they were sent."""
+        """The bytes of weights that workers have read, and of table rows sent to them."""
         weights = byte_size(self.bytes.weights)
         return f"{weights} and rows {byte_size(self.bytes.rows)}" if self.bytes.rows else weights
 
     def text(self) -> str:
-        """The summary in one line."""
+        """Return the summary in one line."""
         return (
             f"staleness {self.staleness_text}, workers blocked {self.blocked_text} of the time{self.void_text}, "
             f"gradients {self.bytes_text}, weights {self.weights_text}"

@@ -1,7 +1,7 @@
 """Prequential error: each sample is used for testing before it is used for training.
 
-The losses in an `Update` are taken by the workers at the weights *before* the update learns from those samples, so
-their running mean estimates the error on data that the model has not seen.
+Workers compute the losses in an `Update` with the weights *before* the update learns from these samples. Their running
+mean therefore estimates the error on data that the model has not seen.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-# Updates that can be rolled back, far more than lie between two checkpoints. Each takes 24 bytes, and 8 per metric.
+# Updates that can be rolled back: far more than between two checkpoints. Each takes 24 bytes, plus 8 per metric.
 MAX_ROLLBACK_UPDATES: Final = 100_000
-# A loss that has risen so many times above its first and its best is no longer learning, whatever its samples are.
+# A loss of this multiple of its first and best values shows a diverging model, whatever the samples are.
 _DIVERGED: Final = 100.0
 # A mean over fewer updates depends too much on their samples.
 _MIN_UPDATES: Final = 10
 
 
 class Means(NamedTuple):
-    """Means over `samples` samples, by their weights; an empty mean is NaN."""
+    """Weighted means over `samples` samples; NaN without samples."""
 
     samples: int
     loss: float
@@ -31,11 +31,11 @@ class Means(NamedTuple):
 class Prequential:
     """Running and windowed prequential means, which can be rolled back to an earlier version.
 
-    For each of the last `MAX_ROLLBACK_UPDATES` updates it keeps the sums over all samples so far, by column; a window
-    is the difference of two. An object per update would take 400 bytes more.
+    For each of the last `MAX_ROLLBACK_UPDATES` updates, the object stores the sums over all samples so far, by column;
+    the sum of a window is the difference of two of them. An object per update would take 400 bytes more.
 
     Args:
-        window: updates in the windowed mean; at least 1.
+        window: number of updates in the windowed mean; at least 1.
     """
 
     def __init__(self, window: int = 50) -> None:
@@ -59,7 +59,7 @@ class Prequential:
         An update without samples (all of them dead letters) counts in the window but changes no mean.
 
         Args:
-            weight: sum of the samples' weights; None: their number.
+            weight: sum of the samples' weights. None: the number of samples.
         """
         weight = max(samples, 0) if weight is None else weight
         values = dict(metrics or {}) if weight > 0 else {}
@@ -72,12 +72,12 @@ class Prequential:
         self._samples.append(self._samples[-1] + max(samples, 0))
         self._weight.append(self._weight[-1] + weight)
         self._loss.append(self._loss[-1] + (loss * weight if weight > 0 else 0.0))
-        # Rarely, since it copies the arrays.
+        # Rarely, because it copies the arrays.
         if len(self._versions) > 2 * self._kept:
             self._keep(slice(len(self._versions) - self._kept, None))
 
     def rollback(self, version: int) -> None:
-        """Drop the updates above `version`: a restarted parameter server learns from their samples again."""
+        """Delete the updates above `version`: a restarted parameter server learns their samples again."""
         keep = len(self._versions)
         while keep and self._versions[keep - 1] > version:
             keep -= 1
@@ -92,15 +92,15 @@ class Prequential:
         self._metrics = {name: sums[part] for name, sums in self._metrics.items()}
 
     def running(self) -> Means:
-        """Means over all samples so far."""
+        """Return the means over all samples so far."""
         return self._since(None)
 
     def windowed(self) -> Means:
-        """Means over the samples of the last `window` updates."""
+        """Return the means over the samples of the last `window` updates."""
         return self._since(max(0, len(self._versions) - 1 - self.window))
 
     def _since(self, point: int | None) -> Means:
-        """Means since a point; None: since the beginning of the run."""
+        """Return the means since an index. None: since the beginning of the run."""
         samples = self._samples[-1] - (0 if point is None else self._samples[point])
         weight = self._weight[-1] - (0 if point is None else self._weight[point])
         if weight == 0:
@@ -115,11 +115,11 @@ class Prequential:
 
 
 class LossTrend:
-    """Windowed means of a loss, to detect a model that has become much worse: the first, the best and the last of them.
+    """The first, the best and the last windowed mean of a loss, to detect a model that has become much worse.
 
     Attributes:
         first, best, last: means over a window; NaN before the first window is full.
-        best_version: the last version of the best window; None before the first window is full.
+        best_version: last version of the best window; None before the first window is full.
     """
 
     def __init__(self, window: int = 50) -> None:
@@ -129,7 +129,7 @@ class LossTrend:
 
     @classmethod
     def without_windows(cls, versions: Iterable[float], losses: Iterable[float]) -> LossTrend:
-        """The trend of losses without windows, as of held-out samples, which are the same each time."""
+        """Return the trend of losses without windows, for held-out samples, which are the same in each evaluation."""
         trend = cls(1)
         for version, loss in zip(versions, losses, strict=True):
             trend._point(int(version), loss)
@@ -152,8 +152,10 @@ class LossTrend:
 
     @property
     def diverged(self) -> str:
-        """How far the loss has risen, if it is a hundred times what it was at first and at best; "" if it is not.
-        A model that has learned nothing has a loss like the first one: only steps that are too long take it far above.
+        """A message on how far the loss has risen, if it is a hundred times its first and best values; otherwise "".
+
+        The loss of a model that has learned nothing is close to the first loss. Only steps that are too long raise it
+        far above.
         """
         before = max(abs(self.first), abs(self.best)) if self.best_version is not None else math.nan
         if not self.last > _DIVERGED * before:
@@ -165,7 +167,7 @@ class LossTrend:
 
     @property
     def worsened(self) -> bool:
-        """Whether the loss is at least twice its best, and has lost at least half of its decrease again."""
+        """Whether the loss is at least twice its best value and has lost at least half of its decrease."""
         if self.best_version is None:
             return bool(self._recent) and not math.isfinite(self.last) and not math.isnan(self.first)
         fallen = self.first - self.best if math.isfinite(self.first) else 0.0

@@ -1,4 +1,4 @@
-"""The state of a running job, folded from its records. `doll.monitor.views` shows it. Pure."""
+"""The state of a running job, computed from its records; `doll.monitor.views` displays it. Pure."""
 
 from __future__ import annotations
 
@@ -39,33 +39,33 @@ from doll.records.control import (
 from doll.theory.queueing import Stability
 
 EVENTS_KEPT = 6
-# A rate that is shown was measured from `DROP_S` after the start, which takes as long, or more.
+# Rates are measured from `DROP_S` after the start, and over at least the same time.
 MIN_SPAN_FOR_RATE_S = 2 * DROP_S
 MIN_UPDATES_FOR_RATE = 5
-MAX_UPDATES: Final = 200  # the newest ones, which are kept with their batches:
-MAX_MEMBERS: Final = 20_000  # one of a job with 1,000 workers may have as many
-STALL_REPORT_S = 10.0  # a worker that is replaced leaves the others short for a while
+MAX_UPDATES: Final = 200  # number of newest updates that are kept with their batches:
+MAX_MEMBERS: Final = 20_000  # one update of a job with 1,000 workers may have this many
+STALL_REPORT_S = 10.0  # while a worker is replaced, the others may briefly have no batches
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLine:
-    """The state of one worker; None, NaN or "" if nothing is known.
+    """The state of one worker. Unknown values are None, NaN or "".
 
     Attributes:
         is_live: None before the first process of this worker has joined.
-        state_s: seconds for which it has been live, or gone.
-        since_s: Unix seconds of the beginning of that.
-        market: of its machine, as the worker reports it: "spot", "on_demand" or "".
-        control: what carries its grants and pushes: "local", "redis", "kafka", or "" while it is not live.
-        restarts: processes that have replaced an earlier one of this worker.
+        state_s: seconds since the worker became live or gone.
+        since_s: Unix time of this change.
+        market: market of its machine, as reported by the worker: "spot", "on_demand" or "".
+        control: channel of its grants and pushes: "local", "redis", "kafka", or "" if the worker is not live.
+        restarts: number of processes that have replaced an earlier one of this worker.
         rate_per_s, computing, waiting_s: see `doll.monitor.state.rates.WorkerPace`.
-        partitions: that it serves.
-        batch_s: that one of its batches takes, from grant to push.
-        machine: its machine in words, "" if none is provisioned.
+        partitions: number of partitions that it serves.
+        batch_s: time for one of its batches, from grant to push.
+        machine: its machine in words; "" if none is provisioned.
         usd: cost of its machines.
-        slow: how it is slow, in words; "" if it is not.
-        is_spare: it is here and serves no partition.
-        waiting_for: why it cannot decode records at present; "" while it can.
+        slow: in which way it is slow, in words; "" if it is not slow.
+        is_spare: whether it is live and serves no partition.
+        waiting_for: why it cannot decode records now; "" if it can.
     """
 
     worker: int
@@ -91,11 +91,11 @@ class WorkerLine:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetterCounts:
-    """Dead letters of the batches that are in updates.
+    """The dead letters of the batches that are in updates.
 
     Attributes:
-        reasons: with the number of letters that have each, in the order in which they came.
-        recent_refused: refused records among the last `recent_records` (`data.on_bad_records`).
+        reasons: each reason with its number of dead letters, in order of first occurrence.
+        recent_refused: number of refused records among the last `recent_records` records (`data.on_bad_records`).
     """
 
     reasons: tuple[tuple[str, int], ...] = ()
@@ -104,11 +104,12 @@ class DeadLetterCounts:
 
     @property
     def letters(self) -> int:
-        """How many there are."""
+        """The number of dead letters."""
         return sum(letters for _, letters in self.reasons)
 
     def text(self) -> str:
-        """`1,008 dead letters (63 of the last 100,000 records), most of them: ...`; empty without dead letters."""
+        """Return such as `1,008 dead letters (63 of the last 100,000 records), most of them: ...`; "" without dead
+        letters."""
         if not self.reasons:
             return ""
         reason, letters = max(self.reasons, key=lambda item: item[1])
@@ -120,7 +121,7 @@ class DeadLetterCounts:
 
 
 def skipped_text(skipped: Sequence[tuple[str, int]]) -> str:
-    """`1,008 samples skipped: 1,000 tombstone, 8 bot`; empty if none is."""
+    """Return such as `1,008 samples skipped: 1,000 tombstone, 8 bot`; "" if no sample was skipped."""
     if not skipped:
         return ""
     total = sum(samples for _, samples in skipped)
@@ -156,20 +157,20 @@ class JobSnapshot:
     events: tuple[tuple[float, str], ...] = ()
     lost: tuple[Range, ...] = ()  # offsets that were deleted before they were learned
     costs: str = ""  # machines and their cost, if they are provisioned
-    policy: PolicySummary | None = None  # what its consistency policy gave and cost
-    updates: int = 0  # of `version`, updates that learned a sample: what a stop rule counts
+    policy: PolicySummary | None = None  # the staleness and the cost of its consistency policy
+    updates: int = 0  # updates that learned a sample, as a stop rule counts them
     dead: DeadLetterCounts = DeadLetterCounts()
-    skipped: tuple[tuple[str, int], ...] = ()  # samples that the task has left out, by reason
-    limit: str = ""  # what limits it, and what to do
-    tables: tuple[TableStatus, ...] = ()  # bounded ones
+    skipped: tuple[tuple[str, int], ...] = ()  # number of samples that the task has skipped, by reason
+    limit: str = ""  # the factor that limits the job, and the remedy
+    tables: tuple[TableStatus, ...] = ()  # only bounded tables
 
 
 class ProgressModel:
-    """The state of a job by the records of its topics `updates` and `metrics`.
+    """The state of a job, computed from the records of its topics `updates` and `metrics`.
 
     Args:
         config: the job.
-        started_s: monotonic seconds at the start, zero point of the times that are shown.
+        started_s: monotonic seconds at the start; displayed times are relative to it.
         after_term: terms up to this one belong to earlier runs on the same topics.
     """
 
@@ -180,11 +181,11 @@ class ProgressModel:
         self._metrics: dict[str, Mapping[str, float]] = {}
         self._arrivals = ArrivalRateEstimator(config.data.samples_per_record)
         self._status: ServerStatus | None = None
-        self._measures: dict[int, Measures] = {}  # the last of each term
+        self._measures: dict[int, Measures] = {}  # the last ones of each term
         self._gone_since_s: dict[int, float] = {}  # Unix seconds of the first status without a worker, while it is gone
         self._worker_rates = WorkerRates()
         self._slow_workers: set[int] = set()
-        self._waiting: dict[int, str] = {}  # for what a worker waits to decode records
+        self._waiting: dict[int, str] = {}  # the reason why a worker cannot decode records
         self._lost: dict[int, list[Span]] = {}
         self._newest: deque[Update] = deque()
         self._num_members = 0
@@ -232,7 +233,7 @@ class ProgressModel:
 
     @property
     def newest_updates(self) -> Sequence[Update]:
-        """The newest ones with their batches, oldest first."""
+        """The newest updates with their batches, oldest first."""
         return self._newest
 
     def _keep(self, update: Update) -> None:
@@ -265,7 +266,7 @@ class ProgressModel:
                 workers=status.num_workers or self.config.data.workers,
                 max_pending_batches=self.config.worker.max_pending_batches,
             )
-            diverged = self.history.loss_trend.diverged  # before workers are blamed for it
+            diverged = self.history.loss_trend.diverged  # first: workers are not the cause then
             self.add_event(f"{diverged} ({text})" if diverged else text, None)
         for worker in status.workers:
             text = self._slow(worker)
@@ -281,7 +282,7 @@ class ProgressModel:
             self.add_event(f"{dead}; see doll dead list", None)
 
     def _slow(self, worker: WorkerStatus) -> str:
-        """How this worker is slow, measured by the time limit of a batch; "" if it is not."""
+        """Return in which way this worker is slow, compared with the time limit of a batch; "" if it is not slow."""
         limit_s = self.config.worker.grant_timeout_s
         if not worker.is_live:
             return ""
@@ -295,7 +296,7 @@ class ProgressModel:
         )
 
     def add_lost(self, partition: int, lo: int, hi: int) -> None:
-        """Offsets [lo, hi) of a partition were deleted before they were learned."""
+        """Record that offsets [lo, hi) of a partition were deleted before they were learned."""
         known = self._lost.get(partition, [])
         self._lost[partition] = offset_ranges.union([*known, (lo, hi)])
         if self._lost[partition] != known:
@@ -317,43 +318,46 @@ class ProgressModel:
             )
 
     def observe_ends(self, now_s: float, ends: Sequence[int]) -> None:
-        """The end offsets of the sample partitions at monotonic `now_s`, from which arrival rates are measured."""
+        """Process the end offsets of the sample partitions at monotonic `now_s`, to measure arrival rates."""
         self._arrivals.observe(now_s, ends)
 
     def add_event(self, text: str, now_s: float | None) -> None:
-        """Add an event for the display and the report, such as a restart."""
+        """Add an event, such as a restart, for the display and the report."""
         at_s = math.nan if now_s is None else now_s - self._started_s
         self._events.append((at_s, text))
         self.all_events.append((at_s, text))
 
     @property
     def rate_is_stated(self) -> bool:
-        """Whether the job file states how fast samples arrive; otherwise their rate is measured."""
+        """Whether the job file states the arrival rate of samples; otherwise the rate is measured."""
         source, process = self.config.source, self.config.arrivals.process
         stated = process in ("poisson", "deterministic")
         return source is not None and not isinstance(source, StdinSource) and stated
 
     def arrival_rates_per_s(self) -> list[float]:
-        """Samples per second of each worker's streams: as stated in the job file, else as measured."""
+        """Return the arrival rate of each worker's streams, samples per second: from the job file, otherwise as
+        measured."""
         rates = self.config.rates_per_s() if self.rate_is_stated else self._arrivals.rates_per_s()
         return self.config.data.by_worker(rates) if rates else []
 
     def rate_predicted(self) -> float:
-        """λ_U in theory, updates per second; NaN while no arrival rate is known."""
+        """Return the theoretical λ_U, updates per second; NaN if no arrival rate is known."""
         rates, data = self.arrival_rates_per_s(), self.config.data
         if not sum(rates) > 0:
             return math.nan
         return self.config.training.policy.update_rate_per_s(rates, data.batch_size)
 
     def rate_measured(self) -> float:
-        """λ_U in the steady part of the run, updates per second; NaN before the run is longer than a start takes: the
-        first updates are of what had waited, and follow each other far faster than any rate that lasts."""
+        """Return λ_U in the steady part of the run, updates per second; NaN during the start of the run.
+
+        The first updates contain records that had waited, and follow each other much faster than at any lasting rate.
+        """
         times_s = self.history.updates.valid("time_s")
         is_over = len(times_s) > MIN_UPDATES_FOR_RATE and times_s[-1] - times_s[0] >= MIN_SPAN_FOR_RATE_S
         return steady_update_rate(times_s) if is_over else math.nan
 
     def margin(self) -> Stability:
-        """Proposition 1 with the measured service time of a batch; NaN if it does not hold."""
+        """Return Proposition 1 with the measured service time of a batch; NaN if the proposition does not apply."""
         if not self.config.training.policy.serial_updates:
             return Stability(math.nan, math.nan)
         rates = self.arrival_rates_per_s()
@@ -361,11 +365,12 @@ class ProgressModel:
 
     @property
     def num_workers(self) -> int:
-        """How many workers the job is to have now."""
+        """The number of workers that the job should have now."""
         return (0 if self._status is None else self._status.num_workers) or self.config.data.workers
 
     def worker_lines(self) -> tuple[WorkerLine, ...]:
-        """One line per worker that the job is to have, and per spare, by the newest status of the parameter server."""
+        """Return one line for each worker that the job should have, and for each spare, from the server's newest
+        status."""
         status = self._status
         now_s = 0.0 if status is None else status.time_s
         workers = {} if status is None else {worker.worker: worker for worker in status.workers}
@@ -401,15 +406,15 @@ class ProgressModel:
         return tuple(lines)
 
     def policy_summary(self) -> PolicySummary | None:
-        """The reads, times and bytes of the policy, over all terms; None before the first status."""
+        """Return the reads, times and bytes of the policy, over all terms; None before the first status."""
         return PolicySummary.total(self._measures.values())
 
     def metric(self, source: str, name: str) -> float | None:
-        """The last value of one metric of one process."""
+        """Return the last value of one metric of one process."""
         return self._metrics.get(source, {}).get(name)
 
     def snapshot(self, now_s: float) -> JobSnapshot:
-        """The state at monotonic `now_s`."""
+        """Return the state at monotonic `now_s`."""
         history = self.history
         evaluation = history.evaluations.last()
         measured, left = self.rate_measured(), self.updates_left()
@@ -448,26 +453,28 @@ class ProgressModel:
         )
 
     def waits_for_more(self) -> bool:
-        """Whether there are batches beyond the newest checkpoint, and nobody computes: too few for an update."""
+        """Return whether batches beyond the newest checkpoint exist, but too few for an update, so that no worker
+        computes."""
         status = self._status
         if status is None or status.computing_batches or any(worker.is_stalled for worker in status.workers):
             return False
         return any(worker.retained_batches for worker in status.workers)
 
     def dead_letters(self) -> DeadLetterCounts:
-        """The dead letters so far, by the newest status of the parameter server."""
+        """Return the dead letters so far, from the parameter server's newest status."""
         status = self._status
         if status is None:
             return DeadLetterCounts()
         return DeadLetterCounts(status.dead_reasons, status.recent_records, status.recent_refused)
 
     def skipped(self) -> tuple[tuple[str, int], ...]:
-        """The samples that the task has left out so far, by reason, by the newest status of the parameter server."""
+        """Return the number of samples that the task has skipped so far, by reason, from the parameter server's newest
+        status."""
         return () if self._status is None else self._status.skipped
 
     def updates_left(self) -> float:
-        """How many more updates the job makes until it has as many, or as many samples, as its stop rule says; NaN
-        where that asks for neither."""
+        """Return the expected number of updates until the stop rule for updates or samples is met; NaN without such a
+        rule."""
         history, stop = self.history, self.config.stop
         done = history.learned_updates
         left: list[float] = [] if stop.updates is None else [stop.updates - done]
@@ -477,7 +484,7 @@ class ProgressModel:
 
 
 def _lost(record: Metric) -> Range | None:
-    """The records that a worker reports as lost when it stops because of them."""
+    """Return the records that a worker reports as lost when it stops because of them."""
     lost = [record.values.get(name, math.nan) for name in (names.LOST_PARTITION, names.LOST_FROM, names.LOST_UNTIL)]
     if names.worker_of(record.source) is None or not all(map(math.isfinite, lost)):
         return None

@@ -1,7 +1,7 @@
-"""Update rates in theory and as measured, and the margin of stability.
+"""Theoretical and measured update rates, and the stability margin.
 
 Source: the DOLL paper, Eq. (1) and Proposition 1. Symbols: λ_A arrivals at one worker (samples/s), b batch size, K
-group size, C time to turn one granted batch into a stored gradient (s).
+group size, C time from a granted batch to its stored gradient (s).
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import numpy.typing as npt
 
 from doll.theory.queueing import Stability, stability
 
-# Start-up, which differs from the steady state: connections, first weights, cold caches.
+# The start-up differs from the steady state: connections, first weights, cold caches.
 DROP_FRACTION = 0.1
 DROP_S = 3.0
 RATE_WINDOW_S: Final = 30.0
-_GAPS: Final = 2_000  # between the last updates, from which the rest of a run is foreseen
+_GAPS: Final = 2_000  # last gaps between updates, from which the remaining time is estimated
 
 
 def steady_update_rate(
     times_s: Sequence[float] | npt.NDArray[np.float64], drop_fraction: float = DROP_FRACTION, drop_s: float = DROP_S
 ) -> float:
-    """Updates per second over the steady part of a run; NaN with fewer than two updates there.
+    """Return the updates per second in the steady part of a run; NaN with fewer than two updates there.
 
-    The start is excluded: the larger of `drop_fraction` of the run and `drop_s`, but never more than half of the run.
-    n updates span n - 1 gaps, so the rate is (n - 1) / (last - first).
+    The start is excluded: the larger of `drop_fraction` of the run and `drop_s`, but at most half of the run. n updates
+    have n - 1 gaps between them, so the rate is (n - 1) / (last - first).
 
     Args:
         times_s: completion time of each update, seconds, in order.
@@ -37,7 +37,7 @@ def steady_update_rate(
     >>> steady_update_rate([0.0, 0.5, 1.0, 1.5, 2.0], drop_s=0.0, drop_fraction=0.0)
     2.0
     """
-    # As an array: this is called several times a second, and a long run has 100,000 updates.
+    # As an array, for speed: called several times per second, with up to 100,000 updates.
     times = np.asarray(times_s, dtype=np.float64)
     if len(times) < 2:
         return math.nan
@@ -50,10 +50,10 @@ def steady_update_rate(
 
 
 def remaining_sd_s(times_s: npt.NDArray[np.float64], updates_left: float) -> float:
-    """The standard deviation of the seconds that so many more updates take; NaN if no rate is known yet.
+    """Return the standard deviation of the seconds for `updates_left` more updates; NaN if no rate is known yet.
 
-    The gaps between updates count as independent: n of them differ from n times their mean, and the mean of the m
-    measured ones is not exact. So the variance is s² (n + n²/m).
+    The gaps between updates are treated as independent. The sum of n gaps differs from n times their mean, and the mean
+    of the m measured gaps is not exact. The variance is therefore s² (n + n²/m).
     """
     gaps = np.diff(times_s[-_GAPS:])
     if len(gaps) < 2 or not updates_left >= 0:
@@ -62,9 +62,9 @@ def remaining_sd_s(times_s: npt.NDArray[np.float64], updates_left: float) -> flo
 
 
 def stability_margin(rates_per_s: Sequence[float], batch_size: int, group_size: int, service_s: float) -> Stability:
-    """Proposition 1 for a job whose mean service time of one batch is `service_s` (compute + fetch + store).
+    """Return Proposition 1 for a job whose mean service time of one batch is `service_s` (compute + fetch + store).
 
-    NaN without a service time or without arrivals; 0 when arrivals are unlimited (`asap`).
+    NaN without a service time or without arrivals; 0 if arrivals are unlimited (`asap`).
 
     >>> round(stability_margin([125.0] * 64, 256, 20, service_s=0.032).sufficient, 6)
     1.0
@@ -76,10 +76,10 @@ def stability_margin(rates_per_s: Sequence[float], batch_size: int, group_size: 
 
 
 class ArrivalRateEstimator:
-    """Arrival rates measured from the ends (high watermarks) of the partitions, for sources without a stated rate.
+    """Measures arrival rates from the ends (high watermarks) of the partitions, for sources without a stated rate.
 
-    The rate of a stream is the growth of its end between the first observation and the last one that saw it grow, so
-    that a source that has ended does not lower it.
+    The rate of a stream is the growth of its end between the first observation and the last observation with growth.
+    The rate therefore does not fall after a source has ended.
     """
 
     def __init__(self, samples_per_record: int = 1) -> None:
@@ -88,9 +88,9 @@ class ArrivalRateEstimator:
         self._last: dict[int, tuple[float, int]] = {}
 
     def observe(self, now_s: float, ends: Sequence[int]) -> None:
-        """The partitions' ends as seen at `now_s` (monotonic seconds)."""
+        """Process the partitions' ends at `now_s` (monotonic seconds)."""
         for partition, end in enumerate(ends):
-            # A stream is measured from its first growth on: before that, the producer was starting.
+            # Measure a stream from its first growth on: before, the producer was starting.
             first = self._first.get(partition)
             if first is None or (partition not in self._last and end == first[1]):
                 self._first[partition] = (now_s, end)
@@ -98,7 +98,7 @@ class ArrivalRateEstimator:
                 self._last[partition] = (now_s, end)
 
     def rates_per_s(self) -> list[float]:
-        """Samples per second of each stream; 0 if nothing has arrived yet."""
+        """Return the samples per second of each stream; 0 if nothing has arrived yet."""
         rates = []
         for partition in sorted(self._first):
             t0, n0 = self._first[partition]
@@ -108,7 +108,7 @@ class ArrivalRateEstimator:
 
 
 class _Batch(NamedTuple):
-    time_s: float  # of its update
+    time_s: float  # time of its update
     worker: int
     samples: int
     computing_s: float
@@ -116,11 +116,11 @@ class _Batch(NamedTuple):
 
 
 class WorkerPace(NamedTuple):
-    """The pace of a worker over the last `RATE_WINDOW_S` of the job's updates; NaN before updates span any time.
+    """The pace of a worker over the last `RATE_WINDOW_S` of the job's updates; NaN before the updates span some time.
 
     Attributes:
-        samples_per_s: applied.
-        computing: share of the time in which it read weights, computed and stored gradients.
+        samples_per_s: samples applied per second.
+        computing: share of the time in which the worker read weights, and computed and stored gradients.
         waiting_s: mean seconds from a batch's completion to the start of its set; NaN without a batch.
     """
 
@@ -138,7 +138,7 @@ class WorkerRates:
         self._first_s = math.nan
 
     def add(self, worker: int, time_s: float, samples: int, computing_s: float = 0.0, waiting_s: float = 0.0) -> None:
-        """A batch of `worker` was applied at Unix `time_s`. Times do not decrease."""
+        """Record that a batch of `worker` was applied at Unix `time_s`. Times must not decrease."""
         if math.isnan(self._first_s):
             self._first_s = time_s
         batch = _Batch(time_s, worker, samples, computing_s, waiting_s)
@@ -155,14 +155,14 @@ class WorkerRates:
         sums[3] += sign * batch.waiting_s
 
     def pace(self, worker: int) -> WorkerPace:
-        """The pace of one worker."""
+        """Return the pace of one worker."""
         if not self._batches:
             return WorkerPace()
         span_s = min(RATE_WINDOW_S, self._batches[-1].time_s - self._first_s)
         if not span_s > 0:
             return WorkerPace()
         batches, samples, computing_s, waiting_s = self._sums.get(worker, (0, 0, 0.0, 0.0))
-        # Sums of what has left the window keep a rounding error: without a batch there is nothing to divide.
+        # Rounding errors remain in the sums of an empty window: do not divide then.
         if not batches:
             return WorkerPace(0.0, 0.0, math.nan)
         return WorkerPace(samples / span_s, min(1.0, max(0.0, computing_s / span_s)), max(0.0, waiting_s / batches))

@@ -1,4 +1,4 @@
-"""The readings of a model server over time: versions that answer, requests, and how long they took. Pure."""
+"""The readings of a model server over time: versions that answer, requests, and response times. Pure."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ MAX_POINTS: Final = 480
 
 @dataclass(frozen=True)
 class Reading:
-    """Its metrics at one time.
+    """The metrics of a model server at one time.
 
     Attributes:
         at_s: monotonic seconds.
-        versions: that answer, of each process.
-        requests: by status, since its start.
-        buckets: (upper bound in seconds, requests that took no longer), since its start, rising.
-        age_s, samples_behind, waiting: the most of all processes.
-        is_stale: a newer version may not have been seen by one of them.
-        swaps: versions that took the place of another one, since its start.
-        unlogged: answers that Kafka has not taken (`--log-answers`), since its start.
+        versions: the version that answers, for each process.
+        requests: number of requests by status, since the start of the server.
+        buckets: (upper bound in seconds, number of requests within this time), since the start; rising.
+        age_s, samples_behind, waiting: the maximum over all processes.
+        is_stale: whether a process may have missed a newer version.
+        swaps: number of replaced versions, since the start.
+        unlogged: number of answers that Kafka did not accept (`--log-answers`), since the start.
     """
 
     at_s: float
@@ -58,9 +58,9 @@ class ServedModel:
     """The readings of one model server.
 
     Attributes:
-        newest: None before the first.
-        last: the newest interval in which something was asked.
-        problem: why there is no newer reading; "" if there is.
+        newest: the newest reading; None before the first one.
+        last: the newest interval with requests.
+        problem: why there is no newer reading; "" if there is one.
     """
 
     newest: Reading | None = None
@@ -71,11 +71,11 @@ class ServedModel:
 
     @property
     def intervals(self) -> Mapping[int, Interval]:
-        """Intervals by their number, thinned out."""
+        """The intervals by their number, thinned out."""
         return self._intervals.points
 
     def add(self, reading: Reading) -> None:
-        """The next one; a server that has begun again counts from 0."""
+        """Add the next reading. The counters of a restarted server begin at 0."""
         before, self.newest, self.problem = self.newest, reading, ""
         if before is None:
             self._begun_s = reading.at_s
@@ -94,7 +94,8 @@ class ServedModel:
 
 
 def quantile(buckets: Sequence[tuple[float, float]], share: float) -> float:
-    """The quantile of a histogram as Prometheus computes it: evenly spread within a bucket. NaN of an empty one.
+    """Return the quantile of a histogram as Prometheus computes it: evenly distributed within a bucket; NaN if it is
+    empty.
 
     >>> quantile([(0.1, 50.0), (0.2, 100.0)], 0.75)
     0.15000000000000002

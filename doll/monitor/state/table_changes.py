@@ -1,7 +1,7 @@
 """The rows of tables that differ between two versions. Pure.
 
-Tables are read as they are in checkpoints (`doll.ps.tables`): `table.NAME.values` has the rows, and of a bounded table
-`table.NAME.ids` says which id each row is of; a negative one is of a free place.
+Tables are read in the form of checkpoints (`doll.ps.tables`): `table.NAME.values` contains the rows. For a bounded
+table, `table.NAME.ids` contains the id of each row; a negative id marks a free place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Tensors = Mapping[str, npt.NDArray[Any]]
 
 _PREFIX, _VALUES, _IDS = "table.", ".values", ".ids"
 _TOP: Final = 5
-_CHUNK: Final = 65_536  # rows that are subtracted at once
+_CHUNK: Final = 65_536  # rows that are subtracted together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +28,11 @@ class TableChange:
     """The changes of one table, from an earlier version to a later one.
 
     Attributes:
-        rows: that both have.
-        changed: of these, rows of which at least one number is another one.
-        new, gone: rows that only the later, or only the earlier one has.
-        largest: by how much a number of a row that both have differs, at most.
-        most: ids of the rows that have moved furthest, and the lengths of their differences, the largest first.
+        rows: number of rows that both versions have.
+        changed: number of these rows in which at least one value differs.
+        new, gone: number of rows that only the later, or only the earlier version has.
+        largest: largest absolute difference of a value in a common row.
+        most: ids of the rows with the longest differences, and these lengths, the longest first.
     """
 
     rows: int
@@ -44,8 +44,8 @@ class TableChange:
 
 
 def table_changes(a: Tensors, b: Tensors) -> dict[str, TableChange]:
-    """The changes by the name of each table of one of these checkpoints. Tables whose rows have another width in `b`
-    are other tables: all rows are gone, and all are new."""
+    """Return the changes of each table of these checkpoints, by name. If the rows of a table have another width in `b`,
+    all its rows count as gone and new."""
     before, after = _tables(a), _tables(b)
     nothing = Rows(np.zeros(0, np.int64), np.zeros((0, 0), np.float32))
     return {
@@ -85,7 +85,7 @@ def _change(a: Rows, b: Rows) -> TableChange:
         largest = max(largest, float(np.abs(step).max(initial=0.0)))
         lengths = np.linalg.norm(step, axis=1)
         furthest = np.argsort(-lengths, kind="stable")[:_TOP]
-        # The lower id first if two have moved as far.
+        # The lower id first if two lengths are equal.
         furthest_here = zip(lengths[furthest].tolist(), (-ids[chunk][differs][furthest]).tolist(), strict=True)
         most = heapq.nlargest(_TOP, [*most, *furthest_here])
     return TableChange(

@@ -1,4 +1,5 @@
-"""A series of points that stays bounded: of too many, every second one is left out, and the rest keep their numbers."""
+"""A series of points with a limit: if there are too many points, every second one is deleted; the others keep their
+numbers."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ T = TypeVar("T")
 
 
 class Thinned(Generic[T]):
-    """The points by their numbers, of which at most `most` are kept.
+    """Points by their numbers, of which at most `most` are kept.
 
     Attributes:
-        points: those that are kept; the newest is among them as long as its number is a multiple of the step.
+        points: the kept points; they include the newest one if its number is a multiple of the step.
     """
 
     def __init__(self, most: int) -> None:
@@ -21,12 +22,12 @@ class Thinned(Generic[T]):
         self._number = -1
 
     def add(self, point: T) -> None:
-        """The next one."""
+        """Add the next point."""
         self._number += 1
         self.replace(point)
 
     def replace(self, point: T) -> None:
-        """Replace the newest one."""
+        """Replace the newest point."""
         if self._number % self._step:
             return
         self.points[self._number] = point

@@ -1,7 +1,7 @@
-"""The versions that a job keeps: lineage, errors, cost and names of each. Pure.
+"""The versions that a job keeps, with lineage, errors, cost and names of each. Pure.
 
-Nothing is measured here: a checkpoint says what its model has learned, the records of updates and of the evaluator have
-the errors, and the provisioner's decisions what had been spent by then.
+All values come from existing records: the samples of a version from its checkpoint, the errors from the records of
+updates and of the evaluator, and the cost from the provisioner's decisions.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from doll.records.rollbacks import Rollback, is_left
 from doll.storage.checkpoints import CheckpointHead
 from doll.storage.version_marks import StoredVersion, VersionMarks
 
-_WINDOW: Final = 50  # updates of a prequential mean, as everywhere
+_WINDOW: Final = 50  # updates of a prequential mean, as in other modules
 _PREQUENTIAL: Final = "prequential_"
 
 Row = Mapping[str, float]
-"""A row of a `doll.monitor.state.history.MetricTable`, or of the CSV file that one was written to."""
+"""A row of a `doll.monitor.state.history.MetricTable`, or of its CSV file."""
 
 
 class _State(SnapshotCounts, frozen=True):
-    """The engine's snapshot as far as people ask for it."""
+    """The fields of the engine's snapshot that users can see."""
 
     samples_total: int = 0
     policy: str = ""
@@ -46,7 +46,7 @@ class VersionRecords:
 
     Attributes:
         updates, evaluations: rows of the tables of `doll.monitor.state.history`.
-        spent_usd: Unix time and what the provisioner had spent by then, by rising time.
+        spent_usd: Unix time, and amount that the provisioner had spent until then, in order of time.
     """
 
     updates: Sequence[Row] = ()
@@ -56,20 +56,20 @@ class VersionRecords:
 
 @dataclass(frozen=True, kw_only=True)
 class VersionLine:
-    """One version that is kept. NaN, None or "" if something is not known.
+    """One kept version. Unknown values are NaN, None or "".
 
     Attributes:
-        term: of the server that saved it.
-        saved_s: Unix time.
-        offsets: of each partition, the first offset of the job and the one after the last that was learned.
-        policy, recipe: how it was learned: the name of the policy, and the keys of `training` in its fingerprint.
+        term: term of the server that saved it.
+        saved_s: Unix time when it was saved.
+        offsets: for each partition, the first offset of the job and the offset after the last learned one.
+        policy, recipe: name of the policy, and the keys of `training` in the fingerprint.
         elapsed_s: seconds of learning.
-        prequential, held_out: losses and metrics by name. The first are means over the last 50 updates.
-        cost_usd: of provisioned machines, until then.
-        fingerprint: of the job file and the model.
+        prequential, held_out: losses and metrics by name; prequential ones are means over the last 50 updates.
+        cost_usd: cost of provisioned machines until then.
+        fingerprint: fingerprint of the job file and the model.
         code: checksum of the task's source.
         aliases, is_pinned: its marks.
-        notes: what else is to be known, one sentence each.
+        notes: further remarks, one sentence each.
     """
 
     version: int
@@ -94,7 +94,7 @@ class VersionLine:
 
     @property
     def digest(self) -> str:
-        """A short name of its fingerprint."""
+        """A short checksum of the fingerprint."""
         return sha256(self.fingerprint.encode()).hexdigest()[:12]
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,10 +104,10 @@ class VersionLine:
 def version_line(
     item: StoredVersion, head: CheckpointHead, marks: VersionMarks, records: VersionRecords
 ) -> VersionLine:
-    """The line of a stored checkpoint.
+    """Return the line of a stored checkpoint.
 
     Raises:
-        CheckpointError: its state is of another release.
+        CheckpointError: its state was written by another release.
     """
     try:
         state = msgspec.msgpack.decode(head.state, type=_State)
@@ -131,7 +131,7 @@ def version_line(
 
 
 def _counts(row: Row, item: StoredVersion, rollbacks: Sequence[Rollback] = ()) -> bool:
-    """Whether an update is in a version. One that was voided since is, if the same server saved the version."""
+    """Return whether a version contains an update. A void update counts if its server also saved the version."""
     term, version = row.get("term", 0), row.get("version", math.inf)
     is_void = bool(row.get("void")) and term != item.term
     return not is_void and version <= item.version and not is_left(rollbacks, int(term), int(version))
@@ -162,10 +162,10 @@ class VersionDiff:
     """The difference of two versions.
 
     Attributes:
-        offsets: of each partition, what was learned from the earlier one's end to the later one's, and which offsets.
-        changes: of the job file and the model, in words; "" without any.
-        distances: of each tensor, the length of the difference of the weights, and that of the earlier weights.
-        tables: of each table, which rows differ.
+        offsets: for each partition, the offsets that were learned after the earlier version, up to the later one.
+        changes: changes of the job file and the model, in words; "" if there are none.
+        distances: for each tensor, the norm of the difference of the weights, and the norm of the earlier weights.
+        tables: for each table, the rows that differ.
     """
 
     a: VersionLine
@@ -176,7 +176,7 @@ class VersionDiff:
 
     @property
     def offsets(self) -> tuple[tuple[int, int], ...]:
-        """The ends of what both have learned, of each partition."""
+        """For each partition, the end offset of the earlier and of the later version."""
         ends = [[end for _, end in line.offsets] for line in (self.a, self.b)]
         count = max(map(len, ends))
         first, last = ([*row, *[0] * (count - len(row))] for row in ends)
@@ -194,7 +194,7 @@ class VersionDiff:
 
 
 def changes_between(a: VersionLine, b: VersionLine) -> str:
-    """The differences of job file and model, in words."""
+    """Return the differences of job file and model, in words."""
     before, now = parse(a.fingerprint), parse(b.fingerprint)
     text = differences(before, now)
     code = "" if a.code == b.code or not (a.code and b.code) else f"code of the task: expected {a.code}, got {b.code}"
@@ -202,5 +202,5 @@ def changes_between(a: VersionLine, b: VersionLine) -> str:
 
 
 def model_fields(line: VersionLine) -> dict[str, str]:
-    """The fields of the fingerprint that concern the model."""
+    """Return the fields of the fingerprint that concern the model."""
     return {key: value for key, value in parse(line.fingerprint).items() if key in MODEL_KEYS}

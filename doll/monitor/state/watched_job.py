@@ -1,6 +1,6 @@
-"""The state of a running job for its page: what the terminal shows, and the newest records. Pure.
+"""The state of a running job for its page: the state of the terminal display, and the newest records. Pure.
 
-It keeps a bounded number of updates, dead letters and decisions, so that it takes no more memory the longer a job runs.
+The number of stored updates, dead letters and decisions is limited, so that memory does not grow with the run time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from doll.records.control import (
 from doll.storage.version_marks import VersionMarks
 
 MAX_LETTERS: Final = 200
-MAX_PAYLOAD_BYTES: Final = 1_024  # of a dead letter
+MAX_PAYLOAD_BYTES: Final = 1_024  # limit for a dead letter
 MAX_DECISIONS: Final = 200
 MAX_EVENTS: Final = 500
 
@@ -45,7 +45,7 @@ class ProcessEvent(msgspec.Struct, frozen=True):
     """An event of a process of a run on one machine.
 
     Attributes:
-        restarted: the role or service that was restarted; "": none was.
+        restarted: the role or service that was restarted; "" if none was.
     """
 
     time_s: float
@@ -55,11 +55,11 @@ class ProcessEvent(msgspec.Struct, frozen=True):
 
 @dataclass
 class Decisions:
-    """Decisions of the provisioner, as its journal has them (`doll.provisioner.decision.Decision.to_dict`).
+    """The decisions of the provisioner, in the form of its journal (`doll.provisioner.decision.Decision.to_dict`).
 
     Attributes:
-        newest: empty before the first.
-        notable: those that did something, or changed what is wanted or what a person must do.
+        newest: the newest decision; empty before the first one.
+        notable: decisions with actions, or with changes of the wanted state or of actions that a person must take.
         market: machines, prices and costs over time.
     """
 
@@ -68,22 +68,22 @@ class Decisions:
     market: MarketHistory = field(default_factory=MarketHistory)
 
     def add(self, decision: Mapping[str, Any]) -> None:
-        """The next one. Where a journal and a topic have the same decision, it is one."""
+        """Add the next decision. The same decision from journal and topic counts once."""
         self.market.feed(decision)
         if decision.get("turn") == self.newest.get("turn"):
             self.newest = {**decision, **self.newest}
             return
         changes = ("phase", "binding", "markets", "alarms")
-        acts_anew = decision["actions"] and decision["actions"] != self.newest.get("actions")  # and tries nothing again
+        acts_anew = decision["actions"] and decision["actions"] != self.newest.get("actions")  # not a repeated attempt
         if acts_anew or any(decision.get(key) != self.newest.get(key) for key in changes):
             self.notable.append(decision)
         self.newest = decision
 
     def add_record(self, record: ProvisionDecision, measured: Mapping[str, float]) -> None:
-        """The same from the topic `metrics`.
+        """Add a decision from the topic `metrics`.
 
         Args:
-            measured: the last `Metric` of the provisioner, which has the other numbers.
+            measured: values of the provisioner's last `Metric`, which contains the other numbers.
         """
         fields = msgspec.to_builtins(record)
         slots: dict[str, list[int]] = {}
@@ -95,7 +95,7 @@ class Decisions:
 
 @dataclass(frozen=True)
 class KeptVersions:
-    """The versions that are in a job's checkpoints, and their names."""
+    """The versions in a job's checkpoints, and their names."""
 
     versions: frozenset[int]
     marks: VersionMarks
@@ -103,20 +103,20 @@ class KeptVersions:
 
 @dataclass(frozen=True)
 class PageState:
-    """The state behind a page, of a job that runs or of a run that has ended.
+    """The state behind a page, of a running job or of a run that has ended.
 
     Attributes:
-        now_s: Unix seconds of the newest record.
-        is_live: records still come.
-        report: `report.json`; empty before the end.
-        continuity: None if only a report is left.
+        now_s: Unix time of the newest record.
+        is_live: whether new records may still arrive.
+        report: content of `report.json`; empty before the end.
+        continuity: None if only a report exists.
         silent_s: seconds since the last heartbeat of each role that is silent for longer than allowed.
         updates, letters, events: the newest ones, oldest first.
-        last_events: of each worker.
-        next_offsets, served_by: as of `ProgressModel`.
-        restarts: of roles and services, as far as this machine started them.
-        kept: of its checkpoints, read when a version is opened; None: not read, or they cannot be.
-        served: what its model server says; None: none is watched.
+        last_events: last event of each worker.
+        next_offsets, served_by: see `ProgressModel`.
+        restarts: number of restarts of roles and services that this machine started.
+        kept: versions in its checkpoints, read when a version is opened. None: not read, or not readable.
+        served: state of its model server. None: no model server is watched.
         problem: why the page may not show the newest state; "" if it does.
     """
 
@@ -142,10 +142,10 @@ class PageState:
 
 
 class WatchedJob:
-    """The state of a job by the records of its topics `updates`, `metrics` and `dead`.
+    """The state of a job, computed from the records of its topics `updates`, `metrics` and `dead`.
 
     Args:
-        now_s: monotonic seconds, zero point of the times that are shown.
+        now_s: monotonic seconds; displayed times are relative to it.
         after_term: terms up to this one belong to earlier runs on the same topics.
     """
 
@@ -154,7 +154,7 @@ class WatchedJob:
         self.decisions = Decisions()
         self._after_term = after_term
         self._heartbeats = RoleHeartbeats()
-        self._measured: Mapping[str, float] = {}  # by the provisioner
+        self._measured: Mapping[str, float] = {}  # last numbers of the provisioner
         self._newest_s = 0.0
         self._restarts: Counter[str] = Counter()
         self._begin()
@@ -163,7 +163,7 @@ class WatchedJob:
         self._continuity = Continuity()
         self._letters: deque[DeadLetter] = deque(maxlen=MAX_LETTERS)
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
-        self._workers: dict[int, tuple[bool, int]] = {}  # whether it is live, and its restarts
+        self._workers: dict[int, tuple[bool, int]] = {}  # whether it is live, and its number of restarts
         self._last_events: dict[int, Event] = {}  # of each worker
 
     def feed(self, record: AnyRecord) -> None:
@@ -193,13 +193,13 @@ class WatchedJob:
                 pass
 
     def note(self, event: ProcessEvent) -> None:
-        """Something has happened to a process."""
+        """Record an event of a process."""
         self._events.append((event.time_s, event.text))
         if event.restarted:
             self._restarts[event.restarted] += 1
 
     def _note_workers(self, status: ServerStatus) -> None:
-        """Events of workers that have come, gone, or been replaced since the last status."""
+        """Record events of workers that have joined, gone, or been replaced since the last status."""
         changed: dict[str, list[int]] = {}
         for worker in status.workers:
             before, now = self._workers.get(worker.worker), (worker.is_live, worker.restarts)
@@ -215,7 +215,8 @@ class WatchedJob:
             self._events.append((status.time_s, f"{subject}: {text}"))
 
     def state(self, now_s: float, unix_s: float, *, problem: str = "") -> PageState:
-        """The state at monotonic `now_s` and Unix `unix_s`; what it refers to changes with the next record."""
+        """Return the state at monotonic `now_s` and Unix `unix_s`. Objects that it refers to change with the next
+        record."""
         progress, snapshot = self.progress, self.progress.snapshot(now_s)
         has_ended = snapshot.finished is not None
         return PageState(
@@ -234,5 +235,5 @@ class WatchedJob:
             next_offsets=progress.next_offsets,
             served_by=progress.served_by,
             restarts=self._restarts,
-            problem="" if has_ended else problem,  # whose records are all here
+            problem="" if has_ended else problem,  # all records of an ended job have been read
         )

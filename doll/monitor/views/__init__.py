@@ -1,1 +1,1 @@
-"""Views for people and Prometheus: text, pages, reports, metrics."""
+"""Views for users and Prometheus: text, pages, reports, metrics."""

@@ -1,5 +1,5 @@
-"""Runs of one job under several policies, side by side: read from their run folders, as a table, as plain values, and
-as the page shows them."""
+"""Runs of one job under several policies, side by side: read from their run folders, and shown as a table, as plain
+values, and on a page."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Series = npt.NDArray[np.float64]
 LossKind = Literal["held-out", "prequential"]
 
 NO_REPORT: Final = "it left no report"
-WINDOW: Final = 50  # updates of the prequential mean
+WINDOW: Final = 50  # number of updates of the prequential mean
 COLUMNS: Final = (
     "policy", "step", "time to loss", "samples to loss", "time", "samples", "updates", "loss", "gradients", "weights",
     "staleness", "blocked", "USD",
 )  # fmt: skip
-# For `--json`, as they are.
+# Copied unchanged to the output of `--json`.
 _PLAIN: Final = ("ok", "outcome", "seconds", "samples", "updates", "usd", "folder", "step_factor")
 
 _UNEQUAL_STEPS: Final = (
@@ -42,7 +42,7 @@ _UNEQUAL_STEPS: Final = (
 
 
 class Reached(NamedTuple):
-    """When a loss was reached."""
+    """The point at which a loss was reached."""
 
     seconds: float
     samples: int
@@ -54,9 +54,9 @@ class LossCurve:
     """A loss after each of some updates, float64, shape (points,).
 
     Attributes:
-        seconds: since the first update.
-        samples: in the model.
-        versions: of the model.
+        seconds: seconds since the first update.
+        samples: number of samples in the model.
+        versions: version number of the model.
     """
 
     seconds: Series
@@ -72,11 +72,11 @@ class LossCurve:
 
     @property
     def last(self) -> float:
-        """The loss at the end, NaN also if it is not finite any more."""
+        """The loss at the end; NaN without losses."""
         return float(self.loss[-1]) if len(self.loss) else math.nan
 
     def reached(self, target: float) -> Reached | None:
-        """The first point at or below `target`."""
+        """Return the first point with a loss of at most `target`."""
         below = np.flatnonzero(self.loss <= target)
         if not len(below):
             return None
@@ -89,15 +89,15 @@ NO_LOSSES: Final = LossCurve(*[np.zeros(0)] * 4)
 
 @dataclass(frozen=True)
 class PolicyRun:
-    """One policy's run, or what there is of it.
+    """The run of one policy, possibly incomplete.
 
     Attributes:
-        label: the policy and its options, as on the command line.
-        outcome: why it ended; of a run that failed, the error.
-        ok: it ended by its stop rule and its audit holds.
-        seconds: of learning, from the first update to the last one.
-        usd: of its workers for that time; NaN without a price.
-        step_factor: see `doll.config.step_size`; NaN: not known.
+        label: the policy and its options, in the form of the command line.
+        outcome: why the run ended; if it failed, the error.
+        ok: whether it ended by its stop rule and passed its audit.
+        seconds: seconds of learning, from the first update to the last one.
+        usd: cost of its workers for this time; NaN without a price.
+        step_factor: see `doll.config.step_size`; NaN if not known.
     """
 
     label: str
@@ -119,7 +119,7 @@ class PolicyRun:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has no report, and may still run."""
+        """Whether it has no report, so that it may still be running."""
         return self.outcome == NO_REPORT
 
     def loss(self, kind: LossKind) -> LossCurve:
@@ -127,16 +127,16 @@ class PolicyRun:
 
 
 def workers_usd_per_h(config: JobConfig) -> float:
-    """Price of all workers; NaN if the job has none."""
+    """Return the price of all workers, USD per hour; NaN if the job states none."""
     price = config.plan.on_demand_usd_per_h
     return math.nan if price is None else config.data.workers * config.machines_per_worker * price
 
 
 def read_run(label: str, folder: Path, *, usd_per_h: float) -> PolicyRun:
-    """The run in `folder`: what its report and its tables say. A run that was killed has no report.
+    """Return the run in `folder`, from its report and its tables. A killed run has no report.
 
     Args:
-        usd_per_h: price of all workers; NaN: not known.
+        usd_per_h: price of all workers, USD per hour; NaN if not known.
     """
     try:
         report = read_json(folder / "report.json")
@@ -177,10 +177,10 @@ def _losses(folder: Path) -> dict[LossKind, LossCurve]:
         np.array([row.get(name, math.nan) for row in updates])
         for name in ("time_s", "version", "samples_total", "n_samples", "prequential_loss", "weight")
     )
-    weight = np.where(np.isnan(weight), n_samples, weight)  # earlier releases have none
+    weight = np.where(np.isnan(weight), n_samples, weight)  # earlier releases did not write weights
     since_s = time_s - time_s[0]
     prequential = LossCurve(since_s, samples, version, moving_mean(loss, weight, WINDOW))
-    # A version is evaluated some time after it was made: what counts is when it was.
+    # A version is evaluated some time after it was made: use the time when it was made.
     made = {int(number): at for at, number in enumerate(version)}
     known_rows = [row for row in evaluations if int(row.get("version", -1)) in made and "loss" in row]
     at = np.array([made[int(row["version"])] for row in known_rows], dtype=np.intp)
@@ -190,12 +190,12 @@ def _losses(folder: Path) -> dict[LossKind, LossCurve]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Policies of one job, in the order in which they ran.
+    """The policies of one job, in the order of their runs.
 
     Attributes:
-        target: loss to reach; None: the best that every policy that has learned reached.
-        wanted: labels of all policies that were to run.
-        notes: what a reader should know, one line each.
+        target: target loss. None: the lowest loss that every policy with updates has reached.
+        wanted: labels of all policies that should run.
+        notes: remarks for readers, one line each.
     """
 
     job: str
@@ -206,13 +206,13 @@ class Comparison:
 
     @property
     def kind(self) -> LossKind:
-        """Held-out loss if every policy that has learned has been evaluated, else prequential loss."""
+        """The kind of loss: held-out if every policy with updates was evaluated, otherwise prequential."""
         learned = [run for run in self.runs if run.updates]
         return "held-out" if learned and all(len(run.loss("held-out").loss) for run in learned) else "prequential"
 
     @property
     def target_loss(self) -> float:
-        """The loss that the times are for; NaN without such a loss."""
+        """The loss to which times are measured; NaN if there is none."""
         if self.target is not None:
             return self.target
         bests = [best for run in self.runs if known(best := run.loss(self.kind).best)]
@@ -220,16 +220,16 @@ class Comparison:
 
     @property
     def missing(self) -> list[str]:
-        """Policies that have not run."""
+        """The policies that have not run."""
         done = {run.label for run in self.runs}
         return [label for label in self.wanted if label not in done]
 
     def reached(self, run: PolicyRun) -> Reached | None:
-        """When a policy reached the target."""
+        """Return the point at which a policy reached the target."""
         return run.loss(self.kind).reached(self.target_loss)
 
     def text(self) -> str:
-        """The table, with what its columns mean."""
+        """Return the table, with explanations of its columns."""
         lines = [self.headline(), *aligned(self.table())] if self.runs else []
         lines += [f"{run.label}: {'' if run.ok else 'failed: '}{_in_short(run.outcome)}" for run in self.runs]
         if self.missing:
@@ -239,19 +239,19 @@ class Comparison:
         return "\n".join([*lines, *(f"note: {note}" for note in notes)])
 
     def headline(self) -> str:
-        """The loss that the times are for."""
+        """Return a line that names the loss to which times are measured."""
         if not known(self.target_loss):
             return f"{self.job}: no loss"
         why = "" if self.target is not None else ", the best that every policy reached"
         return f"{self.job}: time and samples to a {self.kind} loss of {number(self.target_loss)}{why}"
 
     def table(self) -> list[tuple[str, ...]]:
-        """The header and a row for each run, without columns in which nothing is known."""
+        """Return the header and one row for each run, without columns that have no values."""
         columns = zip(COLUMNS, *map(self.cells, self.runs), strict=True)
         return list(zip(*(column for column in columns if set(column[1:]) != {"-"}), strict=True))
 
     def cells(self, run: PolicyRun) -> tuple[str, ...]:
-        """The cells of a run under `COLUMNS`; "-" for what is not known."""
+        """Return the cells of a run under `COLUMNS`; "-" for unknown values."""
         reached, summary, last = self.reached(run), run.summary, run.loss(self.kind).last
         return (
             run.label,
@@ -270,7 +270,7 @@ class Comparison:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for `--json`: numbers with their units in their names, and None if nothing was measured."""
+        """Return plain values for `--json`: names of numbers contain their units; unmeasured values are None."""
         content: dict[str, Any] = json_safe(
             {
                 "job": self.job,
@@ -299,7 +299,7 @@ class Comparison:
 
 
 def comparison_page(comparison: Comparison) -> dict[str, Any]:
-    """All that the page shows; what is known of no run has no column."""
+    """Return the content of the page; columns without values are left out."""
     runs, target = comparison.runs, comparison.target_loss
     heads, *rows = comparison.table()
     reads = {run.label: run.summary.staleness.histogram for run in runs if run.summary and run.summary.staleness.reads}
@@ -330,6 +330,6 @@ def _curves(curve: LossCurve) -> dict[str, Any]:
 
 
 def _in_short(text: str) -> str:
-    """The first and the last line: between them an error has the end of a log."""
+    """Return the first and the last line: between them, an error contains the end of a log."""
     first, *more = text.strip().splitlines() or [""]
     return f"{first} ... {more[-1].strip()}" if more else first

@@ -1,4 +1,4 @@
-"""The progress of a job on standard error: a live panel on a terminal, else a line every few seconds."""
+"""The progress of a job on standard error: a live panel on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from doll.monitor.views.text import TEXT_COLUMNS, WORKER_COLUMNS, one_line, verd
 LINE_EVERY_S = 5.0
 REFRESH_EVERY_S = 0.25
 _WORKERS_SHOWN = 16
-# Below this width of the panel's inside, a table that names machines has these columns no room for.
+# Below this inner width of the panel, a table that names machines has no room for these columns.
 _WIDE = 96
 _LEFT_OUT = frozenset({"control", "restarts", "batches"})
 _STATE_STYLES = {None: "dim", True: "green", False: "red"}
 
 
 def make_display(stop: StopConfig) -> Display:
-    """A live panel if standard error is a terminal, else plain lines."""
+    """Return a live panel if standard error is a terminal, otherwise plain lines."""
     return LiveDisplay(stop) if sys.stderr.isatty() else Display(stop)
 
 
 class Display:
-    """Shows the progress of a job: a line per message and per `LINE_EVERY_S`."""
+    """Shows the progress of a job: one line for each message, and one every `LINE_EVERY_S`."""
 
     _every_s = LINE_EVERY_S
 
@@ -46,12 +46,12 @@ class Display:
         self._next_s = 0.0
 
     def say(self, text: str) -> None:
-        """Print a message, with the time."""
+        """Print a message with the time."""
         for line in text.splitlines():
             self._print(f"[{self._clock() - self._started_s:6.1f} s] {line}")
 
     def show(self, snapshot: Callable[[], JobSnapshot]) -> None:
-        """Draw a snapshot if it is time; it may be called often."""
+        """Draw a snapshot if it is due; may be called often."""
         if self._clock() >= self._next_s:
             self._next_s = self._clock() + self._every_s
             self._draw(snapshot())
@@ -74,7 +74,7 @@ class LivePanel:
     """A panel that is redrawn in place on standard error; messages scroll above it."""
 
     def __enter__(self) -> Self:
-        # No refresh thread: `show` draws.
+        # No refresh thread: `show` draws the panel.
         self._live = Live(console=Console(stderr=True), auto_refresh=False, redirect_stdout=False)
         self._live.start()
         return self
@@ -97,11 +97,11 @@ class LiveDisplay(LivePanel, Display):
 
 
 def panel(snapshot: JobSnapshot, stop: StopConfig) -> RenderableType:
-    """The live panel."""
+    """Return the live panel."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(2):
         grid.add_column(style="dim", no_wrap=True)
-        grid.add_column()  # on a narrow terminal a long value takes two lines: nothing is cut off
+        grid.add_column()  # on a narrow terminal, a long value takes two lines and is not cut off
     fields = _fields(snapshot, stop)
     for left, right in zip(fields[::2], fields[1::2], strict=True):
         grid.add_row(*left, *right)
@@ -151,7 +151,7 @@ def _fields(snapshot: JobSnapshot, stop: StopConfig) -> list[tuple[str, str]]:
 
 
 class _Workers:
-    """The table of the workers, as wide as there is room for."""
+    """The table of the workers, with as many columns as fit."""
 
     def __init__(self, snapshot: JobSnapshot) -> None:
         self._snapshot = snapshot

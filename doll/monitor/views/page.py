@@ -1,9 +1,9 @@
-"""A job as the live page shows it at a glance, as plain values: four questions, the workers, curves, and lists of the
-records. Pure.
+"""The overview of a job for the live page, as plain values: four questions, the workers, curves, and lists of records.
+Pure.
 
-The texts and numbers come from the state that the terminal shows, and a browser only draws them. Numbers are rounded to
-what is shown, since the server sends what has changed. What is not known is left out.
-`doll.monitor.views.page_details` has what a click opens.
+Texts and numbers come from the same state as the terminal display, and a browser only draws them. Numbers are rounded
+to the displayed precision, because the server sends every change. Unknown values are left out.
+`doll.monitor.views.page_details` provides the details that a click opens.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from doll.process.metric_names import worker_of
 from doll.provisioner.prices.shipped import estimate
 from doll.theory.cost import SECONDS_PER_HOUR
 
-Fact = tuple[str, str]  # what it is, and its value
+Fact = tuple[str, str]  # name and value
 
-MAX_POINTS: Final = 240  # of a curve, up to twice as many; more points than pixels only take time
-LISTED: Final = 50  # of each list
+MAX_POINTS: Final = 240  # of a curve, which has up to twice as many; more points than pixels only take time
+LISTED: Final = 50  # entries of each list
 _MOST_METRICS: Final = 4
 
 
 def page(state: PageState) -> dict[str, Any]:
-    """All that the page shows without a click."""
+    """Return all content that the page shows without a click."""
     return {
         "job": _job(state),
         "questions": _questions(state),
@@ -61,7 +61,8 @@ def page(state: PageState) -> dict[str, Any]:
 
 
 def _updates(state: PageState) -> dict[str, list[Any]]:
-    """The newest ones; of those that are not in the model (a crash, or `doll rollback`) it is said."""
+    """Return the newest updates; updates that are not in the model (after a crash or `doll rollback`) are marked as
+    void."""
     void = state.history.updates.void_of(MAX_UPDATES)
     rows: dict[str, list[Any]] = {}
     for item in _newest(state.updates):
@@ -71,7 +72,7 @@ def _updates(state: PageState) -> dict[str, list[Any]]:
 
 
 def _newest(items: Sequence[Any]) -> list[Any]:
-    """The last ones, the newest last."""
+    """Return the last items, the newest last."""
     return list(items)[-LISTED:]
 
 
@@ -128,7 +129,7 @@ def _learning(state: PageState) -> list[Fact]:
 
 
 def _other_metrics(state: PageState) -> list[Fact]:
-    """The measures of a task on held-out samples beside its loss and accuracy."""
+    """Return the metrics of a task on held-out samples, except loss and accuracy."""
     newest = state.history.evaluations.last() or {}
     known_ones = {name: value for name, value in newest.items() if name not in (*EVALUATION_COLUMNS, "void")}
     return [(f"held-out {name}", number(value)) for name, value in known_ones.items() if known(value)][:_MOST_METRICS]
@@ -179,7 +180,7 @@ def _cost_bar(state: PageState) -> dict[str, Any] | None:
 
 
 def _cost_facts(state: PageState) -> list[Fact]:
-    """The cost of the machines; if none are provisioned, their cost on EC2."""
+    """Return the cost of the machines; if none are provisioned, their cost on EC2."""
     decision, plan = state.decisions.newest, state.config.plan
     facts: list[Fact] = []
     rough = estimate(state.config, max(0.0, elapsed_s(state))) if known(elapsed_s(state)) else None
@@ -225,7 +226,7 @@ def _safety(state: PageState) -> list[Fact]:
 
 
 def _restarts(state: PageState) -> str:
-    """Restarts of workers and the parameter server by the job's records, and of other roles by this machine's own."""
+    """Return restarts: of workers and parameter server from the job's records, of other roles on this machine only."""
     counts = {"workers": sum(line.restarts or 0 for line in state.snapshot.workers)}
     counts["parameter server"] = state.snapshot.ps_restarts
     counts |= {role: count for role, count in state.restarts.items() if role != "ps" and worker_of(role) is None}
@@ -271,7 +272,7 @@ def _staleness(policy: PolicySummary) -> str:
 
 
 def _worker(line: WorkerLine, state: PageState) -> dict[str, Any]:
-    """A row of the table: numbers for sorting, and texts."""
+    """Return a row of the table: numbers for sorting, and texts."""
     at_s, event = state.last_events.get(line.worker, (math.nan, ""))
     values = {
         "state": "spare" if line.is_spare else _states(state)[line.is_live],
@@ -304,7 +305,7 @@ def _rounded(value: float, decimals: int) -> float | None:
 
 
 def _share(value: float) -> float | None:
-    """A share in percent: two digits below ten."""
+    """Return a share in percent, with two digits below ten."""
     percent = 100 * value
     return _significant(percent, 2) if known(percent) and percent < 10 else _rounded(percent, 0)
 
@@ -317,7 +318,7 @@ def _significant(value: float, digits: int = 3) -> float | None:
 
 
 def _curves(state: PageState) -> dict[str, Any]:
-    """Over seconds since the first update: prequential and held-out error, and samples learned."""
+    """Return curves over the seconds since the first update: prequential and held-out error, and samples learned."""
     history, start_s = state.history, state.history.first_time_s
     updates, evaluations = history.updates, history.evaluations
     at_s, held_s = updates.valid("time_s") - start_s, evaluations.valid("time_s") - start_s
@@ -342,7 +343,7 @@ def _curves(state: PageState) -> dict[str, Any]:
 
 
 def points(x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) -> dict[str, list[float]]:
-    """Some of the points by their number, which stay the same while more come, until half of them are left out."""
+    """Return some of the points by their number. They stay the same when points are added, until half are left out."""
     rows = np.flatnonzero(np.isfinite(y))
     step = 1
     while len(y) > 2 * MAX_POINTS * step:
@@ -354,7 +355,7 @@ def points(x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) -> dict[str, 
 
 
 def _versions(state: PageState) -> dict[str, list[str]]:
-    """The last that were evaluated, the newest last: held-out loss and accuracy, and whether it is in a checkpoint."""
+    """Return the last evaluated versions, the newest last: held-out loss and accuracy, and whether in a checkpoint."""
     table, durable = state.history.evaluations, state.snapshot.durable_version
     rows = map(table.row, range(max(0, len(table) - LISTED), len(table)))
     return {
@@ -369,8 +370,9 @@ def _versions(state: PageState) -> dict[str, list[str]]:
 
 
 def visible(value: Any) -> Any:
-    r"""The same texts, lists and mappings, without characters that a reader does not see: control characters, and those
-    that turn the direction of a text. Each becomes its escape; an end of line stays.
+    r"""Return the same texts, lists and mappings, with invisible characters escaped.
+
+    Escaped are control characters, and characters that change the direction of a text. An end of line stays.
 
     >>> visible({"reason": ["abc\u202e", 1]})
     {'reason': ['abc\\u202e', 1]}

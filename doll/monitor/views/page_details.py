@@ -1,7 +1,8 @@
 """Details that a click on the live page opens: a worker, an update with its offsets, a dead letter, a decision of the
 provisioner, a version. Pure.
 
-Each is a title, facts, and perhaps a table; None if there is no such thing, or its record is not kept any more.
+A detail has a title, facts, and possibly a table. It is None if the item does not exist, or its record is not kept any
+more.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from doll.records.control import Update
 
 Detail = dict[str, Any]
 
-MAX_ROWS: Final = 2_000  # of a table
+MAX_ROWS: Final = 2_000  # limit of a table
 _PAYLOAD_CHARS: Final = 1_024
 
 
 def detail(state: PageState, kind: str, key: Sequence[int]) -> Detail | None:
-    """The details of one thing on the page.
+    """Return the details of one item on the page.
 
     Args:
         kind: one of `KINDS`.
-        key: numbers that name it; of a dead letter its partition and offset, of the others one number.
+        key: numbers that identify the item: partition and offset of a dead letter, one number for other kinds.
     """
     arguments, function = KINDS[kind]
     return function(state, *key) if len(key) == arguments else None
@@ -71,7 +72,7 @@ def _worker(state: PageState, number_: int) -> Detail | None:
 
 
 def _stages(pipeline: PipelineConfig | None, worker: int) -> dict[str, str]:
-    """Device and layers of each stage of a worker, as the job file has them."""
+    """Return device and layers of each stage of a worker, from the job file."""
     if pipeline is None:
         return {}
     chosen = "layers by the profile" if pipeline.profile is not None else "about as many parameters as the others"
@@ -123,7 +124,7 @@ def _members(update: Update) -> list[list[str]]:
 
 
 def _row_of(state: PageState, version: int) -> dict[str, float] | None:
-    """The newest row of the table of updates that has this version and counts."""
+    """Return the newest row of the table of updates that has this version and is not void."""
     table = state.history.updates
     for index in range(len(table) - 1, -1, -1):
         row = table.row(index)
@@ -209,7 +210,7 @@ def _version(state: PageState, version: int) -> Detail | None:
 
 
 def _kept(kept: KeptVersions | None, version: int) -> dict[str, str]:
-    """Whether it can be used, and its names."""
+    """Return whether the version can be used, and its names."""
     if kept is None:
         return {}
     aliases = kept.marks.aliases_of(version)
@@ -228,4 +229,4 @@ KINDS: Final[Mapping[str, tuple[int, Callable[..., Detail | None]]]] = {
     "decision": (1, _decision),
     "version": (1, _version),
 }
-"""The kinds of things that can be opened, and how many numbers name one."""
+"""The kinds of items that can be opened: the count of numbers in a key, and the function that returns the details."""

@@ -1,5 +1,5 @@
-"""Two parts of the page: the market of a job (prices, what its machines cost, which worker ran on which of them), and
-its model server (the versions that answer, and how long answers take). Pure."""
+"""Two parts of the page: the market of a job (prices, cost of its machines, and the market of each worker), and its
+model server (the versions that answer, and response times). Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CURVES = ("spent_usd", "all_on_demand_usd", "spot_usd_per_h", "on_demand_usd_pe
 
 
 def market(state: PageState) -> dict[str, Any]:
-    """The market; empty without a provisioner, and before its first decision."""
+    """Return the market; empty without a provisioner, and before its first decision."""
     decision, history = state.decisions.newest, state.decisions.market
     if not history.points:
         return {}
@@ -62,7 +62,7 @@ def _facts(decision: Any, report: Any) -> list[tuple[str, str]]:
 
 
 def _curve(points: dict[int, MarketPoint], name: str) -> dict[str, list[float]]:
-    """The points by their numbers, without those that repeat the one before: a price stays for hours."""
+    """Return the points by their numbers, without repeated values: a price stays the same for hours."""
     curve: dict[str, list[float]] = {}
     rows = [(key, point.at_s, getattr(point, name)) for key, point in points.items()]
     for at, (key, at_s, value) in enumerate(rows):
@@ -73,7 +73,7 @@ def _curve(points: dict[int, MarketPoint], name: str) -> dict[str, list[float]]:
 
 
 def served(model: ServedModel | None) -> dict[str, Any]:
-    """The model server; empty if none is watched."""
+    """Return the model server; empty if none is watched."""
     if model is None:
         return {}
     facts = [] if model.newest is None else _served_facts(model, model.newest)

@@ -23,7 +23,7 @@ _MAX_POINTS: Final = 2_000
 def line(
     label: str, x: npt.ArrayLike, y: npt.ArrayLike, style: Literal["line", "step", "bars", "formula", "mark"] = "line"
 ) -> Line:
-    """A curve, thinned out, in the units of its panel's labels; what is not finite is left out."""
+    """Return a curve, thinned out, in the units of its panel's labels; values that are not finite are left out."""
     at, values = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     kept = np.flatnonzero(np.isfinite(values))
     kept = kept[:: max(1, math.ceil(len(kept) / _MAX_POINTS))]
@@ -35,16 +35,16 @@ def _rounded(values: Iterable[float]) -> list[float]:
 
 
 def panel(title: str, x_label: str, y_label: str, *lines: Line) -> Panel:
-    """Lines over a common axis."""
+    """Return a chart of lines over a common axis."""
     return {"title": title, "x_label": x_label, "y_label": y_label, "lines": list(lines)}
 
 
 def staleness_panel(counts: Mapping[str, Mapping[int, int]], *, bars: bool = False) -> Panel:
-    """How many of the reads had each difference.
+    """Return a chart of the share of reads with each difference.
 
     Args:
-        counts: reads by their difference, for each label.
-        bars: of a single one.
+        counts: number of reads by difference, for each label.
+        bars: whether to draw bars, for a single label.
     """
     lines = []
     for label, histogram in counts.items():
@@ -55,7 +55,7 @@ def staleness_panel(counts: Mapping[str, Mapping[int, int]], *, bars: bool = Fal
 
 
 def moving_mean(values: Series, weights: Series, window: int) -> Series:
-    """Weighted mean of the last `window` values at each place; NaN values have no weight."""
+    """Return the weighted mean of the last `window` values at each index; NaN values have no weight."""
     known = np.isfinite(values)
     weight = np.concatenate([[0.0], np.cumsum(np.where(known, weights, 0.0))])
     total = np.concatenate([[0.0], np.cumsum(np.where(known, values * weights, 0.0))])

@@ -1,8 +1,8 @@
-"""The metrics of a job for Prometheus: one endpoint for all of its processes, fed by its topics.
+"""The metrics of a job for Prometheus: one endpoint for all of its processes, which reads the job's topics.
 
-No process of the job has to be reachable for Prometheus, and none listens for it. A metric `name` of the source `kind`
-becomes `doll_<kind>_<name>`: a counter if it ends in `_total`, else a gauge, in the unit that its name ends in, with
-seconds written out as Prometheus' conventions ask.
+Prometheus therefore does not need to reach the processes of the job. A metric `name` of the source `kind` becomes
+`doll_<kind>_<name>`: a counter if the name ends in `_total`, otherwise a gauge. The name ends in its unit; seconds are
+written out, as the conventions of Prometheus require.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from doll.theory.staleness import Histogram
 log = get_logger(__name__)
 
 _NOT_A_NAME: Final = re.compile(r"[^a-zA-Z0-9_]")
-_MAX_SOURCES: Final = 10_000  # workers, and a handful of others
+_MAX_SOURCES: Final = 10_000  # workers, and a few other processes
 _MAX_NAME_CHARS: Final = 200
 _SECONDS: Final = (("_per_s", "_per_second"), ("_s", "_seconds"))
 _SERVER_FIELDS: Final = (
@@ -66,7 +66,7 @@ class MetricSample(NamedTuple):
 
 
 def samples_of(source: str, values: Mapping[str, float]) -> Iterator[MetricSample]:
-    """The samples of a `Metric` record. The source `worker-3` becomes a label: `doll_worker_...{worker="3"}`."""
+    """Yield the samples of a `Metric` record. The source `worker-3` becomes a label: `doll_worker_...{worker="3"}`."""
     worker = worker_of(source)
     prefix, labels = (source, ()) if worker is None else ("worker", (("worker", str(worker)),))
     for name, value in values.items():
@@ -74,7 +74,7 @@ def samples_of(source: str, values: Mapping[str, float]) -> Iterator[MetricSampl
 
 
 def server_samples(status: ServerStatus) -> Iterator[MetricSample]:
-    """The samples of the parameter server's status: its own as `doll_ps_...`, and the samples of each worker."""
+    """Yield the samples of the parameter server's status: its own as `doll_ps_...`, and those of each worker."""
     counters = {f"{name}_total": float(count) for name, count in status.counters.items()}
     yield from samples_of("ps", _fields(status, _SERVER_FIELDS) | counters)
     if status.measures is not None:
@@ -97,7 +97,7 @@ def server_samples(status: ServerStatus) -> Iterator[MetricSample]:
 
 
 def _policy_samples(measures: Measures) -> Iterator[MetricSample]:
-    """The measures of the policy. Reads are counted by their difference, as a label."""
+    """Yield the measurements of the policy. The number of reads has the difference as a label."""
     reads = Histogram(measures.staleness, total=measures.staleness_total, older=measures.older_reads)
     if reads.size:
         yield MetricSample("doll_ps_staleness_mean", (), reads.mean)
@@ -122,7 +122,7 @@ class JobMetrics(Collector):
     """The newest metrics of a job. `samples` and `collect` may be called from another thread than `feed`.
 
     Args:
-        clock: Unix seconds, for the ages of heartbeats.
+        clock: returns Unix seconds, for the ages of heartbeats.
     """
 
     def __init__(self, job: str, workers: int, *, clock: Callable[[], float] = time.time) -> None:
@@ -162,7 +162,7 @@ class JobMetrics(Collector):
             self._finished = isinstance(record, Finished)
 
     def samples(self) -> dict[tuple[str, Labels], float]:
-        """The newest values by name and labels."""
+        """Return the newest values by name and labels."""
         ages_s = self._heartbeats.ages_s(self._clock())
         newest = (
             MetricSample("doll_job_finished", (), float(self._finished)),
@@ -175,7 +175,7 @@ class JobMetrics(Collector):
         }
 
     def collect(self) -> Iterable[Family]:
-        """The families as Prometheus' client library takes them."""
+        """Return the metric families in the form of Prometheus' client library."""
         families: dict[str, Family] = {}
         names: dict[str, tuple[str, ...]] = {}
         for (name, own_labels), value in self.samples().items():
@@ -184,7 +184,7 @@ class JobMetrics(Collector):
                 make = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
                 names[name] = tuple(labels)
                 families[name] = make(name, "see docs/operations.md", labels=list(labels))
-            if names[name] == tuple(labels):  # else two sources use a name with different labels
+            if names[name] == tuple(labels):  # skip a name that two sources use with different labels
                 families[name].add_metric(list(labels.values()), value)
         return families.values()
 
@@ -193,7 +193,7 @@ class JobMetrics(Collector):
             log.warning("metric_refused", source=short(record.source, 60), reason="a name is too long")
         elif record.values and record.values.get(TERM, self._lineage.generation) >= self._lineage.generation:
             samples = samples_of(record.source, record.values)
-            # A worker reports several groups of numbers, each on its own.
+            # A worker reports several groups of numbers in separate records.
             group = record.source if worker_of(record.source) is None else f"{record.source} {min(record.values)}"
             self._put(group, (*samples, _measured_at(record.source, record.time_s)))
 
@@ -219,7 +219,7 @@ class JobMetrics(Collector):
                 log.warning("too_many_sources", at_most=_MAX_SOURCES, refused=short(source), action="not served")
             self._full = True
             return
-        self._by_source = {**self._by_source, source: samples}  # a new dictionary: a scrape may be under way
+        self._by_source = {**self._by_source, source: samples}  # new, because a scrape may read the old one
 
 
 def _measured_at(source: str, time_s: float) -> MetricSample:
@@ -227,9 +227,9 @@ def _measured_at(source: str, time_s: float) -> MetricSample:
 
 
 def serve_metrics(config: JobConfig, services: Services) -> int:
-    """Serve the job's metrics on loopback, beside the health probes, until SIGTERM or SIGINT; the exit code, 0.
+    """Serve the job's metrics on loopback, with the health probes, until SIGTERM or SIGINT; return the exit code, 0.
 
-    Needs the main thread. If Kafka is unavailable later, it waits for it.
+    Must be called in the main thread. If Kafka becomes unavailable later, the server waits for it.
 
     Raises:
         ServiceUnavailableError: Kafka does not answer at the start.

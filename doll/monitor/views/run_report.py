@@ -19,14 +19,14 @@ from doll.theory.cost import SECONDS_PER_HOUR
 
 @dataclass
 class RunOutcome:
-    """How a run ended, as far as its records do not say.
+    """The facts about the end of a run that are not in its records.
 
     Attributes:
         reason: why it ended: the stop rule, or "failed".
-        error: what failed; None if the job ended normally.
-        seconds: from the start of the first role to the end of learning, of this session.
-        started_at_s: when this session began, Unix seconds; updates before it are of earlier sessions of the run.
-        restarts: how often each role was restarted.
+        error: the error; None if the job ended normally.
+        seconds: seconds of this session from the start of the first role to the end of learning.
+        started_at_s: Unix time when this session began; earlier updates belong to earlier sessions of the run.
+        restarts: number of restarts of each role.
         extra: further fields of the report.
     """
 
@@ -44,7 +44,7 @@ class RunOutcome:
 
 
 def build_report(model: ProgressModel, outcome: RunOutcome, ledger: LedgerReport | None) -> dict[str, Any]:
-    """The content of `report.json`: numbers with units in their names; null if nothing was measured."""
+    """Return the content of `report.json`: names of numbers contain their units; unmeasured values are null."""
     history, config = model.history, model.config
     evaluation = history.evaluations.last() or {}
     running, window = history.prequential.running(), history.prequential.windowed()
@@ -125,7 +125,7 @@ def build_report(model: ProgressModel, outcome: RunOutcome, ledger: LedgerReport
 
 
 def audit_counts(ledger: LedgerReport) -> dict[str, Any]:
-    """The audit in counts of offsets, and as text; `violations` name the offsets that are missing or applied twice."""
+    """Return the audit as counts of offsets and as text; `violations` names missing and repeated offsets."""
     return {
         "ok": ledger.ok,
         "produced": ledger.produced,
@@ -146,7 +146,7 @@ def audit_counts(ledger: LedgerReport) -> dict[str, Any]:
 
 
 def summary(report: Mapping[str, Any]) -> str:
-    """A report in a few lines."""
+    """Return a report in a few lines."""
     lines = [
         f"{report['job']}: {report['updates']:,} updates, {report['samples']:,} samples "
         f"in {clock(report['seconds'])} ({report['reason']})"
@@ -160,7 +160,7 @@ def summary(report: Mapping[str, Any]) -> str:
     error = _error_line(report)
     if error:
         lines.append(f"  {error}")
-    diverged = report.get("diverged") or ""  # a report of an earlier release says nothing of it
+    diverged = report.get("diverged") or ""  # a report of an earlier release does not have it
     if diverged and diverged not in (report["error"] or ""):
         lines.append(f"  warning: {diverged}; an earlier checkpoint may be better")
     elif report["loss_worsened"] and not diverged:
@@ -184,7 +184,7 @@ def summary(report: Mapping[str, Any]) -> str:
         lines.append(f"  {skipped_text([(item['reason'], item['samples']) for item in report['skipped']])}")
     if report["error"]:
         lines.append(f"  failed: {report['error']}")
-    lines += report.get("lines", [])  # of what has accompanied the run
+    lines += report.get("lines", [])  # lines of the run's hook
     if report.get("ec2_estimate") and "cost_usd" not in report:
         lines.append(f"  {_on_ec2(report['ec2_estimate'])}")
     lines.extend(f"  note: {note}" for note in report["notes"])
@@ -195,7 +195,7 @@ def summary(report: Mapping[str, Any]) -> str:
 
 
 def _on_ec2(estimate: Mapping[str, Any]) -> str:
-    """The cost of the run, had its machines been on EC2 and as fast as these here."""
+    """Return the cost that the run would have had on EC2, with machines as fast as the ones used."""
     place = f"{estimate['region']}, prices of {estimate['as_of']}"
     stack_usd = estimate["stack_usd_per_h"] * estimate["seconds"] / SECONDS_PER_HOUR
     return (
@@ -209,7 +209,7 @@ def _error_line(report: Mapping[str, Any]) -> str:
     parts = []
     if report["accuracy"] is not None:
         parts.append(f"held-out accuracy {report['accuracy']:.4f}")
-    metrics = report.get("metrics") or {}  # a report of an earlier release has none
+    metrics = report.get("metrics") or {}  # a report of an earlier release does not have them
     parts += [f"held-out {name} {value:.4f}" for name, value in metrics.items() if value is not None]
     if report["loss"] is not None:
         what = "the average of version" if report.get("evaluated_average") else "version"
@@ -239,7 +239,7 @@ def _worsened(report: Mapping[str, Any]) -> str:
 
 
 def drill_lines(report: Mapping[str, Any]) -> list[str]:
-    """The recovery times by kind of fault, and what the audit says, as lines of text."""
+    """Return the recovery times by kind of fault, and the result of the audit, as lines of text."""
     num_faults = sum(report["faults"].values())
     spreads = {**report["recovery_s_by_kind"], "all": report["recovery_s"]}
     rows = [("fault", "count", "p50 s", "max s")]
@@ -265,7 +265,7 @@ def drill_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def control_line(control: Mapping[str, Any]) -> str:
-    """How often the links of grants and pushes were opened and lost in a drill."""
+    """Return how often the links of grants and pushes were opened and lost in a drill."""
     if control["kind"] == "kafka":
         return "  control channel kafka"
     opened = ", ".join(f"{count} {link}" for link, count in control["links_opened"].items() if count)
@@ -277,7 +277,7 @@ def control_line(control: Mapping[str, Any]) -> str:
 
 
 def set_line(sets: Mapping[str, Any]) -> str:
-    """The sets that were applied in a drill, and the batches that were requeued."""
+    """Return the sets that were applied in a drill, and the batches that were requeued."""
     causes = ", ".join(f"{cause} {count}" for cause, count in sets["requeued_by_cause"].items())
     return (
         f"  sets: {sets['applied']} applied, {sets['applied_with_several_batches']} of them with 2 to "

@@ -8,11 +8,11 @@ from doll.ledger.balance import count
 from doll.monitor.state.progress import JobSnapshot, WorkerLine
 
 WORKER_COLUMNS = ("worker", "state", "market", "control", "restarts", "samples/s", "lag", "batches")
-TEXT_COLUMNS = ("state", "market", "control")  # of these: left-aligned
+TEXT_COLUMNS = ("state", "market", "control")  # left-aligned columns
 
 
 def one_line(snapshot: JobSnapshot, stop: StopConfig) -> str:
-    """The state of the job in one line; what is not known yet is left out."""
+    """Return the state of the job in one line; values that are not known yet are left out."""
     parts = [f"update {out_of(snapshot.updates, stop.updates)}", f"samples {out_of(snapshot.samples, stop.samples)}"]
     if known(snapshot.prequential.loss):
         parts.append(f"prequential loss {snapshot.prequential.loss:.3f}")
@@ -45,7 +45,7 @@ def _readiness(snapshot: JobSnapshot) -> str:
 
 
 def verdict(snapshot: JobSnapshot) -> str:
-    """The verdict of Proposition 1 on the job, in a word."""
+    """Return the verdict of Proposition 1 on the job, in a few words."""
     margin = snapshot.margin
     if not known(margin.sufficient):
         return ""
@@ -55,7 +55,8 @@ def verdict(snapshot: JobSnapshot) -> str:
 
 
 def worker_state(line: WorkerLine) -> str:
-    """`live 3:05` or `gone 12 s`: for how long; `spare` without a partition; `starting` before it has joined."""
+    """Return such as `live 3:05` or `gone 12 s`, with the duration; `spare` without a partition; `starting` before it
+    joins."""
     if line.is_spare:
         return "spare"
     if line.is_live is None:
@@ -64,7 +65,7 @@ def worker_state(line: WorkerLine) -> str:
 
 
 def worker_cells(line: WorkerLine) -> tuple[str, ...]:
-    """The cells of a worker under `WORKER_COLUMNS`; empty if nothing is known."""
+    """Return the cells of a worker under `WORKER_COLUMNS`; "" for unknown values."""
     return (
         str(line.worker),
         worker_state(line),
@@ -78,7 +79,7 @@ def worker_cells(line: WorkerLine) -> tuple[str, ...]:
 
 
 def table_lines(snapshot: JobSnapshot) -> list[str]:
-    """One line for each bounded table."""
+    """Return one line for each bounded table."""
     return [
         f"table {item.name}: {item.rows:,} rows; {item.admitted:,} ids admitted, {item.evicted:,} evicted, "
         f"{item.expired:,} expired, {item.refused:,} gradients without a row"
@@ -87,6 +88,6 @@ def table_lines(snapshot: JobSnapshot) -> list[str]:
 
 
 def worker_table(snapshot: JobSnapshot) -> str:
-    """One plain line per worker, under a header."""
+    """Return a header and one plain line for each worker."""
     columns = "".join("<" if name in TEXT_COLUMNS else ">" for name in WORKER_COLUMNS)
     return "\n".join(aligned([WORKER_COLUMNS, *map(worker_cells, snapshot.workers)], columns))

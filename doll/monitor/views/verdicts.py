@@ -1,8 +1,9 @@
 """The answers to the four questions of the page, from a job's records. Pure.
 
-An answer says what the records show. Where they are old (Kafka or the parameter server does not answer), it says that
-it is not known, and what it was before. A model learns if its error is better than at the start by more than noise;
-if it has an accuracy that is no better, a loss that falls shows no more than that it has found what guessing gives.
+An answer states what the records show. If the records are old (Kafka or the parameter server does not answer), the
+answer is "not known", followed by the last known answer. A model learns if its error is better than at the start by
+more than noise. If its accuracy is not better, a falling loss is not sufficient: the model may only have learned to
+guess.
 """
 
 from __future__ import annotations
@@ -18,34 +19,34 @@ from doll.monitor.state.watched_job import PageState
 from doll.process.metric_names import EVALUATOR, PRODUCER, PROVISIONER, worker_of
 from doll.provisioner.planning.planner import slot_ranges
 
-Tone = str  # "good", "warn", "bad", or "none" where there is nothing to say, or not yet
+Tone = str  # "good", "warn", "bad", or "none" if there is no answer (yet)
 
 _PS: Final = "ps"
 _ROLES: Final = {role: f"the {role}" for role in (EVALUATOR, PRODUCER, PROVISIONER)} | {_PS: "the parameter server"}
 _SLOW_S: Final = 2.0  # a forecast is "barely" if the deadline is less than this many standard deviations after it
-_PAUSE_S: Final = 30.0  # without an update, or ten times as long as one takes
+_PAUSE_S: Final = 30.0  # longest normal time without an update, unless ten updates take longer
 _PAUSE_UPDATES: Final = 10.0
 
-_FIRST: Final = 10  # updates, or fewer, are the start
-_LAST: Final = 50  # and up to so many are what it is now
+_FIRST: Final = 10  # number of updates that count as the start
+_LAST: Final = 50  # maximum number of last updates that count as the current state
 _FEWEST: Final = 2 * _FIRST
 _ENOUGH: Final = _FIRST + _LAST
-_LEAST_FALL: Final = 0.05  # of a loss; untrained models begin a little above the loss of guessing
-_LEAST_RISE: Final = 0.02  # of an accuracy
-_ERRORS: Final = 4.0  # standard errors that are no chance
-_HELD_OUT_SAMPLES: Final = 360  # records do not say how many there are: as few as in a small example
-_MOST_GUESSED: Final = 0.6  # if the commonest label is so common, an accuracy cannot tell, and the loss does
+_LEAST_FALL: Final = 0.05  # minimum relative fall of a loss; untrained models begin slightly above the loss of guessing
+_LEAST_RISE: Final = 0.02  # minimum rise of an accuracy
+_ERRORS: Final = 4.0  # standard errors from which a change is not noise
+_HELD_OUT_SAMPLES: Final = 360  # the number is not in the records: assume that of a small example
+_MOST_GUESSED: Final = 0.6  # above this accuracy by guessing, judge by the loss
 
 
 class Verdict(NamedTuple):
-    """An answer, and how good it is."""
+    """An answer, and its rating."""
 
     tone: Tone
     text: str
 
 
 def verdicts(state: PageState) -> dict[str, Verdict]:
-    """The answers by question."""
+    """Return the answers by question."""
     answers = {
         "learning": _learning(state), "progress": _progress(state), "safety": _safety(state), "work": _work(state),
     }  # fmt: skip
@@ -57,7 +58,7 @@ def verdicts(state: PageState) -> dict[str, Verdict]:
 
 
 def blind(state: PageState) -> dict[str, str]:
-    """The questions whose newest records are missing, and why."""
+    """Return the questions whose newest records are missing, each with the reason."""
     if state.problem:
         return dict.fromkeys(("learning", "progress", "work"), state.problem)
     if _PS in state.silent_s:
@@ -76,7 +77,7 @@ def _with_age(state: PageState, role: str) -> str:
 
 
 def silent_text(state: PageState) -> str:
-    """All roles that are silent, workers together: `the parameter server for 45 s, workers 0-7 for 40 s`."""
+    """Return all silent roles, workers together: `the parameter server for 45 s, workers 0-7 for 40 s`."""
     workers = {worker: age_s for role, age_s in state.silent_s.items() if (worker := worker_of(role)) is not None}
     texts = [_with_age(state, role) for role in _others(state)]
     if workers:
@@ -85,32 +86,32 @@ def silent_text(state: PageState) -> str:
 
 
 def _others(state: PageState) -> list[str]:
-    """Roles other than workers that are silent. Workers come and go; without one of these the job does not go on, or
-    nobody sees it."""
+    """Return silent roles other than workers. Workers may leave at any time; without the other roles, the job does not
+    continue or is not observed."""
     return [role for role in state.silent_s if worker_of(role) is None]
 
 
 def elapsed_s(state: PageState) -> float:
-    """On the job's clock: that of the provisioner, else since the first update."""
+    """Return the elapsed seconds on the job's clock: of the provisioner's newest decision, or since the first update."""
     decided_s = state.decisions.newest.get("elapsed_s", math.nan)
     end_s = state.now_s if state.is_live else state.history.last_time_s
     return float(decided_s) if known(decided_s) else end_s - state.history.first_time_s
 
 
 def _nothing_yet(state: PageState) -> Verdict:
-    """The answer before any update."""
+    """Return the answer before the first update."""
     if state.is_live:
         return Verdict("none", "waiting for the first update")
     return Verdict("bad", "no: it has ended, and nothing was learned")
 
 
 def _refused(state: PageState) -> int:
-    """Records that were refused if no sample could be used; 0 if one could."""
+    """Return the number of refused records if no sample could be used; otherwise 0."""
     return 0 if state.snapshot.updates else max(state.snapshot.dead.letters, len(state.letters))
 
 
 def pause(state: PageState) -> str:
-    """The time without an update, and why, if that is long for this job; "" if it is not."""
+    """Return the time without an update, and the reason, if that is long for this job; otherwise ""."""
     snapshot = state.snapshot
     idle_s, per_s = state.now_s - state.history.last_time_s, snapshot.rate_measured
     usual_s = _PAUSE_UPDATES / per_s if known(per_s) and per_s > 0 else 0.0
@@ -125,7 +126,8 @@ def pause(state: PageState) -> str:
 
 
 class Change(NamedTuple):
-    """How one measure has changed: the `name`, at the start, now, and whether that is better by more than noise."""
+    """The change of one measure: its `name`, its value at the start and now, and whether it is better by more than
+    noise."""
 
     name: str
     start: float
@@ -173,7 +175,7 @@ def _learning(state: PageState) -> Verdict:
 
 
 def _reached(state: PageState) -> str:
-    """The target that the newest version has reached."""
+    """Return the target that the newest version has reached."""
     snapshot, stop = state.snapshot, state.config.stop
     if stop.accuracy is not None and snapshot.held_out_accuracy >= stop.accuracy:
         return f"held-out accuracy {number(snapshot.held_out_accuracy)} of {stop.accuracy:g}"
@@ -183,9 +185,10 @@ def _reached(state: PageState) -> str:
 
 
 def _change(state: PageState, measure: str) -> Change | None:
-    """The change on held-out samples if they were evaluated from the start on, else on samples not yet learned.
+    """Return the change on held-out samples if they were evaluated from the start, otherwise on samples before
+    learning.
 
-    Returns None without enough values of this measure.
+    None: there are not enough values of this measure.
     """
     history = state.history
     evaluations = history.evaluations
@@ -238,7 +241,7 @@ def _progress(state: PageState) -> Verdict:
 
 
 def _over_budget(state: PageState) -> str:
-    """The amount that is above the budget; "" if none is, or costs are not known."""
+    """Return the amount above the budget, in words; "" if the cost is not above the budget, or not known."""
     budget, decision = state.config.plan.budget_usd, state.decisions.newest
     if not budget:
         return ""
@@ -285,7 +288,7 @@ def _on_time(state: PageState) -> Verdict:
 
 
 def forecast_s(state: PageState) -> tuple[float, float]:
-    """The expected end on the job's clock, and its standard deviation; NaN if it is not known."""
+    """Return the expected end on the job's clock, and its standard deviation, seconds; NaN if not known."""
     decision, snapshot = state.decisions.newest, state.snapshot
     finish_s = decision.get("expected_finish_s", elapsed_s(state) + snapshot.eta_s)
     sd_s = decision.get("expected_finish_sd_s", math.nan) if decision else snapshot.eta_sd_s
@@ -345,7 +348,7 @@ def _work(state: PageState) -> Verdict:
     needed = sum(not line.is_spare for line in snapshot.workers)
     if not state.is_live:
         return Verdict("none", f"{needed} workers took part")
-    if snapshot.limit and not state.history.loss_trend.diverged:  # that is said of the learning
+    if snapshot.limit and not state.history.loss_trend.diverged:  # the answer on learning reports a divergence
         return Verdict("warn", snapshot.limit)
     text = f"{out_of(live, needed)} workers are live"
     if why := pause(state):

@@ -1,4 +1,4 @@
-"""Versions of a job as text: a table of all, one with its lineage, and what lies between two."""
+"""Versions of a job as text: a table of all versions, one version with its lineage, and the difference of two."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _COLUMNS = ("version", "saved (UTC)", "samples", "policy", "prequential", "held-
 
 
 def versions_table(lines: Sequence[VersionLine], location: str) -> str:
-    """One line for each version, the newest last."""
+    """Return one line for each version, the newest last."""
     if not lines:
         return f"no version is kept in {location}: nothing has been learned yet"
     rows = [_COLUMNS, *(_row(line) for line in lines)]
@@ -30,7 +30,7 @@ def _row(line: VersionLine) -> tuple[str, ...]:
 
 
 def version_text(line: VersionLine) -> str:
-    """One version, with its lineage."""
+    """Return one version with its lineage, as text."""
     spans = ", ".join(f"{n}: {lo}..{hi}" for n, (lo, hi) in enumerate(line.offsets))
     marks = [*(f"alias {name}" for name in line.aliases), *(["pinned"] if line.is_pinned else [])]
     rows = [
@@ -53,7 +53,7 @@ def version_text(line: VersionLine) -> str:
 
 
 def diff_text(diff: VersionDiff) -> str:
-    """The difference of two versions, as text."""
+    """Return the difference of two versions, as text."""
     a, b = diff.a, diff.b
     spans = ", ".join(f"{n}: {lo}..{hi}" for n, (lo, hi) in enumerate(diff.offsets) if lo != hi)
     rows = [
@@ -71,7 +71,7 @@ def diff_text(diff: VersionDiff) -> str:
 
 
 def _rows_text(change: TableChange) -> str:
-    """`3 of 40 rows differ, by 0.5 at most, most of all 7 (0.71), 12 (0.5); 2 new, 1 gone`."""
+    """Return such as `3 of 40 rows differ, by 0.5 at most, most of all 7 (0.71), 12 (0.5); 2 new, 1 gone`."""
     text = f"{change.changed} of {change.rows} rows differ"
     if change.most:
         most = ", ".join(f"{number} ({length:.4g})" for number, length in change.most)
