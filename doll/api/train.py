@@ -53,7 +53,7 @@ def train(
             dataset. Alternatively a dict with the `source` section of a job file: `{"kind": "csv", "path":
             "rows.csv"}`.
         job: path of a job file, or name of a shipped example; it provides all values that are not given here.
-        name: name of the job. None: derived from the name of the task's class.
+        name: name of the job. None: the name in the job file, or one derived from the name of the task's class.
         args: keyword arguments of the task's class.
         held_out: samples that are never learned, for the held-out error; the types of `source`, except a dict. At most
             `evaluation.max_samples` of them are used.

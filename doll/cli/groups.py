@@ -92,7 +92,7 @@ class Listed(NamedTuple):
         return bool(self.where) or extensions.has_lab()
 
     def load(self, name: str) -> Any:
-        """Return the command of typer. Without doll-lab: one that accepts any arguments and reports what is missing."""
+        """Return the typer command. If doll-lab is missing, the command accepts any arguments and reports that."""
         module, _, attribute = self.where.partition(":")
         if module:
             command = getattr(importlib.import_module(f"doll.cli.{module}"), attribute)

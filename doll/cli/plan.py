@@ -59,7 +59,7 @@ class PipelineOptions:
         float | None,
         typer.Option(
             min=0,
-            help="With --pipeline: optimizer state, as a multiple of the weights' size [default: as in DOLL].",
+            help="With --pipeline: gradients and optimizer state, in multiples of the weights [default: as in DOLL].",
         ),
     ] = None
     within_node: Annotated[

@@ -157,7 +157,7 @@ def replay_(
     """Rebuild a version, bit for bit, from the event log of its run, and write it in the format of doll export.
 
     The run needs the setting checkpoint.event_log: true. If a checkpoint of the version is kept, all its tensors are
-    compared with the rebuilt ones.
+    compared with the rebuilt tensors.
 
     Example: doll replay runs/digits-20260101-120000 --to 120
     """

@@ -52,7 +52,7 @@ def serve(
     keep_alive_s: Annotated[
         float | None,
         duration(
-            "Time after which an idle connection is closed; set more than at the load balancer [default: 75].",
+            "Time until an idle connection is closed; must exceed the load balancer's time [default: 75].",
             "--keep-alive",
         ),
     ] = None,

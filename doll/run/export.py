@@ -207,7 +207,7 @@ def _graph(
 
 
 def _samples(config: JobConfig, task: Task, values: Iterable[bytes]) -> SampleBatch:
-    """Return samples for the comparison of a graph: the given ones, held-out ones of the task, or the first of the
+    """Return samples for the comparison of a graph: the given samples, held-out samples of the task, or the first of the
     source."""
     from doll.producers.sources import open_streams
     from doll.task.base import described

@@ -155,7 +155,7 @@ def _own_store(target: Target) -> CheckpointStore:
 
 
 def job_records(target: Target) -> VersionRecords:
-    """Return the job's records from Kafka; if Kafka is gone or the run has ended, those of its folder, if any."""
+    """Return the job's records from Kafka; if Kafka is unavailable or the run has ended, the records in its folder."""
     if not (target.is_run_folder and target.run.report.exists()):
         with contextlib.suppress(ServiceUnavailableError):
             return _from_kafka(target)

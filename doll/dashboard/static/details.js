@@ -1,4 +1,4 @@
-// What a click opens: a dialog with what the server says of a worker, an update, a dead letter, a decision, a version.
+// The dialog that a click opens: details of a worker, an update, a dead letter, a decision or a version.
 
 import { byId, fillFacts, fillTable } from "./dom.js";
 import { saved } from "./state.js";

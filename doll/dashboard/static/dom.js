@@ -1,4 +1,4 @@
-// Small helpers for the document. Text is set as text, never as HTML: names and reasons come from other people.
+// Small helpers for the document. Text is set as text, never as HTML: names and reasons come from other users.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -13,7 +13,7 @@ export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-// Calls `draw` where `value` is not what this node showed last.
+// Calls `draw` if `value` differs from the value that this node showed last.
 export function ifChanged(node, value, draw) {
   const key = JSON.stringify(value);
   if (node.shown === key) return;
@@ -34,7 +34,7 @@ export function fillFacts(list, facts) {
   });
 }
 
-// A table of text cells. `open(row)` names what a click on a row opens; "" for nothing.
+// A table of text cells. `open(row)` returns the name of the item that a click on the row opens; "" if none.
 export function fillTable(table, columns, rows, open = () => "") {
   ifChanged(table, rows, () => {
     const focused = document.activeElement?.dataset?.open;

@@ -1,4 +1,4 @@
-// The market: prices and costs, and who ran on which of them when.
+// The market: prices and costs over time, and the market of each worker.
 
 import { CurvesChart } from "./charts.js";
 import { byId, fillFacts, ifChanged } from "./dom.js";

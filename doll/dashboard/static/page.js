@@ -1,4 +1,4 @@
-// The page: it draws what the server has made of the job's records (doll/monitor/views/page.py), and computes nothing.
+// The page: it draws the state from the server (doll/monitor/views/page.py), and computes nothing.
 
 import { ErrorChart, SamplesChart } from "./charts.js";
 import { listen } from "./details.js";
@@ -75,7 +75,7 @@ function renderErrors() {
   errors.render(curves, measure);
 }
 
-// A long text, of which a click or a key shows the rest.
+// A long text that is shortened; a click or a key shows the rest.
 function folded(text) {
   const all = element("details");
   all.append(element("summary", text));

@@ -1,4 +1,4 @@
-// Charts of any series: what a state has under `panels` (doll/monitor/views/panels.py).
+// Charts of any series: the `panels` of a state (doll/monitor/views/panels.py).
 
 import { Chart, RUN_COLORS, RUN_DASHES, wide } from "./charts.js";
 import { element, ifChanged } from "./dom.js";

@@ -1,4 +1,4 @@
-// Charts alone, with a title: what `doll plan --plot` and `doll simulate --out` write (doll/monitor/views/panels.py).
+// A page with a title and charts, written by `doll plan --plot` and `doll simulate --out` (doll/monitor/views/panels.py).
 
 import { byId, setText } from "./dom.js";
 import { Panels } from "./panels.js";

@@ -1,4 +1,4 @@
-// Runs side by side: it draws what the server has made of their files (doll/monitor/views/comparison_page.py).
+// Runs side by side: it draws the state from the server (doll/monitor/views/comparison.py).
 
 import { RunsChart } from "./charts.js";
 import { byId, element, ifChanged, setText } from "./dom.js";

@@ -1,4 +1,4 @@
-// The model server: which versions answer, and how long answers take.
+// The model server: the versions that answer, and the response times.
 
 import { CurvesChart } from "./charts.js";
 import { byId, fillFacts, ifChanged, setText } from "./dom.js";

@@ -1,8 +1,8 @@
-// The state of the job, as the server sends it: whole at first, then as merge patches (RFC 7386); and how old it is.
+// The state of the job and its age. The server sends the whole state first, then merge patches (RFC 7386).
 
 import { byId, clock, setText } from "./dom.js";
 
-// The state in the file itself, where the page was saved (doll/dashboard/saved_page.py); null where a server sends it.
+// The state inside the file if the page was saved (doll/dashboard/saved_page.py); null if a server sends the state.
 export const saved = JSON.parse(byId("saved")?.textContent ?? "null");
 
 const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
@@ -16,7 +16,7 @@ function mergePatch(target, patch) {
   return target;
 }
 
-// What is said of a state that is so old.
+// The message for a state of this age in seconds.
 export const oldText = (seconds) => `not connected: what is shown is ${clock(seconds)} old`;
 
 const LOOK_MS = 1000;
@@ -24,9 +24,9 @@ const AGAIN_MS = 5000;
 
 // Calls `render(state, changed, age)` at most once per frame; `changed` names the parts that differ since the last call.
 //
-// The server sends something every `state.every_s` seconds. `age` is 0, or how many seconds old the state is, once the
-// server is away or has sent nothing for long: then `render` is called each second. What `isFinal(state)` cannot get old.
-// A saved state is drawn once.
+// The server sends an event every `state.every_s` seconds. `age` is 0 while events arrive. If the server is unavailable or
+// silent, `age` is the age of the state in seconds, and `render` is called each second. A state for which `isFinal(state)`
+// is true has no age. A saved state is drawn once.
 export function follow(render, isFinal) {
   if (saved) {
     render(saved, new Set(Object.keys(saved)), 0);

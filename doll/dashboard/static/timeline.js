@@ -1,4 +1,4 @@
-// What ran when, in rows. Kinds differ in the height of their bars, not only in colour.
+// A timeline in rows. Kinds of spans differ in the height of their bars, not only in colour.
 
 import { clock, element, ifChanged } from "./dom.js";
 
@@ -30,7 +30,7 @@ export class Timeline {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
   }
 
-  // Rows: [label, [[from, to, kind, text], ...]]; of a span that goes on, `to` is -1.
+  // Rows: [label, [[from, to, kind, text], ...]]; `to` is -1 if the span has not ended.
   render(rows, end) {
     [this.rows, this.end] = [rows, end];
     const shown = new Set(rows.flatMap(([, spans]) => spans.map(([, , kind]) => kind)));

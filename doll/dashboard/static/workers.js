@@ -1,4 +1,4 @@
-// The table of workers: only the rows that are in view are in the document, so that 1,000 workers are no burden.
+// The table of workers. Only visible rows are in the document, so that 1,000 workers do not slow down the page.
 
 import { byId, clock, element, opener, setText, timeOfDay } from "./dom.js";
 

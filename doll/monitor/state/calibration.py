@@ -211,8 +211,7 @@ def _curve(rows: Rows, measure: Measure) -> tuple[Floats, Floats]:
 
 
 def _updates_to(fit: CurveFit | None, reached: float | None, target: float) -> FitInterval | None:
-    """Return J(ε): if the run reached the target, that update with the fit's interval; otherwise extrapolated by the
-    fit."""
+    """Return J(ε): the update that reached the target, with an interval that includes the fit's; otherwise the fit's."""
     try:
         fitted = fit.updates_to(target, reached=reached is not None) if fit is not None else None
     except InfeasiblePlanError:

@@ -53,7 +53,7 @@ class WorkerLine:
 
     Attributes:
         is_live: None before the first process of this worker has joined.
-        state_s: seconds since the worker became live or gone.
+        state_s: seconds since the worker joined, or since it left.
         since_s: Unix time of this change.
         market: market of its machine, as reported by the worker: "spot", "on_demand" or "".
         control: channel of its grants and pushes: "local", "redis", "kafka", or "" if the worker is not live.
@@ -108,7 +108,7 @@ class DeadLetterCounts:
         return sum(letters for _, letters in self.reasons)
 
     def text(self) -> str:
-        """Return such as `1,008 dead letters (63 of the last 100,000 records), most of them: ...`; "" without dead
+        """Return a text such as `1,008 dead letters (63 of the last 100,000 records), most of them: ...`; "" without dead
         letters."""
         if not self.reasons:
             return ""
@@ -121,7 +121,7 @@ class DeadLetterCounts:
 
 
 def skipped_text(skipped: Sequence[tuple[str, int]]) -> str:
-    """Return such as `1,008 samples skipped: 1,000 tombstone, 8 bot`; "" if no sample was skipped."""
+    """Return a text such as `1,008 samples skipped: 1,000 tombstone, 8 bot`; "" if no sample was skipped."""
     if not skipped:
         return ""
     total = sum(samples for _, samples in skipped)
@@ -182,7 +182,7 @@ class ProgressModel:
         self._arrivals = ArrivalRateEstimator(config.data.samples_per_record)
         self._status: ServerStatus | None = None
         self._measures: dict[int, Measures] = {}  # the last ones of each term
-        self._gone_since_s: dict[int, float] = {}  # Unix seconds of the first status without a worker, while it is gone
+        self._gone_since_s: dict[int, float] = {}  # Unix seconds of the first status without an absent worker
         self._worker_rates = WorkerRates()
         self._slow_workers: set[int] = set()
         self._waiting: dict[int, str] = {}  # the reason why a worker cannot decode records
@@ -190,7 +190,7 @@ class ProgressModel:
         self._newest: deque[Update] = deque()
         self._num_members = 0
         self.next_offsets: dict[int, int] = {}  # per partition: one above the last offset in an update
-        self.served_by: dict[int, int] = {}  # per partition: the worker whose batch was in an update last
+        self.served_by: dict[int, int] = {}  # per partition: the worker of the last batch in an update
         self._events: deque[tuple[float, str]] = deque(maxlen=EVENTS_KEPT)
         self.all_events: list[tuple[float, str]] = []
 

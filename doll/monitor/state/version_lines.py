@@ -176,7 +176,7 @@ class VersionDiff:
 
     @property
     def offsets(self) -> tuple[tuple[int, int], ...]:
-        """For each partition, the end offset of the earlier and of the later version."""
+        """The end offsets of the earlier and of the later version, by partition."""
         ends = [[end for _, end in line.offsets] for line in (self.a, self.b)]
         count = max(map(len, ends))
         first, last = ([*row, *[0] * (count - len(row))] for row in ends)

@@ -38,7 +38,7 @@ MAX_PAYLOAD_BYTES: Final = 1_024  # limit for a dead letter
 MAX_DECISIONS: Final = 200
 MAX_EVENTS: Final = 500
 
-Event = tuple[float, str]  # Unix seconds, and what happened
+Event = tuple[float, str]  # Unix seconds, and the event in words
 
 
 class ProcessEvent(msgspec.Struct, frozen=True):

@@ -195,7 +195,7 @@ def summary(report: Mapping[str, Any]) -> str:
 
 
 def _on_ec2(estimate: Mapping[str, Any]) -> str:
-    """Return the cost that the run would have had on EC2, with machines as fast as the ones used."""
+    """Return the cost that the run would have had on EC2, on machines of the same speed."""
     place = f"{estimate['region']}, prices of {estimate['as_of']}"
     stack_usd = estimate["stack_usd_per_h"] * estimate["seconds"] / SECONDS_PER_HOUR
     return (

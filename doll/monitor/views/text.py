@@ -55,7 +55,7 @@ def verdict(snapshot: JobSnapshot) -> str:
 
 
 def worker_state(line: WorkerLine) -> str:
-    """Return such as `live 3:05` or `gone 12 s`, with the duration; `spare` without a partition; `starting` before it
+    """Return the state, such as `live 3:05` or `gone 12 s`; `spare` without a partition; `starting` before it
     joins."""
     if line.is_spare:
         return "spare"

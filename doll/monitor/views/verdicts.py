@@ -92,7 +92,7 @@ def _others(state: PageState) -> list[str]:
 
 
 def elapsed_s(state: PageState) -> float:
-    """Return the elapsed seconds on the job's clock: of the provisioner's newest decision, or since the first update."""
+    """Return the elapsed seconds on the job's clock: of the provisioner's last decision, or since the first update."""
     decided_s = state.decisions.newest.get("elapsed_s", math.nan)
     end_s = state.now_s if state.is_live else state.history.last_time_s
     return float(decided_s) if known(decided_s) else end_s - state.history.first_time_s

@@ -71,7 +71,7 @@ def diff_text(diff: VersionDiff) -> str:
 
 
 def _rows_text(change: TableChange) -> str:
-    """Return such as `3 of 40 rows differ, by 0.5 at most, most of all 7 (0.71), 12 (0.5); 2 new, 1 gone`."""
+    """Return a text such as `3 of 40 rows differ, by 0.5 at most, most of all 7 (0.71), 12 (0.5); 2 new, 1 gone`."""
     text = f"{change.changed} of {change.rows} rows differ"
     if change.most:
         most = ", ".join(f"{number} ({length:.4g})" for number, length in change.most)
