@@ -24,8 +24,7 @@ _SENT_AT_ONCE: Final = 256  # records
 
 
 class Feeder:
-    """Serves the records of an iterator to a producer. One thread reads the iterator, which may block; another one
-    sends.
+    """Serves the records of an iterator to a producer. One thread reads the iterator; another one sends the records.
 
     Sample i goes to stream i mod N. When a producer connects, it tells how many samples each stream has, and receives
     the rest.
@@ -120,8 +119,7 @@ class Feeder:
         return at + len(kept), b"".join(wanted), ended
 
     def release(self, line: bytes) -> list[int]:
-        """Delete the samples that Kafka has, as a line of the producer states; return the number of samples of each
-        stream.
+        """Delete the samples that Kafka has, as a producer's line states; return the number of samples of each stream.
 
         Raises:
             RecordError: the line is not valid.

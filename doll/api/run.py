@@ -74,8 +74,7 @@ class Run:
         return self._newest()[0]
 
     def _newest(self) -> tuple[int, int]:
-        """Return version and samples: from the process of a running run, from the report of an ended run, otherwise
-        from updates.csv."""
+        """Return version and samples from the process of a running run, the report of an ended run, or updates.csv."""
         if self.is_running and self._process is not None:
             return self._process.last.version, self._process.last.samples
         if self._has_report:
@@ -113,8 +112,7 @@ class Run:
         return self._process.result()
 
     def stop(self, *, progress: bool = True) -> dict[str, Any]:
-        """End the run in order, with a last checkpoint, the last evaluation, audit, model and report; return the
-        report.
+        """End the run in order, with a last checkpoint and evaluation, audit, model and report; return the report.
 
         Raises:
             RunFailedError, DollError: see `wait`.

@@ -179,8 +179,7 @@ def _make_struct(
 
 
 def _post_init(self: Any) -> None:
-    """Call the class's own `__post_init__`. It is set after the class was created, but msgspec looks for it at
-    creation."""
+    """Call the class's own `__post_init__`, which is set after creation, but which msgspec looks for at creation."""
     type(self).__post_init__(self)
 
 

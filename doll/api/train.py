@@ -177,8 +177,7 @@ def _job_content(job: str | Path | None) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value in the form of a job file that can be loaded from any folder: with absolute paths and plain
-    numbers."""
+    """Return a value for a job file that can be loaded from any folder: with absolute paths and plain numbers."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

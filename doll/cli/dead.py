@@ -80,8 +80,9 @@ def list_(
 def show(
     job: RunOptions, letters: LetterOptions, run_folder: RunFolderOption = None, as_json: JsonOption = False
 ) -> None:
-    """Show the stored contents of dead records as text and in hexadecimal. A dead letter may store only the first
-    bytes.
+    """Show the stored contents of dead records as text and in hexadecimal.
+
+    The dead letter of a long record stores only its first bytes.
 
     Example: doll dead show my.yaml --offset 0/1234
     """

@@ -42,9 +42,7 @@ class DollGroup(typer.core.TyperGroup):
                 formatter.write_dl(rows)
 
     def lines(self, width: int) -> dict[str, tuple[str, str]]:
-        """Return, by name, the section title and the help text of each visible command; the text fits `width`
-        characters.
-        """
+        """Return, by name, the section title and the help text of each visible command, shorter than `width` characters."""
         shown = {name: command for name, command in self.commands.items() if not command.hidden}
         limit = width - 6 - max(map(len, shown), default=0)
         return {name: ("Commands", command.get_short_help_str(limit)) for name, command in shown.items()}
@@ -140,9 +138,7 @@ class LazyGroup(DollGroup):
 
 
 class Commands(typer.Typer):
-    """Commands whose parameters may be dataclasses: each field of a dataclass becomes an option or argument of the
-    command.
-    """
+    """Commands whose parameters may be dataclasses: each field of a dataclass becomes a parameter of the command."""
 
     def __init__(self, *, help: str, cls: type[DollGroup] = DollGroup, **more: Any) -> None:
         super().__init__(cls=cls, help=help, rich_markup_mode=None, **{"no_args_is_help": True, **more})

@@ -85,8 +85,7 @@ def dashboard(
     ] = None,
     run_folder: RunFolderOption = None,
 ) -> None:
-    """Serve the live page of a job: learning progress, deadline, budget, safety of the data, and the state of each
-    worker.
+    """Serve the live page of a job: its learning progress, time, cost, data safety, and the state of each worker.
 
     The page only reads: from the job's topics while they are available, otherwise from the run folder. For a folder
     with several runs, such as the output of doll compare, the page shows the runs side by side. Ctrl-C ends the

@@ -19,8 +19,7 @@ _FILES: Final = ("report.json", "updates.csv", "evaluations.csv")
 
 
 def is_runs_folder(folder: Path) -> bool:
-    """Return whether a folder contains runs, or the file of a comparison that has just begun, and is not a run folder
-    itself."""
+    """Return whether a folder contains runs, or will contain those of a comparison, and is not a run folder itself."""
     return not (folder / _JOB).exists() and ((folder / _COMPARISON).is_file() or any(folder.glob(f"*/{_JOB}")))
 
 

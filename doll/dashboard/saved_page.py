@@ -96,8 +96,7 @@ def static(name: str) -> str:
 
 
 def bundle(name: str, seen: set[str] | None = None) -> str:
-    """Return a front-end module as one script that begins with its imported modules, each once. Their names do not
-    collide."""
+    """Return a front-end module as one script, with its imported modules first. Their names do not collide."""
     seen = set() if seen is None else seen
     if name in seen:
         return ""

@@ -69,8 +69,7 @@ class EndedRun:
 
 
 class RunningJob:
-    """The state of a job from its topics, which a thread follows, and from its provisioner's journal if that is on this
-    machine.
+    """The state of a job from its topics, which a thread follows, and from its provisioner's journal if available.
 
     When the run has written its report to the folder, the state is read from the folder. The state counts as current
     only while Kafka keeps answering and the thread keeps running.

@@ -207,8 +207,7 @@ def _graph(
 
 
 def _samples(config: JobConfig, task: Task, values: Iterable[bytes]) -> SampleBatch:
-    """Return samples for the comparison of a graph: the given samples, held-out samples of the task, or the first of the
-    source."""
+    """Return samples for the comparison of a graph: the given ones, held-out ones, or the first ones of the source."""
     from doll.producers.sources import open_streams
     from doll.task.base import described
     from doll.task.batches import batch_of

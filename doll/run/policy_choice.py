@@ -31,8 +31,7 @@ class PolicyChoice:
         return ":".join((self.name, *(f"{key}={value}" for key, value in self.options)))
 
     def overrides(self, own: str) -> list[str]:
-        """Return the choice as overrides of a job file with the policy `own`. If it is the same policy, its other
-        options stay."""
+        """Return the choice as overrides of a job file with the policy `own`; other options of `own` are kept."""
         section = [] if self.name == own else [f"training.policy={{name: {self.name}}}"]
         return section + [f"training.policy.{key}={value}" for key, value in self.options]
 

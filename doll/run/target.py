@@ -118,8 +118,7 @@ def settle_locked(run: RunFolder) -> None:
 
 
 def take_next_job(run: RunFolder, grid: int) -> None:
-    """Make `job.next.yaml` the job file, because the newest checkpoint is of `grid`; keep the job file of the grid
-    before."""
+    """Make `job.next.yaml` the job file, because the newest checkpoint is of `grid`; keep the old job file."""
     write_atomically(run.path / f"job.grid-{grid - 1}.yaml", run.job.read_bytes())
     fault_point("regrid.after_copy")
     run.next_job.replace(run.job)

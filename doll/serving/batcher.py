@@ -76,8 +76,7 @@ def _undisturbed(values: deque[float]) -> float:
 
 
 class Batcher:
-    """Queues the requests of one event loop, one queue for each lane and kind of request, and serves the queues in
-    turn.
+    """Queues the requests of one event loop, with one queue for each lane and kind, and serves the queues in turn.
 
     Args:
         compute: answers a batch; only one thread at a time calls it.

@@ -19,8 +19,7 @@ from doll.task.trees import Array, Ragged, Structure
 
 
 class Answer(NamedTuple):
-    """The model's output for the samples of one request: arrays of shape (n, ...), and the structure that contains
-    them."""
+    """The model's output for the samples of one request: arrays of shape (n, ...), and the structure around them."""
 
     leaves: list[Array]
     structure: Structure | None

@@ -197,8 +197,7 @@ def _mean_samples(rows: Rows, samples_per_record: int) -> float:
 
 
 def _curve(rows: Rows, measure: Measure) -> tuple[Floats, Floats]:
-    """Return J and error of each evaluation. An error rate is at least 0.0005 (half a sample of 1000): the fit needs >
-    0."""
+    """Return J and error of each evaluation. An error rate is at least 0.0005, because the fit needs values above 0."""
     column = "accuracy" if measure == "error_rate" else "loss"
     pairs = [
         (row["version"], 1 - row[column] if measure == "error_rate" else row[column]) for row in rows if column in row
@@ -211,7 +210,7 @@ def _curve(rows: Rows, measure: Measure) -> tuple[Floats, Floats]:
 
 
 def _updates_to(fit: CurveFit | None, reached: float | None, target: float) -> FitInterval | None:
-    """Return J(ε): the update that reached the target, with an interval that includes the fit's; otherwise the fit's."""
+    """Return J(ε): the update that reached the target, with an interval around it; otherwise the fit's estimate."""
     try:
         fitted = fit.updates_to(target, reached=reached is not None) if fit is not None else None
     except InfeasiblePlanError:

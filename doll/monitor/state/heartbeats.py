@@ -57,8 +57,7 @@ class RoleHeartbeats:
         self._last_seen_s[role] = max(time_s, self._last_seen_s.get(role, time_s))
 
     def ages_s(self, now_s: float) -> dict[str, float]:
-        """Return the seconds since the last heartbeat of each role that has sent one and has not left; `now_s` is Unix
-        time."""
+        """Return the seconds since the last heartbeat of each role that has not left; `now_s` is Unix time."""
         return {role: max(0.0, now_s - at_s) for role, at_s in sorted(self._last_seen_s.items())}
 
     def silent(self, now_s: float) -> dict[str, float]:

@@ -269,8 +269,7 @@ class History:
         return LossTrend.without_windows(self.evaluations.valid("version"), self.evaluations.valid("loss"))
 
     def service_s(self) -> float:
-        """Return μ_C, the mean seconds from a granted batch to its stored gradient (fetch + compute + store), over
-        batches."""
+        """Return μ_C, the mean seconds from a granted batch to its stored gradient (fetch + compute + store)."""
         seconds, batches = self.updates.valid("mean_service_s"), self.updates.valid("batches")
         known = np.isfinite(seconds) & (seconds > 0)
         return float(np.average(seconds[known], weights=batches[known])) if known.any() else math.nan

@@ -53,8 +53,7 @@ def calibrate_run(folder: Path, measure: Measure | None = None, target_error: fl
 
 
 def with_pilot(config: JobConfig | None, section: PlanConfig) -> tuple[PlanConfig, list[str]]:
-    """Return the plan with J and the service time of its pilot run, and notes on them; the unchanged plan if it names
-    no pilot run.
+    """Return the plan with J and the service time of its pilot run, and notes; without a pilot run, the same plan.
 
     Args:
         config: the job of the plan; relative paths start from its folder.

@@ -108,8 +108,7 @@ class DeadLetterCounts:
         return sum(letters for _, letters in self.reasons)
 
     def text(self) -> str:
-        """Return a text such as `1,008 dead letters (63 of the last 100,000 records), most of them: ...`; "" without dead
-        letters."""
+        """Return such a text: `1,008 dead letters (63 of the last 100,000 records), most of them: ...`; "" if none."""
         if not self.reasons:
             return ""
         reason, letters = max(self.reasons, key=lambda item: item[1])
@@ -335,8 +334,7 @@ class ProgressModel:
         return source is not None and not isinstance(source, StdinSource) and stated
 
     def arrival_rates_per_s(self) -> list[float]:
-        """Return the arrival rate of each worker's streams, samples per second: from the job file, otherwise as
-        measured."""
+        """Return the arrival rate of each worker's streams, samples per second, as stated or as measured."""
         rates = self.config.rates_per_s() if self.rate_is_stated else self._arrivals.rates_per_s()
         return self.config.data.by_worker(rates) if rates else []
 
@@ -369,8 +367,7 @@ class ProgressModel:
         return (0 if self._status is None else self._status.num_workers) or self.config.data.workers
 
     def worker_lines(self) -> tuple[WorkerLine, ...]:
-        """Return one line for each worker that the job should have, and for each spare, from the server's newest
-        status."""
+        """Return one line for each worker that the job should have and for each spare, from the server's last status."""
         status = self._status
         now_s = 0.0 if status is None else status.time_s
         workers = {} if status is None else {worker.worker: worker for worker in status.workers}
@@ -453,8 +450,7 @@ class ProgressModel:
         )
 
     def waits_for_more(self) -> bool:
-        """Return whether batches beyond the newest checkpoint exist, but too few for an update, so that no worker
-        computes."""
+        """Return whether batches exist beyond the newest checkpoint, but too few for an update, and no worker computes."""
         status = self._status
         if status is None or status.computing_batches or any(worker.is_stalled for worker in status.workers):
             return False
@@ -468,13 +464,11 @@ class ProgressModel:
         return DeadLetterCounts(status.dead_reasons, status.recent_records, status.recent_refused)
 
     def skipped(self) -> tuple[tuple[str, int], ...]:
-        """Return the number of samples that the task has skipped so far, by reason, from the parameter server's newest
-        status."""
+        """Return the number of skipped samples by reason, from the parameter server's newest status."""
         return () if self._status is None else self._status.skipped
 
     def updates_left(self) -> float:
-        """Return the expected number of updates until the stop rule for updates or samples is met; NaN without such a
-        rule."""
+        """Return the expected number of updates until the stop rule (updates or samples); NaN without such a rule."""
         history, stop = self.history, self.config.stop
         done = history.learned_updates
         left: list[float] = [] if stop.updates is None else [stop.updates - done]

@@ -94,8 +94,7 @@ class ServedModel:
 
 
 def quantile(buckets: Sequence[tuple[float, float]], share: float) -> float:
-    """Return the quantile of a histogram as Prometheus computes it: evenly distributed within a bucket; NaN if it is
-    empty.
+    """Return the quantile of a histogram as Prometheus does: evenly distributed within a bucket; NaN if it is empty.
 
     >>> quantile([(0.1, 50.0), (0.2, 100.0)], 0.75)
     0.15000000000000002

@@ -1,5 +1,4 @@
-"""A series of points with a limit: if there are too many points, every second one is deleted; the others keep their
-numbers."""
+"""A series of limited length: of too many points, every second one is deleted; the others keep their numbers."""
 
 from __future__ import annotations
 

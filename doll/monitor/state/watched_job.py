@@ -215,8 +215,7 @@ class WatchedJob:
             self._events.append((status.time_s, f"{subject}: {text}"))
 
     def state(self, now_s: float, unix_s: float, *, problem: str = "") -> PageState:
-        """Return the state at monotonic `now_s` and Unix `unix_s`. Objects that it refers to change with the next
-        record."""
+        """Return the state at monotonic `now_s` and Unix `unix_s`. Its objects change with the next record."""
         progress, snapshot = self.progress, self.progress.snapshot(now_s)
         has_ended = snapshot.finished is not None
         return PageState(

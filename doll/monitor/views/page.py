@@ -1,5 +1,4 @@
-"""The overview of a job for the live page, as plain values: four questions, the workers, curves, and lists of records.
-Pure.
+"""The overview of a job for the live page, as plain values: questions, workers, curves, lists of records. Pure.
 
 Texts and numbers come from the same state as the terminal display, and a browser only draws them. Numbers are rounded
 to the displayed precision, because the server sends every change. Unknown values are left out.
@@ -61,8 +60,7 @@ def page(state: PageState) -> dict[str, Any]:
 
 
 def _updates(state: PageState) -> dict[str, list[Any]]:
-    """Return the newest updates; updates that are not in the model (after a crash or `doll rollback`) are marked as
-    void."""
+    """Return the newest updates; an update that a crash or `doll rollback` has undone is marked as void."""
     void = state.history.updates.void_of(MAX_UPDATES)
     rows: dict[str, list[Any]] = {}
     for item in _newest(state.updates):

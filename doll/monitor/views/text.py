@@ -55,8 +55,7 @@ def verdict(snapshot: JobSnapshot) -> str:
 
 
 def worker_state(line: WorkerLine) -> str:
-    """Return the state, such as `live 3:05` or `gone 12 s`; `spare` without a partition; `starting` before it
-    joins."""
+    """Return the state, such as `live 3:05`, `gone 12 s`, `spare` (no partition), or `starting` (not joined yet)."""
     if line.is_spare:
         return "spare"
     if line.is_live is None:

@@ -126,8 +126,7 @@ def pause(state: PageState) -> str:
 
 
 class Change(NamedTuple):
-    """The change of one measure: its `name`, its value at the start and now, and whether it is better by more than
-    noise."""
+    """The change of one measure: its name, its value at the start and now, and whether it is better than by noise."""
 
     name: str
     start: float
@@ -185,8 +184,7 @@ def _reached(state: PageState) -> str:
 
 
 def _change(state: PageState, measure: str) -> Change | None:
-    """Return the change on held-out samples if they were evaluated from the start, otherwise on samples before
-    learning.
+    """Return the change on held-out samples if they were evaluated from the start, otherwise on new samples.
 
     None: there are not enough values of this measure.
     """

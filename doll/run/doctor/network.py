@@ -27,8 +27,7 @@ TCP_SETTINGS: Final = ("tcp_slow_start_after_idle", "tcp_congestion_control")
 
 
 def tls_context(authority: str | None) -> ssl.SSLContext:
-    """Return a TLS context that verifies certificates and names by a CA (PEM text, or path of a PEM file), or by the
-    system's CAs.
+    """Return a TLS context that verifies certificates by a CA (PEM text, or path of a PEM file), or the system's CAs.
 
     Raises:
         OSError: the file cannot be read (ssl.SSLError: it contains no certificate).
@@ -107,7 +106,6 @@ def tcp_settings() -> dict[str, str]:
 
 
 def _handshake(exc: OSError) -> str:
-    """Return the problem of a handshake; "" if the server only requires our certificate (TLS 1.2): its own may be
-    valid."""
+    """Return the problem of a handshake; "" if the server requires our certificate (TLS 1.2): its own may be valid."""
     text = str(exc)
     return "" if "CERTIFICATE_REQUIRED" in text or "HANDSHAKE_FAILURE" in text else f"no TLS handshake ({text})"

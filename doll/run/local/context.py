@@ -30,8 +30,7 @@ WORKERS_START_TIMEOUT_S: Final = 20.0
 
 
 class RunHook:
-    """Accompanies a run from its first process to its report. This base class changes nothing: the supervisor manages
-    the workers.
+    """Accompanies a run from its first process to its report. This base class leaves the workers to the supervisor.
 
     Subclasses override methods: a drill and a benchmark some of them; a spot market also manages the workers.
     """
@@ -108,8 +107,7 @@ class LocalRun:
     _health_ports: dict[str, int] = field(default_factory=dict)
 
     def parameter_servers(self) -> list[RoleSpec]:
-        """Return one parameter server, or two standbys: each takes over only if the other is silent, also after a
-        restart."""
+        """Return one parameter server, or two standbys: each takes over only if the other is silent."""
         if self.hook.standby:
             return [self._spec(name, "ps_standby_role") for name in PARAMETER_SERVERS]
         return [self._spec("ps", "ps_role")]
@@ -118,8 +116,7 @@ class LocalRun:
         return self._spec(f"worker-{slot}", "worker_role", slot)
 
     def instance(self, instance: Instance) -> RoleSpec:
-        """Return a worker on a machine of a fleet. Its name has two numbers, because two machines of a slot may
-        overlap."""
+        """Return a worker on a machine of a fleet. Its name has two numbers: two machines of a slot may overlap."""
         return self._spec(f"worker-{instance.slot}.{instance.incarnation}", "worker_role", instance.slot)
 
     def evaluator(self) -> RoleSpec:

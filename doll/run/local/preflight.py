@@ -39,8 +39,7 @@ def check_files(config: JobConfig) -> None:
 
 
 def check_task(config: JobConfig) -> None:
-    """Check that the module of the task contains its class. The module is parsed, not run: importing torch takes
-    seconds.
+    """Check that the module of the task contains its class, by parsing the module: importing torch takes seconds.
 
     Raises:
         ConfigError: the file, the module or the class does not exist.

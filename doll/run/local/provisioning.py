@@ -166,8 +166,7 @@ def machines_of(config: JobConfig, services: Services, run_folder: Path) -> Iter
 def _processes(
     config: JobConfig, fleet_config: ProcessesFleetConfig, services: Services, run: RunFolder, stack: ExitStack
 ) -> Machines:
-    """Return worker processes of this machine as machines, on a replayed market that opens now. They end with this
-    process."""
+    """Return worker processes as machines, on a replayed market that opens now. They end with this process."""
     market, _ = make_market(config, fleet_config, config.seed)
     run.logs.mkdir(parents=True, exist_ok=True)
     run.write_job(config)

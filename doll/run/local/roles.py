@@ -152,8 +152,7 @@ class JobProcess:
 
 
 def _role(entry: Callable[P, int]) -> Callable[P, int]:
-    """Return an entry point that exits with the code of its `DollError`; after code 2, the supervisor does not restart
-    it."""
+    """Return an entry point that exits with the code of its `DollError`; the supervisor does not restart a code 2."""
 
     @functools.wraps(entry)
     def run(*args: P.args, **kwargs: P.kwargs) -> int:

@@ -162,8 +162,7 @@ class Learning:
         return all(line.is_live and line.lag_records == 0 for line in lines)
 
     def _idle(self, waited_s: float) -> bool:
-        """Return whether the last update is older than the time for a group, even if its batches are computed one by
-        one."""
+        """Return whether the last update is older than the time for a group whose batches are computed one by one."""
         group_s = self._run.config.group_size * self._model.history.service_s()
         return waited_s > max(IDLE_AFTER_SOURCE_S, 3 * group_s if math.isfinite(group_s) else 0.0)
 
