@@ -42,7 +42,7 @@ class DollGroup(typer.core.TyperGroup):
                 formatter.write_dl(rows)
 
     def lines(self, width: int) -> dict[str, tuple[str, str]]:
-        """Return, by name, the section title and the help text of each visible command, shorter than `width` characters."""
+        """Return the section title and the help text, which fits `width` characters, of each visible command by name."""
         shown = {name: command for name, command in self.commands.items() if not command.hidden}
         limit = width - 6 - max(map(len, shown), default=0)
         return {name: ("Commands", command.get_short_help_str(limit)) for name, command in shown.items()}

@@ -42,12 +42,14 @@ def copy_example(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of an example; see doll example list.")],
     to: Annotated[
         Path | None,
-        typer.Argument(metavar="[FOLDER]", help="Target folder; created if needed. [default: NAME]"),
+        typer.Argument(
+            metavar="[FOLDER]", help="Target folder; created if needed. [default: the example's folder name]"
+        ),
     ] = None,
 ) -> None:
     """Copy an example and its files, so that you can change them. Existing files are not overwritten.
 
-    If the target folder has the name of the example, doll up NAME runs the files of this folder.
+    If the working directory has a folder with the name of an example, doll up NAME runs the files of this folder.
 
     Example: doll example copy stdin mine
     """

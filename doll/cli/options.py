@@ -158,7 +158,9 @@ class StreamOptions:
     """The streams of a job and its batch settings; they replace a job file or some of its values."""
 
     workers: WorkersOption = None
-    rate: Annotated[list[str] | None, typer.Option(metavar="L[,L...]", help="Samples/s per stream, or for all.")] = None
+    rate: Annotated[
+        list[str] | None, typer.Option(metavar="L[,L...]", help="Samples/s: one rate for all streams, or one each.")
+    ] = None
     group_size: Annotated[int | None, typer.Option("--group-size", "-K", min=1, help="Batches per update (K).")] = None
     batch_size: Annotated[int | None, typer.Option("--batch-size", "-b", min=1, help="Samples per batch (b).")] = None
 
@@ -221,7 +223,8 @@ class MarketOptions:
         int | None, typer.Option(min=1, help="Machines per worker, started and lost together (k) [default: 1].")
     ] = None
     availability_of: Annotated[
-        Literal["machine", "worker"] | None, typer.Option(help="Subject of --alpha and --cycle [default: machine].")
+        Literal["machine", "worker"] | None,
+        typer.Option(help="Whether --alpha and --cycle describe a machine or a worker [default: machine]."),
     ] = None
     boot_s: BootOption = None
     service_s: ServiceOption = None

@@ -121,9 +121,7 @@ def plan(
     section = with_prices(config, section, instance, region, price_notes)
     request, notes = plan_request(config, section, stream.rates_per_s(config), stream.group_size, stream.batch_size)
     notes = [*price_notes, *pilot_notes, *notes]
-    simulated = (
-        config is not None and getattr(config.fleet, "speed_up", 1) != 1
-    )  # a simulated fleet does not run on AWS
+    simulated = config is not None and getattr(config.fleet, "speed_up", 1) != 1  # no part of it runs on AWS
     kind: StackKind | None = None if stack == "none" or simulated else stack
     assessment = assess(request)
     if plot is not None:

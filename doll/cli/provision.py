@@ -139,7 +139,7 @@ def drain(job: JobOptions, run_folder: RunFolderOption = None, as_json: JsonOpti
 
 @provision_app.command(short_help="Allow a job that was stopped for lack of progress to continue.")
 def clear(job: JobOptions, run_folder: RunFolderOption = None) -> None:
-    """Allow a job to continue that was stopped because it made no progress: all of its machines, or some slots.
+    """Allow a job to continue that was stopped, completely or in some slots, because it made no progress.
 
     First correct the cause, which doll provision status shows. The provisioner then launches one machine for each slot
     that was given up. A restart of the provisioner does not have this effect, because supervisors restart it

@@ -30,8 +30,8 @@ def up(
     fleet: Annotated[
         Literal["processes", "ray"] | None,
         typer.Option(
-            help="Run the workers as processes of this machine or as actors of Ray. If fleet.address is not set, doll "
-            "up starts Ray [default: ray if fleet.kind is ray, otherwise processes]."
+            help="Run the workers as processes of this machine or as actors of Ray. If fleet.address names no "
+            "cluster, doll up starts Ray [default: ray if fleet.kind is ray, otherwise processes]."
         ),
     ] = None,
     page: PageOption = True,
@@ -88,8 +88,9 @@ def regrid(
     """Continue from the newest checkpoint with another batch size, policy or optimizer.
 
     The model, its version number and its ledger continue. Batches are numbered again, from the first offset that is not
-    learned, so that doll audit still counts each offset once. If the run has ended, the command resumes it with the
-    changes. If the command is killed, the run is either unchanged or changed completely. Change other keys with --set.
+    learned, so that doll audit still counts each offset once. A run must have ended; the command then resumes it with
+    the changes. If the command is killed, the run is either unchanged or changed completely. Change other keys with
+    --set.
 
     With a job file (roles started one by one): write the new values into the job file, end the parameter server, run
     doll regrid JOB.yaml, and start all roles again with this job file.
@@ -129,8 +130,8 @@ def rollback(
 
     The model of the earlier version becomes the newest version, with the next version number. With --again, the samples
     learned since then are learned again. With --skip, they are not, and doll audit counts them as skipped. Later
-    versions are kept as long as other versions. If the run has ended, it is then resumed. If the command is killed, the
-    run is either unchanged or rolled back completely. To serve an earlier version, use doll versions alias.
+    versions are kept as long as other versions. A run must have ended; the command then resumes it. If the command is
+    killed, the run is either unchanged or rolled back completely. To serve an earlier version: doll versions alias.
 
     With a job file (roles started one by one): end the parameter server, run doll rollback JOB.yaml, and start all
     roles again.

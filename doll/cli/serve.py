@@ -42,7 +42,7 @@ def serve(
     name: Annotated[str, typer.Option(help="Name of the model in requests [default: the job's name].")] = "",
     max_batch: Annotated[int, typer.Option(min=1, help="Maximum number of samples per batch.")] = 64,
     max_queue: Annotated[int, typer.Option(min=1, help="Maximum number of waiting requests; others get 429.")] = 1024,
-    max_body_mb: Annotated[float, typer.Option(min=0.001, help="Request limit, MB; larger ones get 413.")] = 16.0,
+    max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest request, MB; larger ones get 413.")] = 16.0,
     row_memory_mb: Annotated[
         float, typer.Option(min=0.001, help="Memory for table rows newer than the checkpoint, MB per process.")
     ] = 256.0,

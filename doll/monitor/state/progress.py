@@ -367,7 +367,7 @@ class ProgressModel:
         return (0 if self._status is None else self._status.num_workers) or self.config.data.workers
 
     def worker_lines(self) -> tuple[WorkerLine, ...]:
-        """Return one line for each worker that the job should have and for each spare, from the server's last status."""
+        """Return one line for each worker of the job and for each spare, from the parameter server's newest status."""
         status = self._status
         now_s = 0.0 if status is None else status.time_s
         workers = {} if status is None else {worker.worker: worker for worker in status.workers}
@@ -450,7 +450,7 @@ class ProgressModel:
         )
 
     def waits_for_more(self) -> bool:
-        """Return whether batches exist beyond the newest checkpoint, but too few for an update, and no worker computes."""
+        """Return whether no worker computes because there are too few batches after the checkpoint for an update."""
         status = self._status
         if status is None or status.computing_batches or any(worker.is_stalled for worker in status.workers):
             return False

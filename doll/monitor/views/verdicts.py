@@ -184,7 +184,7 @@ def _reached(state: PageState) -> str:
 
 
 def _change(state: PageState, measure: str) -> Change | None:
-    """Return the change on held-out samples if they were evaluated from the start, otherwise on new samples.
+    """Return the change on held-out samples if they were evaluated from the start, else on samples not yet learned.
 
     None: there are not enough values of this measure.
     """
