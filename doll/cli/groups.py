@@ -42,7 +42,7 @@ class DollGroup(typer.core.TyperGroup):
                 formatter.write_dl(rows)
 
     def lines(self, width: int) -> dict[str, tuple[str, str]]:
-        """Return the section title and the help text, which fits `width` characters, of each visible command by name."""
+        """Return title and help text (less than `width` characters) of each visible command, by name of the command."""
         shown = {name: command for name, command in self.commands.items() if not command.hidden}
         limit = width - 6 - max(map(len, shown), default=0)
         return {name: ("Commands", command.get_short_help_str(limit)) for name, command in shown.items()}

@@ -169,7 +169,7 @@ class Batcher:
             while queue and (not batch or count + queue[0].features.num_samples <= self._max_samples):
                 waiting = queue.popleft()
                 self.num_waiting -= 1
-                if not waiting.answer.done():  # otherwise its client has gone
+                if not waiting.answer.done():  # otherwise nobody waits for the answer
                     batch.append(waiting)
                     count += waiting.features.num_samples
             if queue:

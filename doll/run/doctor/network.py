@@ -27,7 +27,7 @@ TCP_SETTINGS: Final = ("tcp_slow_start_after_idle", "tcp_congestion_control")
 
 
 def tls_context(authority: str | None) -> ssl.SSLContext:
-    """Return a TLS context that verifies certificates by a CA (PEM text, or path of a PEM file), or the system's CAs.
+    """Return a TLS context that checks certificates and host names by a CA (PEM text or path), or the system's CAs.
 
     Raises:
         OSError: the file cannot be read (ssl.SSLError: it contains no certificate).
