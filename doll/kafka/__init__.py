@@ -1,1 +1,1 @@
-"""Kafka: the only package that imports its client library: clients, topics, readers, publishers."""
+"""Clients, topics, readers and publishers of Kafka. Only this package imports Kafka's client library."""

@@ -1,11 +1,12 @@
-"""Partitions of a topic as chunks of records, read in a thread of its own: the intake of a worker.
+"""Read the partitions of a topic as chunks of records, in a separate thread: the input of a worker.
 
-The client library's calls are per chunk, not per record, and the thread waits without Python's interpreter lock. What
-it reads of each partition it hands over in order, and partitions as Kafka sends them; it stays at most `_MAX_UNTAKEN`
-chunks ahead of whoever takes them. A pause leaves what the library has fetched where it is.
+The client library is called once per chunk, not once per record, and the thread waits without Python's interpreter
+lock. It delivers the records of each partition in order, and the partitions in the order in which Kafka sends them. It
+stays at most `_MAX_UNTAKEN` chunks ahead of the receiver. A pause keeps the records that the library has fetched.
 
-A value above `data.max_record_bytes`, a record with headers that the library cannot read, and each record of a batch
-that it cannot read are handed over as an `UnreadValue`: it becomes a dead letter, and the stream goes on after it.
+A value larger than `data.max_record_bytes`, a record with headers that the library cannot read, and each record of a
+batch that it cannot read are delivered as an `UnreadValue`: it becomes a dead letter, and the stream continues after
+it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ _HEAD_BYTES: Final = 65_536  # kept of a value that is too long
 
 
 class Chunk(NamedTuple):
-    """Records of one partition in offset order, with none between them that the log holds."""
+    """Records of one partition in offset order; the log holds no other records between them."""
 
     partition: int
     offsets: Sequence[int]  # rising; a `range` where none is missing
@@ -78,7 +79,7 @@ class Chunk(NamedTuple):
 
 
 class NoRecordBelow(NamedTuple):
-    """All records below `offset` have been handed over: markers of transactions and aborted records do not count."""
+    """All records below `offset` have been delivered. Transaction markers and aborted records are not delivered."""
 
     partition: int
     offset: int
@@ -86,7 +87,8 @@ class NoRecordBelow(NamedTuple):
 
 
 class OutOfRange(NamedTuple):
-    """The log does not hold `offset`, the next one to be read. Nothing more of the partition comes before `seek`."""
+    """The log does not hold `offset`, the next offset to be read. The partition delivers no more records before
+    `seek`."""
 
     partition: int
     offset: int
@@ -94,8 +96,8 @@ class OutOfRange(NamedTuple):
 
 
 class Truncated(NamedTuple):
-    """The log has lost its end, and with it records below `offset` that were read: the records that are there now, or
-    will, are others. Nothing more of the partition comes."""
+    """The log has lost its end, including records below `offset` that were read: at these offsets there are now, or
+    will be, other records. The partition delivers no more records."""
 
     partition: int
     offset: int
@@ -104,7 +106,7 @@ class Truncated(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """The records that are in the model, as far as they are known: they lie below offset `until`."""
+    """The records that are known to be in the model: they are below offset `until`."""
 
     until: int
     leader_epoch: int  # none of them had a higher one when it was read; -1: not known
@@ -114,10 +116,10 @@ NOTHING_LEARNED: Final = Learned(0, -1)
 
 
 class ReadFrom(NamedTuple):
-    """A partition to be read from offset `start` on; of `learned`, the records from there on are not durable.
+    """A partition to be read from offset `start` on; the records of `learned` from `start` on are not durable.
 
-    `reading` comes back with all that is delivered: a partition may be read again later, from elsewhere, while the last
-    of before is still on its way.
+    Each delivery contains `reading`: if a partition is read again from another offset, deliveries of the earlier
+    reading may still be under way.
     """
 
     partition: int
@@ -130,16 +132,16 @@ Delivery: TypeAlias = Chunk | NoRecordBelow | OutOfRange | Truncated | Exception
 
 
 class _Reading:
-    """One partition: where the thread stands in it, and what is committed of it.
+    """The state of one partition: the position of the thread, and the committed offsets.
 
     Attributes:
         position: the next offset.
-        unreadable: what is at each offset from `position` to the first, if the library cannot read it.
+        unreadable: the reasons why the library cannot read records, by offset, from `position` on.
         number: `ReadFrom.reading`.
-        durable: everything below it is durable; guarded by the reader's condition.
-        asked, committed: of the commit under way, and of the last one that was answered.
-        ended_at: where nothing more could be read when the library last said so.
-        log_end: at the last fetch.
+        durable: offset below which everything is durable; guarded by the reader's condition.
+        asked, committed: offset of the commit in progress, and of the last commit that was answered.
+        ended_at: offset at which the library last reported the end of the readable records.
+        log_end: end of the log at the last fetch.
     """
 
     def __init__(self, topic: str, read: ReadFrom) -> None:
@@ -151,15 +153,16 @@ class _Reading:
 
 
 class ChunkReader:
-    """Reads partitions from explicit offsets and commits offsets in the name of a group that it does not join.
+    """A reader of partitions from explicit offsets. It commits offsets for a group that it does not join.
 
-    Only committed records are read. An unreachable broker is waited for. Its methods may be called from any thread.
-    With envelopes, chunks have their records' keys, headers and timestamps.
+    It only reads committed records, and waits for an unreachable broker. Its methods may be called from any thread.
+    With envelopes, chunks contain the keys, headers and timestamps of their records.
 
-    A log that was truncated while nobody read it may be longer than before by now. Its leader epochs show it: each
-    leader has a higher one than its predecessors, and a truncated log continues with a later leader's records. So the
-    library asks the leader, before it reads at the start, where its records up to the leader epoch of what was learned
-    end; and a record with a higher one, at an offset that is in the model, is not the one that was learned.
+    A log that was truncated while nobody read it may already be longer than before. The leader epochs show the
+    truncation: each leader has a higher epoch than its predecessors, and a truncated log continues with records of a
+    later leader. Before the library reads at the start, it therefore asks the leader where its records up to the leader
+    epoch of the learned records end. If a record at a learned offset has a higher leader epoch, it is not the record
+    that was learned.
     """
 
     def __init__(
@@ -208,41 +211,42 @@ class ChunkReader:
         )  # fmt: skip
 
     def start(self, deliver: Callable[[Delivery], object]) -> None:
-        """Pass everything to `deliver` from now on, in order, from the thread; an exception is the last. Call it once.
+        """Pass everything to `deliver` from now on, in order, from the thread. The last delivery may be an exception.
+        Call this once.
 
-        Each is answered by `taken`.
+        The receiver calls `taken` after each delivery.
         """
         self._deliver = deliver
         self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
         self._thread.start()
 
     def taken(self) -> None:
-        """One more delivery has been dealt with."""
+        """Report that one more delivery has been processed."""
         with self._changed:
             self._untaken -= 1
             self._changed.notify()
 
     def pause(self) -> None:
-        """Deliver nothing more, apart from what is under way."""
+        """Deliver nothing more, except the delivery in progress."""
         with self._changed:
             self._paused = True
 
     def resume(self) -> None:
-        """Deliver again; may be called when it does."""
+        """Deliver again. The call is allowed if the reader is not paused."""
         with self._changed:
             self._paused = False
             self._changed.notify()
 
     def seek(self, partition: int, offset: int) -> None:
-        """After `OutOfRange`: go on at `offset`."""
+        """Continue at `offset`, after `OutOfRange`."""
         with self._changed:
             if partition in self._wanted:
                 self._seeks[partition] = offset
                 self._changed.notify()
 
     def change(self, gone: Iterable[int], new: Iterable[ReadFrom]) -> None:
-        """Read the partitions of `gone` no more, and then those of `new`. What was delivered of the first may still be
-        on its way."""
+        """Stop reading the partitions of `gone`, then read the partitions of `new`. Deliveries of `gone` may still be
+        under way."""
         with self._changed:
             for number in gone:
                 del self._wanted[number]
@@ -254,18 +258,19 @@ class ChunkReader:
             self._changed.notify()
 
     def commit(self, partition: int, offset: int) -> None:
-        """Everything below `offset` is durable. It is committed within 5 s, and when the reader is closed."""
+        """Record that everything below `offset` is durable. It is committed within 5 s, and when the reader is
+        closed."""
         with self._changed:
             reading = self._wanted[partition]
             reading.durable = max(reading.durable, offset)
             self._may_commit = True
 
     def log_end(self, partition: int) -> int:
-        """The end of the partition at the last fetch, an offset; negative before the first one."""
+        """Return the end of the partition at the last fetch, as an offset; negative before the first fetch."""
         return self._wanted[partition].log_end
 
     def close(self) -> None:
-        """Commit what is durable, and end. Waits little more than a second for Kafka."""
+        """Commit the durable offsets, and end. This waits little more than one second for Kafka."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -292,7 +297,7 @@ class ChunkReader:
             self._deliver(exc)
 
     def _may_read(self) -> bool:
-        """Wait until there is room; False when the reader is closed."""
+        """Wait until there is room. Return False if the reader was closed."""
         while True:
             with self._changed:
                 while not self._closed and not self._is_changed and not self._has_room:
@@ -318,7 +323,7 @@ class ChunkReader:
         return self._consumer is not None and not self._paused and self._untaken < _MAX_UNTAKEN
 
     def _follow(self, wanted: dict[int, _Reading]) -> None:
-        """Read these partitions, and no others."""
+        """Read exactly these partitions."""
         self._unassign([number for number in self._assigned if wanted.get(number) is not self._readings[number]])
         new = [number for number, reading in wanted.items() if self._readings.get(number) is not reading]
         gone = [reading for number, reading in self._readings.items() if wanted.get(number) is not reading]
@@ -328,7 +333,7 @@ class ChunkReader:
             self._assign(new)
 
     def _assign(self, numbers: Iterable[int]) -> None:
-        """Read these partitions at their positions: always with an explicit offset. Without one, a broker that has just
+        """Read these partitions at their positions, always with an explicit offset: without one, a broker that has just
         started may deliver nothing."""
         wanted = []
         for number in numbers:
@@ -376,7 +381,7 @@ class ChunkReader:
         self._note_log_ends(by_partition.keys() & self._readings.keys())
 
     def _report(self, error: Any, topic: str, at: str = "") -> None:
-        """Log an error that may pass, and raise one that does not."""
+        """Log a temporary error, and raise any other error."""
         if error.fatal():
             raise ServiceUnavailableError(
                 f"Kafka at {self._services.kafka} sends nothing usable of {topic}{at}: {error.str()}"
@@ -384,7 +389,7 @@ class ChunkReader:
         log.warning("topic_error", topic=topic, reason=reason_of(error, self._config.kafka, "Read", self._topic))
 
     def _take(self, reading: _Reading, records: list[Any]) -> None:
-        """Hand over what has come of one partition."""
+        """Deliver the records of one partition."""
         if reading.position < reading.learned.until and (reason := _find_other(reading, records)):
             self._unassign([reading.where.number])
             self._send(Truncated(reading.where.number, reading.learned.until, reason, reading.number))
@@ -432,7 +437,7 @@ class ChunkReader:
         return UnreadValue.with_reason("too_long", reason, len(value), value[:_HEAD_BYTES])
 
     def _find_unreadable(self, reading: _Reading, base: int, reason: str) -> None:
-        """The batch that begins at `base` cannot be read: what is left of it is handed over next."""
+        """Deliver the rest of the batch that begins at `base` next, as values that cannot be read."""
         self._unassign([reading.where.number])
         probe = self._make_consumer()  # looking for the end would take all partitions from the reader's own
         try:
@@ -463,7 +468,7 @@ class ChunkReader:
         self._deliver(delivery)
 
     def _handle(self, reading: _Reading, error: Any, offset: int | None) -> bool:
-        """Whether what follows of this partition may be read."""
+        """Handle an error, and return whether the following records of this partition may be read."""
         code, number = error.code(), reading.where.number
         if code == KafkaError._PARTITION_EOF:
             reading.ended_at = offset or 0
@@ -489,7 +494,8 @@ class ChunkReader:
     # --- commits ----------------------------------------------------------------------------------------------------
 
     def _commit_if_due(self) -> None:
-        """Start a commit where there is something new, at most one in 5 s. A pause does not wait for the answer."""
+        """Start a commit if there are new durable offsets, at most once in 5 s. A pause does not wait for the
+        answer."""
         if not self._may_commit or (now := time.monotonic()) < self._commit_at_s:
             return
         self._may_commit = False
@@ -502,7 +508,8 @@ class ChunkReader:
             self._consumer.commit(offsets=offsets, asynchronous=True)
 
     def _on_commit(self, error: Any, partitions: list[Any]) -> None:
-        """Called in the thread, while it polls. A failed commit is tried again, with what is durable by then."""
+        """Handle the answer to a commit; called in the thread while it polls. A failed commit is repeated with newer
+        offsets."""
         if error is not None and is_denial(error) and not self._denied:
             self._denied = True
             log.warning("offsets_not_committed", reason=reason_of(error, self._config.kafka, "Read", self._group))
@@ -529,7 +536,7 @@ class ChunkReader:
 
 
 def _by_partition(records: list[Any]) -> dict[int, list[Any]]:
-    """Records of each partition, in their order."""
+    """Return the records of each partition, in their order."""
     first = records[0].partition()
     if all(record.partition() == first for record in records):  # most chunks: a fetch has long runs of each partition
         return {first: records}
@@ -540,7 +547,7 @@ def _by_partition(records: list[Any]) -> dict[int, list[Any]]:
 
 
 def _find_other(reading: _Reading, records: list[Any]) -> str:
-    """Why the first of `records` at an offset that was learned is not the record that was learned; "" if all are."""
+    """Return why one of `records` at a learned offset is not the record that was learned; "" if there is none."""
     until, known_epoch = reading.learned
     read_again = (record for record in records if record.error() is None and record.offset() < until)
     other = next((record for record in read_again if 0 <= known_epoch < _leader_epoch(record)), None)
@@ -553,13 +560,13 @@ def _find_other(reading: _Reading, records: list[Any]) -> str:
 
 
 def _leader_epoch(record: Any) -> int:
-    """-1: the broker names none."""
+    """Return the leader epoch of a record; -1 if the broker does not state one."""
     return -1 if (leader_epoch := record.leader_epoch()) is None else int(leader_epoch)
 
 
 def _abandon(client: Any) -> None:
-    """Never destroy this client: that waits for the answer to its commits, for minutes where a broker hangs.
+    """Keep this client alive: destroying it waits for the answer to its commits, for minutes if a broker hangs.
 
-    The process is about to end. The next one reads from what the server says, not from what is committed.
+    The process is about to end. The next process reads from the server's offsets, not from the committed offsets.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))

@@ -1,8 +1,8 @@
-"""Clients of Kafka: the one place that builds producers, consumers and admin clients, from job file and environment,
-and that translates their library's errors: which ACL is missing, for whom; which limit a record exceeds.
+"""Build the clients of Kafka: producers, consumers and admin clients, from job file and environment. Translate errors
+of the client library: which ACL is missing, for which user; which limit a record exceeds.
 
-A job's clients share `kafka_settings`: addresses, security, how soon they reconnect. Secrets come from the environment:
-where these are missing, whatever makes a client raises ConfigError.
+The clients of a job share `kafka_settings`: addresses, security, reconnection times. Secrets come from the environment:
+a function that makes a client raises ConfigError if they are missing.
 """
 
 from __future__ import annotations
@@ -64,25 +64,25 @@ _METADATA_WAIT_S: Final = 0.5
 
 
 def error_of(exc: KafkaException) -> KafkaError:
-    """The error that an exception carries."""
+    """Return the error that an exception contains."""
     return exc.args[0]
 
 
 def is_away(error: ServiceUnavailableError) -> bool:
-    """Whether the broker has not answered, so that waiting may help."""
+    """Return whether the broker has not answered, so that waiting may help."""
     cause = error.__cause__
     return isinstance(cause, KafkaException) and error_of(cause).code() in _AWAY
 
 
 def is_denial(error: Any) -> bool:
-    """Whether an error of the client library is a missing permission."""
+    """Return whether an error of the client library is a missing permission."""
     return error.code() in _RESOURCES
 
 
 def reason_of(error: Any, kafka: KafkaConfig, operation: str, name: str) -> str:
-    """The library's words for an error. For a missing permission also which one (`operation`, as ACLs name it, on the
-    topic, group or transactional id `name`), who lacks it, and how to give it; for a record that is too long, what to
-    raise."""
+    """Return the library's message for an error. For a missing permission, add which one it is (`operation`, as ACLs
+    name it, on the topic, group or transactional id `name`), which user lacks it, and how to grant it. For a record
+    that is too long, add which limit to raise."""
     if error.code() == KafkaError.MSG_SIZE_TOO_LARGE:
         change = alter_command(name, f"{SIZE_SETTING}={RECORD_LIMIT_BYTES}")
         return f"{error.str()}: raise the topic's limit: {change}"
@@ -92,7 +92,7 @@ def reason_of(error: Any, kafka: KafkaConfig, operation: str, name: str) -> str:
 
 
 def describe_denial(admin: AdminClient, kafka: KafkaConfig, name: str) -> str | None:
-    """The permission that this user lacks to see a topic; None if it may see it, or Kafka does not say."""
+    """Return the permission that this user lacks to see a topic; None if it may see it, or Kafka does not say."""
     futures = admin.describe_topics(TopicCollection([name]), request_timeout=_ASK_S)
     try:
         futures[name].result(_ASK_S)
@@ -110,7 +110,7 @@ def _lacks(kafka: KafkaConfig, permission: Permission) -> str:
 
 @contextlib.contextmanager
 def translate_errors(address: str, what: str, hint: str = "is it running, and the address right?") -> Iterator[None]:
-    """Within the context, raise ServiceUnavailableError in place of KafkaException: `Kafka at ADDRESS does not WHAT
+    """Within the context, raise ServiceUnavailableError instead of KafkaException: `Kafka at ADDRESS does not WHAT
     (reason): HINT`."""
     try:
         yield
@@ -121,8 +121,8 @@ def translate_errors(address: str, what: str, hint: str = "is it running, and th
 
 
 def retry_while_leaderless(call: Callable[[], T], timeout_s: float = _NEW_TOPIC_S) -> T:
-    """The result of `call`, which is repeated while a topic that was just created has no leader yet; another
-    KafkaException is raised."""
+    """Return the result of `call`, which is repeated while a topic that was just created has no leader yet. Raise any
+    other KafkaException."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
@@ -136,7 +136,8 @@ def retry_while_leaderless(call: Callable[[], T], timeout_s: float = _NEW_TOPIC_
 def list_offsets(
     admin: AdminClient, partitions: Iterable[TopicPartition], spec: OffsetSpec
 ) -> dict[tuple[str, int], int]:
-    """The offset that `spec` describes, by topic and partition; KafkaException if a broker does not say it."""
+    """Return the offset that `spec` describes, by topic and partition. Raise KafkaException if a broker does not state
+    it."""
     if not (wanted := dict.fromkeys(partitions, spec)):
         return {}
     futures = admin.list_offsets(wanted, request_timeout=ADMIN_S)
@@ -144,27 +145,28 @@ def list_offsets(
 
 
 def setting_values(entries: Mapping[str, ConfigEntry]) -> dict[str, str]:
-    """The settings that have a value, by name, as `describe_configs` answers."""
+    """Return the settings that have a value, by name, from an answer of `describe_configs`."""
     return {key: str(entry.value) for key, entry in entries.items() if entry.value is not None}
 
 
 class _JobProducer(Producer):  # type: ignore[misc]
-    """Can be referred to weakly, which the library's own class cannot."""
+    """A producer that allows weak references, unlike the library's class."""
 
 
 class _JobConsumer(Consumer):  # type: ignore[misc]
-    """See `_JobProducer`."""
+    """A consumer that allows weak references (see `_JobProducer`)."""
 
 
 def make_producer(config: JobConfig, services: Services, **extra: Any) -> Producer:
-    """A producer whose records are acknowledged by all in-sync replicas, kept in order and never doubled."""
+    """Return a producer whose records are acknowledged by all in-sync replicas, stay in order and are never
+    duplicated."""
     return _make(_JobProducer, config, services, {"acks": "all", "enable_idempotence": True, **extra})
 
 
 def make_consumer(config: JobConfig, services: Services, purpose: str, **extra: Any) -> Consumer:
-    """A consumer for explicit positions (`assign`): it joins no group and commits nothing.
+    """Return a consumer for explicit positions (`assign`). It joins no group and commits nothing.
 
-    `purpose` is in its group id, which librdkafka needs also where no group is joined.
+    `purpose` is a part of its group id, which librdkafka requires even if no group is joined.
     """
     defaults = {
         "group_id": f"doll.{config.job}.{purpose}",
@@ -175,13 +177,13 @@ def make_consumer(config: JobConfig, services: Services, purpose: str, **extra: 
 
 
 def make_admin(config: JobConfig, services: Services, **extra: Any) -> AdminClient:
-    """A client for topics, settings and permissions."""
+    """Return a client for topics, settings and permissions."""
     return _make(AdminClient, config, services, extra)
 
 
 def _make(kind: Callable[[Settings], Any], config: JobConfig, services: Services, extra: Mapping[str, Any]) -> Any:
-    """A client of the job; raises ConfigError if the environment lacks what its log-in needs, or a certificate or key
-    cannot be used."""
+    """Return a client of the job. Raise ConfigError if the environment lacks what its login needs, or a certificate or
+    key cannot be used."""
     settings = kafka_settings(config, services, **extra)
     try:
         client = kind(settings)
@@ -200,7 +202,7 @@ def _unusable(exc: KafkaException) -> str:
 
 
 class ProbeClients:
-    """Makes clients for brokers that this machine starts, where no job's settings apply: no security, and no log."""
+    """A factory of clients for brokers that this machine starts. No job's settings apply: no security, and no log."""
 
     def __init__(self, address: str) -> None:
         self._settings: dict[str, Any] = {
@@ -214,28 +216,29 @@ class ProbeClients:
         return AdminClient(self._settings)
 
     def producer(self, message_timeout_ms: int) -> Producer:
-        """An idempotent producer that sends each record immediately."""
+        """Return an idempotent producer that sends each record immediately."""
         extra = {"enable.idempotence": True, "linger.ms": 0, "message.timeout.ms": message_timeout_ms}
         return Producer(self._settings | extra)
 
     def consumer(self, group: str) -> Consumer:
-        """A consumer that commits only on request."""
+        """Return a consumer that commits only on request."""
         return Consumer(self._settings | {"group.id": group, "enable.auto.commit": False})
 
 
 class Settings(dict[str, Any]):
-    """librdkafka settings whose repr hides what is secret."""
+    """Settings of librdkafka whose repr hides secrets."""
 
     def __repr__(self) -> str:
         return repr({key: "***" if any(part in key for part in _SECRET) else value for key, value in self.items()})
 
 
 def kafka_settings(config: JobConfig, services: Services, **extra: Any) -> Settings:
-    """librdkafka settings that every client of the job shares.
+    """Return the librdkafka settings that every client of the job shares.
 
-    `extra` adds or replaces settings, with `_` for each `.`: `kafka_settings(config, services, group_id="g")`.
+    The arguments `extra` add or replace settings, with `_` for each `.`: `kafka_settings(config, services,
+    group_id="g")`.
 
-    While a broker is unreachable, the client logs one line in 30 seconds, not one each 50 ms.
+    While a broker is unreachable, the client logs one line in 30 seconds instead of one every 50 ms.
     """
     settings = Settings(
         {
@@ -256,8 +259,8 @@ def kafka_settings(config: JobConfig, services: Services, **extra: Any) -> Setti
 
 
 class _LogErrorsOnce:
-    """An `error_cb` that logs each kind of error once in `_REPEAT_AFTER_S` seconds. `also` is told of every error, and
-    says what is not about the log-in."""
+    """An `error_cb` that logs each kind of error once in `_REPEAT_AFTER_S` seconds. It passes every error to `also`,
+    which returns the errors that are not about the login."""
 
     def __init__(
         self,
@@ -292,9 +295,9 @@ def _remedy(reason: str, kafka: KafkaConfig) -> str | None:
 
 
 def kafka_problem(config: JobConfig, services: Services, timeout_s: float) -> str | None:
-    """Why Kafka does not answer with its metadata, and what to do; None if it does. A broker that cannot be reached is
-    waited for during `timeout_s`; one that is connected and silent has four times as long, as it has on a machine where
-    hundreds of processes start at once."""
+    """Return why Kafka does not answer with its metadata, and what to do; None if it answers. A broker that cannot be
+    reached is waited for during `timeout_s`. A broker that is connected and silent has four times this time: it may
+    need it on a machine on which hundreds of processes start at once."""
     kafka = config.kafka
     errors: list[str] = []
     settings = kafka_settings(config, services)

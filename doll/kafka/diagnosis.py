@@ -1,6 +1,6 @@
-"""Questions to Kafka for `doll doctor`, which change nothing.
+"""Ask Kafka the questions of `doll doctor`, which change nothing.
 
-Each is asked once and may fail alone: what is not known is None, with the reason in `problems`.
+Each question is asked once and can fail alone: an unknown answer is None, and the reason is in `problems`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,13 @@ def ask_kafka(
     services: Services,
     goes_on: Callable[[Sequence[tuple[str, int]]], bool],
 ) -> KafkaFacts:
-    """All facts. Nothing is created, changed, written or committed. Raises ConfigError if the environment lacks what
-    the log-in needs. `goes_on` is told where the brokers say that they are, and says whether anything else is asked: a
-    client goes on to these places, and each question waits for its time limit if none of them can be reached."""
+    """Return all facts. Nothing is created, changed, written or committed. Raise ConfigError if the environment lacks
+    what the login needs.
+
+    Args:
+        goes_on: gets the addresses that the brokers advertise, and returns whether to ask further questions. A client
+            connects to these addresses; if none can be reached, each question waits for its time limit.
+    """
     refusal = kafka_problem(config, services, _CONNECT_S)
     if refusal is not None:
         return KafkaFacts(refusal=refusal)
@@ -147,7 +151,7 @@ class _Questions:
                 self._facts.topics[name] = ActualTopic(setting_values(entries), *self._replicas[name])
 
     def missing_topics(self) -> None:
-        """Kafka checks whether they could be created, and creates nothing."""
+        """Let Kafka check whether the missing topics could be created, without creating them."""
         missing = [
             plan
             for name, plan in self._plans.items()
@@ -192,7 +196,7 @@ class _Questions:
         return f"doll-{self._config.job}-w{worker}"
 
     def _committed(self, places: list[TopicPartition]) -> dict[int, int]:
-        """The newest committed offset of each partition, of any worker's group."""
+        """Return the newest committed offset of each partition, over the groups of all workers."""
         committed: dict[int, int] = {}
         workers = self._config.data.workers
         if workers > _MAX_GROUPS:
@@ -219,7 +223,7 @@ class _Questions:
 
 
 def _operations(operations: Any) -> frozenset[str] | None:
-    """Names as ACLs have them: `DESCRIBE_CONFIGS` is DescribeConfigs."""
+    """Return the names of operations as in ACLs: `DESCRIBE_CONFIGS` is DescribeConfigs."""
     if operations is None:
         return None
     return frozenset("".join(map(str.title, operation.name.split("_"))) for operation in operations)

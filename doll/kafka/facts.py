@@ -1,4 +1,4 @@
-"""Kafka's answers about a job (`doll.kafka.diagnosis` asks). Pure."""
+"""The facts about a job that `doll.kafka.diagnosis` gets from Kafka. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from doll.kafka.topic_plan import ActualTopic
 
 @dataclass
 class StreamFacts:
-    """One partition of `samples`: the newest offset committed by any worker, and the log's ends."""
+    """One partition of `samples`: the newest offset that a worker has committed, and the ends of the log."""
 
     committed: int | None
     low: int
@@ -20,7 +20,7 @@ class StreamFacts:
 
 @dataclass
 class KafkaFacts:
-    """Answers."""
+    """The answers of Kafka."""
 
     refusal: str = ""  # why Kafka cannot be used at all; then nothing else is known
     latency_s: float | None = None  # of a request for metadata, the fastest of a few

@@ -1,10 +1,11 @@
-"""A samples topic that exists and belongs to somebody else (`data.topic`): what the job must know of it, and may do.
+"""Check a samples topic that exists and belongs to somebody else (`data.topic`): its properties and the job's
+permissions.
 
-The job reads it and nothing else: no call here creates, changes or writes anything. Two permissions are needed on it,
-Read and Describe; how it is set up is looked at where DescribeConfigs is allowed too.
+The job only reads the topic: no function here creates, changes or writes anything. The job needs two permissions on it,
+Read and Describe. If DescribeConfigs is allowed too, the topic's settings are checked.
 
-How many partitions it has is asked when the job begins. Its owner may add some while the job runs, which the server
-learns from `doll.kafka.topic_watch`.
+The number of partitions is determined when the job begins. The owner may add partitions while the job runs; the server
+gets the new number from `doll.kafka.topic_watch`.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ _MISSING: Final = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, 
 
 
 class MissingTopicError(ConfigError):
-    """Kafka has no topic of the name that `data.topic` says."""
+    """Kafka has no topic with the name in `data.topic`."""
 
 
 @dataclass(frozen=True)
 class ForeignTopic:
-    """The topic as Kafka has it now."""
+    """The present state of the topic in Kafka."""
 
     name: str
     partitions: int
@@ -59,12 +60,16 @@ class ForeignTopic:
 
 
 def look_up(config: JobConfig, services: Services, *, admin: AdminClient | None = None) -> ForeignTopic:
-    """Ask Kafka about `data.topic`, or about the job's own samples topic.
+    """Return the state of `data.topic`, or of the job's own samples topic.
 
-    An `admin` is given by whoever asks again and again, of a Kafka that gives topics ids. Without it a topic that Kafka
-    does not know is asked for again for some seconds, as one that was just created. Raises MissingTopicError if there
-    is none of this name, ConfigError if this user may not describe it, and ServiceUnavailableError if Kafka does not
-    answer.
+    Args:
+        admin: a client, for callers that ask repeatedly and whose Kafka gives topics ids. None: a topic that Kafka does
+            not know is asked for again for some seconds, because it may have just been created.
+
+    Raises:
+        MissingTopicError: there is no topic of this name.
+        ConfigError: this user may not describe it.
+        ServiceUnavailableError: Kafka does not answer.
     """
     name = config.topic("samples")
     with translate_errors(services.kafka, f"describe topic {name}"):
@@ -97,13 +102,13 @@ def look_up(config: JobConfig, services: Services, *, admin: AdminClient | None 
 
 
 def describe_topic(admin: AdminClient, name: str) -> Any:
-    """Kafka's description of one topic, with what this user may do with it; KafkaException if Kafka refuses."""
+    """Return Kafka's description of one topic, with this user's permissions. Raise KafkaException if Kafka refuses."""
     wanted = TopicCollection([name])
     return admin.describe_topics(wanted, include_authorized_operations=True, request_timeout=ADMIN_S)[name].result()
 
 
 def known_id(description: Any) -> str:
-    """The id of a topic; "" if this Kafka has no ids."""
+    """Return the id of a topic; "" if this Kafka has no ids."""
     return "" if str(description.topic_id) == _ZERO_TOPIC_ID else str(description.topic_id)
 
 
@@ -129,9 +134,9 @@ def _settings(admin: AdminClient, name: str) -> dict[str, str] | None:
 
 
 def require(config: JobConfig, services: Services) -> list[str]:
-    """Return if a server may read the topic now; what is unwise about it, a sentence each. Raises ConfigError if it is
-    missing, this user may not read it or commit in its own group, it is compacted, or it has fewer partitions than the
-    job reads, and ServiceUnavailableError if Kafka does not answer, or a partition has no leader."""
+    """Check that a server may read the topic now, and return warnings about it, one sentence each. Raise ConfigError if
+    it is missing, this user may not read it or commit in its own group, it is compacted, or it has fewer partitions
+    than the job reads. Raise ServiceUnavailableError if Kafka does not answer or a partition has no leader."""
     topic = look_up(config, services)
     refuse_partitions(config, topic)
     if problem := unreadable(config, services, topic) or compacted(config, topic):
@@ -144,8 +149,7 @@ def require(config: JobConfig, services: Services) -> list[str]:
 
 
 def require_own_topic(config: JobConfig, what: str) -> None:
-    """Return if the samples topic is the job's own, which `what` writes to; raises ConfigError if it belongs to
-    somebody else."""
+    """Raise ConfigError if the samples topic, to which `what` writes, belongs to somebody else."""
     if config.data.topic is not None:
         raise ConfigError(
             f"{what} writes to the samples topic, and data.topic is {config.data.topic}, which belongs to somebody "
@@ -154,7 +158,7 @@ def require_own_topic(config: JobConfig, what: str) -> None:
 
 
 def refuse_partitions(config: JobConfig, topic: ForeignTopic) -> None:
-    """Return if the topic has the partitions that the job reads, or more; raises ConfigError if it has fewer."""
+    """Raise ConfigError if the topic has fewer partitions than the job reads."""
     if topic.partitions < config.data.num_partitions:
         raise ConfigError(
             f"data.partitions: expected at most {topic.partitions}, which topic {topic.name} has, got "
@@ -165,16 +169,17 @@ def refuse_partitions(config: JobConfig, topic: ForeignTopic) -> None:
 def with_partitions(
     config: JobConfig, services: Services, *, recorded: int | None = None, begins: bool = False
 ) -> JobConfig:
-    """`config` with the number of partitions that the job reads; as it is, where the topic is the job's own.
+    """Return `config` with the number of partitions that the job reads; unchanged if the topic is the job's own.
 
     Args:
-        recorded: how many the job reads by now, where that is known. Of a list of `arrivals.rate_per_s` for those that
-            there were when it began, the length counts.
-        begins: the job begins now, so that `data.partitions` must be what the topic has.
+        recorded: number of partitions that the job reads now, if it is known. A list in `arrivals.rate_per_s` has one
+            rate for each partition that existed when the job began, so its length is used as the number at the
+            beginning.
+        begins: True: the job begins now, so `data.partitions` must be the number of partitions of the topic.
 
     Raises:
-        ConfigError: the topic is missing or may not be described; or `data.partitions` or
-            `arrivals.rate_per_s` does not fit it.
+        ConfigError: the topic is missing or may not be described; or `data.partitions` or `arrivals.rate_per_s` does
+            not fit it.
         ServiceUnavailableError: Kafka does not answer.
     """
     data = config.data
@@ -198,8 +203,8 @@ def with_partitions(
 
 
 def compacted(config: JobConfig, topic: ForeignTopic) -> str:
-    """The problem that Kafka may remove records that were not learned, though the job file forbids that; "" without
-    it."""
+    """Return the problem that Kafka may delete records before they are learned, if the job file forbids it; otherwise
+    ""."""
     policy = (topic.settings or {}).get("cleanup.policy", "delete")
     if "compact" not in policy or config.data.on_data_loss == "skip":
         return ""
@@ -212,12 +217,12 @@ def compacted(config: JobConfig, topic: ForeignTopic) -> str:
 
 
 def unreadable(config: JobConfig, services: Services, topic: ForeignTopic) -> str:
-    """The problem that this user may not read records of the topic; "" without it."""
+    """Return the problem that this user may not read records of the topic; otherwise ""."""
     return _forbidden(config, services, "read") if topic.may_read is False else ""
 
 
 def without_leader(topic: ForeignTopic) -> str:
-    """The problem that nobody leads some of its partitions; "" without it."""
+    """Return the problem that some partitions of the topic have no leader; otherwise ""."""
     if not topic.leaderless:
         return ""
     which = ", ".join(
@@ -232,7 +237,7 @@ def without_leader(topic: ForeignTopic) -> str:
 
 
 def too_long(config: JobConfig, topic: ForeignTopic) -> str:
-    """A note that the topic takes batches of records that the job's clients do not take; "" without it."""
+    """Return a note that the topic accepts larger batches of records than the job's clients; otherwise ""."""
     text, limit = (topic.settings or {}).get("max.message.bytes", ""), batch_limit_bytes(config) // 2
     if not text.isdecimal() or int(text) <= limit:
         return ""
@@ -259,8 +264,8 @@ def _forbidden(config: JobConfig, services: Services, what: str) -> str:
 
 
 def _group_problem(config: JobConfig, services: Services) -> str:
-    """The problem that this user may not use the groups of its clients; "" without it. Workers commit in theirs; a
-    reader without a commit has one too, and asks for its coordinator."""
+    """Return the problem that this user may not use the groups of its clients; otherwise "". Workers commit in their
+    groups; a reader that does not commit also has a group, and asks for its coordinator."""
     admin = make_admin(config, services)
     for prefix, name in ((f"doll-{config.job}-", "w0"), (f"doll.{config.job}.", "read")):
         group = f"{prefix}{name}"

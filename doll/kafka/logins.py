@@ -1,9 +1,8 @@
-"""How the clients of a job log in to Kafka: the choices of its job file and the secrets of the environment, as settings
-of librdkafka.
+"""Convert the login of a job's clients to settings of librdkafka, from the job file and the secrets of the environment.
 
-Every client has the same log-in. PLAIN and SCRAM send a user's name and password; OAUTHBEARER a token that librdkafka
-itself gets from `kafka.oauth.token_url` and renews; AWS_MSK_IAM a token that AWS's library signs with the credentials
-that boto3 finds; a certificate of the client (mTLS) may come with any of them, or alone.
+All clients have the same login. PLAIN and SCRAM send a user name and a password. OAUTHBEARER sends a token that
+librdkafka gets from `kafka.oauth.token_url` and renews. AWS_MSK_IAM sends a token that AWS's library signs with the
+credentials that boto3 finds. A client certificate (mTLS) can be used with any of them, or alone.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ _REGION_ENVS: Final = ("AWS_REGION", "AWS_DEFAULT_REGION")
 
 
 def login_settings(kafka: KafkaConfig, address: str) -> dict[str, Any]:
-    """The settings of a client that say how it connects and logs in; raises ConfigError if the environment lacks what
-    that needs, or a library is not installed."""
+    """Return the settings with which a client connects and logs in. Raise ConfigError if the environment lacks what
+    they need, or a library is not installed."""
     settings: dict[str, Any] = {"security.protocol": kafka.security.upper()}
     if (mechanism := kafka.mechanism) in WITH_PASSWORD:
         username, password = _credentials(kafka)
@@ -63,8 +62,8 @@ def login_settings(kafka: KafkaConfig, address: str) -> dict[str, Any]:
 
 
 def own_user(kafka: KafkaConfig) -> str | None:
-    """The user that Kafka takes this process for, as in its ACLs after `User:`; None if it does not log in, or only
-    Kafka knows it. Raises ConfigError if the environment lacks what the log-in needs."""
+    """Return the user that Kafka assigns to this process, as in its ACLs after `User:`; None if it does not log in, or
+    only Kafka knows the user. Raise ConfigError if the environment lacks what the login needs."""
     if kafka.mechanism in WITH_PASSWORD:
         return _credentials(kafka)[0]
     if kafka.mechanism is None and kafka.security == "ssl" and (certificate := client_certificate()) is not None:
@@ -73,7 +72,7 @@ def own_user(kafka: KafkaConfig) -> str | None:
 
 
 def principal_text(kafka: KafkaConfig) -> str:
-    """The principal of this process for a message: `User:doll`, or what is known of it."""
+    """Return the principal of this process for a message: `User:doll`, or what is known of it."""
     if (user := own_user(kafka)) is not None:
         return f"User:{user}"
     if kafka.mechanism == "OAUTHBEARER":
@@ -84,7 +83,8 @@ def principal_text(kafka: KafkaConfig) -> str:
 
 
 def client_certificate() -> x509.Certificate | None:
-    """The certificate that this process shows to brokers; None without one. Raises ConfigError if it cannot be read."""
+    """Return the certificate that this process shows to brokers; None if there is none. Raise ConfigError if it cannot
+    be read."""
     if not (value := os.environ.get(KAFKA_CERT_ENV)):
         return None
     try:
@@ -99,7 +99,7 @@ def client_certificate() -> x509.Certificate | None:
 
 
 def has_expired_certificate() -> bool:
-    """Whether this process has a certificate, and it has expired."""
+    """Return whether this process has a certificate that has expired."""
     try:
         certificate = client_certificate()
     except ConfigError:
@@ -108,7 +108,7 @@ def has_expired_certificate() -> bool:
 
 
 def unreadable_files() -> list[str]:
-    """The certificates and keys that the environment names and that cannot be read, with the reason."""
+    """Return the certificates and keys that the environment names and that cannot be read, with the reasons."""
     problems = []
     for name in (KAFKA_CA_ENV, KAFKA_TOKEN_CA_ENV, KAFKA_CERT_ENV, KAFKA_KEY_ENV):
         if (value := os.environ.get(name)) and not value.startswith(_PEM):
@@ -164,14 +164,14 @@ def _tls_settings() -> dict[str, Any]:
 
 
 def _from_environment(name: str, setting: str) -> dict[str, Any]:
-    """The PEM in $`name`, or the path of a PEM file, as setting `setting`."""
+    """Return the PEM in $`name`, or the path of a PEM file, as the setting `setting`."""
     if not (value := os.environ.get(name)):
         return {}
     return {f"{setting}.pem" if value.startswith(_PEM) else f"{setting}.location": value}
 
 
 def _msk_region(address: str) -> str:
-    """The region of a cluster: its brokers' names have it, else the environment says it."""
+    """Return the region of a cluster, from the names of its brokers, otherwise from the environment."""
     regions = set(_MSK_REGION.findall(address)) or {os.environ[name] for name in _REGION_ENVS if os.environ.get(name)}
     if len(regions) != 1:
         named = " and ".join(sorted(regions)) or "none"
@@ -183,7 +183,7 @@ def _msk_region(address: str) -> str:
 
 
 def _msk_tokens(region: str) -> Callable[[str], tuple[str, float]]:
-    """The callback that gives librdkafka a token and when it expires (Unix time in s), as often as it asks."""
+    """Return the callback that gives librdkafka a token and the token's expiry (Unix time in s), whenever it asks."""
     try:
         from aws_msk_iam_sasl_signer import MSKAuthTokenProvider
     except ImportError:
@@ -204,11 +204,11 @@ def _msk_tokens(region: str) -> Callable[[str], tuple[str, float]]:
 
 
 class Renewal:
-    """An `error_cb` that gives its client a new password once a broker has refused the old one, and tells `report` of
-    every error.
+    """An `error_cb` that gives its client a new password after a broker has refused the old one. It passes every error
+    to `report`.
 
-    A password that stands in a file (DOLL_KAFKA_PASSWORD_FILE) may thereby change while the job runs: connections that
-    are open stay so, and the next one logs in with what the file holds then.
+    A password in a file (DOLL_KAFKA_PASSWORD_FILE) may therefore change while the job runs: open connections stay open,
+    and the next connection logs in with the present content of the file.
     """
 
     def __init__(self, kafka: KafkaConfig, report: Callable[[Any], None]) -> None:
@@ -218,7 +218,7 @@ class Renewal:
         self._lock = threading.Lock()
 
     def attach(self, client: Any) -> None:
-        """The client that has this callback; it is not kept alive."""
+        """Set the client that has this callback. The client is not kept alive."""
         self._client = weakref.ref(client)
 
     def __call__(self, error: Any) -> None:

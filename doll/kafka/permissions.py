@@ -1,7 +1,7 @@
-"""The permissions that each role of a job needs at Kafka, and the command that gives them. Pure.
+"""The permissions that each role of a job needs in Kafka, and the commands that grant them. Pure.
 
-Read and Write imply Describe. Every role looks up all topics of the job when it starts. Kafka before 3.0 also wants
-IdempotentWrite on the cluster from everyone who writes.
+Read and Write imply Describe. Every role looks up all topics of the job when it starts. Kafka before 3.0 also requires
+IdempotentWrite on the cluster from each user that writes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _IMPLIED: Final = {"Describe": ("Read", "Write", "Delete", "Alter"), "DescribeCo
 
 @dataclass(frozen=True, order=True)
 class Permission:
-    """One operation, as Kafka's ACLs name it, on one resource."""
+    """One operation on one resource, with the names of Kafka's ACLs."""
 
     resource: Resource
     name: str
@@ -44,7 +44,7 @@ class Permission:
 
 
 def needed(config: JobConfig, role: Role) -> list[Permission]:
-    """The permissions of a role for topics that exist; several workers share the group's prefix."""
+    """Return the permissions of a role for existing topics. With several workers, the group is a prefix."""
     of_role = _OPERATIONS[role]
     permissions = [
         Permission("topic", config.topic(kind), operation) for operation, kinds in of_role.items() for kind in kinds
@@ -60,8 +60,8 @@ def needed(config: JobConfig, role: Role) -> list[Permission]:
 def lacking(
     wanted: Iterable[Permission], allowed: Mapping[tuple[Resource, str], Collection[str] | None]
 ) -> list[Permission]:
-    """Those of `wanted` that are not among the operations `allowed` on each resource; None there means that nobody
-    said, and counts as allowed."""
+    """Return the permissions of `wanted` that are not among the operations `allowed` on each resource. None as the
+    operations of a resource means that they are unknown, and counts as allowed."""
     return [item for item in wanted if not _allows(allowed.get((item.resource, item.name)), item.operation)]
 
 
@@ -70,7 +70,7 @@ def _allows(operations: Collection[str] | None, operation: str) -> bool:
 
 
 def allow_command(permissions: Iterable[Permission], principal: str) -> str:
-    """The commands, one after the other, that allow a principal what it lacks."""
+    """Return the commands that grant a principal these permissions, one after the other."""
     operations: dict[tuple[str, str, bool], list[str]] = {}
     for item in permissions:
         operations.setdefault((item.resource, item.name, item.is_prefix), []).append(item.operation)

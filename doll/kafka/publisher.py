@@ -1,4 +1,4 @@
-"""Sending: records to a job's topics, in order, each delivery checked; or in transactions, all of one or none."""
+"""Send records to a job's topics, in order, with a check of each delivery; or in transactions, all or none."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ _FLUSH_MARGIN_S: Final = 5.0
 
 
 class Delivery(NamedTuple):
-    """The fate of a record: it stands at `offset`, or was refused permanently (`refusal` says why, offset is -1)."""
+    """The result for a record: it is stored at `offset`, or was refused permanently (the reason is `refusal`, offset is
+    -1)."""
 
     topic: str
     offset: int
@@ -40,7 +41,7 @@ class Delivery(NamedTuple):
 
 
 class ClientError(NamedTuple):
-    """An error of the client itself, not of one record."""
+    """An error of the client that is not about one record."""
 
     reason: str
     is_fatal: bool  # the producer cannot go on
@@ -48,10 +49,10 @@ class ClientError(NamedTuple):
 
 
 class Publisher:
-    """A producer that retries until Kafka takes or refuses a record: being unreachable for long loses nothing.
+    """A producer that retries until Kafka accepts or refuses a record: no record is lost while Kafka is unreachable.
 
-    Safe to share between threads. `poll` must be called now and then: it reports what was delivered. What Kafka refuses
-    permanently (not allowed, too long) goes to the record's `on_delivery`; without one it is logged once per topic.
+    Safe to share between threads. Call `poll` regularly: it reports deliveries. If Kafka refuses a record permanently
+    (not allowed, too long), the record's `on_delivery` is called; a record without it is logged, once per topic.
     `on_error` gets errors of the client; by default they are logged.
     """
 
@@ -83,7 +84,8 @@ class Publisher:
         self.close()
 
     def __len__(self) -> int:
-        """Records that are neither delivered nor refused, and reports of the client that wait for `poll`."""
+        """Return the number of records that are neither delivered nor refused, and of client reports that wait for
+        `poll`."""
         return len(self._producer)
 
     def send(
@@ -95,8 +97,8 @@ class Publisher:
         key: bytes | None = None,
         on_delivery: Callable[[Delivery], None] | None = None,
     ) -> None:
-        """Queue a record. While the queue is full (Kafka is unreachable) it waits: nothing is dropped. `on_delivery` is
-        called from a later `poll`, `send` or `flush`; what it raises, that call raises."""
+        """Queue a record. While the queue is full (Kafka is unreachable), this waits: no record is dropped. A later
+        `poll`, `send` or `flush` calls `on_delivery`, and raises what it raises."""
         value = record if isinstance(record, bytes) else encode(record)
         while not self.try_send(topic, value, partition=partition, key=key, on_delivery=on_delivery):
             self.poll(_FULL_QUEUE_POLL_S)
@@ -111,7 +113,7 @@ class Publisher:
         headers: Sequence[tuple[str, bytes]] = (),
         on_delivery: Callable[[Delivery], None] | None = None,
     ) -> bool:
-        """Queue a record if there is room; False if the queue is full, and the record is not sent."""
+        """Queue a record if there is room. Return False if the queue is full; the record is then not sent."""
         value = record if isinstance(record, bytes) else encode(record)
         try:
             self._producer.produce(
@@ -130,20 +132,21 @@ class Publisher:
         return True
 
     def poll(self, timeout_s: float = 0.0) -> None:
-        """Report what was delivered, waiting up to `timeout_s` for something to report."""
+        """Report deliveries, and wait up to `timeout_s` for the first one."""
         self._producer.poll(timeout_s)
 
     def flush(self, timeout_s: float) -> int:
-        """Wait until everything is delivered or refused; the number of records that are not after `timeout_s`."""
+        """Wait until everything is delivered or refused. Return the number of records that are neither after
+        `timeout_s`."""
         return int(self._producer.flush(timeout_s))
 
     def discard(self) -> None:
-        """Refuse what is queued or on its way: each record is reported with a refusal."""
+        """Refuse all records that are queued or being sent; each is reported with a refusal."""
         self._producer.purge()
         self._producer.flush(1.0)
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """Wait at most `timeout_s` for deliveries; what is left then is lost, which is logged."""
+        """Wait at most `timeout_s` for deliveries. The remaining records are lost, which is logged."""
         deadline_s = time.monotonic() + timeout_s
         left = len(self._producer)
         while left and time.monotonic() < deadline_s:
@@ -174,10 +177,10 @@ def _report_error(on_error: Callable[[ClientError], None], error: KafkaError) ->
 
 
 class TransactionalPublisher:
-    """A producer under a transactional id. Use as a context manager.
+    """A producer with a transactional id. Use as a context manager.
 
-    Of two with one id the later one goes on: it fences the earlier one and aborts what that one had left open. `fenced`
-    says for the message what it means that a later one has begun.
+    Of two producers with one id, the later one continues: it fences the earlier one and aborts its open transaction.
+    `fenced` states, for the error message, what it means that a later producer has started.
     """
 
     def __init__(self, config: JobConfig, services: Services, name: str, *, fenced: str) -> None:
@@ -201,8 +204,8 @@ class TransactionalPublisher:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
-        """Within the context, what is delivered is of one transaction: committed at its end, aborted on any error.
-        Raises ServiceUnavailableError if Kafka does not commit it, or another publisher of this name has begun."""
+        """Within the context, collect all deliveries in one transaction: committed at its end, aborted on any error.
+        Raise ServiceUnavailableError if Kafka does not commit it, or another publisher of this name has started."""
         with self._translate_errors("accept records"):
             self._producer.begin_transaction()
             try:
@@ -215,7 +218,7 @@ class TransactionalPublisher:
                 raise
 
     def deliver(self, records: Sequence[tuple[str, int, bytes]]) -> list[int]:
-        """Send records (topic, partition, value); their offsets, as soon as Kafka has all of them. Raises
+        """Send records (topic, partition, value), wait until Kafka has all of them, and return their offsets. Raise
         ServiceUnavailableError if it refuses one, or does not answer."""
         offsets: dict[int, int] = {}
         refusals: list[str] = []

@@ -1,4 +1,4 @@
-"""Reading given ranges of offsets of a job's topics, for audits, dead letters and lookups by offset."""
+"""Read given ranges of offsets of a job's topics, for audits, dead letters and lookups by offset."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _AT_ONCE: Final = 128  # partitions: of each a fetch may bring megabytes
 
 
 class RangeReader:
-    """One consumer that reads given ranges of offsets; it joins no group and commits nothing.
+    """A consumer that reads given ranges of offsets. It joins no group and commits nothing.
 
     Calls raise ServiceUnavailableError if the broker refuses, or sends nothing for `stall_timeout_s`.
     """
@@ -57,20 +57,21 @@ class RangeReader:
         self._consumer.close()
 
     def bounds(self, topic: str, partition: int) -> tuple[int, int]:
-        """First offset that is kept, and one above the last."""
+        """Return the first offset that is kept, and the offset after the last record."""
         return partition_bounds(self._consumer, self._services.kafka, topic, partition, self._stall_s)
 
     def num_partitions(self, topic: str) -> int:
-        """How many partitions the topic has by now; 0: it does not exist."""
+        """Return the present number of partitions of the topic; 0 if it does not exist."""
         with translate_errors(self._services.kafka, f"say how many partitions {topic} has"):
             return count_partitions(self._consumer, topic, self._stall_s)
 
     def bounds_of_partitions(self, topic: str, partitions: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """`bounds` of many partitions, in few requests."""
+        """Return the `bounds` of many partitions, with few requests."""
         return bounds_of_partitions(self._consumer, self._services.kafka, topic, partitions, self._stall_s)
 
     def records(self, topic: str, kinds: tuple[type, ...], bounds: tuple[int, int] | None = None) -> Iterator[Any]:
-        """All control records of a topic with one partition, from its beginning to its present end, or in `bounds`."""
+        """Yield all control records of a topic with one partition, from its beginning to its present end, or within
+        `bounds`."""
         for offset, value in self.read(topic, 0, *(bounds or self.bounds(topic, 0))):
             try:
                 record = decode(value)
@@ -83,12 +84,12 @@ class RangeReader:
                 self.problems.append(f"{topic}, offset {offset}: a {type(record).__name__} does not belong there")
 
     def read(self, topic: str, partition: int, lo: int, hi: int) -> Iterator[tuple[int, bytes | None]]:
-        """Offset and value of each record in [lo, hi) that the log holds, in order."""
+        """Yield offset and value of each record in [lo, hi) that the log holds, in order."""
         for message in self.messages(topic, partition, lo, hi):
             yield message.offset, message.value
 
     def messages(self, topic: str, partition: int, lo: int, hi: int) -> Iterator[Message]:
-        """The records in [lo, hi) that the log holds, in order, with their headers."""
+        """Yield the records in [lo, hi) that the log holds, in order, with their headers."""
         place = Partition(topic, partition)
         left = deque([(lo, hi)] if lo < hi else ())
         while left:
@@ -106,10 +107,11 @@ class RangeReader:
             left = deque([(until, hi)] if until < hi else ())
 
     def read_together(self, topic: str, ranges: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
-        """Partition and offset of each record that the log holds in these ranges: partition, first offset, and the one
-        after the last. Rising within a partition.
+        """Yield partition and offset of each record that the log holds in these ranges, in ascending order within a
+        partition.
 
-        Many partitions are read at once: by itself each of them takes the time of a few requests.
+        A range is a partition, its first offset, and the offset after its last one. Many partitions are read at once,
+        because reading each of them alone takes the time of a few requests.
         """
         by_partition: dict[int, deque[tuple[int, int]]] = {}
         for partition, lo, hi in sorted(ranges):
@@ -129,10 +131,10 @@ class RangeReader:
     def _consume(
         self, topic: str, ranges: Mapping[int, deque[tuple[int, int]]], unreadable_in: dict[int, Any]
     ) -> Iterator[Any]:
-        """The client's messages in `ranges`, by partition; what is read of them is taken out.
+        """Yield the client's messages in `ranges`, by partition; the part that has been read is removed from `ranges`.
 
-        A partition with a batch that cannot be read ends there: `unreadable_in` gets the message that says so, and its
-        ranges hold what was not read.
+        A partition ends at a batch that cannot be read: `unreadable_in` gets the error message, and the ranges keep the
+        part that was not read.
         """
         left = dict(ranges)
         last_message_s = time.monotonic()

@@ -1,7 +1,7 @@
-"""Reading partitions from explicit offsets, as messages or as records: what every reader of a job's topics shares.
+"""Read partitions from explicit offsets, as messages or as records: the common part of all readers of a job's topics.
 
-No consumer group and no committed offsets: many may read, none disturbs another, and where each stands is its own.
-`Tail` and `JobRecords` follow a job's topics for those who only watch: evaluator, progress, status, provisioner.
+There are no consumer groups and no committed offsets: readers do not disturb each other, and each has its own position.
+`Tail` and `JobRecords` follow a job's topics for observers: evaluator, progress, status, provisioner.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _TO_END_S: Final = 10.0
 _MAX_REASON_CHARS: Final = 200
 _ask_for_headers: Final = methodcaller("headers")
 RESUME_GRACE_S: Final = 30.0
-"""How long a server may stay away after the end of a job before that end is believed, beyond the lease of a standby: it
-may have been resumed, and all its roles may have been started together."""
+"""Seconds, in addition to the lease of a standby, without a server after the end of a job until the end is considered
+final: the job may have been resumed, and all its roles may have been started together."""
 
 
 def partition_bounds(
     consumer: Consumer, address: str, topic: str, partition: int, timeout_s: float = _BOUNDS_TIMEOUT_S
 ) -> tuple[int, int]:
-    """(low, high): the first offset that a partition still holds, and the one that its next record gets; raises
+    """Return (low, high): the first offset that a partition still holds, and the offset of its next record. Raise
     ServiceUnavailableError if Kafka does not answer, or the topic does not exist."""
     return bounds_of_partitions(consumer, address, topic, [partition], timeout_s)[partition]
 
@@ -59,7 +59,8 @@ def partition_bounds(
 def bounds_of_partitions(
     consumer: Consumer, address: str, topic: str, partitions: Sequence[int], timeout_s: float = _BOUNDS_TIMEOUT_S
 ) -> dict[int, tuple[int, int]]:
-    """`partition_bounds` of each of these partitions: two requests to each broker, however many partitions it leads."""
+    """Return `partition_bounds` of each of these partitions, with two requests to each broker, independent of their
+    number."""
 
     def fetch() -> dict[int, tuple[int, int]]:
         low, high = (_offsets_at(consumer, topic, partitions, at, timeout_s) for at in (OFFSET_BEGINNING, OFFSET_END))
@@ -75,8 +76,8 @@ def bounds_of_partitions(
 
 
 def _offsets_at(consumer: Consumer, topic: str, partitions: Sequence[int], at: int, timeout_s: float) -> dict[int, int]:
-    """The beginnings or the ends: the broker takes these numbers for a timestamp, as the library's own lookup does.
-    Raises the KafkaException of the first partition of which the broker does not say it."""
+    """Return the offsets of the beginnings or ends: the broker accepts their special numbers as timestamps, as in the
+    library's own lookup. Raise the KafkaException of the first partition whose offset the broker does not state."""
     asked = [TopicPartition(topic, number, at) for number in partitions]
     answers = consumer.offsets_for_times(asked, timeout=timeout_s)
     for answer in answers:
@@ -86,8 +87,8 @@ def _offsets_at(consumer: Consumer, topic: str, partitions: Sequence[int], at: i
 
 
 class PrefetchedBounds:
-    """Bounds of the partitions of a topic: with the first question, all are asked for. Each answer is given once; then
-    the broker is asked about that partition alone."""
+    """The bounds of a topic's partitions. The first request asks for all partitions. Each of these answers is returned
+    once; later requests ask the broker for one partition only."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class PrefetchedBounds:
 
 
 class Partition(NamedTuple):
-    """One partition of a topic (full name)."""
+    """A partition of a topic (full name)."""
 
     topic: str
     number: int = 0
@@ -118,7 +119,7 @@ class Partition(NamedTuple):
 
 
 class Message(NamedTuple):
-    """One record as it stands in its partition."""
+    """A record, with its position in the partition."""
 
     partition: Partition
     offset: int
@@ -128,7 +129,7 @@ class Message(NamedTuple):
 
 
 class TimedRecord(NamedTuple):
-    """A record, when it was written (Unix seconds), and where it stands."""
+    """A record, the time when it was written (Unix seconds), and its position."""
 
     record: AnyRecord
     at_s: float
@@ -137,7 +138,7 @@ class TimedRecord(NamedTuple):
 
 
 def as_message(partition: Partition, message: Any) -> Message:
-    """A message of the client library, without an error, as `Message`. Headers that nobody can read are none."""
+    """Convert a message of the client library, without an error, to a `Message`. Unreadable headers are omitted."""
     kind, stamp_ms = message.timestamp()
     written_s = stamp_ms / 1000 if kind and stamp_ms > 0 else 0.0
     headers = () if unreadable_headers([message]) else message.headers() or ()
@@ -145,12 +146,12 @@ def as_message(partition: Partition, message: Any) -> Message:
 
 
 def unreadable_headers(messages: Sequence[Any]) -> dict[int, str]:
-    """Which messages have headers that the client library cannot read, by their place, and why. Only headers of others
-    may be asked for.
+    """Return why the client library cannot read the headers of a message, by its index. Read only headers of other
+    messages.
 
-    Kafka's protocol says that a header's key is UTF-8, and no broker checks it. The library fails for such a key when
-    it is asked for the first time, and ends the process when it is asked again (confluent-kafka 2.16). It returns a
-    list beside its exception, which Python notices in a general call, and not in a line that it has optimized.
+    In Kafka's protocol a header's key is UTF-8, but no broker checks it. For another key, the library raises an error
+    at the first access, and crashes the process at the second one (confluent-kafka 2.16): it returns a list together
+    with its exception, which Python detects in a general call, but not in a line that it has optimized.
     """
     reasons: dict[int, str] = {}
     at, count = 0, len(messages)
@@ -173,20 +174,21 @@ def from_earliest(partition: Partition, low: int, high: int) -> int:
 
 
 def from_end(partition: Partition, low: int, high: int) -> int:
-    """Start after the last record: only what comes from now on."""
+    """Start after the last record: read only new records."""
     return high
 
 
 class Reader:
-    """Messages or records of some partitions, in order within each. Use as a context manager. Not thread-safe.
+    """A reader of the messages or records of some partitions, in order within each. Use as a context manager. Not
+    thread-safe.
 
-    An unreachable broker is waited for: `poll` then returns nothing. Where retention has deleted what was to be read
-    next, it goes on at the first record that is left. Records that do not decode are logged, counted and skipped. What
-    asks for bounds raises ServiceUnavailableError if the broker does not answer.
+    The reader waits for an unreachable broker; `poll` then returns nothing. If retention has deleted the next record,
+    it continues at the first record that is left. Records that cannot be decoded are logged, counted and skipped.
+    Methods that ask for bounds raise ServiceUnavailableError if the broker does not answer.
 
     Args:
-        purpose: names the consumer on the broker.
-        start: the offset to start at, from a partition and its bounds (low, high).
+        purpose: name of the consumer for the broker.
+        start: function that returns the first offset from a partition and its bounds (low, high).
 
     Raises:
         ServiceUnavailableError: a topic does not exist, or the broker does not answer.
@@ -243,8 +245,8 @@ class Reader:
             self._lookup.close()
 
     def messages(self, timeout_s: float, limit: int = 1000) -> list[Message]:
-        """The next messages; as soon as there are any, at the latest after `timeout_s`. Raises ServiceUnavailableError
-        if the client cannot go on (a fatal error)."""
+        """Return the next messages as soon as there are any, at the latest after `timeout_s`. Raise
+        ServiceUnavailableError if the client cannot continue (a fatal error)."""
         first = self._consumer.poll(timeout_s)
         if first is None:
             return []
@@ -262,7 +264,7 @@ class Reader:
         return messages
 
     def decode(self, message: Message) -> AnyRecord | None:
-        """The record in a message, or None if it holds no record."""
+        """Return the record in a message, or None if it holds no record."""
         try:
             return decode(message.value)
         except RecordError as exc:
@@ -271,7 +273,7 @@ class Reader:
             return None
 
     def poll(self, timeout_s: float) -> list[TimedRecord]:
-        """The next records; as soon as there are any, at the latest after `timeout_s`."""
+        """Return the next records as soon as there are any, at the latest after `timeout_s`."""
         return [
             TimedRecord(record, self._written_s(message), message.partition.topic, message.offset)
             for message in self.messages(timeout_s)
@@ -279,8 +281,8 @@ class Reader:
         ]
 
     def read_history(self) -> list[TimedRecord]:
-        """Everything that the partitions held when this reader was opened; raises ServiceUnavailableError if the broker
-        does not send it within `history_timeout_s`."""
+        """Return everything that the partitions held when this reader was opened. Raise ServiceUnavailableError if the
+        broker does not send it within `history_timeout_s`."""
         records: list[TimedRecord] = []
         deadline_s = time.monotonic() + self.history_timeout_s
         while unread := [partition for partition in self.ends if not self.has_read_history(partition)]:
@@ -293,7 +295,7 @@ class Reader:
         return records
 
     def read_to_end(self) -> list[TimedRecord]:
-        """The records that the partitions hold by now and that were not returned yet; fewer if that takes longer than
+        """Return the records that the partitions hold now and that were not returned yet; fewer if this takes more than
         10 s."""
         records: list[TimedRecord] = []
         deadline_s = time.monotonic() + _TO_END_S
@@ -307,34 +309,37 @@ class Reader:
         return records
 
     def _written_s(self, message: Message) -> float:
-        """The time of a record of history by its writer's clock; of one that comes while we read by our own, because
-        clocks need not agree."""
+        """Return the time of a record: of an older record by its writer's clock, of a new record by our own clock,
+        because clocks may differ."""
         now_s = time.time()
         if message.offset >= self.ends[message.partition] or not message.written_s:
             return now_s
         return min(now_s, message.written_s)
 
     def has_read_history(self, partition: Partition) -> bool:
-        """Whether everything that `partition` held when this reader was opened has been returned."""
+        """Return whether everything that `partition` held when this reader was opened has been returned."""
         return self.positions[partition] >= self.ends[partition]
 
     def is_caught_up(self) -> bool:
-        """Whether the partitions hold nothing that was not returned yet."""
+        """Return whether all records that the partitions hold have been returned."""
         return all(self.bounds(partition)[1] <= position for partition, position in self.positions.items())
 
     def bounds(self, partition: Partition) -> tuple[int, int]:
-        """The result of `partition_bounds` for any partition."""
+        """Return the result of `partition_bounds` for any partition."""
         return partition_bounds(self._ends_client(), self._address, *partition, self._lookup_s)
 
     def bounds_of_partitions(self, topic: str, partitions: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """The result of the function of this name for any topic."""
+        """Return the result of the function `bounds_of_partitions` for any topic."""
         return bounds_of_partitions(self._ends_client(), self._address, topic, partitions, self._lookup_s)
 
     def partition_ends(
         self, topic: str, partitions: int | None = None, timeout_s: float = 1.0
     ) -> list[int] | None:  # fmt: skip
-        """The end (high watermark) of each partition of any topic; None if a broker does not answer in time.
-        `partitions` says how many; None: all that there are by now, of a topic that exists."""
+        """Return the end (high watermark) of each partition of any topic; None if a broker does not answer in time.
+
+        Args:
+            partitions: number of partitions. None: all present partitions of an existing topic.
+        """
         client = self._ends_client()
         try:
             count = count_partitions(client, topic, timeout_s) if partitions is None else partitions
@@ -344,9 +349,10 @@ class Reader:
         return [ends[number] for number in range(count)] or None
 
     def _ends_client(self) -> Any:
-        """A client of its own, made when it is needed: most readers never look an end up once they read.
+        """Return a separate client, made when it is needed: most readers do not look up ends after they start to read.
 
-        A broker answers a connection's requests in order, so that a lookup would wait for the fetch that is under way.
+        A broker answers the requests of a connection in order, so a lookup would wait for the fetch that is in
+        progress.
         """
         if self._lookup is None:
             self._lookup = self._make_lookup()
@@ -354,24 +360,24 @@ class Reader:
 
 
 def count_partitions(consumer: Any, topic: str, timeout_s: float) -> int:
-    """How many partitions a topic has by now; 0: it does not exist. Raises KafkaException."""
+    """Return the present number of partitions of a topic; 0 if it does not exist. Raises KafkaException."""
     return len(consumer.list_topics(topic, timeout=timeout_s).topics[topic].partitions)
 
 
 def unreadable(error: Any) -> bool:
-    """Whether an error of a consumer is about a batch of records that it cannot read."""
+    """Return whether an error of a consumer is about a batch of records that it cannot read."""
     return error.code() in UNREADABLE
 
 
 def end_of_unreadable(
     consumer: Any, partition: tuple[str, int], base: int, should_stop: Callable[[], bool] = lambda: False
 ) -> int:
-    """The offset after a batch that the library cannot read; raises ServiceUnavailableError if Kafka does not answer
-    for 30 s.
+    """Return the offset after a batch that the library cannot read. Raise ServiceUnavailableError if Kafka does not
+    answer for 30 s.
 
-    The library names the first offset of the batch (`base`) wherever in the batch it begins to read, and stays there.
-    So the end is found by reading from later offsets: as many as the batch's length has bits, twice. `consumer` has
-    another assignment afterwards; it must report ends of partitions, and an offset out of range.
+    Wherever in the batch the library begins to read, it names the first offset of the batch (`base`) and stays there.
+    The end is therefore searched by reads from later offsets: twice as many reads as the batch's length has bits.
+    `consumer` has another assignment afterwards; it must report ends of partitions, and an offset out of range.
     """
 
     def is_inside(offset: int) -> bool:
@@ -406,7 +412,7 @@ def end_of_unreadable(
 
 
 class Tail(Reader):
-    """Records of `topics` (full names, one partition each) from the earliest that is kept, or from now on."""
+    """A reader of `topics` (full names, one partition each) from the earliest kept record, or from now on."""
 
     def __init__(
         self, config: JobConfig, services: Services, topics: Iterable[str], *, from_now_on: bool = False
@@ -417,10 +423,10 @@ class Tail(Reader):
 
 @contextlib.contextmanager
 def on_finish(config: JobConfig, services: Services, call: Callable[[], None]) -> Iterator[None]:
-    """Within the context: `call` is called, in a thread, once when the job finishes.
+    """Within the context, call `call` in a thread, once, when the job finishes.
 
-    A Finished record from before is ignored: this process was started because the job goes on. Raises
-    ServiceUnavailableError if Kafka does not answer at the start; later it is waited for.
+    An earlier Finished record is ignored: this process was started because the job continues. Raise
+    ServiceUnavailableError if Kafka does not answer at the start; later, this waits for Kafka.
     """
     exited = threading.Event()
 
@@ -443,7 +449,7 @@ def on_finish(config: JobConfig, services: Services, call: Callable[[], None]) -
 
 
 def has_finished(config: JobConfig, services: Services, should_stop: Callable[[], bool]) -> bool:
-    """Whether the job has ended, and no server goes on with it; immediately if it has not. Raises
+    """Return whether the job has ended and no server continues it; return False at once if it has not ended. Raise
     ServiceUnavailableError if Kafka does not answer at the start."""
     updates, finished = Partition(config.topic("updates")), False
     with Reader(config, services, "watch", [updates], lambda _, low, high: max(low, high - 1)) as reader:
@@ -457,8 +463,8 @@ def has_finished(config: JobConfig, services: Services, should_stop: Callable[[]
 
 
 class JobRecords(Reader):
-    """All control records of a job. Use as a context manager. It starts at `positions`, the next offset by
-    `topic/partition`, and at the earliest kept offset of partitions that are not in it."""
+    """All control records of a job. Use as a context manager. It starts at `positions` (the next offset, by
+    `topic/partition`); partitions that are not in `positions` start at the earliest kept offset."""
 
     history_timeout_s = 120.0
 
@@ -477,9 +483,9 @@ class JobRecords(Reader):
         super().__init__(config, services, "provision", partitions, start)
 
     def named_positions(self) -> dict[str, int]:
-        """Next offset by `topic/partition`: all before it has been returned by `poll`."""
+        """Return the next offset, by `topic/partition`: `poll` has returned all records before it."""
         return {str(partition): offset for partition, offset in self.positions.items()}
 
     def sample_ends(self, timeout_s: float = 1.0) -> list[int] | None:
-        """The ends of the partitions of samples; None if a broker does not answer in time."""
+        """Return the ends of the partitions of samples; None if a broker does not answer in time."""
         return self.partition_ends(self._samples, timeout_s=timeout_s)

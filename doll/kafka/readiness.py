@@ -1,4 +1,4 @@
-"""Whether brokers that were just started serve: they answer, take records and commit offsets."""
+"""Check whether brokers that were just started work: they answer, accept records and commit offsets."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _START_S: Final = 240.0
 
 
 class ReadinessProbe:
-    """Checks that a node, or all `brokers` of a cluster, serve while their processes are `alive`. An open port is not
-    enough, and another program may answer on it: the brokers have this `cluster_id`.
+    """A check that a node, or all `brokers` of a cluster, work while their processes are `alive`. An open port is not
+    enough, because another program may answer on it: the brokers must have this `cluster_id`.
 
-    A record acknowledged to an idempotent producer shows that the node writes and assigns producer ids. A committed
-    offset shows that `__consumer_offsets` exists: while Kafka creates it, a consumer with a group may wait for minutes.
+    If a record of an idempotent producer is acknowledged, the node writes and assigns producer ids. If an offset can be
+    committed, `__consumer_offsets` exists: while Kafka creates it, a consumer with a group may wait for minutes.
     """
 
     def __init__(self, address: str, cluster_id: str, alive: Callable[[], bool], brokers: int = 1) -> None:
@@ -32,7 +32,7 @@ class ReadinessProbe:
         self._deadline_s = time.monotonic() + _START_S
 
     def run(self) -> bool:
-        """Whether it serves, before its process exits or the time is over."""
+        """Return whether the node works, before its process exits or the time is over."""
         return (
             self._retry(self._is_ours, self._clients.admin())
             and self._retry(self._writes)
@@ -50,7 +50,7 @@ class ReadinessProbe:
         return False
 
     def _is_ours(self, admin: AdminClient) -> bool:
-        """This run's node answers (another run may have picked the same port), and the probe's topic exists."""
+        """Return whether this run's node answers (another run may have the same port), and the probe's topic exists."""
         metadata = admin.list_topics(timeout=1.0)
         if metadata.cluster_id != self._cluster_id or len(metadata.brokers) < self._brokers:
             return False

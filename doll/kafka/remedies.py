@@ -1,4 +1,4 @@
-"""Advice about a log-in that Kafka, or the client's TLS, has refused: from librdkafka's words. Pure."""
+"""Give advice about a login that Kafka, or the client's TLS, has refused, from librdkafka's message. Pure."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _ALERTS: Final = ("alert bad certificate", "alert certificate required", "alert 
 
 
 def login_remedy(reason: str, kafka: KafkaConfig, *, expired: bool = False) -> str | None:
-    """Advice about a refused log-in; None if `reason`, in librdkafka's words, is not about one. If our own certificate
-    has `expired`, some brokers say that they do not know it."""
+    """Return advice about a refused login; None if `reason`, a message of librdkafka, is not about a login. `expired`:
+    our own certificate has expired; some brokers then report that they do not know it."""
     text = _ADDRESS.sub("", reason.lower())
     if "alert certificate expired" in text or (expired and "alert " in text):
         return f"our certificate has expired: put a new one into {_OWN_CERTIFICATE}, and start this process again"
@@ -61,7 +61,8 @@ def login_remedy(reason: str, kafka: KafkaConfig, *, expired: bool = False) -> s
 
 
 def is_final(reason: str) -> bool:
-    """Whether the same log-in would be refused again; a handshake that broke off may be a broker that is starting."""
+    """Return whether the same login would be refused again. A handshake that was interrupted may be a broker that is
+    starting."""
     text = reason.lower()
     return any(part in text for part in ("authentication failed", "verify failed", "could not be verified", "alert ",
                                          "unsupported sasl mechanism", "invalid credentials", "http 4"))  # fmt: skip

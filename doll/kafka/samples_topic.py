@@ -1,12 +1,12 @@
-"""The samples topic: whether it is still the one that the model was learned from, and where a new job begins in it.
+"""Check that the samples topic is still the one that the model was learned from, and find where a new job begins in it.
 
-Offsets name samples only within one topic. If it was deleted and created again, or truncated, the same offsets are
-other records: a reader that continued at its offset would wait forever, or skip records until the log is as long as
-before. Kafka gives each topic an id, which the checkpoint keeps. Brokers before 2.8 have no ids: there only a log that
-is shorter than what was read of it shows the difference.
+Offsets identify samples only within one topic. If the topic was deleted and created again, or truncated, the same
+offsets are other records: a reader that continued at its offset would wait without end, or skip records until the log
+is as long as before. Kafka gives each topic an id, which the checkpoint contains. Brokers before 2.8 have no ids: with
+them, the change is only detected if the log is shorter than the part that was read.
 
-Where a new job begins in it (`data.start`) is decided once, by the first server of the job, and kept in its checkpoints
-and in `updates`. Calls raise ServiceUnavailableError if Kafka does not answer.
+The first server of a job decides once where the job begins in the topic (`data.start`). The decision is kept in the
+checkpoints and in the topic `updates`. Calls raise ServiceUnavailableError if Kafka does not answer.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ TRUNCATED_ADVICE = (
 
 
 class ReplacedSamplesError(ConfigError):
-    """The samples topic is not the one that the model was learned from, or has lost records that were learned."""
+    """The samples topic is not the one that the model was learned from, or has lost learned records."""
 
 
 @dataclass(frozen=True)
 class SampleLog:
-    """The samples topic as the broker has it."""
+    """The state of the samples topic at the broker."""
 
     name: str
     topic_id: str  # Kafka's id of the topic; "" if the broker has no ids
@@ -62,13 +62,13 @@ def describe_samples(
     expected_id: str = "",
     read_until: Sequence[int] | None = None,
 ) -> SampleLog:
-    """Ask the broker. Raises ReplacedSamplesError, which says what to do, if the topic was deleted and created again,
-    or cut short.
+    """Return the state of the samples topic. Raise ReplacedSamplesError, whose message says what to do, if the topic
+    was deleted and created again, or truncated.
 
     Args:
-        expected_id: Kafka's id of the topic that the model was learned from; "" if it is not known.
-        read_until: of each partition that the job reads, the offset after the last record that the model has learned;
-            None: of a job that begins.
+        expected_id: Kafka's id of the topic that the model was learned from; "" if it is unknown.
+        read_until: for each partition that the job reads, the offset after the last record that the model has learned.
+            None: the job begins.
     """
     name = config.topic("samples")
     topic_id = topics.topic_id(config, services, "samples")
@@ -84,13 +84,13 @@ def describe_samples(
 
 
 def refuse_replaced_topic(name: str, expected: str, actual_id: str) -> None:
-    """Raise ReplacedSamplesError where both ids are known and differ."""
+    """Raise ReplacedSamplesError if both ids are known and differ."""
     if problem := replaced_topic(name, expected, actual_id):
         raise ReplacedSamplesError(f"{problem}; {TRUNCATED_ADVICE}")
 
 
 def replaced_topic(name: str, expected: str, actual_id: str) -> str:
-    """The problem that both ids are known and differ; "" without it."""
+    """Return the problem that both ids are known and differ; otherwise ""."""
     if not expected or not actual_id or expected == actual_id:
         return ""
     return (
@@ -102,8 +102,8 @@ def replaced_topic(name: str, expected: str, actual_id: str) -> str:
 def bounds_reaching(
     name: str, partition: int, next_offset: int, bounds_of: Callable[[str, int], tuple[int, int]]
 ) -> tuple[int, int]:
-    """(low, high) of a log that reaches as far as what is to be read next; a new leader is given time to know it.
-    Raises ReplacedSamplesError if the log ends before, and stays so."""
+    """Return (low, high) of a log that contains the offset before `next_offset`. Wait some time, because a new leader
+    may not know its end yet. Raise ReplacedSamplesError if the log is still shorter then."""
     deadline_s = time.monotonic() + _LEADER_SETTLE_S
     while True:
         low, high = bounds_of(name, partition)
@@ -116,7 +116,8 @@ def bounds_reaching(
 
 
 def truncated_message(name: str, partition: int, next_offset: int, reason: str) -> str:
-    """The message for a log that has lost records which were read of it, and holds others in their place, or will."""
+    """Return the message for a log that has lost records which were read, and holds or will hold others at their
+    offsets."""
     return (
         f"{name}/{partition} was read up to offset {next_offset}, has lost records below it since, and holds others in "
         f"their place, or will: the log was truncated ({reason})"
@@ -124,7 +125,7 @@ def truncated_message(name: str, partition: int, next_offset: int, reason: str) 
 
 
 def short_log_message(name: str, partition: int, next_offset: int, high: int) -> str:
-    """The message for a log that ends before what was read of it."""
+    """Return the message for a log that is shorter than the part that was read."""
     return (
         f"{name}/{partition} ends at offset {high}, but it was read up to offset {next_offset}: the topic was cut "
         "short, or deleted and created again"
@@ -132,7 +133,7 @@ def short_log_message(name: str, partition: int, next_offset: int, high: int) ->
 
 
 def lost_records(topic: str, partition: int, lo: int, hi: int) -> str:
-    """The message for records that Kafka deleted before they were learned, and what to do about it."""
+    """Return the message for records that Kafka deleted before they were learned, and what to do about it."""
     return (
         f"{topic}/{partition}: records {lo} to {hi - 1} were deleted, by retention or by hand, before they were "
         "learned; expected them in the log. Keep records for longer (data.retention_hours, or retention.ms and "
@@ -142,9 +143,9 @@ def lost_records(topic: str, partition: int, lo: int, hi: int) -> str:
 
 
 def start_offsets(config: JobConfig, services: Services, samples: SampleLog) -> tuple[int, ...]:
-    """The offset of the job's first record in each partition of the topic as it is now. Raises ConfigError if
-    `data.start.offsets` lacks a partition, or names one that there is not, or an offset that the log does not hold, and
-    ServiceUnavailableError if Kafka does not answer."""
+    """Return the offset of the job's first record in each partition of the topic as it is now. Raise ConfigError if
+    `data.start.offsets` lacks a partition, names one that does not exist, or has an offset that the log does not hold.
+    Raise ServiceUnavailableError if Kafka does not answer."""
     match config.data.start:
         case "earliest":
             return samples.low
@@ -158,8 +159,8 @@ def start_offsets(config: JobConfig, services: Services, samples: SampleLog) -> 
 
 
 def deleted_before(config: JobConfig, generation: int, origins: Sequence[int]) -> tuple[int, ...]:
-    """How many records of each partition were deleted before the job could begin with them; () where it did not want
-    all of the stream, or where the log is older than the job."""
+    """Return the number of records of each partition that were deleted before the job could begin with them; () if the
+    job did not start at the earliest record, or the log is older than the job."""
     is_whole = config.data.topic is None and config.data.start == "earliest" and not generation
     return tuple(origins) if is_whole and any(origins) else ()
 
@@ -185,7 +186,7 @@ def _given(offsets: Mapping[int, int], samples: SampleLog) -> tuple[int, ...]:
 
 
 def _at_time(config: JobConfig, services: Services, samples: SampleLog, time_ms: int) -> tuple[int, ...]:
-    """A partition without a record of that time or a later one begins at its end."""
+    """Return the first offset of that time in each partition; without such a record, the end of the partition."""
     places = [TopicPartition(samples.name, number) for number in range(len(samples.low))]
     spec = OffsetSpec.for_timestamp(time_ms)
     admin = make_admin(config, services)  # the answer comes only while it lives

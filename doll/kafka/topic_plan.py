@@ -1,10 +1,10 @@
-"""The topics of a job as it needs them: names, partitions, settings; and what is wrong with the settings of topics
-that exist. Pure. A samples topic that belongs to somebody else (`data.topic`) is not among them.
+"""Define the topics that a job needs: names, partitions, settings. Find problems in the settings of existing topics.
+Pure. A samples topic that belongs to somebody else (`data.topic`) is not included.
 
-Fatal is what would break the ledger or block the job: compaction deletes records that were not learned, and refuses
-records without a key; an `updates` with retention loses who has served the job and what was learned; a topic with fewer
-replicas than min.insync.replicas can never be written. Everything else is a warning: less survives than the job file
-asks for.
+A problem is fatal if it would break the ledger or block the job: compaction deletes records that were not learned, and
+refuses records without a key; `updates` with a retention time loses the history of servers and learned batches; a topic
+with fewer replicas than min.insync.replicas can never be written. All other problems are warnings: less data survives
+than the job file requires.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FETCH_OVERHEAD_BYTES: Final = 1024 * 1024
 
 @dataclass(frozen=True)
 class TopicPlan:
-    """One topic as the job needs it: `settings` as for Kafka's topic configs."""
+    """A topic that the job needs; `settings` are Kafka's topic configs."""
 
     kind: TopicKind
     name: str
@@ -43,8 +43,8 @@ class TopicPlan:
 
 
 def batch_limit_bytes(config: JobConfig) -> int:
-    """The size to which a compressed batch of `samples` may unpack with zstd, and the maximum size of a fetch: twice
-    what the topic accepts of a batch as it is sent."""
+    """Return the maximum size of a `samples` batch after it is decompressed with zstd, and of a fetch: twice the size
+    of a compressed batch that the topic accepts."""
     return 2 * _sample_limit_bytes(config) + _FETCH_OVERHEAD_BYTES
 
 
@@ -54,7 +54,8 @@ def _sample_limit_bytes(config: JobConfig) -> int:
 
 
 def plan_topics(config: JobConfig) -> list[TopicPlan]:
-    """The topics that the job creates, in the order of `TOPIC_KINDS`: without a samples topic that exists. Pure."""
+    """Return the topics that the job creates, in the order of `TOPIC_KINDS`, without an existing samples topic.
+    Pure."""
     sample_limit_bytes = str(_sample_limit_bytes(config))
     samples = {
         "retention.ms": str(int(config.data.retention_hours * _HOUR_MS)),
@@ -86,7 +87,7 @@ def plan_topics(config: JobConfig) -> list[TopicPlan]:
 
 @dataclass(frozen=True, slots=True)
 class ActualTopic:
-    """One topic as the broker has it."""
+    """The state of a topic at the broker."""
 
     settings: Mapping[str, str]  # effective values by name, also values from the broker's own defaults
     replicas: int  # of the partition that has the fewest
@@ -95,19 +96,19 @@ class ActualTopic:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem of a topic; `fatal`: the job must not run with it."""
+    """A problem of a topic. If it is `fatal`, the job must not run with the topic."""
 
     fatal: bool
     text: str
 
 
 def alter_command(topic: str, change: str) -> str:
-    """The command that changes a topic's settings, `name=value[,name=value]`."""
+    """Return the command that changes a topic's settings, `name=value[,name=value]`."""
     return f"kafka-configs.sh --alter --entity-type topics --entity-name {topic} --add-config {change}"
 
 
 def find_problems(topic: TopicPlan, actual: ActualTopic, replication_factor: int) -> list[Finding]:
-    """The problems of a topic, the worst first. Pure."""
+    """Return the problems of a topic, the worst first. Pure."""
     kind = topic.kind
     findings: list[Finding] = []
 

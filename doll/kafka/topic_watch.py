@@ -1,9 +1,9 @@
-"""Watches the samples topic while a job learns from it.
+"""Watch the samples topic while a job learns from it.
 
-Partitions may be added to any: the server is told how many there are. The owner of a topic of somebody else may also
-delete it, create it again, have it compacted or take the permission back, and brokers may fail. What makes the job's
-offsets mean other records, or takes records before they are learned, ends the server, which saves a checkpoint first.
-What passes is logged, once.
+Partitions may be added to any samples topic: the server gets their number. The owner of somebody else's topic may also
+delete it, create it again, have it compacted or withdraw the permission, and brokers may fail. If the job's offsets
+then mean other records, or records are lost before they are learned, the server saves a checkpoint and ends. Temporary
+problems are logged once.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _LOOKS: Final = 2  # in a row without the topic: a broker that has just started 
 
 
 class TopicWatch:
-    """Looks at the topic of one job from time to time, once it is started.
+    """A watch that checks the topic of one job regularly after it is started.
 
     Attributes:
-        problem: why the job cannot go on; None: it can.
+        problem: reason why the job cannot continue. None: it can.
 
     Args:
         expected_id: Kafka's id of the topic that the model is learned from.
-        on_problem: called once, from a thread of the watch.
-        on_partitions: called from there after each look, with the number of partitions.
+        on_problem: function that a thread of the watch calls once, with the problem.
+        on_partitions: function that this thread calls after each check, with the number of partitions.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class TopicWatch:
         self._closed = threading.Event()
 
     def start(self) -> None:
-        """Look every few seconds, in a thread of its own; call it once."""
+        """Check every few seconds, in a separate thread. Call this once."""
         threading.Thread(target=self._run, name="topic-watch", daemon=True).start()
 
     def close(self) -> None:
-        """End it; a look that is under way is not waited for."""
+        """End the watch, without waiting for a check in progress."""
         self._closed.set()
 
     def _run(self) -> None:
@@ -75,7 +75,7 @@ class TopicWatch:
                 return
 
     def look(self) -> DollError | None:
-        """Look once: why the job cannot go on."""
+        """Check once, and return why the job cannot continue; None if it can."""
         try:
             if self._admin is None:
                 self._admin = make_admin(self._config, self._services)
@@ -107,7 +107,7 @@ class TopicWatch:
         return None
 
     def _say(self, kind: str, problem: str) -> None:
-        """Log a problem when it begins, and when it has passed."""
+        """Log a problem when it begins, and when it has ended."""
         before = self._said.get(kind, "")
         self._said[kind] = problem
         if problem and problem != before:

@@ -1,4 +1,4 @@
-"""Creating, checking and describing a job's topics on the broker.
+"""Create, check and describe a job's topics at the broker.
 
 Calls raise ServiceUnavailableError if Kafka does not answer, or refuses.
 """
@@ -65,13 +65,13 @@ _BROKER_S: Final = 2.0  # for one broker's answer: another may know more
 
 
 def _allow_users(admin: AdminClient, config: JobConfig, address: str) -> None:
-    """Allow `kafka.worker_user` and `kafka.producer_user`, where they are set, what a worker and an external producer
-    need, and nothing else. It may be repeated.
+    """Allow the users `kafka.worker_user` and `kafka.producer_user`, if they are set, only what a worker and an
+    external producer need. The call may be repeated.
 
     An ACL's resource pattern is one topic or a prefix, and `doll.*.samples` is neither, so each job adds ACLs for its
-    own topics. Where Kafka allows everyone to use a topic without ACLs (`allow.everyone.if.no.acl.found`), the first
-    ACL excludes all other users: DOLL's own user gets one in the same request. For the same reason a topic that belongs
-    to somebody else gets none: its owner lets the workers' user read it.
+    own topics. If Kafka allows everyone to use a topic without ACLs (`allow.everyone.if.no.acl.found`), the first ACL
+    excludes all other users, so DOLL's own user gets an ACL in the same request. For the same reason, somebody else's
+    topic gets no ACL: its owner must allow the workers' user to read it.
     """
     users: dict[str, list[Permission]] = {}
     if (user := config.kafka.worker_user) is not None:
@@ -112,7 +112,7 @@ def _allow_users(admin: AdminClient, config: JobConfig, address: str) -> None:
 
 @dataclass(frozen=True)
 class TopicInfo:
-    """One topic as the broker has it."""
+    """The state of a topic at the broker."""
 
     name: str
     partitions: int
@@ -121,22 +121,21 @@ class TopicInfo:
 
 
 def ensure(config: JobConfig, services: Services, *, begins: bool = False) -> list[str]:
-    """Create the topics that are missing, wait until they can be written, check the others, and allow the users of
-    workers and of external producers what they need. It may be repeated. A samples topic that belongs to somebody else
-    is only checked, and before anything is created.
+    """Create the missing topics, wait until they can be written, check the others, and grant the users of workers and
+    of external producers their permissions. The call may be repeated. A samples topic that belongs to somebody else is
+    only checked, before anything is created.
 
     Args:
-        begins: the job begins with it: its own samples topic must have as many partitions as the job file says. Later
-            it may have more.
+        begins: True: the job begins now, and its own samples topic must have the number of partitions in the job file.
+            False: it may have more.
 
     Returns:
-        What is unwise about the topics, a sentence each; it is logged too.
+        Warnings about the topics, one sentence each; they are logged too.
 
     Raises:
-        ConfigError: a topic has another number of partitions, or settings that the job cannot live with; the
-            replication factor is above the number of brokers;
-            `kafka.worker_user` or `producer_user` is set and Kafka has no authorizer; `data.topic` is missing or may
-            not be read.
+        ConfigError: a topic has a wrong number of partitions, or settings with which the job cannot run; or the
+            replication factor is larger than the number of brokers; or `kafka.worker_user` or `producer_user` is set
+            and Kafka has no authorizer; or `data.topic` is missing or may not be read.
         ServiceUnavailableError: a partition of `data.topic` has no leader.
     """
     notes = [] if config.data.topic is None else foreign_topic.require(config, services)
@@ -162,10 +161,10 @@ def ensure(config: JobConfig, services: Services, *, begins: bool = False) -> li
 
 
 def _create(admin: AdminClient, config: JobConfig, services: Services, missing: Sequence[TopicPlan]) -> None:
-    """Create the topics in one request; each one again without `min.insync.replicas`, then without `max.message.bytes`,
-    and then without `message.timestamp.type`, where Kafka refuses that.
+    """Create the topics in one request. If Kafka refuses a topic, retry it without `min.insync.replicas`, then without
+    `max.message.bytes`, and then without `message.timestamp.type`.
 
-    Some managed services set the first themselves, and do not allow it to be set; and allow no records of 32 MiB.
+    Some managed services set `min.insync.replicas` themselves and refuse it as a setting, or refuse records of 32 MiB.
     """
     refusals: tuple[int, ...] = (KafkaError.INVALID_CONFIG, KafkaError.POLICY_VIOLATION)
     wanted, replicas = list(missing), config.kafka.replication_factor
@@ -183,7 +182,7 @@ def _create(admin: AdminClient, config: JobConfig, services: Services, missing: 
 
 
 def _add_partitions(admin: AdminClient, services: Services, topic: str, count: int) -> None:
-    """Give a topic `count` partitions, and wait until Kafka tells of them."""
+    """Increase the partitions of a topic to `count`, and wait until Kafka reports them."""
     advice = "add them by hand, or allow this user to"
     with translate_errors(services.kafka, f"add partitions to topic {topic}", advice):
         wanted = [NewPartitions(topic, count)]
@@ -196,7 +195,7 @@ def _add_partitions(admin: AdminClient, services: Services, topic: str, count: i
 def _is_created(
     future: Future[None], topic: TopicPlan, config: JobConfig, services: Services, refusals: Collection[int]
 ) -> bool:
-    """Whether the topic exists now; False if Kafka answers with one of the codes `refusals`."""
+    """Return whether the topic exists now; False if Kafka answers with one of the codes `refusals`."""
     with translate_errors(services.kafka, f"create topic {topic.name}", "create it by hand, or allow this user to"):
         try:
             future.result()
@@ -215,7 +214,7 @@ def _is_created(
 
 
 def _check_settings(admin: AdminClient, config: JobConfig, services: Services) -> list[str]:
-    """The unwise settings of the topics, a sentence each."""
+    """Return warnings about the settings of the topics, one sentence each."""
     wanted = {topic.name: topic for topic in plan_topics(config)}
     metadata = _metadata(admin, services)
     existing = {name: topic for name, topic in metadata.topics.items() if name in wanted}
@@ -232,7 +231,8 @@ def _check_settings(admin: AdminClient, config: JobConfig, services: Services) -
 
 
 def _settings_of(admin: AdminClient, topics: Mapping[str, Any]) -> dict[str, ActualTopic]:
-    """The settings of `topics` (name -> metadata), by name; empty, and logged, where the broker refuses."""
+    """Return the settings of `topics` (name -> metadata), by name. If the broker refuses, log this and return no
+    settings."""
     resources = {name: ConfigResource(ResourceType.TOPIC, name) for name in topics}
     if not resources:
         return {}
@@ -256,9 +256,9 @@ def _settings_of(admin: AdminClient, topics: Mapping[str, Any]) -> dict[str, Act
 
 
 def check(config: JobConfig, services: Services) -> None:
-    """Return if every topic of the job exists with its number of partitions; to samples some may have been added.
-    Raises ConfigError if a topic has another number, or `data.topic` does not exist, and ServiceUnavailableError if
-    Kafka does not answer, a topic does not exist, or `commands` has too few partitions."""
+    """Check that every topic of the job exists with its number of partitions; samples may have more. Raise ConfigError
+    if a topic has another number, or `data.topic` does not exist. Raise ServiceUnavailableError if Kafka does not
+    answer, a topic does not exist, or `commands` has too few partitions."""
     if config.data.topic is not None:
         foreign_topic.refuse_partitions(config, foreign_topic.look_up(config, services))
     admin = make_admin(config, services)
@@ -275,14 +275,14 @@ def check(config: JobConfig, services: Services) -> None:
 
 
 def exists(config: JobConfig, services: Services, name: str) -> bool:
-    """Whether Kafka has a topic of this name."""
+    """Return whether Kafka has a topic of this name."""
     return name in _partition_counts(make_admin(config, services), services)
 
 
 def topic_id(config: JobConfig, services: Services, kind: TopicKind) -> str:
-    """Kafka's own id of one of the job's topics: another one once the topic was deleted and created again; "" if Kafka
-    is older than 2.8 and has no ids. Raises ServiceUnavailableError if the topic does not exist, or Kafka does not
-    answer."""
+    """Return Kafka's id of one of the job's topics; a topic that is deleted and created again gets another id. Return
+    "" if Kafka is older than 2.8 and has no ids. Raise ServiceUnavailableError if the topic does not exist, or Kafka
+    does not answer."""
 
     name = config.topic(kind)
     with translate_errors(services.kafka, f"describe topic {name}"):
@@ -296,14 +296,14 @@ def topic_id(config: JobConfig, services: Services, kind: TopicKind) -> str:
 
 
 def cluster_id(config: JobConfig, services: Services) -> str:
-    """Kafka's own id of the cluster; "" if it has no id."""
+    """Return Kafka's id of the cluster; "" if it has none."""
     with translate_errors(services.kafka, "ask for the cluster's id"):
         return str(_metadata(make_admin(config, services), services).cluster_id or "")
 
 
 def _refuse_mismatch(config: JobConfig, existing: Mapping[str, int], *, begins: bool = False) -> None:
-    """Return if those topics of the job that exist have the right number of partitions; `commands` may have more, and
-    so may samples of a job that has begun."""
+    """Check that the existing topics of the job have the right number of partitions; `commands` may have more, and so
+    may the samples of a job that has begun. Raise an error otherwise."""
     samples, commands = config.topic("samples"), config.topic("commands")
     for topic in plan_topics(config):
         actual = existing.get(topic.name, topic.partitions)
@@ -322,7 +322,7 @@ def _refuse_mismatch(config: JobConfig, existing: Mapping[str, int], *, begins: 
 
 
 def describe(config: JobConfig, services: Services) -> list[TopicInfo]:
-    """The job's topics that exist, in the order of `TOPIC_KINDS`, with their watermarks."""
+    """Return the job's existing topics, in the order of `TOPIC_KINDS`, with their watermarks."""
     admin = make_admin(config, services)
     counts = _partition_counts(admin, services)
     names = [config.topic(kind) for kind in TOPIC_KINDS if config.topic(kind) in counts]
@@ -342,8 +342,8 @@ def describe(config: JobConfig, services: Services) -> list[TopicInfo]:
 
 
 def delete_records(config: JobConfig, services: Services, topic: str, partition: int, until: int) -> bool:
-    """Delete the records of a partition below offset `until`; False if Kafka does not do so within seconds, or the
-    topic belongs to somebody else."""
+    """Delete the records of a partition below offset `until`. Return False if Kafka does not do so within seconds, or
+    the topic belongs to somebody else."""
     if topic == config.data.topic:
         return False
     admin = make_admin(config, services)
@@ -367,11 +367,11 @@ def _partition_counts(admin: AdminClient, services: Services) -> dict[str, int]:
 
 
 def _await_topics(admin: AdminClient, config: JobConfig, services: Services) -> None:
-    """Wait until every broker names each topic, with a leader for each of its partitions.
+    """Wait until every broker lists each topic, with a leader for each of its partitions.
 
-    A topic is created some 100 ms before it can be written, and the brokers hear of it one after the other: without
-    this, another process of the job, or the next call, may ask one that has not. A broker that does not answer is not
-    waited for: whoever asks it gets no answer either, and tries another.
+    A topic is created about 100 ms before it can be written, and the brokers learn of it one after the other. Without
+    this wait, another process of the job, or the next call, may ask a broker that does not know the topic. This does
+    not wait for a broker that does not answer: its clients get no answer either, and try another broker.
     """
     wanted = {topic.name for topic in plan_topics(config)}
     deadline_s = time.monotonic() + ADMIN_S
@@ -404,10 +404,10 @@ def _await_topics(admin: AdminClient, config: JobConfig, services: Services) -> 
 
 
 def _await_leaders(admin: AdminClient, services: Services, created: Sequence[TopicPlan]) -> None:
-    """Wait until the leader of each partition of new topics answers for it.
+    """Wait until the leader of each partition of new topics answers requests for it.
 
     Metadata name a leader before that broker has opened the partition's log. On a loaded machine, or with a thousand
-    partitions, seconds pass in between, and a process that begins then is refused with NOT_LEADER_OR_FOLLOWER.
+    partitions, this takes seconds, and a process that starts meanwhile gets the error NOT_LEADER_OR_FOLLOWER.
     """
     partitions = [TopicPartition(topic.name, number) for topic in created for number in range(topic.partitions)]
     with translate_errors(
@@ -418,7 +418,7 @@ def _await_leaders(admin: AdminClient, services: Services, created: Sequence[Top
 
 
 def _led(metadata: Any) -> set[str]:
-    """The topics whose partitions all have a leader."""
+    """Return the topics whose partitions all have a leader."""
     return {
         name
         for name, topic in metadata.topics.items()
