@@ -1,1 +1,1 @@
-"""The stores of tensors and checkpoints: the ports, and one adapter per vendor."""
+"""The stores of tensors and checkpoints: the ports (interfaces), and one adapter for each vendor."""

@@ -1,13 +1,13 @@
-"""Parameter blobs: a flat float32 vector after a fixed header, so that a torn or foreign blob is refused, never used.
+"""Parameter blobs: a flat float32 vector after a fixed header, so that an incomplete or foreign blob is refused.
 
 Layout, little-endian, 128 bytes before the body: magic `DLBB`, u8 schema version = 2, u8 kind (`w` weights, `g`
 gradient), u8 dtype (1 = float32), u8 reserved = 0, job and run in 96 bytes (see `scope_of`, padded with zeros), i64
-model version, u64 numel, u32 crc32 of the body, u32 crc32 of the header before it; then numel float32. The header is a
-multiple of 32 bytes long, which keeps the body aligned.
+model version, u64 numel, u32 crc32 of the body, u32 crc32 of the header so far; then numel float32. The length of the
+header is a multiple of 32 bytes, so the body is aligned.
 
-Where a function takes `job`, that is the job's scope: two runs of one job name may share a Redis.
+The argument `job` of a function is the scope of the job and its run (`scope_of`): two runs of a job may share a Redis.
 
-A blob of dtype 0 holds numel bytes of another form, which its kind names: see `doll.storage.sections`.
+A blob of dtype 0 holds numel bytes in another format, which depends on its kind: see `doll.storage.sections`.
 """
 
 from __future__ import annotations
@@ -40,52 +40,53 @@ _KINDS: Final = {"w": "weights", "g": "gradient", "d": "delta", "p": "push", "q"
 
 
 class Blobs(Protocol):
-    """A store in which weights and gradients wait between two processes: a cache with time to live, never the truth.
+    """A store for weights and gradients between two processes: a cache with a time to live, never the only copy.
 
-    Calls block while the service is unreachable, and raise `ServiceUnavailableError` if waiting is given up. Each may
-    be repeated.
+    Calls block while the service is unreachable, and raise `ServiceUnavailableError` if waiting is given up. Each call
+    may be repeated.
     """
 
     def put(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> None:
-        """Store `parts`, joined, under `key` for `ttl_s` seconds; replaces what was there. Raises BlobError if they are
-        above `MAX_BLOB_BYTES`."""
+        """Store `parts`, joined, under `key` for `ttl_s` seconds, replacing an earlier blob. Raise BlobError if they
+        are larger than `MAX_BLOB_BYTES`."""
 
     def put_soon(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> bool:
-        """Store as `put` does; whether the store has it already. A far one may return before, and `parts` must not
-        change until `settle`: who is told of the key must be told that it may come later (`get_soon`)."""
+        """Store as `put` does, and return whether the store already has the blob. If the store is far, this may return
+        earlier: do not change `parts` before `settle`, and tell each reader of the key that the blob may come later
+        (`get_soon`)."""
         ...
 
     def settle(self) -> None:
-        """Return when the store has what `put_soon` was given; raises what `put` would have raised."""
+        """Return after the store has the blob that was given to `put_soon`. Raise what `put` would have raised."""
 
     def reserve(self, size_bytes: int) -> memoryview | None:
-        """Memory that `put` stores without a copy where it is the only part; None: the store has no such memory, or
-        none left.
+        """Return memory that `put` stores without a copy if it is the only part. None: the store has no such memory
+        left.
 
-        What is in it may be read for as long as a view of it is held. After `put` it must not be written.
+        The content can be read for as long as a view of it is held. Do not write to it after `put`.
         """
 
     def get(self, key: str) -> Buffer | None:
-        """The blob under `key`; None if there is none (any more)."""
+        """Return the blob under `key`. None: it does not exist, or does not exist any more."""
 
     def get_soon(self, key: str) -> Buffer | None:
-        """The blob under `key`, which another process says is on its way (`put_soon`): it is waited for, for a
-        while."""
+        """Return the blob under `key` that another process has announced (`put_soon`). Wait a limited time for it."""
 
     @property
     def is_far(self) -> bool:
-        """Whether a call takes long enough that its caller should do something else meanwhile."""
+        """Whether a call takes so long that its caller should do something else in the meantime."""
         ...
 
     def prefetch(self, keys: Sequence[str]) -> None:
-        """A hint: `get` of these keys follows. A store that is far away reads them in one round trip."""
+        """Announce that `get` of these keys follows. A far store reads them in one round trip."""
 
     def delete(self, *keys: str) -> None:
-        """Delete `keys`; a key that is not there is no error."""
+        """Delete `keys`. A missing key is not an error."""
 
 
 class NearBlobs(ABC):
-    """The part of `Blobs` that is the same in all stores that answer immediately. Subclasses have `put` and `get`."""
+    """The methods of `Blobs` that are the same in all stores that answer immediately. Subclasses define `put` and
+    `get`."""
 
     is_far: Final = False
 
@@ -100,20 +101,20 @@ class NearBlobs(ABC):
         return True
 
     def settle(self) -> None:  # noqa: B027 - nothing is under way, of any near store
-        """Do nothing: nothing is under way."""
+        """Do nothing, because no blob is being stored."""
 
     def get_soon(self, key: str) -> Buffer | None:
         return self.get(key)
 
 
 def scope_of(job: str, run_id: str) -> str:
-    """The name of job and run in keys, headers and control streams, so that no other run takes them for its own. The
-    `run_id` is that of `doll.ps.start.Start`; "": not known."""
+    """Return the name of job and run for keys, headers and control streams, so that runs do not use data of each other.
+    The `run_id` is that of `doll.ps.start.Start`; "" if it is unknown."""
     return f"{job}:{run_id}" if run_id else job
 
 
 def key_prefix(scope: str) -> str:
-    """The beginning of the keys of a scope. The braces make all keys of a job one hash slot of a Redis Cluster.
+    """Return the prefix of the keys of a scope. The braces put all keys of a job into one hash slot of a Redis Cluster.
 
     >>> key_prefix("digits:ab12")
     'doll:{digits}:ab12'
@@ -123,52 +124,53 @@ def key_prefix(scope: str) -> str:
 
 
 def weights_key(job: str, term: int, version: int) -> str:
-    """Key of the weights of `version`. By the term, a fenced server never overwrites its successor's weights."""
+    """Return the key of the weights of `version`. It contains the term: a fenced server cannot overwrite its
+    successor's weights."""
     return f"{key_prefix(job)}:w:{term}:{version}"
 
 
 def delta_key(job: str, term: int, version: int) -> str:
-    """Key of what has changed in the weights of `version`: see `doll.storage.deltas`."""
+    """Return the key of the changes of the weights in `version` (see `doll.storage.deltas`)."""
     return f"{key_prefix(job)}:d:{term}:{version}"
 
 
 def gradient_key(job: str, term: int, grant_id: int) -> str:
-    """Key of the gradient that answers one grant."""
+    """Return the key of the gradient that answers a grant."""
     return f"{key_prefix(job)}:g:{term}:{grant_id}"
 
 
 def row_request_key(job: str, term: int, worker: int, session: int, number: int) -> str:
-    """Key of a worker's request `number` for rows of tables."""
+    """Return the key of a worker's request `number` for rows of tables."""
     return f"{key_prefix(job)}:q:{term}:{worker}:{session}:{number}"
 
 
 def rows_key(job: str, term: int, worker: int, session: int, number: int) -> str:
-    """Key of the answer to a worker's request `number`."""
+    """Return the key of the answer to a worker's request `number`."""
     return f"{key_prefix(job)}:r:{term}:{worker}:{session}:{number}"
 
 
 def changed_rows_key(job: str, term: int, worker: int, version: int) -> str:
-    """Key of the rows that a worker is sent with a version that no grant has asked for."""
+    """Return the key of the rows that a worker gets with a version that no grant has requested."""
     return f"{key_prefix(job)}:c:{term}:{worker}:{version}"
 
 
 def row_changes_key(job: str, term: int, version: int) -> str:
-    """Key of the rows of all tables that have changed in `version`: see `doll.storage.row_changes`."""
+    """Return the key of the rows of all tables that have changed in `version` (see `doll.storage.row_changes`)."""
     return f"{key_prefix(job)}:t:{term}:{version}"
 
 
 def followed_key(job: str) -> str:
-    """Key of what a model server stores again and again, so that changes of rows are published."""
+    """Return the key of the value that a model server stores repeatedly, so that changes of rows are published."""
     return f"{key_prefix(job)}:t:followed"
 
 
 def latest_key(job: str) -> str:
-    """Key of the pointer to the newest weights (see `Latest`)."""
+    """Return the key of the pointer to the newest weights (see `Latest`)."""
     return f"{key_prefix(job)}:w:latest"
 
 
 class Latest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Pointer to the newest published weights. It is written after the blob that it names."""
+    """The pointer to the newest published weights. It is written after the blob that it names."""
 
     term: int
     version: int
@@ -176,12 +178,12 @@ class Latest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def encode_latest(latest: Latest) -> list[Buffer]:
-    """`latest` as MessagePack, in the form that `Blobs.put` takes."""
+    """Return `latest` as MessagePack, as parts for `Blobs.put`."""
     return [msgspec.msgpack.encode(latest)]
 
 
 def decode_latest(data: Buffer) -> Latest:
-    """The pointer in `data`; BlobError if it is not a pointer of this schema."""
+    """Return the pointer in `data`. Raise BlobError if it is not a pointer of this schema."""
     try:
         return msgspec.msgpack.decode(data, type=Latest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
@@ -191,9 +193,9 @@ def decode_latest(data: Buffer) -> Latest:
 
 
 def encode_blob(array: npt.NDArray[np.float32], *, job: str, kind: Kind, version: int) -> list[Buffer]:
-    """Header and body of a blob of `array`, contiguous float32 of shape (numel,); `version` is that of the weights, or
-    the one that a gradient was computed at. The body is a view, not a copy: do not change `array` before it is stored.
-    Raises ValueError if it has another dtype or shape."""
+    """Return header and body of a blob of `array`, contiguous float32 of shape (numel,). `version` is the version of
+    the weights, or the version at which a gradient was computed. The body is a view, not a copy: do not change `array`
+    before the blob is stored. Raise ValueError if `array` has another dtype or shape."""
     if array.dtype != np.dtype("<f4") or array.ndim != 1 or not array.flags.c_contiguous:
         raise ValueError(f"expected contiguous float32 of shape (numel,), got {array.dtype} of shape {array.shape}")
     body = array.view(np.uint8).data
@@ -201,20 +203,20 @@ def encode_blob(array: npt.NDArray[np.float32], *, job: str, kind: Kind, version
 
 
 def finish_blob(memory: memoryview, *, job: str, kind: Kind, version: int) -> None:
-    """Write the header of a blob whose body, float32, is in `memory` already, from `HEADER_BYTES` on."""
+    """Write the header of a blob whose float32 body is already in `memory`, from `HEADER_BYTES` on."""
     body = memory[HEADER_BYTES:]
     memory[:HEADER_BYTES] = _header(job, kind, FLOAT32, version, len(body) // 4, crc32(body))
 
 
 def decode_blob(data: Buffer, *, job: str, kind: Kind, version: int, numel: int) -> npt.NDArray[np.float32]:
-    """The vector in `data`: float32, shape (numel,), a read-only view of `data` if that is read-only. Raises BlobError
-    if it is torn, changed on the way, or of another job, kind, version or size; the message says which."""
+    """Return the vector in `data`: float32, shape (numel,), a view that is read-only if `data` is. Raise BlobError if
+    the blob is incomplete, damaged, or of another job, kind, version or size; the message states which."""
     body, _ = _open(data, job=job, kind=kind, dtype=FLOAT32, version=version, numel=numel)
     return np.frombuffer(body, dtype="<f4")
 
 
 def encode_bytes(parts: Sequence[Buffer], *, job: str, kind: BytesKind, version: int) -> list[Buffer]:
-    """Header and body of a blob of another form than float32: `parts`, each of bytes, which are not copied."""
+    """Return header and body of a blob in another format than float32: `parts` are bytes, which are not copied."""
     checksum = 0
     for part in parts:
         checksum = crc32(part, checksum)
@@ -222,7 +224,11 @@ def encode_bytes(parts: Sequence[Buffer], *, job: str, kind: BytesKind, version:
 
 
 def decode_bytes(data: Buffer, *, job: str, kind: BytesKind, version: int | None) -> tuple[memoryview, int]:
-    """The body of such a blob, a view of `data`, and its version (None: any). Raises as `decode_blob`."""
+    """Return the body of such a blob, as a view of `data`, and its version. Raise the same errors as `decode_blob`.
+
+    Args:
+        version: expected version. None: any version.
+    """
     return _open(data, job=job, kind=kind, dtype=BYTES, version=version, numel=None)
 
 
@@ -236,8 +242,8 @@ class BlobInfo(NamedTuple):
 
 
 def blob_info(data: Buffer) -> BlobInfo:
-    """The header of `data`, for readers that do not know the version beforehand; only its form is checked. Raises
-    BlobError if it is no blob of this schema."""
+    """Return the header of `data`, for readers that do not know the version in advance. Only the format of the header
+    is checked. Raise BlobError if `data` is not a blob of this schema."""
     if len(data) < HEADER_BYTES:
         raise BlobError(f"expected a blob header of {HEADER_BYTES} bytes, got {len(data)} bytes")
     magic, schema, kind, _, _, job, version, numel, _, _ = _HEADER.unpack_from(data)
@@ -249,7 +255,8 @@ def blob_info(data: Buffer) -> BlobInfo:
 def _open(
     data: Buffer, *, job: str, kind: Kind | BytesKind, dtype: int, version: int | None, numel: int | None
 ) -> tuple[memoryview, int]:
-    """The body of the blob in `data` and its version, all that is expected and both checksums checked. None: any."""
+    """Return the body of the blob in `data` and its version, after a check of all expected values (None: any) and
+    checksums."""
     what = f"{_KINDS[kind]} blob of job {job!r}" + ("" if version is None else f", version {version}")
     if len(data) < HEADER_BYTES:
         raise BlobError(f"{what}: expected a header of {HEADER_BYTES} bytes, got {len(data)} bytes")

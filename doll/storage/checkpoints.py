@@ -1,10 +1,10 @@
-"""Checkpoints: the durable model, from which every restart begins; their format, and what
-all stores share: names, whose a checkpoint must be, who may save, which one is the newest whole.
+"""Checkpoints: the durable model, from which every restart begins. This module defines their format and the rules for
+all stores: names, which job owns a checkpoint, who may save, and which checkpoint is the newest undamaged one.
 
 A checkpoint is one file: magic `DLCK`, u8 schema version = 2, three zero bytes, u64 length of the head, the head in
-MessagePack (see `CheckpointHead`), the engine's state, the tensors as safetensors, and the sha256 of all that. A later
-parameter server has a higher `term`, and what it writes is newer even where its version is lower: it may have had to
-go back.
+MessagePack (see `CheckpointHead`), the engine's state, the tensors as safetensors, and the sha256 of all of these. A
+later parameter server has a higher `term`. What it writes is newer even if its version is lower: it may have had to
+start from an earlier version.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _NAMED_DTYPES: Final = {name: dtype for dtype, name in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """One durable model."""
+    """A durable state of the model."""
 
     job: str
     fingerprint: str  # see `doll.config.fingerprint`, which also says which changes a job may make and go on from here
@@ -87,14 +87,15 @@ class Checkpoint:
 
 
 class DamagedError(CheckpointError):
-    """The bytes are torn or changed: an earlier checkpoint may serve."""
+    """The bytes of a checkpoint are incomplete or changed: an earlier checkpoint may be usable."""
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class CheckpointHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The part of a checkpoint beside its tensors; see `Checkpoint`. In the file, `state` follows the other fields."""
+    """The fields of a checkpoint except its tensors; see `Checkpoint`. In the file, `state` follows the other
+    fields."""
 
     job: str
     fingerprint: str
@@ -114,8 +115,8 @@ class _TensorHead(msgspec.Struct, frozen=True):
 
 
 def encode_checkpoint(checkpoint: Checkpoint) -> list[Buffer]:
-    """The bytes of a checkpoint, in parts to be written one after the other; the tensors are not copied. Raises
-    ValueError if safetensors does not hold the dtype of a tensor."""
+    """Return the bytes of a checkpoint, in parts to be written in order; the tensors are not copied. Raise ValueError
+    if safetensors does not support the dtype of a tensor."""
     tensors = _encode_tensors(checkpoint.tensors)
     head = msgspec.msgpack.encode(
         CheckpointHead(
@@ -137,7 +138,7 @@ def encode_checkpoint(checkpoint: Checkpoint) -> list[Buffer]:
 
 
 def _encode_tensors(tensors: Mapping[str, npt.NDArray[Any]]) -> list[Buffer]:
-    """The result of `safetensors.numpy.save` for `tensors`, in parts: that function copies them twice."""
+    """Return what `safetensors.numpy.save` returns for `tensors`, in parts; that function copies the tensors twice."""
     header: dict[str, dict[str, Any]] = {}
     bodies: list[Buffer] = []
     at = 0
@@ -155,9 +156,12 @@ def _encode_tensors(tensors: Mapping[str, npt.NDArray[Any]]) -> list[Buffer]:
 
 
 def decode_checkpoint(data: bytes | mmap.mmap, *, in_place: bool = False) -> Checkpoint:
-    """The checkpoint in `data`. Its tensors are copies, or, `in_place`, read-only views of `data`, which need not be
-    aligned. Raises DamagedError if it is torn or changed, and CheckpointError if it is whole, but of a schema that this
-    build does not read."""
+    """Return the checkpoint in `data`. Raise DamagedError if it is incomplete or changed, and CheckpointError if this
+    release does not read its schema.
+
+    Args:
+        in_place: False: the tensors are copies. True: they are read-only views of `data`, which may be unaligned.
+    """
     if len(data) < _PREFIX.size + _DIGEST_BYTES:
         raise DamagedError(f"expected a checkpoint, got {len(data)} bytes")
     view = memoryview(data)
@@ -191,7 +195,8 @@ def decode_checkpoint(data: bytes | mmap.mmap, *, in_place: bool = False) -> Che
 
 
 def _tensors_in(body: memoryview) -> dict[str, npt.NDArray[Any]]:
-    """The tensors that `_encode_tensors` has written, as views. Raises ValueError or KeyError if they do not fit."""
+    """Return views of the tensors that `_encode_tensors` has written. Raise ValueError or KeyError if the bytes do not
+    fit."""
     (head_bytes,) = struct.unpack_from("<Q", body)
     header = msgspec.json.decode(body[8 : 8 + head_bytes], type=dict[str, _TensorHead])
     values = body[8 + head_bytes :].toreadonly()
@@ -215,10 +220,11 @@ def _length_of_head(data: bytes | mmap.mmap) -> int:
 
 
 def decode_head(data: bytes) -> CheckpointHead | int:
-    """The head in the first bytes of a checkpoint; if they are too few, how many it takes.
+    """Return the head at the beginning of a checkpoint's bytes; if `data` is too short, return the number of bytes
+    needed.
 
-    The checksum of the whole is not looked at. Raises DamagedError if it is torn or changed, and CheckpointError if
-    it is of a schema that this build does not read.
+    The checksum of the whole checkpoint is not verified. Raise DamagedError if the head is incomplete or changed, and
+    CheckpointError if this release does not read its schema.
     """
     if len(data) < _PREFIX.size:
         raise DamagedError(f"expected a checkpoint, got {len(data)} bytes")
@@ -236,15 +242,16 @@ def decode_head(data: bytes) -> CheckpointHead | int:
 
 
 class CheckpointStore(ABC):
-    """Port: where one job's checkpoints are.
+    """Port (interface): the store of one job's checkpoints.
 
-    All calls raise `CheckpointError` where the store cannot be read or written. All but `claim_term` may be repeated.
+    All calls raise `CheckpointError` if the store cannot be read or written. All calls except `claim_term` may be
+    repeated.
 
     Args:
-        job: whose checkpoints these are; None: of any job, to be read only.
-        location: a folder or URL, for messages.
-        keep: newest checkpoints that are kept, at least 2, so that a damaged one has a predecessor.
-        history: which older ones are kept, beside those with an alias or a pin.
+        job: name of the job that owns the checkpoints. None: any job; the store is then only read.
+        location: folder or URL, for messages.
+        keep: number of newest checkpoints that are kept; at least 2, so that a damaged one has a predecessor.
+        history: rule for older checkpoints that are kept in addition to those with an alias or a pin.
     """
 
     def __init__(self, job: str | None, location: str, keep: int, history: VersionHistory = NO_HISTORY) -> None:
@@ -257,34 +264,39 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def claim_term(self, above: int = 0) -> int:
-        """A term above all that the store has seen, durably the caller's own: two callers never get the same.
+        """Return a term above all terms in the store; it durably belongs to the caller: two callers never get the same
+        term.
 
-        Each call fences every earlier one. The new term is also above `above`, the highest that was seen elsewhere.
+        Each call fences all earlier callers. The new term is also above `above`, the highest term seen elsewhere.
         """
 
     @abstractmethod
     def newest_term(self) -> int:
-        """The highest term claimed or saved, 0 without one; a server with a lower term is fenced."""
+        """Return the highest term that was claimed or saved, 0 if there is none. A server with a lower term is
+        fenced."""
 
     @abstractmethod
     def save(self, checkpoint: Checkpoint) -> None:
-        """Store `checkpoint`, whole or not at all; durable on return. Raises FencedError if a higher term has been
-        claimed, and CheckpointError if it is another job's, or of a version below one that this term has saved."""
+        """Store `checkpoint` completely or not at all; it is durable on return. Raise FencedError if a higher term has
+        been claimed. Raise CheckpointError if it is another job's, or its version is lower than one that this term has
+        saved."""
 
     @abstractmethod
     def versions(self) -> list[tuple[int, int]]:
-        """(term, version) of each checkpoint held, oldest first, whole or not."""
+        """Return (term, version) of each stored checkpoint, oldest first, including damaged ones."""
 
     @abstractmethod
     def stored(self) -> list[StoredVersion]:
-        """The checkpoints that `versions` lists, with when they were saved, and their sizes."""
+        """Return the checkpoints that `versions` lists, with their sizes and the times when they were saved."""
 
     @abstractmethod
     def _read(self, term: int, version: int, size: int | None = None) -> bytes:
-        """The bytes of a checkpoint, or the first `size`; FileNotFoundError where it was deleted since the listing."""
+        """Return the bytes of a checkpoint, or the first `size`. Raise FileNotFoundError if it was deleted after the
+        listing."""
 
     def _map(self, term: int, version: int) -> mmap.mmap:
-        """The bytes of a checkpoint in a file, which the system reads as they are used; raises as `_read`."""
+        """Return the bytes of a checkpoint as a mapped file, read when they are used. Raises the same errors as
+        `_read`."""
         with tempfile.TemporaryFile() as file:
             file.write(self._read(term, version))
             file.flush()
@@ -292,23 +304,23 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def read_document(self, name: str) -> tuple[bytes | None, Any]:
-        """A small file beside the checkpoints, None if it is not there; and what `replace_document` knows that
-        content by."""
+        """Return the content of a small file beside the checkpoints (None: it does not exist), and its state for
+        `replace_document`."""
 
     @abstractmethod
     def replace_document(self, name: str, data: bytes, known: Any) -> Any:
-        """Make `data` the content, durably, unless it is another than that of `known` by now. Returns what the new
-        content is known by; None: it was another one, and stays. After an answer that was lost the content may be
-        `data` all the same."""
+        """Durably replace the content by `data`, if the content still has the state `known`, and return its new state.
+        None: the content has another state, and is not changed. If an answer was lost, the content may be `data`
+        anyway."""
 
     def read_marks(self) -> VersionMarks:
-        """Aliases and pins of versions."""
+        """Return the aliases and pins of versions."""
         return decode_marks(self.read_document(MARKS)[0], f"{self.location}/{MARKS}")
 
     def change_marks(self, change: Callable[[VersionMarks], VersionMarks]) -> VersionMarks:
-        """Let `change` say what the marks are from now on; returns them. Whoever changes them at the same time does so
-        before or after, never over it: `change` may be called several times. Raises VersionUnknownError if a version
-        that gets a mark is not kept, and CheckpointError if it is damaged."""
+        """Replace the marks by the result of `change`, and return them. Concurrent changes are applied one after the
+        other; for this, `change` may be called several times. Raise VersionUnknownError if a version that gets a mark
+        is not kept, and CheckpointError if it is damaged."""
         for _ in range(_MARK_ATTEMPTS):
             data, known = self.read_document(MARKS)
             before = decode_marks(data, f"{self.location}/{MARKS}")
@@ -341,8 +353,8 @@ class CheckpointStore(ABC):
         self.replace_document(MARKS, encode_marks(decode_marks(data, self.location).only(kept)), known)
 
     def read_head(self, term: int, version: int) -> CheckpointHead:
-        """The part of a checkpoint beside its tensors, without reading these. Raises VersionUnknownError if it was
-        deleted since it was listed, and CheckpointError if it is damaged, or of another job."""
+        """Return the head of a checkpoint, without reading its tensors. Raise VersionUnknownError if the checkpoint was
+        deleted after it was listed, and CheckpointError if it is damaged or belongs to another job."""
         size = _HEAD_BYTES
         name = f"{self.location}/{checkpoint_name(term, version)}"
         try:
@@ -358,7 +370,7 @@ class CheckpointStore(ABC):
         return head
 
     def _obsolete(self, stored: Sequence[StoredVersion]) -> list[StoredVersion]:
-        """Those of these checkpoints, oldest first, that may be deleted; none if the marks cannot be read."""
+        """Return the checkpoints of `stored`, oldest first, that may be deleted; none if the marks cannot be read."""
         if len(stored) <= self._keep:
             return []
         try:
@@ -371,15 +383,15 @@ class CheckpointStore(ABC):
     def load_newest(
         self, fingerprint: str | None, version: int | None = None, *, in_place: bool = False
     ) -> Checkpoint | None:
-        """The newest checkpoint that is whole, past damaged ones (with a warning); None without any checkpoint. Raises
-        CheckpointError if it belongs to another job or fingerprint, or there are checkpoints but none is whole.
+        """Return the newest undamaged checkpoint (with a warning for each damaged one), or None if there are no
+        checkpoints. Raise CheckpointError if it has another job or fingerprint, or all checkpoints are damaged.
 
         Args:
-            fingerprint: what the checkpoint must have, except what a resume may change; None accepts any, for tools
-                that only look.
-            version: look at the checkpoints of this version only.
-            in_place: its tensors stay in their file, which may be deleted meanwhile: they take memory that the system
-                can have back. They are read-only, and not aligned.
+            fingerprint: required fingerprint, except for the fields that may change on a resume. None: any, for tools
+                that only read.
+            version: consider only the checkpoints of this version.
+            in_place: True: the tensors stay in their file, which may be deleted meanwhile. The system can reclaim their
+                memory; they are read-only, and may be unaligned.
         """
         for _ in range(_READ_ATTEMPTS):
             with suppress(FileNotFoundError):
@@ -432,7 +444,7 @@ class CheckpointStore(ABC):
         return checkpoint
 
     def _check_owner(self, checkpoint: Checkpoint, location: str = "", fingerprint: str | None = None) -> None:
-        """Refuse a checkpoint that another job, or another model of the same job, has written."""
+        """Raise CheckpointError if another job, or the same job with another model, has written the checkpoint."""
         self._check_job(checkpoint.job, location)
         if fingerprint is None or fingerprint == checkpoint.fingerprint:
             return
@@ -451,7 +463,8 @@ class CheckpointStore(ABC):
     def _refuse_if_superseded(
         self, checkpoint: Checkpoint, newest_term: int, versions: Iterable[tuple[int, int]]
     ) -> None:
-        """Return if `checkpoint` may be saved: its term is the newest one, and has not saved a higher version."""
+        """Raise an error unless `checkpoint` may be saved: its term is the newest one, and has not saved a higher
+        version."""
         if newest_term > checkpoint.term:
             raise FencedError(
                 f"parameter server term {checkpoint.term} is over: term {newest_term} has claimed {self.location}; "
@@ -465,43 +478,44 @@ class CheckpointStore(ABC):
 
 
 def checkpoint_name(term: int, version: int) -> str:
-    """Name of a checkpoint in any store; names sort as the checkpoints do."""
+    """Return the name of a checkpoint in any store; the names sort in the order of the checkpoints."""
     return f"checkpoint-{term:08d}-{version:010d}.doll"
 
 
 def checkpoints_among(names: Iterable[str]) -> list[tuple[int, int]]:
-    """(term, version) of each name that is a checkpoint's, oldest first."""
+    """Return (term, version) of each name of a checkpoint, oldest first."""
     return sorted((int(match[1]), int(match[2])) for name in names if (match := _CHECKPOINT.fullmatch(name)))
 
 
 def claim_name(term: int) -> str:
-    """Name of the file that says that `term` is taken. Those of the newest terms are kept: see `is_forgotten`."""
+    """Return the name of the file that claims `term`. The claims of the newest terms are kept: see `is_forgotten`."""
     return f"term-{term:08d}.claim"
 
 
 def is_forgotten(term: int, newest_term: int) -> bool:
-    """Whether the claim of `term` may be deleted, and is therefore no proof that nobody else has had it.
+    """Return whether the claim of `term` may have been deleted. A missing claim then does not prove that the term is
+    free.
 
-    A server that was suspended between its look and its claim may take a term whose claim was deleted meanwhile. It
-    looks again when it has claimed: `newest_term` then tells, since it never falls.
+    A server that was suspended between its listing and its claim may claim such a term a second time. It therefore
+    checks `newest_term`, which never decreases, again after the claim.
     """
     return term <= newest_term - KEPT_CLAIMS
 
 
 def old_claims(names: Iterable[str], newest_term: int) -> list[str]:
-    """Names of claims, and of what they began from, that say nothing any more."""
+    """Return the names of claims, and of records of their first checkpoints, that are not needed any more."""
     return [name for name in names if (match := _OF_TERM.match(name)) and is_forgotten(int(match[1]), newest_term)]
 
 
 def claims_among(names: Iterable[str]) -> list[int]:
-    """The term of each name that is a claim's."""
+    """Return the term of each name of a claim."""
     return [int(match[1]) for name in names if (match := _CLAIM.fullmatch(name))]
 
 
 def resolve_version(store: CheckpointStore, name: str) -> int:
-    """The version that `name` stands for now: `latest`, a number, or an alias. VersionUnknownError, which names those
-    that there are, if there is none of this name, or it is not kept; raises CheckpointError if the store cannot be
-    read."""
+    """Return the version that `name` (`latest`, a number, or an alias) refers to now. Raise VersionUnknownError, which
+    lists the valid names, if there is no such name or its version is not kept. Raise CheckpointError if the store
+    cannot be read."""
     kept = [version for _, version in store.versions()]
     if not kept:
         raise VersionUnknownError(f"{store.location}: no version is kept: nothing has been learned yet")

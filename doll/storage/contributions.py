@@ -1,8 +1,8 @@
-"""Contributions as blobs: dense, or the values that are not zero where these are few, and rows of tables. Pure.
+"""Encode contributions as blobs: dense or as their nonzero values, if these are few, and rows of tables. Pure.
 
-A gradient is sent as it is, dense float32, or rounded to 16 bits (`blobs.contributions`). A step has many zeros where
-its worker holds insignificant values back, or where a batch touches few of the parameters: then only the others are
-sent.
+A gradient is sent unchanged as dense float32, or rounded to 16 bits (`blobs.contributions`). A step has many zeros if
+its worker holds insignificant values back, or if a batch changes few of the parameters: then only the nonzero values
+are sent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NO_ROWS: Final[Mapping[str, Rows]] = {}
 
 
 class DecodedContribution(NamedTuple):
-    """A contribution."""
+    """A decoded contribution."""
 
     values: Vector  # float32, shape (numel,)
     num_sent: int  # how many numbers were sent
@@ -37,7 +37,7 @@ class DecodedContribution(NamedTuple):
 
 
 class Compressor(NamedTuple):
-    """Makes the blobs of one worker's contributions."""
+    """An encoder of one worker's contributions."""
 
     job: str
     # The first so many values may be left out where they are zero; None: every value is sent.
@@ -46,9 +46,13 @@ class Compressor(NamedTuple):
     rounding: Callable[[Vector], RoundedVector | None] | None = None  # of dense parameters; needs `num_parameters`
 
     def compress(self, values: Vector, *, version: int, rows: Mapping[str, Rows] = _NO_ROWS) -> list[Buffer]:
-        """The blob of a contribution of float32 `values`, shape (numel,), laid out as `doll.model.flat_model` says,
-        that was computed at the weights of `version`: the shorter one of its two forms, in parts as `Blobs.put` takes
-        them. The parts may be views of `values`: they are stored before it changes."""
+        """Return the blob of a contribution, in the shorter of its two formats, as parts for `Blobs.put`. The parts may
+        be views of `values`, so store them before `values` changes.
+
+        Args:
+            values: float32, shape (numel,), with the layout of `doll.model.flat_model`.
+            version: version of the weights at which the contribution was computed.
+        """
         n = self.num_parameters
         if n is None:
             assert not rows, "a dense contribution has no rows"
@@ -72,12 +76,13 @@ class Compressor(NamedTuple):
 def decode_contribution(
     data: Buffer, num_parameters: int, *, job: str, version: int, numel: int, tables: Tables = _NO_TABLES
 ) -> DecodedContribution:
-    """The contribution that `Compressor.compress` was given; views of `data` if they can be.
+    """Return the contribution that was given to `Compressor.compress`, as views of `data` if possible.
 
     Raises:
-        BlobError: torn, changed on the way, of another job, version or size, of a table that is not in `tables`, or
-            with keys that are unsorted, repeated or out of range; the message says which.
-        NotFiniteError: a value of the sparse form or of a row is NaN or infinite.
+        BlobError: the blob is incomplete or damaged; or it has another job, version or size, a table that is not in
+            `tables`, or
+    keys that are unsorted, repeated or out of range. The message states which. NotFiniteError: a value of the sparse
+    form or of a row is NaN or infinite.
     """
     if blob_info(data).kind != "p":
         return DecodedContribution(decode_blob(data, job=job, kind="g", version=version, numel=numel), numel)
@@ -100,6 +105,6 @@ def decode_contribution(
 
 
 def shapes_of(numel: int, num_parameters: int, tables: Tables = _NO_TABLES) -> dict[str, int | TableShape]:
-    """The shapes of the sections of a blob: the flat vector's two, and the tables."""
+    """Return the shapes of the sections of a blob: the two of the flat vector, and one for each table."""
     shapes: dict[str, int | TableShape] = {**tables, PARAMETERS: num_parameters}
     return shapes if numel == num_parameters else shapes | {TAIL: numel - num_parameters}

@@ -1,7 +1,7 @@
-"""The changes of a model's weights from one version to a later one, as a blob. Pure.
+"""Encode the changes of a model's weights from one version to a later one as a blob. Pure.
 
-If few numbers change, as under a significance filter, a worker that holds the older version reads these and not the
-whole (MLLess, section 4: workers exchange filtered updates).
+If few numbers change, as with a significance filter, a worker that has the older version reads the changes instead of
+all weights (MLLess, section 4: workers exchange filtered updates).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Layout(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """The numbers that differ between two versions, as they are in the later one."""
+    """The numbers that differ between two versions, with their values in the later version."""
 
     since: int  # the earlier version
     ids: Ids  # of parameters, strictly increasing
@@ -38,7 +38,7 @@ class Delta(NamedTuple):
     tail: Vector | None  # None: it has not changed
 
     def write_to(self, weights: npt.NDArray[np.float32]) -> None:
-        """Make the later version of `weights`, shape (numel,), which are of `since`, or between the two."""
+        """Change `weights`, shape (numel,), of version `since` or a version between the two, to the later version."""
         weights[self.ids] = self.values
         if self.tail is not None:
             weights[len(weights) - len(self.tail) :] = self.tail
@@ -47,8 +47,8 @@ class Delta(NamedTuple):
 def changes(
     before: Vector, after: Vector, layout: Layout, *, job: str, since: int, version: int
 ) -> list[Buffer] | None:  # fmt: skip
-    """The blob of what differs, bit for bit, between `before` and `after`, float32 of shape (numel,), of versions
-    `since` and `version`; in parts as `Blobs.put` takes them. None: the whole is not longer."""
+    """Return the blob of the numbers that differ bitwise between `before` and `after`, as parts for `Blobs.put`. Both
+    are float32 of shape (numel,), of the versions `since` and `version`. None: the complete weights are not longer."""
     n = layout.num_parameters
     old, new = before.view(np.uint32), after.view(np.uint32)
     ids = np.flatnonzero(old[:n] != new[:n])
@@ -61,11 +61,11 @@ def changes(
 
 
 def decode_changes(data: Buffer, layout: Layout, *, job: str, version: int) -> Delta:
-    """The delta that `changes` made; views of `data`.
+    """Return the delta that `changes` encoded, as views of `data`.
 
     Raises:
-        BlobError: torn, changed on the way, of another job, version or layout, or with keys that are unsorted, repeated
-            or out of range; the message says which.
+        BlobError: the blob is incomplete or damaged; or it has another job, version or layout, or keys that are
+            unsorted, repeated or out of range. The message states which.
         NotFiniteError: a parameter is NaN or infinite.
     """
     pieces, since = decode_delta(data, layout.shapes, job=job, version=version)

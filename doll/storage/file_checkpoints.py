@@ -1,12 +1,14 @@
-"""Checkpoints as files in one folder of a local or shared file system.
+"""Store checkpoints as files in one folder of a local or shared file system.
 
-`checkpoint-<term>-<version>.doll` is a checkpoint, `term-<n>.claim` says that term n is taken (the newest ones are
-kept, and a claim below them does not count: no term is given twice), `.lock` orders claims and saves: once a claim
-returns, no checkpoint of a lower term can appear. It orders changes of documents (`read_document`), too.
+`checkpoint-<term>-<version>.doll` is a checkpoint. `term-<n>.claim` states that term n is taken; the newest claims are
+kept, and a claim below them is not valid, so no term is given twice. `.lock` orders claims and saves: after a claim
+returns, no checkpoint of a lower term can appear. The lock also orders changes of documents (`read_document`).
 
-Order of effects of `save`: 1. write and fsync a temporary file; 2. take the lock; 3. look for a higher term; 4. rename;
-5. fsync the folder; 6. delete old checkpoints without a mark; 7. drop the lock. A crash before 4 leaves a temporary
-file that a later term's save removes; after 4, the checkpoint is there, whole; after 5, also after a power failure.
+Order of the steps of `save`: 1. write and fsync a temporary file; 2. take the lock; 3. look for a higher term; 4.
+rename;
+5. fsync the folder; 6. delete old checkpoints without a mark; 7. release the lock. A crash before 4 leaves a temporary
+   file that a save of a later term removes. After 4 the checkpoint exists completely; after 5 it survives a power
+   failure.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ _TEMPORARY: Final = re.compile(r"checkpoint-(\d{8,})-\d{10,}\.doll\.\d+\.tmp")
 
 
 class FileCheckpointStore(CheckpointStore):
-    """`CheckpointStore` in `folder`, which is created when it is first written to."""
+    """A `CheckpointStore` in `folder`, which is created when something is first written."""
 
     def __init__(
         self, folder: Path, job: str | None, *, keep: int = 3, history: VersionHistory = NO_HISTORY,
@@ -155,7 +157,7 @@ class FileCheckpointStore(CheckpointStore):
         self._refuse_if_superseded(checkpoint, self.newest_term(), self.versions())
 
     def _delete_old(self, term: int) -> None:
-        """Delete the checkpoints that are not kept, and what crashed servers left."""
+        """Delete the checkpoints that are not kept, and the temporary files of crashed servers."""
         paths = [self._path(*item.key) for item in self._obsolete(self.stored())]
         names = self._names()
         paths += [

@@ -1,7 +1,7 @@
-"""Several blobs of a far store on their way at once, while their reader does something else.
+"""Read several blobs of a far store at the same time, while their reader does something else.
 
-A read of a store that is 20 ms away takes 40 ms and more, most of them waiting. What waits is a thread, one for each
-read. It does not keep its process from ending while the store is away.
+A read from a store that is 20 ms away takes 40 ms or more, most of it waiting. Each read waits in its own thread, which
+does not keep the process from ending while the store is unavailable.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ T = TypeVar("T")
 
 
 class ReadsAhead:
-    """Reads under way, by key. One thread calls the methods; `get`, as of `doll.storage.blobs.Blobs`, is called from
-    others. At most `most` blobs are on their way or wait to be taken: beyond these the oldest are forgotten."""
+    """The reads in progress, by key. One thread calls the methods, except `get` (that of `doll.storage.blobs.Blobs`),
+    which other threads call. At most `most` blobs are being read or wait to be taken; beyond this, the oldest are
+    forgotten."""
 
     def __init__(self, get: Callable[[str], Buffer | None], most: int) -> None:
         self._get = get
@@ -27,7 +28,7 @@ class ReadsAhead:
         self._reads: dict[str, Future[Buffer | None]] = {}
 
     def begin(self, keys: Sequence[str]) -> None:
-        """Read these, if they are not being read, and as many as there may be."""
+        """Start to read these keys, unless they are being read, up to the maximum."""
         for key in keys[: self._most]:
             if key not in self._reads:
                 self._reads[key] = in_thread(partial(self._get, key), "read-ahead")
@@ -35,21 +36,22 @@ class ReadsAhead:
             self.forget(next(iter(self._reads)))
 
     def is_reading(self, key: str) -> bool:
-        """Whether `get` would wait."""
+        """Return whether `get` would wait."""
         return key in self._reads and not self._reads[key].done()
 
     def get(self, key: str) -> Buffer | None:
-        """The blob under `key`; waits for a read that has begun, else reads it now. Raises what `Blobs.get` does."""
+        """Return the blob under `key`: wait for a read in progress, otherwise read it now. Raise what `Blobs.get`
+        raises."""
         read = self._reads.pop(key, None)
         return self._get(key) if read is None else read.result()
 
     def forget(self, key: str) -> None:
-        """It is not asked for any more."""
+        """Forget the key, because its blob is not needed any more."""
         self._reads.pop(key, None)
 
 
 def in_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """The result or exception of `call`, in a thread of its own that does not keep the process from ending."""
+    """Return a future of `call`, which runs in its own thread. The thread does not keep the process from ending."""
     done: Future[T] = Future()
 
     def run() -> None:

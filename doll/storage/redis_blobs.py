@@ -1,9 +1,9 @@
-"""Parameter blobs in Redis: calls wait, with growing pauses, while Redis is unreachable or full, and log it once.
+"""Store parameter blobs in Redis. While Redis is unreachable or full, calls wait with growing pauses, and log it once.
 
-Redis is a cache here: what it held is lost when it restarts, and its readers then get None. Large values go from the
-caller's array to the socket and from the socket to an array without a copy on the way: redis-py's default packer
-copies them (measured for 4.8 MB over loopback: 1.4 ms this way, 11 ms that way), and so do its parsers (2.5 ms of CPU,
-0.7 ms this way).
+Redis is a cache here: after a restart its content is lost, and readers get None. Large values go from the caller's
+array to the socket, and from the socket to an array, without an intermediate copy. redis-py's default packer copies
+them (4.8 MB over loopback: 1.4 ms without the copy, 11 ms with it), and so do its parsers (CPU time: 0.7 ms without,
+2.5 ms with).
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _AGAIN_S: Final = 0.005  # between two questions, beside the way there and back
 class RedisBlobs:
     """`Blobs` over one synchronous Redis client, which this object closes. Safe to share between threads.
 
-    Calls raise ServiceUnavailableError also if Redis refuses them for good (access, a value above its memory).
-    `give_up` is called before each new attempt while Redis is unreachable; True ends the wait with the same error. By
-    default it waits forever.
+    Calls raise ServiceUnavailableError also if Redis refuses them permanently (access, a value larger than its memory).
+    While Redis is unreachable, `give_up` is called before each new attempt; if it returns True, the wait ends with the
+    same error. By default, calls wait without a limit.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RedisBlobs:
 
     @property
     def is_far(self) -> bool:
-        """Judged by the fastest of the last calls: others may have waited for the processor."""
+        """Whether the fastest of the last calls was slow. Other calls may have waited for the processor."""
         return min(self._took_s, default=0.0) >= _FAR_S
 
     def put(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> None:
@@ -101,7 +101,7 @@ class RedisBlobs:
             stored.result()
 
     def reserve(self, size_bytes: int) -> None:
-        """Always None: what goes to Redis is copied into a socket."""
+        """Return None: data for Redis are always copied into a socket."""
 
     def get(self, key: str) -> Buffer | None:
         if (value := self._prefetched.pop(key, None)) is not None:
@@ -117,9 +117,9 @@ class RedisBlobs:
         return value
 
     def prefetch(self, keys: Sequence[str]) -> None:
-        """Read `keys` in one round trip: the next `get` of each returns what is read here. Before, they are held.
+        """Read `keys` in one round trip. They are held, and the next `get` of each returns the held blob.
 
-        What the call before has read and nobody has got is dropped. Where Redis does not answer, nothing is read.
+        Blobs of the previous call that were not taken are dropped. If Redis does not answer, no key is read.
         """
         self._prefetched = {}
 
@@ -136,7 +136,7 @@ class RedisBlobs:
             self._prefetched = self._call([_get_command(key) for key in keys], read, self._readers)
 
     def delete(self, *keys: str) -> None:
-        """Redis frees the memory in its background thread."""
+        """Delete `keys`; Redis frees the memory in its background thread."""
         for key in keys:
             self._prefetched.pop(key, None)
         if keys:
@@ -149,7 +149,7 @@ class RedisBlobs:
         self._client.close()
 
     def _call(self, packed: list[Buffer], read: Callable[[Any], T], kept: deque[Any]) -> T:
-        """Send one command as it stands and read its reply, on one of the connections that are `kept` for this."""
+        """Send one command as it is, and read its reply, on one of the `kept` connections."""
         try:
             connection = kept.pop()
         except IndexError:
@@ -178,13 +178,13 @@ class RedisBlobs:
                 self._client.connection_pool.release(connection)
 
     def _max_bytes(self) -> int:
-        """`maxmemory`; 0: none, or it is not known."""
+        """Return Redis's `maxmemory` in bytes. 0: there is no limit, or it is unknown."""
         with contextlib.suppress(redis.RedisError):
             return int(self._client.info("memory").get("maxmemory", 0))
         return 0
 
     def _wait_for(self, call: Callable[[], T], size_bytes: int = 0) -> T:
-        """The result of `call`, which sends so many bytes, as soon as Redis takes it."""
+        """Return the result of `call`, which sends `size_bytes`, as soon as Redis accepts it."""
         pause_s = 0.0
         while True:
             try:
@@ -226,7 +226,8 @@ def _get_command(key: str) -> bytes:
 
 
 def _read_value(connection: Any, start: bytes = b"") -> tuple[memoryview | None, bytes]:
-    """The reply to a GET, past redis-py's parser, and what was read beyond it: the beginning of the next reply."""
+    """Read the reply to a GET without redis-py's parser. Return it and the bytes read beyond it, which begin the next
+    reply."""
     sock = connection._sock
     try:
         while (end := start.find(b"\r\n")) < 0:
@@ -256,7 +257,8 @@ def _read_value(connection: Any, start: bytes = b"") -> tuple[memoryview | None,
 
 
 def _nonempty(read: S) -> S:
-    """The bytes that a socket returned, unless it returned none: then the other side has closed."""
+    """Return the bytes that a socket returned. Raise an error if there are none: the other side has closed the
+    connection."""
     if not read:
         raise redis.ConnectionError("Connection closed by server.")
     return read

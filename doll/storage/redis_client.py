@@ -1,9 +1,8 @@
-"""Clients of Redis, also of one behind Sentinel or in a Cluster: the one place that builds them and says why Redis
-cannot be reached.
+"""Build clients of Redis, also behind Sentinel or in a Cluster, and explain why Redis cannot be reached.
 
-All keys of a job are in one hash slot (`doll.storage.blobs.key_prefix`), so in a Cluster one primary holds them, and
-each connection asks which one before it connects. With Sentinel it asks for the primary. After a failover a connection
-breaks, or is refused, and the next one asks again; what was not replicated is lost, as when a cache is restarted.
+All keys of a job are in one hash slot (`doll.storage.blobs.key_prefix`), so in a Cluster one primary holds them. Each
+connection asks for this primary before it connects; with Sentinel, it asks the Sentinels. After a failover a connection
+breaks or is refused, and the next connection asks again. Data that were not replicated are lost, as after a restart.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _MOVED: Final = (
     redis.exceptions.ClusterDownError,
     redis.exceptions.MasterDownError,
 )
-"""The answers of a node of a Cluster while a slot moves, or has no primary: to be asked again."""
+"""The answers of a Cluster node while a slot moves or has no primary: the command must be sent again."""
 _PASSING: Final = (
     redis.ConnectionError,
     redis.TimeoutError,
@@ -59,14 +58,15 @@ _PASSING_CODES: Final = frozenset({"MISCONF", "NOREPLICAS", "BUSY"})  # for whic
 
 
 def connect_redis(services: Services, *, timeout_s: float = 10.0, retries: int = 1) -> redis.Redis:
-    """A synchronous client with its own pool. Nothing is sent before its first command.
+    """Return a synchronous client with its own connection pool. It sends nothing before its first command.
 
-    It parses with hiredis and packs with redis-py's Python packer, the faster of the two for big values.
+    The client parses with hiredis and packs with redis-py's Python packer, which is faster for large values.
 
     Args:
-        timeout_s: longest wait for a connection's next bytes; connecting takes at most 5 s.
-        retries: how often a command is sent again when its connection breaks. Reconnecting retries as often each time:
-            a server that is silent, not gone, holds a command for up to `(retries + 1) ** 2` times `timeout_s`.
+        timeout_s: maximum wait for the next bytes of a connection, in seconds; connecting takes at most 5 s.
+        retries: number of times that a command is sent again after its connection breaks. Each reconnection has the
+            same number of
+    retries: a silent server can delay a command for up to `(retries + 1) ** 2` times `timeout_s`.
     """
     place = parse_redis(services.redis)
     if place is None:
@@ -97,13 +97,13 @@ def connect_redis(services: Services, *, timeout_s: float = 10.0, retries: int =
 
 
 def _tls_settings() -> dict[str, Any]:
-    """The authority and, where the server asks for one, our certificate: PEM files."""
+    """Return the TLS settings: PEM files with the authority and, if the server requires one, our certificate."""
     names = {"ssl_ca_certs": REDIS_CA_ENV, "ssl_certfile": REDIS_CERT_ENV, "ssl_keyfile": REDIS_KEY_ENV}
     return {key: os.environ[name] for key, name in names.items() if os.environ.get(name)}
 
 
 def redis_problem(services: Services, timeout_s: float = 4.0) -> str | None:
-    """Why Redis does not answer a PING within about `timeout_s`, and what to do; None if it does."""
+    """Return why Redis does not answer a PING within about `timeout_s`, and what to do; None if it answers."""
     try:
         with connect_redis(services, timeout_s=timeout_s, retries=0) as client:
             client.ping()
@@ -120,14 +120,14 @@ def redis_problem(services: Services, timeout_s: float = 4.0) -> str | None:
 
 
 def server_pid(services: Services) -> int | None:
-    """The process id of the Redis server; None if it does not answer within a second."""
+    """Return the process id of the Redis server; None if it does not answer within a second."""
     with contextlib.suppress(redis.RedisError), connect_redis(services, timeout_s=1.0, retries=0) as client:
         return int(client.info("server")["process_id"])
     return None
 
 
 def delete_keys(services: Services, pattern: str) -> int:
-    """Delete the keys that match a glob; how many there were, 0 where Redis does not answer within a second."""
+    """Delete the keys that match a glob, and return their number; 0 if Redis does not answer within a second."""
     with contextlib.suppress(redis.RedisError), connect_redis(services, timeout_s=1.0, retries=0) as client:
         keys = list(client.scan_iter(pattern, count=1000))
         return int(client.delete(*keys)) if keys else 0
@@ -135,16 +135,16 @@ def delete_keys(services: Services, pattern: str) -> int:
 
 
 class WorkerCount:
-    """How many workers a running job is to have: the parameter server writes it (`doll scale` changes it), and
-    `--any-slot` workers, which wait for a place, read it. Without it they count with the job file's number. `job` is
-    the job, and what else tells it from others on this Redis."""
+    """The number of workers that a running job should have. The parameter server writes it (`doll scale` changes it),
+    and `--any-slot` workers that wait for a free slot read it. If it is not set, they use the number in the job file.
+    `job` identifies the job on this Redis."""
 
     def __init__(self, client: redis.Redis, job: str) -> None:
         self._client: Any = client  # redis-py's types mix its synchronous and asynchronous answers
         self._key = f"{key_prefix(job)}:workers"
 
     def set(self, workers: int) -> bool:
-        """The job is to have so many from now on. False: Redis does not answer."""
+        """Set the number of workers. Return False if Redis does not answer."""
         try:
             self._client.set(self._key, workers)
         except redis.RedisError:
@@ -152,16 +152,17 @@ class WorkerCount:
         return True
 
     def get(self, default: int) -> int:
-        """The number; `default` if nobody has set it, or not to a number above 0. Raises RedisError if Redis does not
+        """Return the number; `default` if it is not set or is not positive. Raise RedisError if Redis does not
         answer."""
         value = self._client.get(self._key)
         return int(value) if value is not None and value.isdigit() and int(value) > 0 else default
 
 
 def passes(exc: redis.RedisError) -> bool:
-    """Whether Redis may take the same command later: it is away, full, failing over, or cannot save to its disk.
+    """Return whether Redis may accept the same command later: it is unavailable, full, failing over, or cannot save to
+    disk.
 
-    A refused log-in is a `redis.ConnectionError` too, and does not pass.
+    A refused login is also a `redis.ConnectionError`, but is permanent.
     """
     if isinstance(exc, redis.AuthenticationError | redis.exceptions.AuthorizationError):
         return False
@@ -171,8 +172,8 @@ def passes(exc: redis.RedisError) -> bool:
 def sentinel_pool(
     place: RedisPlace, settings: dict[str, Any], sentinel_settings: dict[str, Any]
 ) -> redis.ConnectionPool:
-    """Connections to the primary that the Sentinels name, with these settings; `sentinel_settings` are of one to a
-    Sentinel, which has another log-in."""
+    """Return connections to the primary that the Sentinels name, with these settings. `sentinel_settings` are for the
+    connections to the Sentinels, which have a different login."""
     sentinels = Sentinel(  # type: ignore[no-untyped-call]
         list(place.addresses), sentinel_kwargs={**sentinel_settings, "ssl": place.tls}
     )
@@ -183,19 +184,19 @@ def sentinel_pool(
 
 
 def cluster_pool(place: RedisPlace, settings: dict[str, Any]) -> redis.ConnectionPool:
-    """Connections to the primary of the hash slot of the job `place.name`."""
+    """Return connections to the primary of the hash slot of the job `place.name`."""
     kind = _OwnerSSLConnection if place.tls else _OwnerConnection
     owner = SlotOwner(place, settings, redis.SSLConnection if place.tls else redis.Connection)
     return redis.ConnectionPool(connection_class=kind, owner=owner, **settings)
 
 
 def reason_of(exc: redis.RedisError) -> str:
-    """redis-py's words for an error, without the client that it adds for a Sentinel that does not answer."""
+    """Return redis-py's message of an error, without the client that it adds for a Sentinel that does not answer."""
     return str(exc).partition(" : <redis.")[0]
 
 
 class SlotOwner:
-    """Finds the primary that holds a job's hash slot, by asking any node. Safe to share between threads."""
+    """A callable that asks any node for the primary of a job's hash slot. Safe to share between threads."""
 
     def __init__(self, place: RedisPlace, settings: dict[str, Any], kind: type[Any]) -> None:
         self._slot = key_slot(key_prefix(place.name).encode())
@@ -204,7 +205,8 @@ class SlotOwner:
         self._settings, self._kind = settings, kind
 
     def __call__(self) -> tuple[str, int]:
-        """Its host and port; raises redis-py's ConnectionError if no node answers, or the slot has no primary."""
+        """Return host and port of the primary. Raise redis-py's ConnectionError if no node answers or the slot has no
+        primary."""
         reason = "no node was asked"
         for host, port in dict.fromkeys([*self._known, *self._seeds]):
             try:
@@ -233,7 +235,7 @@ class SlotOwner:
 
 
 class _OwnerConnection(redis.Connection):
-    """Goes to the owner of a hash slot, whoever that is when it connects."""
+    """A connection to the primary of a hash slot, which is looked up each time it connects."""
 
     def __init__(self, *, owner: SlotOwner, **settings: Any) -> None:
         super().__init__(**settings)  # type: ignore[no-untyped-call]
@@ -253,10 +255,11 @@ class _OwnerConnection(redis.Connection):
 
 
 class _OwnerSSLConnection(_OwnerConnection, redis.SSLConnection):
-    """The same with TLS."""
+    """The same connection with TLS."""
 
 
 def _address(node: Sequence[Any], asked: str) -> tuple[str, int]:
-    """Host and port of a node in an answer to CLUSTER SLOTS; without a host it is the one that was asked."""
+    """Return host and port of a node in an answer to CLUSTER SLOTS; an empty host is that of the node that was
+    asked."""
     host = node[0].decode() if isinstance(node[0], bytes) else str(node[0] or "")
     return host or asked, int(node[1])

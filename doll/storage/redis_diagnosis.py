@@ -1,4 +1,4 @@
-"""Redis's answers for `doll doctor`. It writes, reads and deletes probe keys, and nothing else."""
+"""Collect facts about Redis for `doll doctor`. This only writes, reads and deletes probe keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LATENCY_TRIES: Final = 5
 
 
 def ask_redis(services: Services, job: str, timeout_s: float = 4.0) -> RedisFacts:
-    """All facts."""
+    """Return all facts."""
     if (refusal := redis_problem(services, timeout_s)) is not None:
         return RedisFacts(refusal=refusal)
     with connect_redis(services, timeout_s=timeout_s, retries=0) as client:
@@ -46,7 +46,7 @@ def ask_redis(services: Services, job: str, timeout_s: float = 4.0) -> RedisFact
 
 
 def _denied(client: Any, key: str) -> list[str]:
-    """The commands that this user may not call, with keys that begin with `key` and expire."""
+    """Return the commands that this user may not call, tested with keys that begin with `key` and expire."""
     blob, stream = f"{key}:blob", f"{key}:stream"
     calls: dict[str, Callable[[], Any]] = {
         "SET": lambda: client.set(blob, b"probe", px=_PROBE_S * 1000),
@@ -75,7 +75,7 @@ def _denied(client: Any, key: str) -> list[str]:
 
 
 def _asked(call: Callable[[], Any]) -> Any:
-    """The result of `call`; None if this user may not ask."""
+    """Return the result of `call`; None if this user may not make the call."""
     try:
         return call()
     except redis.RedisError:

@@ -1,4 +1,4 @@
-"""Redis's answers to a job's user (`doll.storage.redis_diagnosis` asks). Pure."""
+"""The facts about Redis that `doll.storage.redis_diagnosis` collects as a job's user. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RedisFacts:
-    """Answers."""
+    """The answers of Redis."""
 
     refusal: str = ""  # why Redis cannot be used at all; then nothing else is known
     described: str = ""  # its version and kind, as far as it says

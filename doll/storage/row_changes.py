@@ -1,6 +1,6 @@
-"""Rows of tables that have changed from one version to a later one, as a blob. Pure.
+"""Encode the rows of tables that have changed from one version to a later one as a blob. Pure.
 
-They are published for readers that are no workers (`doll serve`), while there are some.
+They are published for readers that are not workers (`doll serve`), while there are such readers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BEGAN_VALUES: Final = 2
 
 
 class RowChanges(NamedTuple):
-    """The rows of each table that have changed after version `since`, as they are in `version`."""
+    """The rows of each table that have changed after version `since`, with their values in `version`."""
 
     since: int
     version: int
@@ -32,19 +32,20 @@ class RowChanges(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The size of rows and ids."""
+        """The size of rows and ids, in bytes."""
         return sum(rows.ids.nbytes + rows.values.nbytes for rows in self.rows.values())
 
 
 def encode_row_changes(changes: RowChanges, shapes: Mapping[str, TableShape], *, job: str) -> list[Buffer]:
-    """The blob, in parts as `Blobs.put` takes them. All tables are there, also those without a change."""
+    """Return the blob, as parts for `Blobs.put`. It contains all tables, including those without a change."""
     pieces: dict[str, Vector | Rows] = {_BEGAN: np.array([changes.began], "<i8").view("<f4"), **changes.rows}
     return encode_delta(pieces, _with_began(shapes), job=job, since=changes.since, version=changes.version).parts
 
 
 def decode_row_changes(data: Buffer, shapes: Mapping[str, TableShape], *, job: str, version: int) -> RowChanges:
-    """The changes that `encode_row_changes` was given; views of `data`. Raises BlobError if it is torn, changed on the
-    way, of another job or version, or not of all these tables, and NotFiniteError if a value is NaN or infinite."""
+    """Return the changes that were given to `encode_row_changes`, as views of `data`. Raise BlobError if the blob is
+    incomplete or damaged, has another job or version, or lacks a table. Raise NotFiniteError if a value is NaN or
+    infinite."""
     pieces, since = decode_delta(data, _with_began(shapes), job=job, version=version)
     began = pieces.pop(_BEGAN, None)
     rows = {name: piece for name, piece in pieces.items() if isinstance(piece, Rows)}

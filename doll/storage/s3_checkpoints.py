@@ -1,20 +1,20 @@
-"""Checkpoints as objects under one prefix of an S3 bucket, for parameter servers that share no file system.
+"""Store checkpoints as objects under one prefix of an S3 bucket, for parameter servers that share no file system.
 
-`checkpoint-<term>-<version>.doll` is a checkpoint; `term-<n>.claim` says that term n is taken (the newest ones are
-kept, and a claim below them does not count: no term is given twice); `term-<n>.base-<term>-<version>` says which
-checkpoint term n began from. S3 has no lock, so the newest base decides: of the terms below n only the checkpoint
-that it names, and older ones, count.
+`checkpoint-<term>-<version>.doll` is a checkpoint. `term-<n>.claim` states that term n is taken; the newest claims are
+kept, and a claim below them is not valid, so no term is given twice. `term-<n>.base-<term>-<version>` names the base of
+term n: the checkpoint from which it began. S3 has no lock, so the newest base decides: of the terms below n, only the
+base and older checkpoints are valid.
 
-A document, as `marks.json` with aliases and pins is (`doll.storage.version_marks`), is replaced on condition that it is
-as it was read.
+A document, such as `marks.json` with aliases and pins (`doll.storage.version_marks`), is replaced only if its content
+has not changed since it was read.
 
-Order of effects of `claim_term`: 1. put the claim, on condition that it is not there; 2. list; 3. put what it begins
-from. Of `save`: 1. list, and look for a higher claim; 2. put the checkpoint, on the same condition; 3. list again; 4.
-delete old ones. A checkpoint is durable after 3 only: one whose server finds a higher claim there may or may not have
-been seen by that claim's 2, but its batches have not been acknowledged, so either is right. It stays where it is: the
-claim may have begun from it, or it was durable before and this was a repeated save. The next save of a later term
-deletes it if it does not count. A crash between any two leaves an object that does not count, or counts and is whole:
-S3 stores an object whole or not at all, and a list shows all that has been stored.
+Order of the steps of `claim_term`: 1. put the claim, if it does not exist; 2. list; 3. put the base. Of `save`: 1.
+list, and look for a higher claim; 2. put the checkpoint, if it does not exist; 3. list again; 4. delete old ones. A
+checkpoint is durable only after step 3. If the server finds a higher claim there, step 2 of that claim may or may not
+have listed the checkpoint. Both cases are correct, because its batches have not been acknowledged. The checkpoint is
+not deleted: the claim may have begun from it, or it was durable before and this was a repeated save. The next save of a
+later term deletes it if it is not valid. A crash between two steps leaves an object that is either not valid or
+complete, because S3 stores an object completely or not at all, and a list shows all stored objects.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _RIGHTS: Final = (
 
 
 class _Listing(NamedTuple):
-    """The objects under the prefix at one moment: all checkpoints, and from which one the newest term began."""
+    """The objects under the prefix at one moment: all checkpoints, and the base of the newest term."""
 
     checkpoints: list[tuple[int, int]]
     newest_term: int
@@ -70,7 +70,7 @@ class _Listing(NamedTuple):
     objects: dict[str, tuple[float, int]]  # of each name, when it was stored (Unix time), and its size
 
     def counts(self, key: tuple[int, int]) -> bool:
-        """Whether a checkpoint was there when the newest term began, or is that term's own."""
+        """Return whether a checkpoint existed when the newest term began, or belongs to that term."""
         return key[0] >= self.base_term or key <= self.base
 
     def versions(self) -> list[tuple[int, int]]:
@@ -81,11 +81,11 @@ class _Listing(NamedTuple):
 
 
 class S3CheckpointStore(CheckpointStore):
-    """`CheckpointStore` under `s3://bucket/prefix`. Credentials, region and endpoint are found as boto3 finds them.
+    """A `CheckpointStore` under `s3://bucket/prefix`. boto3 finds credentials, region and endpoint.
 
-    The user needs s3:ListBucket on the bucket and s3:GetObject, s3:PutObject and s3:DeleteObject under the prefix. No
-    request is sent before the first call. Raises CheckpointError if the URL is not of this form, or boto3 lacks what it
-    needs to make a client.
+    The user needs s3:ListBucket on the bucket, and s3:GetObject, s3:PutObject and s3:DeleteObject under the prefix. No
+    request is sent before the first call. Raise CheckpointError if the URL does not have this form, or boto3 cannot
+    make a client.
     """
 
     def __init__(self, url: str, job: str | None, *, keep: int = 3, history: VersionHistory = NO_HISTORY) -> None:
@@ -113,7 +113,7 @@ class S3CheckpointStore(CheckpointStore):
             return term
 
     def _put_claim(self, first: int) -> int:
-        """Claim the first term from `first` on that nobody has."""
+        """Claim the first free term from `first` on, and return it."""
         for term in range(first, first + _CLAIMS):
             if self._put_new(claim_name(term), b""):
                 break
@@ -131,7 +131,8 @@ class S3CheckpointStore(CheckpointStore):
             return self._list().newest_term
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """See `CheckpointStore`; what is stored before a FencedError counts only if the higher claim has seen it."""
+        """Save as `CheckpointStore` describes. An object stored before a FencedError is valid only if the higher claim
+        listed it."""
         self._check_owner(checkpoint)
         name = checkpoint_name(checkpoint.term, checkpoint.version)
         with self._translate_errors("save a checkpoint in"):
@@ -192,8 +193,8 @@ class S3CheckpointStore(CheckpointStore):
         return _Listing(checkpoints, newest_term, base_term, base, old, objects)
 
     def _put_new(self, name: str, data: bytes, known: str = "") -> str | None:
-        """The entity tag of an object that was not there and now is; or, with the entity tag that it was `known` by,
-        that was as it was then, and is replaced. Else None, also from the retry after a reply that was lost."""
+        """Return the entity tag of the object that was stored: as a new object, or as a replacement of the one with the
+        entity tag `known`. Return None if the condition does not hold, also in a retry after a lost reply."""
         from botocore.exceptions import ClientError
 
         condition = {"IfMatch": known} if known else {"IfNoneMatch": "*"}
@@ -209,7 +210,7 @@ class S3CheckpointStore(CheckpointStore):
         self._client.put_object(Bucket=self._bucket, Key=self._prefix + name, Body=data)
 
     def _get(self, name: str, more: Mapping[str, str] = {}) -> tuple[bytes | None, str]:
-        """The content of an object and its entity tag; None and "" if it is not there."""
+        """Return the content of an object and its entity tag; None and "" if the object does not exist."""
         from botocore.exceptions import ClientError
 
         try:
@@ -232,7 +233,7 @@ class S3CheckpointStore(CheckpointStore):
 
     @contextmanager
     def _translate_errors(self, what: str) -> Iterator[None]:
-        """boto3's errors as CheckpointError: they name the operation and S3's reason, and hold no secret."""
+        """Convert boto3's errors to CheckpointError, with the operation and S3's reason, and without secrets."""
         from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
         try:
@@ -254,5 +255,5 @@ def _client() -> Any:
 
 
 def _code(exc: BotoCoreError | ClientError) -> str:
-    """S3's own; "" of an error that S3 has not answered."""
+    """Return S3's error code; "" for an error that is not an answer of S3."""
     return str(getattr(exc, "response", {}).get("Error", {}).get("Code", ""))

@@ -1,44 +1,41 @@
-"""Blobs with several sections: what a worker pushes, and the rows of tables that it asks for. Pure.
+"""Encode blobs with several sections: a worker's pushes, and the rows of tables that it requests. Pure.
 
-A *push* (kind `p`) holds any vectors, dense or as some of their values, and rows of any tables; a *delta* (`d`) holds
-what is other in a version than in an older one, in the same form. A *row request* (`q`) holds ids, its answer (`r`)
-rows. The header and its checksums are as in every blob (`doll.storage.blobs`).
+A *push* (kind `p`) holds any vectors, dense or as some of their values, and rows of any tables. A *delta* (`d`) holds,
+in the same format, the values of a version that differ from an older version. A *row request* (`q`) holds ids, its
+answer (`r`) rows. The header and its checksums are the same as in every blob (`doll.storage.blobs`).
 
 The body, little-endian: u32 number of sections, u32 0; then each section:
 
     form (1 byte), coding (1 byte), u16 bytes of the name, u32 width, u64 size, u64 count, u64 bytes of the keys,
     i64 since
-    name (UTF-8), keys, bits (form `m` alone), the values (float32)
+    name (UTF-8), keys, bits (only form `m`), the values (float32)
 
-each of these padded with zeros to 8 bytes, so that values are aligned. `size` is the number of rows of the table,
-or of values of the vector. No section has the same form and name as another one, except those of form `c`, which differ
-in `since`; no key is in two of these.
+Each of these is padded with zeros to 8 bytes, so that values are aligned. `size` is the number of rows of the table, or
+of values of the vector. No two sections have the same form and name, except sections of form `c`, which differ in
+`since` and share no key.
 
 Keys increase strictly. There are two codings:
 
-0.  Each key as its difference to the one before it, in 7 bits a byte (LEB128), the first to 0: the lowest bits first;
-    a byte's top bit says that another one follows. A longer coding of the same numbers is refused.
-1.  A bit for each key that there may be, the lowest bit of a byte first, 1 where it is there. It is the shorter one
-    where more than an eighth of all keys are there, and is written up to 65,536 keys.
+0.  Each key is coded as its difference to the key before it (the first key: to 0), with 7 bits in each byte (LEB128),
+   lowest bits first. The top bit of a byte is 1 if another byte follows. A longer coding of the same number is refused.
+1.  One bit for each possible key, lowest bit of a byte first; it is 1 if the key is present. This is shorter if more
+   than an eighth of all keys are present. It is written for up to 65,536 keys.
 
-Where few values need all of their 32 bits, 2 is added to the coding. Then the values are: u64 number of those that do,
-u64 bytes of their places; their places, coded as keys are (0); the upper 16 bits of all values; the lower 16 bits of
-those that need them, each padded with zeros to 8 bytes. All others' lower bits are 0. A vector, dense, is sent so
-if its sender has rounded it to bfloat16 (`RoundedVector`). Coding 4, of such a vector alone: float16, times 2 to the
-power of `since`.
+If few values need all of their 32 bits, 2 is added to the coding. The values are then stored as: u64 number of the
+values that need 32 bits, u64 bytes of their positions; their positions, in coding 0; the upper 16 bits of all values;
+the lower 16 bits of the values that need them. Each of these is padded with zeros to 8 bytes. The lower bits of all
+other values are 0. A dense vector has this format if its sender has rounded it to bfloat16 (`RoundedVector`). Coding 4
+is only for such a vector: float16 numbers, to be multiplied by 2 to the power of `since`.
 
 What encodes raises ValueError as `encode_push` does, what decodes raises BlobError and NotFiniteError as `decode_push`.
 
-| form | keys | values | means |
-|---|---|---|---|
-| `d` | - | size of 1 | a vector, dense |
-| `r` | count | count of width | rows of a table; of width 1: some values of a vector |
-| `m` | count | one for each bit that is 1 | some values of rows of a table: bit i width + j is of value j of row i |
-| `k` | count | - | send these rows |
-| `c` | count | - | send what has changed in these rows since version `since` |
+| form | keys | values | means | |---|---|---|---| | `d` | - | size of 1 | a vector, dense | | `r` | count | count of
+width | rows of a table; of width 1: some values of a vector | | `m` | count | one for each bit that is 1 | some values
+of rows of a table: bit i width + j is of value j of row i | | `k` | count | - | send these rows | | `c` | count | - |
+send the changes of these rows since version `since` |
 
-In a push, the values that `m` leaves out are zero. In an answer they are as its receiver has them, and `since` is the
-CRC-32 of all rows that it has said it knows, in their order, as they are now.
+In a push, the values that `m` omits are zero. In an answer, they are unchanged from the receiver's values, and `since`
+is the CRC-32 of the present values of all rows that the receiver has said it knows, in their order.
 """
 
 from __future__ import annotations
@@ -66,7 +63,7 @@ Shapes: TypeAlias = Mapping[str, int | TableShape]
 
 
 class RoundedVector(NamedTuple):
-    """A vector whose numbers need 16 bits only."""
+    """A vector whose numbers need only 16 bits."""
 
     values: Vector  # float32, shape (numel,): numbers of bfloat16, or of float16 times 2 ** `exponent`
     exponent: int | None = None  # None: bfloat16
@@ -90,7 +87,7 @@ _NO_VALUES: Final = np.empty((0, 1), np.float32)
 
 
 def encode_keys(keys: Keys) -> Bytes:
-    """The bytes of `keys`, shape (n,), strictly increasing: 1 to 10 for each. Raises ValueError if they do not increase
+    """Return the bytes of `keys`, shape (n,), 1 to 10 for each key. Raise ValueError if they do not increase
     strictly."""
     if not len(keys):
         return np.empty(0, np.uint8)
@@ -116,8 +113,8 @@ def encode_keys(keys: Keys) -> Bytes:
 
 
 def decode_keys(data: Bytes, *, count: int, limit: int) -> Keys:
-    """The `count` keys in `data`, strictly increasing and below `limit`; raises BlobError if it is not the coding of
-    such keys. No more memory than a small multiple of `data` is allocated, whatever `count` says."""
+    """Return the `count` keys in `data`, strictly increasing and below `limit`. Raise BlobError if `data` is not the
+    coding of such keys. The memory that is allocated is limited to a small multiple of `data`, for any `count`."""
     if not len(data) and not count:
         return np.empty(0, np.uint64)
     is_last = data < _MORE
@@ -157,8 +154,8 @@ def _differences(data: Bytes, is_last: npt.NDArray[np.bool_]) -> Keys:
 
 
 def encode_bitmap(keys: Keys, limit: int) -> Bytes:
-    """A bit for each number below `limit`, 1 for those in `keys`, strictly increasing and below `limit`; raises
-    ValueError if they are not."""
+    """Return one bit for each number below `limit`, which is 1 if the number is in `keys`. Raise ValueError if `keys`
+    are not strictly increasing and below `limit`."""
     if not (keys[1:] > keys[:-1]).all():
         raise ValueError("expected keys that increase strictly: sort them, and add the values of equal ones")
     is_in = np.zeros(limit, np.bool_)
@@ -167,8 +164,9 @@ def encode_bitmap(keys: Keys, limit: int) -> Bytes:
 
 
 def decode_bitmap(data: Bytes, *, count: int, limit: int) -> Keys:
-    """The `count` keys in `data`, strictly increasing and below `limit`; raises BlobError if it is not the bitmap of
-    such keys. No more memory than a small multiple of `data` is allocated, whatever `count` and `limit` say."""
+    """Return the `count` keys in `data`, strictly increasing and below `limit`. Raise BlobError if `data` is not the
+    bitmap of such keys. The memory that is allocated is limited to a small multiple of `data`, for any `count` and
+    `limit`."""
     is_in = _bits(data, limit, "keys")
     keys = np.flatnonzero(is_in).view(np.uint64)
     if len(keys) != count:
@@ -177,7 +175,8 @@ def decode_bitmap(data: Bytes, *, count: int, limit: int) -> Keys:
 
 
 def _bits(data: Bytes, num_bits: int, what: str) -> npt.NDArray[np.bool_]:
-    """The bits in `data`, shape (num_bits,); those after them in the last byte are 0."""
+    """Return the bits in `data`, shape (num_bits,). Raise BlobError unless the remaining bits of the last byte are
+    0."""
     if len(data) != _bytes_of(num_bits):
         raise BlobError(f"expected {_bytes_of(num_bits)} bytes of bits for {num_bits} {what}, got {len(data)}")
     bits = np.unpackbits(data, bitorder="little").view(np.bool_)
@@ -191,21 +190,21 @@ def _bytes_of(num_bits: int) -> int:
 
 
 class WireSize(NamedTuple):
-    """Bytes of what a blob holds."""
+    """The size of a blob's content, in bytes."""
 
     plain_bytes: int  # with 8 bytes for each key
     coded_bytes: int  # of the blob, header included
 
 
 class EncodedBlob(NamedTuple):
-    """A blob in parts, as `Blobs.put` takes them: views of the arrays that were given, which must not change before."""
+    """A blob in parts for `Blobs.put`: views of the given arrays, which must not change before the blob is stored."""
 
     parts: list[Buffer]
     size: WireSize
 
 
 class RowRequest(NamedTuple):
-    """Rows of one table that a worker needs."""
+    """A request for the rows of one table that a worker needs."""
 
     ids: Ids  # int64, strictly increasing: of rows to be sent
     # int64, strictly increasing: of rows that the worker has as they were at version `since` or later; only what has
@@ -216,7 +215,7 @@ class RowRequest(NamedTuple):
 
 
 class StoredAnswer(NamedTuple):
-    """The content of a blob of rows, by the name of the table; all of it as it is in `version`."""
+    """The content of a blob of rows, by table name; all values are those of `version`."""
 
     rows: dict[str, Rows]
     version: int
@@ -238,12 +237,12 @@ class _Section(NamedTuple):
 def encode_push(
     pieces: Mapping[str, Vector | RoundedVector | Rows], shapes: Shapes, *, job: str, version: int
 ) -> EncodedBlob:  # fmt: skip
-    """The blob of a push. Raises ValueError if ids do not increase strictly, or values have another shape than `shapes`
-    says.
+    """Return the blob of a push. Raise ValueError if ids do not increase strictly, or values do not have the shape in
+    `shapes`.
 
     Args:
-        pieces: by name: float32 of shape (numel,), or some rows; of a vector, rows of width 1.
-        version: of the weights that it was computed on.
+        pieces: by name, a float32 vector of shape (numel,), or some rows; for a vector, rows of width 1.
+        version: version of the weights at which the push was computed.
     """
     sections = _sections(pieces, shapes, since=0)
     return _encode([_shorter(section) for section in sections], job=job, kind="p", version=version)
@@ -252,28 +251,29 @@ def encode_push(
 def encode_delta(
     pieces: Mapping[str, Vector | Rows], shapes: Shapes, *, job: str, since: int, version: int
 ) -> EncodedBlob:
-    """The blob of what is in `version` other than it was in version `since`; as `encode_push`."""
+    """Return the blob of the values of `version` that differ from version `since`, in the same format as
+    `encode_push`."""
     return _encode(_sections(pieces, shapes, since=since), job=job, kind="d", version=version)
 
 
 def decode_push(data: Buffer, shapes: Shapes, *, job: str, version: int) -> dict[str, Vector | Rows]:
-    """The pieces that `encode_push` was given: views of `data`, read-only if that is. A vector or table may be left
-    out.
+    """Return the pieces that were given to `encode_push`: views of `data`, read-only if `data` is. A vector or table
+    may be missing.
 
-    Dense vectors may hold any bytes, as in other blobs: what makes a model of them checks them.
+    Dense vectors may hold any bytes, as in other blobs: the code that makes a model of them checks the values.
 
     Raises:
-        BlobError: as `decode_blob`; or a section of a name, form, shape or length that does not fit `shapes`; or keys
-            that do not increase strictly or are out of range.
-        NotFiniteError: a value of some row is NaN or infinite.
+        BlobError: as in `decode_blob`; or a section has a name, form, shape or length that does not fit `shapes`; or
+            keys do not increase strictly or are out of range.
+        NotFiniteError: a value of a row is NaN or infinite.
     """
     body, _ = decode_bytes(data, job=job, kind="p", version=version)
     return _pieces(body, shapes, forms="drm")[0]
 
 
 def decode_delta(data: Buffer, shapes: Shapes, *, job: str, version: int) -> tuple[dict[str, Vector | Rows], int]:
-    """The pieces that `encode_delta` was given, and the version that they are compared with; raises as `decode_push`,
-    and BlobError also if that is not one version below its own."""
+    """Return the pieces that were given to `encode_delta`, and the version with which they are compared. Raise the same
+    errors as `decode_push`, and BlobError also if that version is not lower than the blob's own."""
     body, _ = decode_bytes(data, job=job, kind="d", version=version)
     pieces, sinces = _pieces(body, shapes, forms="dr")
     if len(sinces) != 1 or not 0 <= (since := sinces.pop()) < version:
@@ -282,7 +282,7 @@ def decode_delta(data: Buffer, shapes: Shapes, *, job: str, version: int) -> tup
 
 
 def encode_row_request(requests: Mapping[str, RowRequest], shapes: Shapes, *, job: str, version: int) -> EncodedBlob:
-    """The blob of a request for rows of several tables, as of `version` or later."""
+    """Return the blob of a request for rows of several tables, as of `version` or later."""
     sections = []
     for name, request in requests.items():
         shape = _table_shape(shapes[name])
@@ -295,7 +295,7 @@ def encode_row_request(requests: Mapping[str, RowRequest], shapes: Shapes, *, jo
 
 
 def decode_row_request(data: Buffer, shapes: Shapes, *, job: str) -> tuple[dict[str, RowRequest], int]:
-    """The requests, by the name of the table, and the oldest version that the rows may be of."""
+    """Return the requests, by table name, and the oldest version that the rows may have."""
     body, version = decode_bytes(data, job=job, kind="q", version=None)
     requests: dict[str, RowRequest] = {}
     for section in _decode(body, shapes, forms="kc"):
@@ -310,7 +310,7 @@ def decode_row_request(data: Buffer, shapes: Shapes, *, job: str) -> tuple[dict[
 
 
 def _also_known(request: RowRequest, section: _Section) -> RowRequest:
-    """`request` with the ids of `section`, known since its version, as well."""
+    """Return `request` with the ids of `section` added as ids that are known since its version."""
     known = np.concatenate([request.known, section.ids])
     since_each = np.broadcast_to(request.since, len(request.known)), np.full(len(section.ids), section.since)
     since = np.concatenate(since_each)
@@ -324,7 +324,7 @@ def _also_known(request: RowRequest, section: _Section) -> RowRequest:
 def encode_rows(
     rows: Mapping[str, Rows], shapes: Shapes, *, job: str, version: int, patches: Mapping[str, Patch] = _NO_PATCHES
 ) -> EncodedBlob:
-    """The blob of rows as they are in `version`, and of numbers of other rows."""
+    """Return the blob of complete rows of `version`, and of single numbers of other rows."""
     sections = [_Section("r", name, _table_shape(shapes[name]), 0, *piece) for name, piece in rows.items()]
     for name, (ids, is_there, values, checksum) in patches.items():
         shape = _table_shape(shapes[name])
@@ -333,7 +333,7 @@ def encode_rows(
 
 
 def decode_rows(data: Buffer, shapes: Shapes, *, job: str) -> StoredAnswer:
-    """The rows and patches that `encode_rows` was given, views of `data` if they can be."""
+    """Return the rows and patches that were given to `encode_rows`, as views of `data` if possible."""
     body, version = decode_bytes(data, job=job, kind="r", version=None)
     answer = StoredAnswer({}, version, {})
     for section in _decode(body, shapes, forms="rm"):
@@ -377,7 +377,7 @@ def _encode(sections: Sequence[_Section], *, job: str, kind: BytesKind, version:
 
 
 def _halves(values: npt.NDArray[np.uint32]) -> list[Buffer]:
-    """The values in halves; empty if they are few, or too many need all of their bits."""
+    """Return the values in two halves of 16 bits; empty if there are few, or too many need all of their bits."""
     if len(values) < _LOOK:
         return []
     for some in (values[:_LOOK], values):
@@ -392,7 +392,7 @@ def _halves(values: npt.NDArray[np.uint32]) -> list[Buffer]:
 
 
 def _from_halves(reader: _Reader, num_values: int, what: str) -> npt.NDArray[np.float32]:
-    """`num_values` values that were sent in halves."""
+    """Return `num_values` values that were sent in two halves."""
     num_whole, key_bytes = _HALVES_HEAD.unpack(reader.take(_HALVES_HEAD.size, f"the halves of {what}"))
     keys = reader.array(key_bytes, "u1", f"the places of {what}")
     upper = reader.array(num_values, "<u2", f"the upper halves of {what}")
@@ -419,7 +419,7 @@ def _sections(
 
 
 def _shorter(section: _Section) -> _Section:
-    """The shorter form of what is added to a table: its rows, or their values that are not zero."""
+    """Return the shorter form of what is added to a table: its rows, or their nonzero values."""
     form, name, shape, since, ids, values, *_ = section
     if form != "r" or shape.width == 1 or values.shape != (len(ids), shape.width):
         return section
@@ -431,7 +431,7 @@ def _shorter(section: _Section) -> _Section:
 
 
 def is_patch_shorter(is_there: npt.NDArray[np.bool_]) -> bool:
-    """Whether the values of rows that are there, shape (n, width), take fewer bytes than the rows."""
+    """Return whether the present values of rows, shape (n, width), take fewer bytes than the rows."""
     return 4 * int(np.count_nonzero(is_there)) + _bytes_of(is_there.size) < 4 * is_there.size
 
 
@@ -443,7 +443,7 @@ def _patch(section: _Section) -> Patch:
 
 
 def _whole_rows(section: _Section) -> Rows:
-    """The rows of form `m`: values that are not there are 0."""
+    """Return the rows of form `m`; missing values are 0."""
     assert section.is_there is not None, "a section of some values of rows has bits"
     rows = np.zeros(section.is_there.shape, np.float32)  # at most as large as the table: keys increase
     rows.reshape(-1)[np.flatnonzero(section.is_there)] = section.values[:, 0]
@@ -451,7 +451,7 @@ def _whole_rows(section: _Section) -> Rows:
 
 
 def _pieces(body: memoryview, shapes: Shapes, *, forms: str) -> tuple[dict[str, Vector | Rows], set[int]]:
-    """The pieces by name; what their sections say of `since`."""
+    """Return the pieces by name, and the values of `since` in their sections."""
     pieces: dict[str, Vector | Rows] = {}
     sinces = set()
     for section in _decode(body, shapes, forms=forms):
@@ -468,7 +468,7 @@ def _pieces(body: memoryview, shapes: Shapes, *, forms: str) -> tuple[dict[str, 
 
 
 def _coded(name: str, ids: Ids, num_rows: int) -> tuple[int, Bytes]:
-    """The coding of keys, and their bytes."""
+    """Return the coding of keys, and their bytes."""
     if len(ids) and not (ids[0] >= 0 and ids[-1] < num_rows):
         raise ValueError(f"{name!r}: expected ids of 0 to {num_rows - 1}, got {ids[0]} to {ids[-1]}")
     keys = ids.astype(np.uint64)
@@ -558,7 +558,7 @@ def _table_shape(shape: int | TableShape) -> TableShape:
 
 
 class _Reader:
-    """Takes pieces off the front of a body, and refuses what is not there."""
+    """A reader that takes pieces from the front of a body. It raises BlobError if the body is too short."""
 
     def __init__(self, body: memoryview) -> None:
         self._body = body
@@ -575,7 +575,7 @@ class _Reader:
         return self._body[self._at - num_bytes : self._at]
 
     def padded(self, num_bytes: int, what: str) -> memoryview:
-        """The next bytes, as `take` gives them, and the zeros after them up to the alignment are passed over."""
+        """Return the next bytes, as `take` does, and skip the zeros after them up to the alignment."""
         piece = self.take(num_bytes, what)
         padding = self.take(-num_bytes % _ALIGNMENT, f"the padding of {what}")
         if any(padding):
@@ -583,5 +583,5 @@ class _Reader:
         return piece
 
     def array(self, count: int, dtype: str, what: str) -> npt.NDArray[Any]:
-        """The next `count` numbers, and the zeros after them are passed over."""
+        """Return the next `count` numbers, and skip the zeros after them."""
         return np.frombuffer(self.padded(np.dtype(dtype).itemsize * count, what), dtype)

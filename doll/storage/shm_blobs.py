@@ -1,9 +1,9 @@
-"""Parameter blobs in shared memory: files of one folder on tmpfs, for processes on one machine (ADR 0007).
+"""Store parameter blobs in shared memory: files of one folder on tmpfs, for processes on one machine (ADR 0007).
 
-A blob appears under its name at once, so that a reader sees all of it or none; the reader checks its checksums as it
-would Redis's. Large blobs are in files that are used again (`doll.storage.shm_segments`): new memory costs three times
-as much as the copy into it. What does not fit goes to another store (Redis), and a key that is not here is looked up
-there. Like Redis this is a cache: what is gone is computed or published again.
+A blob appears under its name at once, so a reader sees either the complete blob or none; the reader verifies its
+checksums as with Redis. Large blobs are in files that are reused (`doll.storage.shm_segments`), because allocating
+memory takes three times as long as copying into it. Blobs that do not fit go to another store (Redis), and a key that
+is not found here is looked up there. Like Redis, this is a cache: a lost blob is computed or published again.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class ShmBlobs(NearBlobs):
     """`Blobs` in the files of `folder`. Safe to share between threads.
 
     Args:
-        folder: on tmpfs, accessible only to this user. It is created again if somebody removes it.
-        limit_bytes: what all blobs in it may take together; checked against a scan that is at most a second old.
-        fallback: takes what does not fit; closed with this store.
+        folder: a folder on tmpfs, accessible only to this user. It is created again if it is removed.
+        limit_bytes: maximum size of all blobs in it together; compared with a scan that is at most one second old.
+        fallback: store for blobs that do not fit; it is closed with this store.
         clock: seconds since the machine's start, the same in all processes; an argument for tests.
-        reused_from_bytes: blobs of this size and above are in files that are used again.
+        reused_from_bytes: blobs of this size and above are in files that are reused.
         mapped_from_bytes: blobs of this size and above are mapped, not read.
 
     Raises:
-        ServiceUnavailableError: the folder is another user's, or open to others.
+        ServiceUnavailableError: the folder belongs to another user, or other users can access it.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ShmBlobs(NearBlobs):
         self._unlink(key)
 
     def reserve(self, size_bytes: int) -> memoryview | None:
-        """Memory for a blob; also None if it would not pay."""
+        """Return memory for a blob. None: there is none left, or a reservation would not be faster."""
         if size_bytes < self._reused_from_bytes:
             return None
         segment = self._take_segment(size_bytes)
@@ -110,7 +110,7 @@ class ShmBlobs(NearBlobs):
             segment.busy = False
 
     def get(self, key: str) -> Buffer | None:
-        """The blob, read-only."""
+        """Return the blob, read-only."""
         path = self._path(key)
         try:
             for _ in range(_ATTEMPTS):
@@ -126,15 +126,15 @@ class ShmBlobs(NearBlobs):
         return None
 
     def prefetch(self, keys: Sequence[str]) -> None:
-        """Do nothing: they are in memory."""
+        """Do nothing: the blobs are in memory."""
 
     def delete(self, *keys: str) -> None:
-        """The memory is free when nobody reads it any more."""
+        """Delete `keys`. The memory is freed when no reader uses it any more."""
         if elsewhere := [key for key in keys if not self._unlink(key)]:
             self._fallback.delete(*elsewhere)
 
     def close(self) -> None:
-        """Close the other store; the folder is its owner's (`doll.local.shared_memory`), the blobs stay in it."""
+        """Close the other store. The folder belongs to its owner (`doll.local.shared_memory`), and its blobs stay."""
         self._segments.close()
         self._mappings.close()
         close = getattr(self._fallback, "close", None)
@@ -146,7 +146,7 @@ class ShmBlobs(NearBlobs):
         return f"{self._folder}/{hashlib.blake2b(key.encode(), digest_size=20).hexdigest()}"
 
     def _unlink(self, key: str) -> bool:
-        """Whether the key was there."""
+        """Delete the blob of `key`, and return whether it existed."""
         try:
             os.unlink(self._path(key))
         except FileNotFoundError:
@@ -154,7 +154,7 @@ class ShmBlobs(NearBlobs):
         return True
 
     def _put_reserved(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> bool:
-        """Whether `parts` are memory from `reserve`, and now under `key`."""
+        """Store `parts` under `key` if they are memory from `reserve`. Return whether they were stored."""
         segment = self._segments.lender_of(parts[0]) if len(parts) == 1 else None
         if segment is None:
             return False
@@ -169,7 +169,7 @@ class ShmBlobs(NearBlobs):
         return True
 
     def _try_put_in_segment(self, key: str, parts: Sequence[Buffer], size: int, ttl_s: float) -> bool:
-        """Whether there was memory for it."""
+        """Store the blob in a segment, and return whether there was memory for it."""
 
         def write() -> None:
             segment = self._take_segment(size)
@@ -189,7 +189,7 @@ class ShmBlobs(NearBlobs):
         return self._try(write)
 
     def _take_segment(self, size: int) -> Segment | None:
-        """A segment of `size` bytes, busy; None: there is no memory for it."""
+        """Return a busy segment of `size` bytes. None: there is no memory for it."""
         segment = self._segments.take(size)
         if segment is not None:
             return segment
@@ -207,7 +207,7 @@ class ShmBlobs(NearBlobs):
         return segment if self._try(create) else None
 
     def _link(self, segment: Segment, key: str, ttl_s: float) -> None:
-        """Give the segment's blob its name."""
+        """Link the segment's blob under its name."""
         self._date(segment.descriptor, ttl_s)
         path = self._path(key)
         try:
@@ -218,7 +218,7 @@ class ShmBlobs(NearBlobs):
             os.rename(unfinished, path)
 
     def _try(self, write: Callable[[], None]) -> bool:
-        """Whether there was memory, and a folder that stays, for what `write` does."""
+        """Call `write`, and return whether there was memory for it, in a folder that was not removed."""
         for _ in range(_ATTEMPTS):
             try:
                 write()
@@ -252,18 +252,18 @@ class ShmBlobs(NearBlobs):
         return f"{self._folder}/{_UNFINISHED}{os.getpid()}-{id(self)}-{next(self._numbers)}"
 
     def _date(self, descriptor: int, ttl_s: float) -> None:
-        """Its modification time says when it expires, on a clock that is never set back."""
+        """Set the modification time of a blob to its expiry, on a clock that is never set back."""
         os.utime(descriptor, ns=(0, max(0, round((self._clock() + ttl_s) * 1e9))))
 
     def _fits(self, size: int) -> bool:
-        """Whether `size` bytes more are within the limit; expired blobs are removed once a second."""
+        """Return whether `size` more bytes are within the limit. Expired blobs are removed once a second."""
         if self._clock() - self._scanned_s >= _SCAN_EVERY_S or self._used_bytes + size > self._limit_bytes:
             self._scanned_s = self._clock()
             self._used_bytes = self._remove_expired()
         return self._used_bytes + size <= self._limit_bytes
 
     def _remove_expired(self) -> int:
-        """Bytes that are left."""
+        """Remove expired blobs, and return the bytes that remain."""
         left: dict[int, int] = {}  # by inode: a segment with a blob in it has two names
         with contextlib.suppress(FileNotFoundError), os.scandir(self._folder) as entries:
             for entry in entries:
@@ -290,13 +290,14 @@ class ShmBlobs(NearBlobs):
 
 
 def limit_bytes(folder: Path) -> int:
-    """Space for the blobs of one run: half of the file system that holds `folder`. The same in all processes."""
+    """Return the space for the blobs of one run: half of the file system of `folder`, the same value in all
+    processes."""
     status = os.statvfs(folder)
     return status.f_blocks * status.f_frsize // 2
 
 
 def _is_orphan(name: str, links: int) -> bool:
-    """Whether a segment has no blob and no owner."""
+    """Return whether a segment has no blob and no owner."""
     owner = name.removeprefix(SEGMENT).partition("-")[0]
     return links == 1 and not (owner.isdigit() and os.path.exists(f"/proc/{owner}"))
 

@@ -1,13 +1,14 @@
-"""Files in shared memory that are used again, so that their pages are allocated, zeroed and mapped once (ADR 0029).
+"""Reuse files in shared memory, so that their pages are allocated, zeroed and mapped only once (ADR 0029).
 
-A process that stores large blobs owns a few *segments*. Each is a file with a name of its own; a blob that is in it is
-a second name (a hard link). Whoever deletes the blob removes that name, and the owner then sees that the segment is
-free. A reader that has the segment mapped holds a shared lock on it (flock, which the kernel drops with the process),
-and the owner writes into a segment only when it gets the exclusive lock: nobody ever sees bytes change.
+A process that stores large blobs owns a few *segments*. Each is a file with its own name; a blob in it is a second name
+(a hard link). Deleting the blob removes that name, and the owner then sees that the segment is free. A reader that has
+mapped the segment holds a shared lock on it (flock, which the kernel releases when the process ends). The owner writes
+into a segment only if it gets the exclusive lock, so no reader ever sees bytes change.
 
-1. Owner: the segment has one name only, and the exclusive lock is free. Write. Date it. Link it under the blob's name.
-2. Reader: take the shared lock, *then* see that the blob's name still leads to this file. From here on it is stable:
-   the owner would have had to get the lock. Otherwise the blob is gone.
+1. Owner: check that the segment has only one name, and that the exclusive lock is free. Write. Set the expiry time.
+   Link the segment under the blob's name.
+2. Reader: take the shared lock, *then* check that the blob's name still refers to this file. If it does, the content is
+   stable, because the owner would have needed the lock. Otherwise the blob does not exist any more.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _Bytes = npt.NDArray[np.uint8]
 
 
 class Segment:
-    """One file that this process owns and writes. Made by `Segments`."""
+    """A file that this process owns and writes. `Segments` creates it."""
 
     def __init__(self, path: str, descriptor: int, size_bytes: int) -> None:
         self.path = path
@@ -46,14 +47,14 @@ class Segment:
         self._lent: weakref.ref[_Bytes] | None = None
 
     def write(self, parts: Sequence[Buffer]) -> None:
-        """Copy `parts`, which fill the segment, into what `lend` returns: three times as fast as `os.write`."""
+        """Copy `parts`, which fill the segment, into the memory of `lend`: three times as fast as `os.write`."""
         memory, at = self.lend(), 0
         for part in filter(len, parts):
             np.copyto(np.frombuffer(memory[at : at + len(part)], np.uint8), np.frombuffer(part, np.uint8))
             at += len(part)
 
     def lend(self) -> memoryview:
-        """The segment's memory. It is not used again before the last view of it is gone. Raises OSError if it cannot be
+        """Return the segment's memory. It is not reused while a view of it exists. Raise OSError if it cannot be
         mapped."""
         if self._mapping is None:
             self._mapping = mmap.mmap(self.descriptor, self.size_bytes)
@@ -62,12 +63,12 @@ class Segment:
         return array.data
 
     def lends(self, memory: object) -> bool:
-        """Whether `memory` is what `lend` has returned."""
+        """Return whether `memory` was returned by `lend`."""
         array: object = None if self._lent is None else self._lent()
         return array is not None and isinstance(memory, memoryview) and memory.obj is array
 
     def is_free(self) -> bool:
-        """No blob is in it, and nobody reads what was in it."""
+        """Return whether the segment holds no blob and no reader uses its memory."""
         if self.busy or (self._lent is not None and self._lent() is not None):
             return False
         if os.fstat(self.descriptor).st_nlink > 1:
@@ -81,13 +82,13 @@ class Segment:
         return True
 
     def was_removed(self) -> bool:
-        """Somebody has deleted its file, so that it takes memory and cannot be linked any more, or has cut it short, so
-        that writing to it would be a SIGBUS."""
+        """Return whether its file was deleted, so that it uses memory and cannot be linked any more, or was truncated,
+        so that writing to it would raise SIGBUS."""
         status = os.fstat(self.descriptor)
         return status.st_nlink == 0 or status.st_size != self.size_bytes
 
     def close(self) -> None:
-        """Give it up. A blob that is in it stays until it is deleted."""
+        """Give the segment up. A blob in it stays until it is deleted."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
         os.close(self.descriptor)
@@ -104,7 +105,7 @@ class Segments:
         self._owned: list[Segment] = []
 
     def take(self, size_bytes: int) -> Segment | None:
-        """A free segment of this size, busy from now on; None: no segment is free."""
+        """Return a free segment of this size and mark it busy. None: no segment is free."""
         with self._lock:
             for segment in list(self._owned):
                 if segment.size_bytes == size_bytes and segment.is_free():
@@ -117,8 +118,8 @@ class Segments:
         return None
 
     def create(self, size_bytes: int) -> Segment:
-        """A new segment, with all of its memory, busy from now on. Raises OSError if there is no memory for it (ENOSPC
-        and its like), or no folder."""
+        """Create a segment with all of its memory, marked busy. Raise OSError if there is no memory for it (such as
+        ENOSPC), or no folder."""
         path = f"{self._folder}/{SEGMENT}{os.getpid()}-{id(self)}-{next(self._numbers)}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         segment = Segment(path, os.open(path, flags, 0o600), size_bytes)
@@ -132,18 +133,18 @@ class Segments:
         return segment
 
     def lender_of(self, memory: object) -> Segment | None:
-        """The segment whose memory this is."""
+        """Return the segment that owns this memory."""
         with self._lock:
             return next((segment for segment in self._owned if segment.lends(memory)), None)
 
     def drop(self, segment: Segment) -> None:
-        """Give up a segment that is busy."""
+        """Give a busy segment up."""
         with self._lock:
             self._owned.remove(segment)
         segment.close()
 
     def drop_free(self) -> None:
-        """Give up all that are free: their memory is needed."""
+        """Give all free segments up, because their memory is needed."""
         with self._lock:
             free = [segment for segment in self._owned if segment.is_free()]
             self._owned = [segment for segment in self._owned if segment not in free]
@@ -151,7 +152,7 @@ class Segments:
             segment.close()
 
     def close(self) -> None:
-        """Give up all; the blobs in them stay."""
+        """Give all segments up; the blobs in them stay."""
         with self._lock:
             owned, self._owned = self._owned, []
         for segment in owned:
@@ -166,7 +167,7 @@ class _Mapping:
 
 
 class Mappings:
-    """Segments of any process, mapped for reading; mapped once, however many blobs are in them one after the other.
+    """The segments of any process, mapped for reading. Each is mapped once for all blobs that are in it over time.
 
     Safe to share between threads.
     """
@@ -177,10 +178,10 @@ class Mappings:
         self._mapped: dict[tuple[int, int], _Mapping] = {}
 
     def view(self, path: str) -> memoryview | None:
-        """The blob at `path`, read-only. It is not written over before the last view of it is gone.
+        """Return the blob at `path`, read-only. It is not overwritten while a view of it exists.
 
-        None if it has been deleted or replaced meanwhile, or its file was cut short, so that reading would be a SIGBUS.
-        Raises FileNotFoundError if there is none.
+        None: it has been deleted or replaced meanwhile, or its file was truncated, so that reading it would raise
+        SIGBUS. Raise FileNotFoundError if there is no blob.
         """
         with self._lock:
             status = os.stat(path, follow_symlinks=False)
@@ -209,7 +210,7 @@ class Mappings:
             return None
 
     def close(self) -> None:
-        """Forget all mappings; what is still read stays mapped."""
+        """Forget all mappings; memory that is still in use stays mapped."""
         with self._lock:
             for mapping in self._mapped.values():
                 _unmap(mapping)
@@ -230,8 +231,8 @@ class Mappings:
 
 
 def read_stable(path: str) -> bytes | None:
-    """A copy of the blob at `path`, whether it is in a segment or not; None if it has been deleted or replaced
-    meanwhile. Raises FileNotFoundError if there is none."""
+    """Return a copy of the blob at `path`, in a segment or not; None if it has been deleted or replaced meanwhile.
+    Raise FileNotFoundError if there is no blob."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -249,7 +250,7 @@ def read_stable(path: str) -> bytes | None:
 
 
 def _map(path: str, identity: tuple[int, int]) -> _Mapping | None:
-    """The mapping of the file; None if `path` leads to another file now."""
+    """Return the mapping of the file; None if `path` now refers to another file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as exc:

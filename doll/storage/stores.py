@@ -1,7 +1,7 @@
-"""Opens a job's checkpoint store (a folder, or S3) and its blob store (shared memory, or Redis), and finds what
-`training.init_from` names. Free of torch.
+"""Open a job's checkpoint store (a folder, or S3) and its blob store (shared memory, or Redis), and find the weights
+that `training.init_from` names. Free of torch.
 
-A new checkpoint store is registered in `CHECKPOINT_STORES`, with the form of its URLs in `doll.config.roles`.
+Register a new checkpoint store in `CHECKPOINT_STORES`, and the form of its URLs in `doll.config.roles`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _VERSION: Final = re.compile(r"(.+)@([A-Za-z0-9_-]{1,63})")
 
 
 def checkpoint_location(config: JobConfig, run_folder: Path) -> Path | str:
-    """A folder, or `s3://bucket/prefix`: as the job file says, else `checkpoints/` in the run folder."""
+    """Return the checkpoint folder or `s3://bucket/prefix` of the job file, otherwise `checkpoints/` in the run
+    folder."""
     folder = config.checkpoint.folder
     if folder is None:
         return run_folder / "checkpoints"
@@ -38,8 +39,8 @@ def checkpoint_location(config: JobConfig, run_folder: Path) -> Path | str:
 
 
 def open_store(config: JobConfig, run_folder: Path, part: str = "") -> CheckpointStore:
-    """The job's checkpoint store, or one of its own in the folder `part` beside the checkpoints. Nothing is read or
-    written yet. Raises CheckpointError if it is in S3 and boto3 cannot be set up (region, credentials file), and
+    """Return the job's checkpoint store, or a separate one in the folder `part` beside the checkpoints, without any
+    access to it yet. Raise CheckpointError if it is in S3 and boto3 cannot be set up (region, credentials file), and
     ConfigError if no store is registered for the scheme of `checkpoint.folder`."""
     location, section = checkpoint_location(config, run_folder), config.checkpoint
     history = VersionHistory(section.history_every_s, section.history_s)
@@ -51,8 +52,8 @@ def open_store(config: JobConfig, run_folder: Path, part: str = "") -> Checkpoin
 def open_place(
     location: Path | str, job: str | None, keep: int = 2, history: VersionHistory = NO_HISTORY
 ) -> CheckpointStore:
-    """The checkpoint store in a folder, or of a URL; see `open_store`. Without a `job` it is of whatever job has
-    written there, to be read only."""
+    """Return the checkpoint store of a folder or URL; see `open_store`. Without `job`, it accepts checkpoints of any
+    job, and must only be read."""
     if isinstance(location, Path):
         return FileCheckpointStore(location, job, keep=keep, history=history)
     opener = CHECKPOINT_STORES.get(location.partition("://")[0])
@@ -69,16 +70,16 @@ def _open_s3(url: str, job: str | None, keep: int, history: VersionHistory) -> C
 
 
 CHECKPOINT_STORES: dict[str, Callable[[str, str | None, int, VersionHistory], CheckpointStore]] = {"s3": _open_s3}
-"""The function that opens the store of a URL, by its scheme; its arguments are the URL, the job's name, and what is to
-be kept."""
+"""The functions that open the store of a URL, by its scheme; their arguments are the URL, the job's name, and the
+number and the history of checkpoints to keep."""
 
 
 def open_blobs(
     config: JobConfig, services: Services, *, give_up: Callable[[], bool], timeout_s: float = 10.0
 ) -> ShmBlobs | RedisBlobs:
-    """The job's blob store: in shared memory if `services.blobs` names a folder, else in Redis. Raises ConfigError if
-    `blobs.kind` is shm and there is no folder, and ServiceUnavailableError if the folder is another user's, or open
-    to others."""
+    """Return the job's blob store: in shared memory if `services.blobs` names a folder, otherwise in Redis. Raise
+    ConfigError if `blobs.kind` is shm and there is no folder, and ServiceUnavailableError if the folder belongs to
+    another user or other users can access it."""
     from doll.storage.redis_blobs import RedisBlobs
     from doll.storage.redis_client import connect_redis
 
@@ -98,9 +99,9 @@ def open_blobs(
 
 
 def find_source(config: JobConfig, source: str) -> tuple[Path | str, str | None]:
-    """The file, folder or URL that `training.init_from` names, and the version of a run, as
-    `doll.storage.checkpoints.resolve_version` takes it; None: its newest. Raises ConfigError if there is no such file
-    or folder, or a URL is of no checkpoint store."""
+    """Return the file, folder or URL that `training.init_from` names, and the version of a run, in the form for
+    `doll.storage.checkpoints.resolve_version`. None: the newest version. Raise ConfigError if the file or folder does
+    not exist, or the scheme of the URL has no checkpoint store."""
     for text, version in _readings(source):
         if "://" in text:
             if not any(form.fullmatch(text) for _, form in CHECKPOINT_URLS.values()):
@@ -118,7 +119,7 @@ def find_source(config: JobConfig, source: str) -> tuple[Path | str, str | None]
 
 
 def _readings(source: str) -> list[tuple[str, str | None]]:
-    """With and without a version. A path may have an @ itself."""
+    """Return the ways to read `source`, with and without a version: a path can also contain an @."""
     match = _VERSION.fullmatch(source)
     named: list[tuple[str, str | None]] = [] if match is None else [(match[1], match[2])]
     return named if "://" in source and named else [(source, None), *named]

@@ -1,7 +1,7 @@
-"""Aliases and pins of a job's versions, kept beside its checkpoints, and which checkpoints are kept: the newest, one of
-each hour for a week, those with an alias or a pin. Pure.
+"""Aliases and pins of a job's versions, and the rule for which checkpoints are kept: the newest, one of each hour for a
+week, and those with an alias or a pin. Pure.
 
-The file with aliases and pins is JSON, so that people can read it.
+The aliases and pins are in a JSON file beside the checkpoints, so that people can read them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Version = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class VersionMarks(msgspec.Struct, frozen=True):
-    """Which versions have a name of their own, and which are kept for good."""
+    """The aliases of versions, and the pinned versions, which are kept permanently."""
 
     aliases: dict[str, _Version] = {}
     pins: tuple[_Version, ...] = ()  # rising
@@ -36,36 +36,36 @@ class VersionMarks(msgspec.Struct, frozen=True):
         return frozenset((*self.aliases.values(), *self.pins))
 
     def added_since(self, before: VersionMarks) -> frozenset[int]:
-        """The versions that have a mark now which they had not before."""
+        """Return the versions that have a mark in this object and none in `before`."""
         named = dict(self.aliases.items() - before.aliases.items())
         return frozenset((*named.values(), *(set(self.pins) - set(before.pins))))
 
     def aliases_of(self, version: int) -> list[str]:
-        """The names of a version, sorted."""
+        """Return the aliases of a version, sorted."""
         return sorted(name for name, named in self.aliases.items() if named == version)
 
     def only(self, versions: Collection[int]) -> VersionMarks:
-        """Without the marks of other versions."""
+        """Return these marks without those of other versions."""
         aliases = {name: version for name, version in self.aliases.items() if version in versions}
         return VersionMarks(aliases, tuple(pin for pin in self.pins if pin in versions))
 
     def with_alias(self, name: str, version: int) -> VersionMarks:
-        """`name` is this version's from now on, and not that of another one; raises ConfigError if `name` cannot be an
+        """Return these marks with the alias `name` moved to `version`. Raise ConfigError if `name` is not a valid
         alias."""
         return msgspec.structs.replace(self, aliases={**self.aliases, checked_alias(name): version})
 
     def without_alias(self, name: str) -> VersionMarks:
-        """No version has this alias; raises ConfigError if none has it now."""
+        """Return these marks without this alias. Raise ConfigError if no version has it."""
         if name not in self.aliases:
             raise ConfigError(f"expected one of the aliases {_listed(sorted(self.aliases))}, got {short(name)!r}")
         return msgspec.structs.replace(self, aliases={key: at for key, at in self.aliases.items() if key != name})
 
     def with_pin(self, version: int) -> VersionMarks:
-        """This version is kept."""
+        """Return these marks with a pin of this version."""
         return msgspec.structs.replace(self, pins=tuple(sorted({*self.pins, version})))
 
     def without_pin(self, version: int) -> VersionMarks:
-        """This version is not kept for a pin; raises ConfigError if it has none."""
+        """Return these marks without the pin of this version. Raise ConfigError if it has none."""
         if version not in self.pins:
             raise ConfigError(f"expected one of the pinned versions {_listed(self.pins)}, got {version}")
         return msgspec.structs.replace(self, pins=tuple(pin for pin in self.pins if pin != version))
@@ -79,14 +79,14 @@ class _StoredMarks(VersionMarks, frozen=True, kw_only=True):
 
 
 def encode_marks(marks: VersionMarks) -> bytes:
-    """The content of the file."""
+    """Return the content of the file."""
     stored = {"schema": _SCHEMA, "aliases": dict(sorted(marks.aliases.items())), "pins": marks.pins}
     return msgspec.json.format(msgspec.json.encode(stored), indent=2) + b"\n"
 
 
 def decode_marks(data: bytes | None, location: str) -> VersionMarks:
-    """The marks in the content of the file at `location`; none if it is not there. Raises CheckpointError if it is
-    damaged, or of another release."""
+    """Return the marks in the content of the file at `location`; no marks if it does not exist. Raise CheckpointError
+    if it is damaged or of another release."""
     if data is None:
         return NO_MARKS
     try:
@@ -104,8 +104,8 @@ def decode_marks(data: bytes | None, location: str) -> VersionMarks:
 
 
 def checked_alias(name: str) -> str:
-    """`name`; raises ConfigError if it cannot be an alias: it is a number, could be taken for one, or has characters
-    that a path or an address gives a meaning."""
+    """Return `name`. Raise ConfigError if it is not a valid alias: it is a number, could be mistaken for one, or
+    contains characters with a meaning in a path or address."""
     if name == LATEST or not _ALIAS.fullmatch(name):
         raise ConfigError(
             "expected an alias of a-z, 0-9, - and _ that begins with a letter (at most 63, not latest, and not v with "
@@ -115,7 +115,7 @@ def checked_alias(name: str) -> str:
 
 
 def unknown_version(location: str, wanted: object, kept: Sequence[int], marks: VersionMarks) -> str:
-    """The message for a version that is not there."""
+    """Return the message for a version that does not exist."""
     aliases = _listed([f"{alias} (version {version})" for alias, version in sorted(marks.aliases.items())])
     versions = sorted(set(kept))
     more = f"{len(versions) - _NAMED} older ones, " if len(versions) > _NAMED else ""
@@ -130,7 +130,7 @@ def _listed(items: Sequence[object]) -> str:
 
 
 class StoredVersion(NamedTuple):
-    """A checkpoint that a store holds, whole or not."""
+    """A checkpoint in a store, damaged or not."""
 
     term: int
     version: int
@@ -143,7 +143,7 @@ class StoredVersion(NamedTuple):
 
 
 class VersionHistory(NamedTuple):
-    """Beside the newest ones, one checkpoint of each `every_s` seconds is kept for `for_s` seconds; 0: none is."""
+    """The rule for older checkpoints: one of each `every_s` seconds is kept for `for_s` seconds; 0: none is kept."""
 
     every_s: float = 0.0
     for_s: float = 0.0
@@ -155,10 +155,11 @@ NO_HISTORY: Final = VersionHistory()
 def obsolete(
     stored: Sequence[StoredVersion], marked: Collection[int], *, keep: int, history: VersionHistory, now_s: float
 ) -> list[StoredVersion]:
-    """Those of `stored`, oldest first, that may be deleted: not of the `keep` newest, nor of the history, nor `marked`
-    by an alias or a pin.
+    """Return the checkpoints of `stored`, oldest first, that may be deleted: all except the `keep` newest, those of the
+    history, and those `marked` by an alias or a pin.
 
-    What is kept for the history depends on the oldest that is kept, so that the same ones are kept each time.
+    Each checkpoint of the history is chosen by its distance from the one before it, so repeated calls keep the same
+    ones.
     """
     gone: list[StoredVersion] = []
     last_kept_s = float("-inf")

@@ -1,8 +1,7 @@
-"""The sources of weights that `training.init_from` names: checkpoints of a run, a safetensors file, or a state_dict of
-torch.
+"""Read the weights that `training.init_from` names: checkpoints of a run, a safetensors file, or a state_dict of torch.
 
-A file of torch is a pickle. It is read with `weights_only=True`, which makes tensors and plain containers and refuses
-everything else: no code in it is run (docs/security.md).
+A file of torch is a pickle. It is read with `weights_only=True`, which creates only tensors and plain containers and
+refuses everything else, so no code in it is run (docs/security.md).
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ _TABLE: Final = re.compile(r"table\.(.+)\.values")
 
 
 class Source(NamedTuple):
-    """Tensors by name, and where they are from, with their sha256."""
+    """Tensors by name, with their origin and sha256."""
 
     name: str
     tensors: Mapping[str, torch.Tensor]
 
 
 def read_source(config: JobConfig, source: str) -> Source:
-    """The tensors of what `training.init_from` names. Raises ConfigError if there is no such file or run, or it cannot
-    be read, and CheckpointError if checkpoints cannot be read, or none of this version is kept."""
+    """Return the tensors that `training.init_from` names. Raise ConfigError if the file or run does not exist or cannot
+    be read, and CheckpointError if checkpoints cannot be read, or the version is not kept."""
     path, version = find_source(config, source)
     try:
         if isinstance(path, str):
@@ -90,7 +89,8 @@ def _of_checkpoints(store: CheckpointStore, location: str, version: str | None) 
 
 
 def _rows_of_tables(stored: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
-    """All rows of each table by its name; of a bounded one its ids that have rows, these, and their counts."""
+    """Return all rows of each table, by its name; for a bounded table, the ids that have rows, the rows, and their
+    counts."""
     arrays: dict[str, npt.NDArray[Any]] = {}
     for tensor, values in stored.items():
         if (match := _TABLE.fullmatch(tensor)) is None:
@@ -114,7 +114,7 @@ def _of_safetensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _of_torch(path: Path) -> tuple[str, dict[str, torch.Tensor]]:
-    """A `state_dict`, by itself or as a program's checkpoint has it; and its name."""
+    """Return a `state_dict`, alone or inside a program's checkpoint, and its name."""
     saved = "torch.save(model.state_dict(), ...)"
     try:
         with warnings.catch_warnings(action="ignore"):  # of what is refused anyway
