@@ -1,12 +1,12 @@
 """The job file: one YAML file that describes a whole job and is checked before anything starts.
 
-Order of precedence: defaults < file < `--set key=value`. Credentials are never in the file: they come from the
-environment (`DOLL_KAFKA_USERNAME`, `DOLL_KAFKA_PASSWORD`, `DOLL_REDIS_PASSWORD`) and are read where a connection is
-made.
+Order of precedence: defaults < file < `--set key=value`. The file never contains credentials: they are in the
+environment (`DOLL_KAFKA_USERNAME`, `DOLL_KAFKA_PASSWORD`, `DOLL_REDIS_PASSWORD`), from which the code that opens a
+connection reads them.
 
-`job` has the whole file; `training`, `tables`, `policy`, `data`, `source`, `roles`, `pipeline`, `provision` and
-`fleets` have its sections, of `section.Section`. `variants` chooses among classes by a key. `loader` reads a file and
-words its errors, `reference` generates docs/configuration.md.
+The module `job` defines the whole file. `training`, `tables`, `policy`, `data`, `source`, `roles`, `pipeline`,
+`provision` and `fleets` define its sections, which are subclasses of `section.Section`. `variants` selects a class by
+the value of a key. `loader` reads a file and formats its errors. `reference` generates docs/configuration.md.
 """
 
 from doll.config.fleets import ComposeFleetConfig as ComposeFleetConfig

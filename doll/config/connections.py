@@ -1,6 +1,6 @@
-"""The connections to Kafka and Redis: where they are, and how DOLL logs in.
+"""The connections to Kafka and Redis: their addresses, and how DOLL logs in.
 
-What is secret comes from the environment only (docs/security.md).
+Secrets come only from the environment (docs/security.md).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _LOOPBACK_URL: Final = re.compile(r"http://(127\.0\.0\.1|localhost|\[::1\])(:\d+
 
 
 class OAuthConfig(Section):
-    """The source of tokens with sasl_mechanism: OAUTHBEARER: OAuth 2.0 client credentials. $DOLL_KAFKA_CLIENT_ID and
-    $DOLL_KAFKA_CLIENT_SECRET name the client."""
+    """The source of tokens for sasl_mechanism: OAUTHBEARER, by OAuth 2.0 client credentials. The client's id and secret
+    are in $DOLL_KAFKA_CLIENT_ID and $DOLL_KAFKA_CLIENT_SECRET."""
 
     token_url: Annotated[str, StringConstraints(pattern=r"^https?://[^\s@]+$", max_length=2000)]
-    """https:// address of the token endpoint; http:// on loopback only"""
+    """https:// address of the token endpoint; http:// is allowed on loopback only"""
     scope: Annotated[str, StringConstraints(pattern=r"^[!#-\[\]-~ ]+$", max_length=2000)] | None = None
-    """scopes that are asked for, with spaces between them"""
+    """scopes to request, separated by spaces"""
     extensions: dict[
         Annotated[str, StringConstraints(pattern=r"^[A-Za-z]+$")],
         Annotated[str, StringConstraints(pattern=r"^[!-+\--~]+$", max_length=500)],
     ] = Field(default_factory=dict)
-    """SASL extensions that are sent to the broker, as Confluent Cloud wants: logicalCluster, identityPoolId"""
+    """SASL extensions that are sent to the broker; Confluent Cloud needs logicalCluster and identityPoolId"""
 
     @model_validator(mode="after")
     def _secret_is_encrypted(self) -> Self:
@@ -48,19 +48,19 @@ class KafkaConfig(Section):
     address: str | None = None
     """host:port[,host:port]; default: $DOLL_KAFKA, else a local broker is started"""
     replication_factor: PositiveInt = Field(default=1, le=32_767)
-    """of the topics that DOLL creates"""
+    """replication factor of the topics that DOLL creates"""
     security: Literal["plaintext", "ssl", "sasl_plaintext", "sasl_ssl"] = "plaintext"
     """`ssl` with a client's certificate ($DOLL_KAFKA_CERT, $DOLL_KAFKA_KEY) is mTLS; see docs/security.md"""
     sasl_mechanism: SaslMechanism | None = None
-    """how DOLL logs in where `security` begins with sasl; AWS_MSK_IAM: with AWS credentials as boto3 finds them;
-    default: SCRAM-SHA-512"""
+    """how DOLL logs in if `security` begins with sasl. AWS_MSK_IAM: with the AWS credentials that boto3 finds. Default:
+    SCRAM-SHA-512"""
     oauth: OAuthConfig | None = None
-    """where tokens come from, with sasl_mechanism: OAUTHBEARER"""
+    """source of the tokens, with sasl_mechanism: OAUTHBEARER"""
     worker_user: KafkaUser | None = None
-    """Kafka user of the workers, who may only do what a worker needs with the job's topics (docs/security.md); its ACLs
-    are set when the topics are created or checked"""
+    """Kafka user of the workers, who is only allowed what a worker needs to do with the job's topics
+    (docs/security.md); its ACLs are set when the topics are created or checked"""
     producer_user: KafkaUser | None = None
-    """Kafka user that may only write to `samples`; its ACLs are set when the topics are created or checked"""
+    """Kafka user that is only allowed to write to `samples`; its ACLs are set when the topics are created or checked"""
 
     @property
     def mechanism(self) -> SaslMechanism | None:
@@ -100,8 +100,9 @@ class RedisConfig(Section):
     """The connection to Redis."""
 
     address: str | None = None
-    """redis://host:port/db, redis+sentinel://host:port[,host:port]/PRIMARY[/db] or redis+cluster://host:port[,host:port];
-    rediss in place of redis: with TLS; default: $DOLL_REDIS, else a local server is started"""
+    """redis://host:port/db, redis+sentinel://host:port[,host:port]/PRIMARY[/db] or
+    redis+cluster://host:port[,host:port]; `rediss` instead of `redis` is the same with TLS; default: $DOLL_REDIS, else
+    a local server is started"""
 
     @field_validator("address", mode="before")
     @classmethod

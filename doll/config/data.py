@@ -1,4 +1,4 @@
-"""The stream: its partitions, batches and records."""
+"""The stream of samples: its partitions, batches and records."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ MAX_DEFAULT_PLACES: Final = 64
 
 
 class BadRecordsConfig(Section):
-    """When refused records end a job, with exit code 2 and the reasons. All refused records are dead-lettered; the ones
-    that end a job are in a checkpoint, so that `doll resume` goes on after them."""
+    """When refused records end a job. It then ends with exit code 2 and lists the reasons. All refused records are
+    dead-lettered. A checkpoint contains the records that ended the job, so `doll resume` continues after them."""
 
     share: float | None = Field(default=0.99, gt=0, le=1)
-    """the job ends if at least this share of its last records, of all workers, is refused; null: never"""
+    """the job ends if at least this share of its most recent records, over all workers, is refused; null: never"""
     last_records: PositiveInt = 100_000
-    """over how many of the last records the share is taken. It is large so that a job that has learned for long
-    survives a burst of bad records: it ends only after nearly as many bad records in a row"""
+    """number of most recent records over which the share is computed. It is large so that a job that has learned for a
+    long time survives a burst of bad records: the job ends only after nearly this many bad records in a row"""
     first_records: PositiveInt = 1_000
-    """the share is taken once there are so many records, before last_records are reached: a job whose first records are
-    all refused ends after these"""
+    """minimum number of records for which the share is computed, while there are fewer than last_records: a job whose
+    first records are all refused ends after this number"""
 
     @model_validator(mode="after")
     def _first_are_fewer(self) -> Self:
@@ -51,14 +51,14 @@ class BadRecordsConfig(Section):
 
 
 class StartConfig(Section):
-    """The start position of a new job, as a timestamp, which Kafka resolves, or as one offset for each partition: one
-    of these keys. The offsets are decided once and kept: a restart does not decide again."""
+    """The position in the stream at which a new job starts: either a timestamp, which Kafka converts to offsets, or one
+    offset for each partition. The offsets are determined once and kept: a restart uses the same ones."""
 
     timestamp: AwareDatetime | None = None
-    """the first record of each partition whose timestamp is this one or later: ISO 8601 with a time zone, as in
-    2026-11-01T00:00:00Z; a partition without one is read from its end"""
+    """start at the first record of each partition with this timestamp or a later one: ISO 8601 with a time zone, as in
+    2026-11-01T00:00:00Z; a partition without such a record is read from its end"""
     offsets: dict[NonNegativeInt, NonNegativeInt] | None = None
-    """the first offset of each partition, as in {0: 17, 1: 0}; every partition is named"""
+    """first offset of each partition, as in {0: 17, 1: 0}; every partition must be listed"""
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -74,7 +74,7 @@ _WORDS: Final = ("earliest", "latest")
 
 
 def _check_start(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """One error for a wrong value, not one for each form that it might have."""
+    """Report one error for a wrong value, instead of one error for each form that the value may have."""
     if isinstance(value, dict):
         return StartConfig.model_validate(value)
     if isinstance(value, StartConfig) or value in _WORDS:
@@ -86,45 +86,49 @@ Start: TypeAlias = Annotated[Literal["earliest", "latest"] | StartConfig, WrapVa
 
 
 class DataConfig(Section):
-    """The stream."""
+    """The stream of samples."""
 
     workers: PositiveInt = Field(default=4, le=10_000)
     """N: number of workers; `doll scale` changes it while the job runs"""
     max_workers: PositiveInt | None = Field(default=None, le=10_000)
-    """to how many workers the job may be scaled [data.partitions, at most 64, or data.workers where that is more]"""
+    """maximum number of workers to which the job can be scaled [data.partitions, at most 64, or data.workers if that is
+    more]"""
     topic: str | None = None
-    """a topic that exists and belongs to somebody else: the job only reads it, with all its partitions, and has no
-    source; default: a samples topic of the job's own, `doll.<job>.samples`"""
+    """an existing topic that belongs to somebody else: the job only reads it, with all its partitions, and has no
+    source; default: the job's own samples topic, `doll.<job>.samples`"""
     partitions: PositiveInt | None = Field(default=None, le=100_000)
-    """partitions of the samples topic when the job begins, each a stream of its own; a worker serves any number of
-    them, and those that are added later are read as well [data.workers; with data.topic: as many as that topic has]"""
+    """number of partitions of the samples topic when the job begins. Each partition is a stream; a worker can serve any
+    number of them. Partitions that are added later are read as well [data.workers; with data.topic: the partitions of
+    that topic]"""
     rebalance_s: NonNegativeFloat = 60.0
-    """how often partitions may go to other workers, where a worker that is behind has much more to learn than others
-    (seconds); as long is measured what each partition brings; 0: only `doll scale` moves partitions, by their number"""
+    """seconds between two checks whether partitions move to other workers, because one worker is behind and has much
+    more to learn than others; for the same time, the load of each partition is measured. 0: only `doll scale` moves
+    partitions, by their number"""
     batch_size: PositiveInt = Field(default=64, le=10_000_000)
-    """b: samples per batch; records, where a task makes several samples of one (`Task.max_samples_per_record`)"""
+    """b: samples per batch; if a task makes several samples of one record (`Task.max_samples_per_record`): records per
+    batch"""
     samples_per_record: PositiveInt = 1
     """m: samples packed in one Kafka record; divides batch_size"""
     cut_after_s: PositiveFloat | None = Field(default=None, ge=0.1, le=86_400)
-    """after so many seconds a batch that has got a record and is not full is learned as it is, where no more records
-    are there: a partition with few records does not hold up the others; null: it waits until it is full"""
+    """seconds after its first record after which an incomplete batch is learned as it is, if no more records are
+    available: a partition with few records does not delay the others; null: the batch waits until it is full"""
     start: Start = "earliest"
-    """where a new job begins to read the stream: with the first record that the log holds, with the next record that
-    comes, or as the section says"""
+    """where a new job begins to read the stream: at the first record that the log holds, at the next record that
+    arrives, or at the position that the section gives"""
     max_record_bytes: PositiveInt = Field(default=1_048_576, le=1_000_000_000)
     """maximum size of a record; a longer one is dead-lettered"""
     retention_hours: PositiveFloat = 24.0
-    """retention time of the samples topic, if DOLL creates it; of no effect with data.topic"""
+    """retention time of the samples topic, if DOLL creates it; not used with data.topic"""
     on_data_loss: Literal["stop", "skip"] = "stop"
     """what a worker does if records are deleted from the samples topic before they are learned: stop with exit code 4,
-    or skip them (the audit counts and lists them)"""
+    or skip the records (the audit counts and lists them)"""
 
     format: FormatConfig | None = None
-    """how values hold the fields that a `doll.FieldsTask` learns from; default: as JSON objects. Any other task decodes
-    values itself"""
+    """how values hold the fields that a `doll.FieldsTask` learns from; default: as JSON objects. Other tasks decode the
+    values themselves"""
     tombstones: Literal["dead", "skip"] = "dead"
-    """records without a value, which delete a key of a compacted topic: they are dead-lettered, or skipped and counted
-    (`doll status` shows how many)"""
+    """how records without a value are treated, which delete a key of a compacted topic: they are dead-lettered, or
+    skipped and counted (`doll status` shows the count)"""
     on_bad_records: BadRecordsConfig = BadRecordsConfig()
 
     @field_validator("topic")
@@ -146,12 +150,13 @@ class DataConfig(Section):
 
     @property
     def asks_kafka(self) -> bool:
-        """Only Kafka knows how many partitions there are (`doll.kafka.foreign_topic.with_partitions`)."""
+        """Whether the number of partitions must be requested from Kafka
+        (`doll.kafka.foreign_topic.with_partitions`)."""
         return self.topic is not None and self.partitions is None
 
     @property
     def num_partitions(self) -> int:
-        """Streams: partitions of the samples topic. Raises ConfigError if Kafka was not asked."""
+        """The number of streams: partitions of the samples topic. Raises ConfigError if Kafka has not been asked."""
         if self.asks_kafka:
             raise ConfigError(
                 f"data.partitions: expected the number of partitions of topic {self.topic}, which only Kafka knows: "
@@ -161,20 +166,22 @@ class DataConfig(Section):
 
     @property
     def places(self) -> int:
-        """The number of workers to which the job can be scaled; an upper bound before Kafka was asked."""
+        """The number of workers to which the job can be scaled; an upper bound if Kafka has not been asked yet."""
         streams = MAX_DEFAULT_PLACES if self.asks_kafka else min(self.num_partitions, MAX_DEFAULT_PLACES)
         return self.max_workers or max(self.workers, streams)
 
     @property
     def least_places(self) -> int:
-        """Fewest places that a job which goes on may have: a topic of somebody else may have grown since it began."""
+        """The minimum of `places` for a job that continues: somebody else's topic may have grown since the job
+        began."""
         return self.places if self.topic is None else self.max_workers or self.workers
 
     def by_worker(self, of_streams: Sequence[float]) -> list[float]:
-        """The sum over the streams of each worker, as a new job gives these to its workers."""
+        """Return, for each worker, the sum of `of_streams` over its streams, as a new job assigns them to its
+        workers."""
         return [sum(of_streams[worker :: self.workers]) for worker in range(self.workers)]
 
     @property
     def records_per_batch(self) -> int:
-        """Offsets that one batch covers: b / m."""
+        """The number of offsets that one batch covers: b / m."""
         return self.batch_size // self.samples_per_record

@@ -1,8 +1,9 @@
-"""The fingerprint of a job: what checkpoint, parameter server and workers must agree on, as `key=value` fields. Pure.
+"""The fingerprint of a job: the values that checkpoint, parameter server and workers must agree on, as `key=value`
+fields. Pure.
 
-Its keys are keys of the job file: the data that decide which samples a batch number means, the task and its arguments,
-and the whole training section; beside them stand facts of the model. A server and its workers must agree in all of
-them. A run may be resumed with other values of some (`refused_changes`); docs/operations.md has the list.
+Its keys are keys of the job file: the data keys that determine which samples a batch number refers to, the task and its
+arguments, and the whole training section. It also contains facts about the model. A server and its workers must agree
+in all of them. A run may be resumed with other values of some keys (`refused_changes`); docs/operations.md lists them.
 """
 
 from __future__ import annotations
@@ -37,20 +38,22 @@ MAY_CHANGE: Final = (
     "training.tables.*.ttl_updates",
     "training.precision",
 )
-"""The keys that a resume may change, * being any number, or sections if they end in a dot. They leave no trace in a
-checkpoint, or, as the average of `training.ema`, one that another value can go on from."""
+"""The keys that may change when a run is resumed. `*` is any number; a name that ends in a dot is a whole section.
+These keys leave no trace in a checkpoint, or a trace that any other value can continue from (the average of
+`training.ema`)."""
 
 _SCHEDULE: Final = "training.schedule"
 _SCHEDULED: Final = ("training.optimizer.lr", "training.optimizer.args.lr")
-"""The keys that a checkpoint of a job with a schedule holds: a schedule goes on from the rates that it has set."""
+"""The keys whose values are in a checkpoint if the job has a schedule: a schedule continues from the rates that it has
+set."""
 
 REGRIDDABLE: Final = (*MAY_CHANGE, "data.batch_size", "training.", "pushes")
-"""The keys that `doll regrid` may change: it converts the checkpoint (docs/decisions/0085)."""
+"""The keys that `doll regrid` may change, because it converts the checkpoint (docs/decisions/0085)."""
 
 NOT_KEPT: Final = frozenset({"init_from"})  # keys of `training` that count when a job begins, and not afterwards
 
 MODEL_KEYS: Final = ("parameters", "buffers", "shapes", "others", "frozen", "tables")
-"""The keys that do not come from the job file."""
+"""The keys that describe the model and are not in the job file."""
 
 _PUSHES: Final = "pushes"
 _HINTS: Final = {
@@ -66,15 +69,15 @@ def make_fingerprint(
     config: JobConfig, *, parameters: int, buffers: int, shapes: int, others: int | None = None,
     frozen: int | None = None, tables: int | None = None,
 ) -> str:  # fmt: skip
-    """The fingerprint of a job and its model.
+    """Return the fingerprint of a job and its model.
 
     Args:
         parameters: number of trainable parameters of the model.
         buffers: number of floats in its buffers.
         shapes: checksum of the names and shapes of these tensors.
-        others: checksum of the names, shapes and types of the other buffers; None without such buffers.
-        frozen: checksum of the values of frozen parameters; None without such parameters.
-        tables: checksum of the names and shapes of the tables; None without tables.
+        others: checksum of the names, shapes and types of the other buffers. None: there are no such buffers.
+        frozen: checksum of the values of the frozen parameters. None: there are no such parameters.
+        tables: checksum of the names and shapes of the tables. None: there are no tables.
     """
     job, model = job_fields(config), {"parameters": parameters, "buffers": buffers, "shapes": f"{shapes:08x}"}
     given = (("others", others), ("frozen", frozen), ("tables", tables))
@@ -84,7 +87,7 @@ def make_fingerprint(
 
 
 def job_fields(config: JobConfig) -> dict[str, str]:
-    """The part of a fingerprint that comes from the job file, without the model."""
+    """Return the fields of a fingerprint that come from the job file, without those of the model."""
     data, training = config.data, config.training
     return {
         "job": config.job,
@@ -100,7 +103,8 @@ def job_fields(config: JobConfig) -> dict[str, str]:
 
 
 def _training_fields(training: TrainingConfig) -> Iterator[tuple[str, Any]]:
-    """A key that is not set is left out: a checkpoint of a release that did not have it does not name it either."""
+    """Yield the keys and values of the training section. A key that is not set is omitted, because a checkpoint of an
+    earlier release without this key does not contain it either."""
     section = training.model_dump(by_alias=True, exclude=set(NOT_KEPT))
     for number, (names, settings) in enumerate(section.pop("tables").items()):  # the first one that is found counts
         section[f"tables.{number}"] = {"names": names, **settings}
@@ -112,13 +116,14 @@ def _training_fields(training: TrainingConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _stream_fields(data: DataConfig) -> dict[str, str]:
-    """The number of partitions; for a topic that belongs to somebody else, its name: its owner may add partitions while
-    the job runs, and how many the job reads is in its checkpoints."""
+    """Return the number of partitions; or the name of the topic if it belongs to somebody else. The owner of such a
+    topic may add partitions while the job runs, so the checkpoints contain the number of partitions that the job
+    reads."""
     return {"data.partitions": str(data.num_partitions)} if data.topic is None else {"data.topic": data.topic}
 
 
 def parse(fingerprint: str) -> dict[str, str]:
-    """The fields of a fingerprint by key."""
+    """Return the fields of a fingerprint, by key."""
     fields = dict(word.partition("=")[::2] for word in fingerprint.split())
     if "task.class" in fields:
         fields["task.class"] = _class(fields["task.class"])
@@ -126,17 +131,18 @@ def parse(fingerprint: str) -> dict[str, str]:
 
 
 def difference(expected: str, got: str) -> str:
-    """The fields in which two fingerprints differ, for an error message; empty if they agree."""
+    """Return the differences of two fingerprints, for an error message; empty if they agree."""
     return differences(parse(expected), parse(got))
 
 
 def differences(expected: Mapping[str, str], got: Mapping[str, str]) -> str:
-    """The differences of two fingerprints, as `difference` words them, from their fields."""
+    """Return the differences of two fingerprints, given as fields, in the same format as `difference`."""
     return _describe(expected, got, _changed(expected, got))
 
 
 def refused_changes(saved: Mapping[str, str], wanted: Mapping[str, str], may_change: Sequence[str] = MAY_CHANGE) -> str:
-    """The differences of a checkpoint's fields that forbid to continue from it; empty if nothing does."""
+    """Return the differences because of which a job cannot continue from a checkpoint with the fields `saved`; empty if
+    it can."""
     fixed = _SCHEDULED if _SCHEDULE in saved and may_change is MAY_CHANGE else ()
     return _describe(
         saved, wanted, [key for key in _changed(saved, wanted) if key in fixed or not is_among(key, may_change)]
@@ -144,7 +150,7 @@ def refused_changes(saved: Mapping[str, str], wanted: Mapping[str, str], may_cha
 
 
 def resume_refusal(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-    """The changes that `refused_changes` refuses, with what to do; empty if nothing is refused."""
+    """Return the changes that `refused_changes` refuses, and what to do about them; empty if there are none."""
     refused = refused_changes(saved, wanted)
     if not refused:
         return ""
@@ -157,7 +163,7 @@ def resume_refusal(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
 
 
 def is_among(key: str, items: Sequence[str]) -> bool:
-    """Whether `items` name this key, or a section that it is in."""
+    """Return whether `items` contains this key or a section that contains the key."""
     key = re.sub(r"^training\.tables\.[0-9]+\.", "training.tables.*.", key)
     return any(key == item or (item.endswith(".") and key.startswith(item)) for item in items)
 
@@ -181,7 +187,7 @@ def _pushes(sends_steps: bool, batches_per_push: int) -> str:
 
 
 def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of a section and of the sections in it, by their keys as in `--set`."""
+    """Yield the values of a section and of its subsections, with their keys as in `--set`."""
     for key, value in section.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, f"{prefix}{_text(key)}.")
@@ -190,19 +196,20 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _argument(key: str, value: Any) -> str:
-    """The value of an argument; only the last part of a path: each machine may keep the file in another folder."""
+    """Return the value of an argument; for a path, only its last part, because each machine may keep the file in
+    another folder."""
     if isinstance(value, str) and str(key).endswith(PATH_ENDINGS):
         value = PurePath(value).name
     return _value(value)
 
 
 def _class(name: str) -> str:
-    """A `file.py:Class` without its folder, as `_argument` does it: a notebook's task is in its run's folder."""
+    """Return `file.py:Class` without the folder: the file of a notebook's task is in the folder of its run."""
     return name if not name.rpartition(":")[0].endswith(".py") else PurePath(name).name
 
 
 def _value(value: Any) -> str:
-    """Text as it is, anything else as JSON, without a space; the digest of a long one."""
+    """Return text unchanged, and any other value as JSON without spaces; for a long value, return its checksum."""
     plain = value if isinstance(value, str) else json.dumps(_in_order(value), separators=(",", ":"), default=str)
     text = _text(plain)
     if len(text) <= _MAX_VALUE_CHARS:
@@ -217,5 +224,5 @@ def _in_order(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """`value` without what separates fields, or keys from values."""
+    """Return `value` as text in which spaces, `=` and control characters are escaped, because they separate fields."""
     return "".join(c if c.isprintable() and c not in " =" else f"\\u{ord(c):04x}" for c in str(value))

@@ -1,6 +1,6 @@
-"""The fleets that `doll provision` can run workers on.
+"""The fleets on which `doll provision` can run workers.
 
-A new fleet is one class here, and its adapter in `doll.provisioner.fleets`.
+To add a fleet, add one class here and its adapter in `doll.provisioner.fleets`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class FleetSection(Section):
 
     kind: str
     cluster: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] | None = None
-    """identifies the machines of this job; no others are changed. Jobs that run one after the other may share it;
-    default: the job's name"""
+    """name that identifies the machines of this job; other machines are not changed. Jobs that run one after the other
+    may share it; default: the job's name"""
 
 
 class ProcessesFleetConfig(FleetSection):
@@ -28,16 +28,16 @@ class ProcessesFleetConfig(FleetSection):
 
     kind: Literal["processes"] = "processes"
     trace: Path | None = None
-    """folder of recorded prices and availability (docs/traces.md); default: random available and unavailable periods by
-    `plan.alpha` and `plan.cycle_s`, at the prices of `plan`"""
+    """folder of recorded prices and availability (docs/traces.md); default: random available and unavailable periods
+    according to `plan.alpha` and `plan.cycle_s`, at the prices of `plan`"""
     pool: str | None = None
-    """pool of the trace; default: its first"""
+    """pool of the trace; default: the first pool of the trace"""
     speed_up: PositiveFloat = Field(default=1.0, ge=1e-6, le=1e6)
     """seconds of market time, which is billed, per second of real time"""
     notice_s: float = Field(default=2.0, ge=0)
-    """real seconds from an interruption notice to SIGKILL, whatever `speed_up` is"""
+    """real seconds between an interruption notice and SIGKILL, independent of `speed_up`"""
     no_notice_share: float = Field(default=0.0, ge=0, le=1)
-    """share of the preemptions that come without a notice, as on EC2"""
+    """share of the preemptions that come without a notice, as happens on EC2"""
     boot_s: float = Field(default=0.0, ge=0)
     """real seconds from a launch until the worker starts to join the job"""
 
@@ -63,13 +63,14 @@ class Ec2FleetConfig(FleetSection):
 
     kind: Literal["ec2"]
     region: Annotated[str, StringConstraints(pattern=r"^[a-z]{2}(-[a-z]+)+-\d$")] | None = None
-    """e.g. us-east-1; default: the default region of boto3"""
+    """region, such as us-east-1; default: the default region of boto3"""
     launch_template: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9().\-/_]{3,128}$")]
     """id (lt-...) or name of the workers' launch template, without market and instance type"""
     launch_template_version: PositiveInt
     """version number of the launch template, so that edits of the template do not change running jobs"""
     subnets: Annotated[list[Annotated[str, StringConstraints(pattern=r"^subnet-[0-9a-f]{8,17}$")]], Field(min_length=1)]
-    """in order of preference; begin with the zone of the parameter server: traffic between zones costs 0.02 $/GB"""
+    """subnets in order of preference; put the zone of the parameter server first: traffic between zones costs 0.02
+    $/GB"""
     instance_types: Annotated[
         list[Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*\.[a-z0-9-]+$")]], Field(min_length=1)
     ]
@@ -81,8 +82,8 @@ class Ec2FleetConfig(FleetSection):
     price_cache: Path | None = None
     """cache file for on-demand prices; default: `prices.json` in the run folder"""
     placement_scores: bool = False
-    """get EC2's spot placement score of each zone (1 to 10) for all workers, at the start and hourly: it is logged and
-    shown by `doll provision status`, and has no influence on decisions"""
+    """request EC2's spot placement score of each zone (1 to 10) for all workers, at the start and then hourly: the
+    scores are logged and shown by `doll provision status`, and have no influence on decisions"""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -103,7 +104,7 @@ class PodPlacement(Section):
     node_selector: dict[str, str] = Field(default={})
     """labels that a node must have"""
     tolerations: list[dict[str, Any]] = Field(default=[])
-    """taints of a node that do not matter, as in a pod's `tolerations`"""
+    """taints that a node may have, as in a pod's `tolerations`"""
 
 
 class KubernetesFleetConfig(FleetSection):
@@ -111,28 +112,30 @@ class KubernetesFleetConfig(FleetSection):
 
     kind: Literal["kubernetes"]
     pod_template: Path
-    """YAML file of a v1 Pod: image, command, resources and secrets of a worker; names, labels, restart policy, an
-    `activeDeadlineSeconds` of a day and the variables DOLL_WORKER, DOLL_INCARNATION, DOLL_INSTANCE and DOLL_MARKET are
-    added"""
+    """YAML file of a v1 Pod: image, command, resources and secrets of a worker; DOLL adds names, labels, a restart
+    policy, an `activeDeadlineSeconds` of one day and the variables DOLL_WORKER, DOLL_INCARNATION, DOLL_INSTANCE and
+    DOLL_MARKET"""
     container: str = "worker"
     """name of the template's container that runs the worker"""
     namespace: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] | None = None
-    """of the pods; default: that of the kubeconfig's context, or of the pod that the provisioner runs in"""
+    """namespace of the pods; default: that of the kubeconfig's context, or of the pod in which the provisioner runs"""
     kubeconfig: Path | None = None
-    """default: the service account of the pod that the provisioner runs in, else KUBECONFIG, else ~/.kube/config"""
+    """path of the kubeconfig; default: the service account of the pod in which the provisioner runs, otherwise
+    KUBECONFIG, otherwise ~/.kube/config"""
     context: str | None = None
-    """of the kubeconfig; default: its current one"""
+    """context of the kubeconfig; default: its current context"""
     spot: PodPlacement = PodPlacement(node_selector={"karpenter.sh/capacity-type": "spot"})
     """placement of spot workers; default: Karpenter's label"""
     on_demand: PodPlacement = PodPlacement(node_selector={"karpenter.sh/capacity-type": "on-demand"})
     """placement of on-demand workers"""
     owner: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")] | None = None
-    """name of a ConfigMap of the namespace: the pods end when it is deleted, also where no provisioner runs any more"""
+    """name of a ConfigMap in the namespace: when it is deleted, the pods end, even if no provisioner is running"""
     node_timeout_s: PositiveFloat = 180.0
-    """a pod that no node takes for so long is deleted, and its market counts as without capacity for a while; an
-    autoscaler needs one to two minutes for a node. A pod that cannot start on its node for so long is deleted, too"""
+    """a pod that no node accepts within this time is deleted, and its market is considered to be without capacity for a
+    while; an autoscaler needs one to two minutes to add a node. A pod that cannot start on its node within this time is
+    also deleted"""
     timeout_s: PositiveFloat = 20.0
-    """timeout of a call of the API server"""
+    """timeout of a call to the API server"""
 
     @model_validator(mode="after")
     def _told_apart(self) -> Self:
@@ -146,9 +149,9 @@ class RayFleetConfig(FleetSection):
 
     kind: Literal["ray"]
     address: Annotated[str, StringConstraints(pattern=r"^(auto|[A-Za-z0-9.-]+:[0-9]{1,5})$")] = "auto"
-    """of the cluster's head, host:port, on one of the cluster's nodes; `auto`: the cluster of which this machine is a
-    node; `doll up` starts one where it is none. Ray's client connection, ray://, does not show which nodes are being
-    drained"""
+    """address host:port of the cluster's head, to be used on one of the cluster's nodes; `auto`: the cluster of which
+    this machine is a node; if the machine is not a node, `doll up` starts a cluster. Ray's client connection, ray://,
+    is not supported because it does not show which nodes are being drained"""
     spot: Annotated[dict[str, str], Field(min_length=1)] = Field(default={"ray.io/market-type": "spot"})
     """labels of the nodes of spot workers; a value may be `in(a, b)`, `!a` or `!in(a, b)`, as in Ray"""
     on_demand: Annotated[dict[str, str], Field(min_length=1)] = Field(default={"ray.io/market-type": "on-demand"})
@@ -156,24 +159,27 @@ class RayFleetConfig(FleetSection):
     command: Annotated[list[str], Field(min_length=1)] = Field(
         default=["{python}", "-m", "doll", "worker", "--job", "{job}"]
     )
-    """of a worker; `{python}` stands for the interpreter of the node, `{job}` for the job file, which it is given"""
+    """command of a worker; `{python}` is replaced by the node's interpreter, `{job}` by the job file that the worker
+    gets"""
     num_cpus: PositiveFloat = 1.0
-    """CPUs of a node that a worker takes"""
+    """CPUs of a node that a worker reserves"""
     num_gpus: float = Field(default=0.0, ge=0)
-    """GPUs of a node that a worker takes"""
+    """GPUs of a node that a worker reserves"""
     memory_bytes: PositiveInt | None = None
     """memory of a node that Ray reserves for a worker; default: none"""
     working_dir: Path | None = None
-    """folder that Ray copies to the nodes, and to which the job file's relative paths refer there; default: the nodes
-    have code and files at the same place as this machine"""
+    """folder that Ray copies to the nodes; relative paths of the job file refer to the copy there. Default: the nodes
+    have code and files at the same path as this machine"""
     runtime_env: dict[str, Any] = Field(default={})
     """Ray's runtime environment of the workers, e.g. `{pip: [...]}`"""
     env: dict[str, str] = Field(default={})
-    """additions to the workers' environment; no passwords, which Ray would show: those belong to the nodes"""
+    """additional environment variables of the workers; do not put passwords here, because Ray would show them: set them
+    on the nodes"""
     node_timeout_s: PositiveFloat = 180.0
-    """a worker that no node takes for so long is given back, and its market counts as without capacity for a while"""
+    """a worker that no node accepts within this time is cancelled, and its market is considered to be without capacity
+    for a while"""
     timeout_s: PositiveFloat = 20.0
-    """timeout of a call of Ray"""
+    """timeout of a call to Ray"""
 
     @model_validator(mode="after")
     def _told_apart(self) -> Self:

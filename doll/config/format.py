@@ -27,25 +27,25 @@ class JsonFormat(FormatSection):
 
 
 class AvroFormat(FormatSection):
-    """Each value is an Avro record, after the header of a schema registry: a byte 0 and the schema's id, 4 bytes. It
-    is decoded by the schema that it was written with, so a schema may evolve while the job runs. Dates and times are
-    the whole numbers that Avro stores. Credentials of the registry come from `DOLL_REGISTRY_USERNAME` and
-    `DOLL_REGISTRY_PASSWORD`, or `DOLL_REGISTRY_TOKEN`; `DOLL_REGISTRY_CA` names a file with the certificate
-    authority."""
+    """Each value is an Avro record, after the header of a schema registry: a byte 0 and the schema's id, 4 bytes. It is
+    decoded with the schema with which it was written, so a schema may change while the job runs. Dates and times are
+    decoded as the whole numbers that Avro stores. Credentials of the registry come from `DOLL_REGISTRY_USERNAME` and
+    `DOLL_REGISTRY_PASSWORD`, or `DOLL_REGISTRY_TOKEN`; `DOLL_REGISTRY_CA` is the path of a file with the certificate of
+    the authority."""
 
     kind: Literal["avro"]
     registry: str | None = None
     """URL of a schema registry with Confluent's API, such as `http://host:8081`, or `http://host:8080/apis/ccompat/v7`
-    of Apicurio"""
+    for Apicurio"""
     subject: str | None = None
-    """subject of the stream's schemas, such as `clicks-value`. It must exist; a warning names the fields that its
-    newest schema lacks"""
+    """subject of the stream's schemas, such as `clicks-value`. It must exist; a warning lists the task's fields that
+    its newest schema does not have"""
     version: PositiveInt | None = None
-    """version of the subject to which all records are resolved, by Avro's rules: fields that a record was written
-    without have that version's defaults. Default: the fields of each record are taken by their names, and those that it
-    lacks have the defaults of the task's `record`"""
+    """version of the subject to which all records are converted, by Avro's rules: a field that is missing in a record
+    gets the default of that version. Default: the fields of each record are read by their names, and missing fields
+    have the defaults of the task's `record`"""
     schema_file: Path | None = None
-    """in place of a registry: a file with the schema (.avsc) of all records, whose values then have no header"""
+    """file with the schema (.avsc) of all records, instead of a registry; the values then have no header"""
 
     @field_validator("registry", mode="before")
     @classmethod
@@ -73,31 +73,31 @@ class AvroFormat(FormatSection):
 
 
 class ProtobufFormat(FormatSection):
-    """Each value is a Protobuf message. A field that is not in a message has the default of the task's `record` if it
-    is declared `optional` or is a message, else Protobuf's; so have the fields of messages in it. `uint64` and
-    `fixed64` need the type `doll.UInt64`."""
+    """Each value is a Protobuf message. If a field is missing in a message, it gets the default of the task's `record`
+    if the field is declared `optional` or is a message, otherwise Protobuf's default. The same holds for fields of
+    nested messages. `uint64` and `fixed64` need the type `doll.UInt64`."""
 
     kind: Literal["protobuf"]
     message: str
     """the class that protoc generated, as `module:Class` or `file_pb2.py:Class`"""
     header: bool = True
-    """values have the header of a schema registry: a byte 0, the schema's id, and which message of the schema it is.
-    The registry is not asked: the class decodes messages of all compatible schemas"""
+    """values have the header of a schema registry: a byte 0, the schema's id, and the index of the message within the
+    schema. The registry is not contacted: the class decodes messages of all compatible schemas"""
 
 
 class JsonSchemaFormat(FormatSection):
     """Each value is a JSON object after the header of a schema registry: a byte 0 and the schema's id, 4 bytes. The
-    registry is not asked: the types of the task's `record` are checked."""
+    registry is not contacted: values are checked against the types of the task's `record`."""
 
     kind: Literal["json_schema"]
 
 
 class CsvFormat(FormatSection):
-    """Each value is one line of CSV, without a header line. An empty cell has the default of the task's `record`."""
+    """Each value is one line of CSV, without a header line. An empty cell gets the default of the task's `record`."""
 
     kind: Literal["csv"]
     columns: list[str] = Field(min_length=1)
-    """names of the cells in order; those that `record` does not name are ignored"""
+    """names of the cells in order; cells that `record` does not name are ignored"""
     delimiter: str = Field(default=",", min_length=1, max_length=1)
     """character between two cells"""
 

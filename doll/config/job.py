@@ -37,13 +37,14 @@ class JobConfig(Section):
     """The whole job file."""
 
     job: str
-    """name of the job: part of topic names, keys and folders"""
+    """name of the job, which is part of the names of topics, keys and folders"""
     seed: int = Field(default=0, le=2**63 - 1, ge=0)
-    """of the initial weights and the generated streams"""
+    """seed of the initial weights and the generated streams"""
     task: TaskConfig
     data: DataConfig = Field(default_factory=DataConfig)
     source: SourceConfig | None = None
-    """the source that `doll up` and `doll produce` send; default: an external producer; none with data.topic"""
+    """the source that `doll up` and `doll produce` send to the samples topic; default: an external producer sends; not
+    allowed with data.topic"""
     arrivals: ArrivalsConfig = Field(default_factory=ArrivalsConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     stop: StopConfig = Field(default_factory=StopConfig)
@@ -74,7 +75,7 @@ class JobConfig(Section):
         return self
 
     def _problems(self) -> Iterator[str]:
-        """Keys that do not fit together. A rule may rely on those before it."""
+        """Yield the problems of keys that do not fit together. A rule may assume that the rules before it hold."""
         data, worker, policy = self.data, self.worker, self.training.policy
         if not JOB_NAME.fullmatch(self.job):
             yield f"job: expected 1-63 of a-z 0-9 _ - beginning with a letter or digit, got {self.job!r}"
@@ -121,7 +122,7 @@ class JobConfig(Section):
             yield "training.policy.pipelined: expected worker.pipeline, which sets it"
 
     def _topic_problems(self, topic: str) -> Iterator[str]:
-        """Keys that do not fit a topic that belongs to somebody else."""
+        """Yield the problems of keys that do not fit a topic that belongs to somebody else."""
         if self.source is not None:
             yield (
                 f"source: expected none, because data.topic is {topic}: DOLL never writes to a topic that belongs to "
@@ -140,7 +141,7 @@ class JobConfig(Section):
             )
 
     def _time_problems(self) -> Iterator[str]:
-        """Times that make each other useless."""
+        """Yield the problems of times that contradict each other."""
         worker, ttl_s, boot_s = self.worker, self.blobs.ttl_s, self.plan.boot_s
         if ttl_s < worker.grant_timeout_s:
             yield (
@@ -190,18 +191,18 @@ class JobConfig(Section):
             )
 
     def path(self, value: Path) -> Path:
-        """`value`, resolved relative to the folder of the job file."""
+        """Return `value`, resolved relative to the folder of the job file."""
         return value if value.is_absolute() else self.base_folder / value
 
     def rates_per_s(self) -> list[float]:
-        """Samples per second of each stream (infinite if the source sends as fast as it can)."""
+        """Return the samples per second of each stream (infinite if the source sends as fast as it can)."""
         if self.arrivals.process == "asap":
             return [float("inf")] * self.data.num_partitions
         rates = self.arrivals.rate_per_s
         return list(rates) if isinstance(rates, list) else [rates] * self.data.num_partitions
 
     def worker_rates_per_s(self) -> list[float]:
-        """Samples per second of each worker."""
+        """Return the samples per second of each worker."""
         return self.data.by_worker(self.rates_per_s())
 
     @property
@@ -211,18 +212,18 @@ class JobConfig(Section):
 
     @property
     def group_size(self) -> int:
-        """K: batches per update under the job's policy."""
+        """K: the number of batches per update under the job's policy."""
         return self.training.policy.batches_per_update(self.data.workers)
 
     @property
     def machines_per_worker(self) -> int:
-        """k: machines that a worker gets and loses together."""
+        """k: the number of machines that a worker gets and loses together."""
         if self.plan.machines_per_worker is not None:
             return self.plan.machines_per_worker
         return 1 if self.worker.pipeline is None else self.worker.pipeline.stages
 
     def topic(self, kind: Literal["samples", "events", "commands", "updates", "metrics", "dead"]) -> str:
-        """The name of a topic of the job; `samples` may be somebody else's."""
+        """Return the name of a topic of the job; the topic `samples` may belong to somebody else."""
         if kind == "samples" and self.data.topic is not None:
             return self.data.topic
         return f"doll.{self.job}.{kind}"

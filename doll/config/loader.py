@@ -1,4 +1,5 @@
-"""Read a job file: YAML with bounds on size and depth, overrides, checks, and the words of their errors."""
+"""Read a job file: parse YAML with limits on size and depth, apply overrides, check the values, and format the
+errors."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> JobConfig:
 def parse(
     text: str, overrides: Sequence[str] = (), *, origin: str = "job file", base_folder: Path = Path(".")
 ) -> JobConfig:
-    """Check the text of a job file as `load` does; raises the same."""
+    """Check the text of a job file as `load` does, and raise the same errors."""
     data = plain_values(text, f"{origin}:")
     if not isinstance(data, dict):
         raise ConfigError(f"{origin}: expected keys and values (job:, task:, data:, ...), got {type(data).__name__}")
@@ -60,14 +61,14 @@ def parse(
 
 
 def dump(config: JobConfig) -> str:
-    """The effective job file as YAML; `parse(dump(c))` equals `c` except for the base folder."""
+    """Return the effective job file as YAML; `parse(dump(c))` equals `c` except for the base folder."""
     text: str = yaml.safe_dump(config.model_dump(mode="json", by_alias=True, exclude_none=True), sort_keys=False)
     return text
 
 
 def dump_run(config: JobConfig, folder: Path) -> str:
-    """The job file of a run: paths inside of `folder` are relative to it, so that a copy of the folder is a run of its
-    own; other relative paths keep their meaning. `located` reads it."""
+    """Return the job file of a run. Paths inside `folder` are written relative to it, so a copy of the folder is a run
+    of its own; other relative paths keep their meaning. `located` reads the result."""
     base = config.base_folder.resolve()
     data = config.model_dump(mode="json", by_alias=True, exclude_none=True) | {"base_folder": str(base)}
     placed = {**_replaced(data, str(folder), _RUN), _IF_MOVED: _way(folder, base)}
@@ -76,9 +77,11 @@ def dump_run(config: JobConfig, folder: Path) -> str:
 
 
 def located(data: dict[Any, Any], folder: Path) -> dict[Any, Any]:
-    """The keys of a job file in `folder`; of that of a run, with its paths as they are where the folder is now.
+    """Return the keys of a job file in `folder`. In the job file of a run, its paths are resolved at the folder's
+    present place.
 
-    The folder of the user's own files is where it was; where that is gone, it is sought as near to the run as it was.
+    The base folder (with the user's own files) stays where it was. If it does not exist there any more, it is searched
+    at the same place relative to the run.
     """
     if not isinstance(data.get("base_folder"), str):
         return data
@@ -96,7 +99,7 @@ def located(data: dict[Any, Any], folder: Path) -> dict[Any, Any]:
 
 
 def _replaced(value: Any, before: str, after: str) -> Any:
-    """`value` with `after` in place of `before`, where that is a path or begins one."""
+    """Return `value`; if it is a path that equals or begins with `before`, with `after` in place of `before`."""
     if isinstance(value, dict):
         return {key: _replaced(inner, before, after) for key, inner in value.items()}
     if isinstance(value, list):
@@ -106,20 +109,21 @@ def _replaced(value: Any, before: str, after: str) -> Any:
 
 
 def _way(start: Path, to: Path) -> str:
-    """The relative path from one absolute folder to another."""
+    """Return the relative path from one absolute folder to another."""
     shared = sum(1 for _ in takewhile(lambda parts: parts[0] == parts[1], zip(start.parts, to.parts, strict=False)))
     return str(Path(*[".."] * (len(start.parts) - shared), *to.parts[shared:]))
 
 
 def _has_task(folder: Path, task: Any) -> bool:
-    """Whether the file or the module of a job's task is in `folder`."""
+    """Return whether `folder` contains the file or the module of a job's task."""
     module = str(task.get("class") if isinstance(task, dict) else "").rpartition(":")[0]
     names = [module] if module.endswith(".py") else [module.split(".")[0], f"{module.split('.')[0]}.py"]
     return bool(module) and any((folder / name).exists() for name in names)
 
 
 class _Loader(yaml.SafeLoader):
-    """Loads plain YAML values only, and counts merged keys (`<<`): a few lines of them can expand to 10^9 keys."""
+    """A loader of plain YAML values only. It counts merged keys (`<<`), because a few lines of them can expand to 10^9
+    keys."""
 
     merged = 0
 
@@ -150,8 +154,9 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def plain_values(text: str, origin: str, what: str = "a job file") -> Any:
-    """The value of a YAML text that should be `what`, bounded in size and depth with all its references followed.
-    Raises ConfigError, which begins with `origin`, if it is not YAML, or too large."""
+    """Return the value of the YAML text `text`; its size and depth are limited, also after all references are expanded.
+    Raise ConfigError if `text` is not YAML or is too large; the message begins with `origin` and says that it must be
+    `what`."""
     if len(text) > MAX_CHARS:
         raise ConfigError(f"{origin} not {what}: expected at most {MAX_CHARS} characters, got {len(text)}")
     try:
@@ -184,7 +189,8 @@ def _override(data: dict[Any, Any], override: str) -> None:
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> Iterator[str]:
-    """One line per wrong key of a job file that `root` describes: the key, the expected value, the actual value."""
+    """Yield one line for each wrong key of a job file that `root` describes: the key, the expected and the actual
+    value."""
     for item in error.errors():
         loc = _location(item["loc"])
         key = ".".join(loc) or "job file"
@@ -211,7 +217,7 @@ def explain(error: ValidationError, root: type[BaseModel]) -> Iterator[str]:
 
 
 def _shown(value: Any) -> str:
-    """A value for a message, shortened."""
+    """Return a value for a message, shortened."""
     try:
         text = repr(value)
     except ValueError:  # an integer of thousands of digits
@@ -225,12 +231,12 @@ def shortened(text: str) -> str:
 
 
 def _location(loc: Sequence[str | int]) -> list[str]:
-    """The key as the file has it, without the type names that pydantic adds."""
+    """Return the key as in the file, without the type names that pydantic adds."""
     return [str(part) for part in loc if not _TYPE_NAME.fullmatch(str(part))]
 
 
 def _sibling_keys(root: type[BaseModel], loc: Sequence[str]) -> list[str]:
-    """The keys that are known where the last part of `loc` stands."""
+    """Return the known keys of the section that contains the last part of `loc`."""
     models = [root]
     for part in loc[:-1]:
         inner = [

@@ -1,4 +1,4 @@
-"""Workers that are pipelines: a model in stages, each on a device of its own (the HetPipe paper, section 4)."""
+"""Workers that are pipelines: the model is split into stages, each on its own device (the HetPipe paper, section 4)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class StageDeviceConfig(Section):
 
     device: Annotated[str, StringConstraints(pattern=r"^(cpu|cuda:\d{1,3})$")] = "cpu"
     speed: PositiveFloat = Field(default=1.0, ge=1e-6, le=1e6)
-    """times that of the device that was profiled; for `profile`"""
+    """speed of this device relative to the device that was profiled; used with `profile`"""
     memory_bytes: PositiveFloat | None = None
-    """what a stage may take: with `profile` no stage gets more layers than fit, without it nothing is checked; default:
-    any"""
+    """memory that a stage may use: with `profile`, no stage gets more layers than fit; without `profile`, nothing is
+    checked; default: unlimited"""
     slowdown: float = Field(default=1.0, ge=1, le=MAX_SLOWDOWN)
-    """each task of this stage takes so many times as long: on one machine it stands for a weaker device"""
+    """factor by which each task of this stage is slowed down, to simulate a weaker device on one machine"""
 
 
 def _device(value: Any) -> Any:
@@ -40,22 +40,22 @@ StageDevice = Annotated[StageDeviceConfig, BeforeValidator(_device)]
 
 
 class PipelineConfig(Section):
-    """Each worker is a pipeline of stages, a virtual worker: a process for each stage, with a part of the layers."""
+    """Each worker is a pipeline of stages (a virtual worker): one process for each stage, with a part of the layers."""
 
     stages: PositiveInt = Field(le=MAX_STAGES)
     """k: number of stages of each worker"""
     devices: Annotated[list[list[StageDevice]], BeforeValidator(_one_list_or_one_for_each_worker)] = Field(
         default_factory=list
     )
-    """what the stages run on, first stage first; a list of such lists gives each worker its own; default: all on the
-    CPU"""
+    """devices of the stages, in the order of the stages; a list of such lists gives each worker its own devices;
+    default: all on the CPU"""
     profile: Path | None = None
-    """file of `doll profile`, from which the layers of each stage are chosen; default: the stages get about as many
-    parameters each"""
+    """file written by `doll profile`, from which the layers of each stage are chosen; default: all stages get about the
+    same number of parameters"""
     layers: list[list[str]] | None = None
-    """names of the layers of each stage, instead of a choice; `doll profile` lists them"""
+    """names of the layers of each stage, instead of an automatic choice; `doll profile` lists the names"""
     stage_timeout_s: PositiveFloat = Field(default=8.0, ge=2, le=3600)
-    """a stage that is silent for this long is considered gone, and its worker with it"""
+    """a stage that is silent for this long is considered failed, and so is its worker"""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -72,7 +72,8 @@ class PipelineConfig(Section):
         return self
 
     def devices_of(self, worker: int) -> list[StageDeviceConfig]:
-        """The devices of one worker's stages, first stage first; a job that is scaled begins again with the first."""
+        """Return the devices of one worker's stages, in order. If a job is scaled to more workers, the lists repeat
+        from the first."""
         if not self.devices:
             return [StageDeviceConfig()] * self.stages
         return self.devices[worker % len(self.devices)]

@@ -1,4 +1,4 @@
-"""`training.policy` of the job file: the section of whichever registered policy it names."""
+"""`training.policy` of the job file: the section of the registered policy that it names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ GROUP: Final = "doll.policies"
 
 
 class OuterStep(NamedTuple):
-    """How a server makes one step of the mean of what workers have changed: `doll.optim.optimizer.OuterOptimizer`."""
+    """The step that a server makes with the mean change of the workers' weights:
+    `doll.optim.optimizer.OuterOptimizer`."""
 
     lr: float
     momentum: float  # of Nesterov's kind
@@ -26,13 +27,14 @@ class OuterStep(NamedTuple):
 
 
 class PolicyConfig(Section, ABC):
-    """Base of every policy's section. Its methods are what planner, progress and reports predict with.
+    """Base of every policy's section. The planner, the progress and the reports use its methods for predictions.
 
     Attributes:
-        serial_updates: the batches of an update are granted only when the update before has been made, so that
+        serial_updates: the batches of an update are granted only after the update before it has been made, so that
             Proposition 1 of the DOLL paper holds with K = `batches_per_update`.
-        publishes_deltas: an update changes so few numbers that workers read these, and not the whole weights or rows.
-        supports_tables: its bounds hold for rows that workers ask for one by one as well.
+        publishes_deltas: an update changes so few numbers that workers read only the changed numbers, and not the whole
+            weights or rows.
+        supports_tables: the policy's bounds also hold for rows that workers request individually.
     """
 
     serial_updates: ClassVar[bool] = False
@@ -42,45 +44,50 @@ class PolicyConfig(Section, ABC):
 
     @property
     def sends_steps(self) -> bool:
-        """Whether workers run the optimizer and send the change of their weights, which the server adds; default: they
-        send gradients, and the server runs the optimizer."""
+        """Whether workers run the optimizer and send the change of their weights, which the server adds. Default:
+        workers send gradients, and the server runs the optimizer."""
         return False
 
     @property
     def outer_step(self) -> OuterStep | None:
-        """The step that the server makes of the changes that workers send; default None: it adds them. Only if
-        `sends_steps`."""
+        """The step that the server makes with the changes that workers send. None (the default): the server adds the
+        changes. Only if `sends_steps`."""
         return None
 
     @property
     def batches_per_push(self) -> int:
-        """How many consecutive batches a worker computes, each on its own steps so far, before it pushes them as one;
-        default: 1. Above 1 only where `sends_steps`. A stream's pushes end after batches k n - 1 of it."""
+        """How many consecutive batches a worker computes, each on the weights after its own previous steps, before it
+        pushes them as one. Default: 1. More than 1 only if `sends_steps`. The pushes of a stream end after its batches
+        k n - 1."""
         return 1
 
     @property
     def pushes_under_way(self) -> int:
-        """How many batches of a worker, each in a push of its own, may be granted and not in the model; default: 1."""
+        """How many batches of a worker, each in its own push, may be granted and not yet in the model. Default: 1."""
         return 1
 
     @property
     def filter_threshold(self) -> float:
-        """v of the significance filter: a worker holds a change back while it is at most v / sqrt(t) of the number
-        that it changes, t being the round, which is 1 for
-        batches computed at version 0; default 0: nothing is held back. Only where `sends_steps`."""
+        """v of the significance filter: a worker holds a change back while the change is at most v / sqrt(t) of the
+        weight that it changes. t is the round: 1 for batches computed at version 0. Default: 0, nothing is held back.
+        Only if `sends_steps`."""
         return 0.0
 
     @abstractmethod
     def batches_per_update(self, num_workers: int) -> int:
-        """K: how many batches one update takes while `num_workers` workers are live."""
+        """Return K: how many batches one update takes while `num_workers` workers are live."""
 
     @abstractmethod
     def update_rate_per_s(self, rates_per_s: Sequence[float], batch_size: int) -> float:
-        """λ_U in updates per second while the workers keep up: `rates_per_s`, shape (N,), are samples per second of
-        each live worker's stream, perhaps infinite, and `batch_size` is b, samples."""
+        """Return λ_U, the updates per second while the workers keep up with the stream.
+
+        Args:
+            rates_per_s: shape (N,), samples per second of each live worker's stream; may be infinite.
+            batch_size: b, samples per batch.
+        """
 
     def shortfall_text(self, missing: int, *, live: int, workers: int, max_pending_batches: int) -> str:
-        """Why no update can be made and what to do, where `missing` batches cannot come from the live workers."""
+        """Return why no update can be made, and what to do, if `missing` batches cannot come from the live workers."""
         return (
             f"no update can be made: {missing} batches more are needed than the {live} live workers of {workers} can "
             f"hold (worker.max_pending_batches {max_pending_batches}); start the missing workers, or restart with a "
@@ -89,8 +96,8 @@ class PolicyConfig(Section, ABC):
 
 
 class _Policies(Variants):
-    """The sections of all policies by name: DOLL's own, and of other distributions. A policy that is not used is not
-    imported.
+    """The sections of all policies, by name: of DOLL and of other distributions. A policy is imported only if it is
+    used.
 
     A distribution registers a policy in its metadata:
 
@@ -102,7 +109,7 @@ class _Policies(Variants):
 
     @property
     def classes(self) -> dict[str, type[Section]]:
-        """DOLL's own: what docs/configuration.md lists."""
+        """The sections of DOLL's own policies, which docs/configuration.md lists."""
         return {name: policy_section(name) for name in self.built_in}
 
     @cached_property
@@ -113,12 +120,13 @@ class _Policies(Variants):
         return points
 
     def names(self) -> tuple[str, ...]:
-        """Every registered name: DOLL's own first, then the others in alphabetical order."""
+        """Return every registered name: DOLL's own first, then the others in alphabetical order."""
         return (*self.built_in, *sorted(self._entry_points.keys() - set(self.built_in)))
 
     def load(self, name: str) -> Any:
-        """The `doll.ps.policies.PolicySpec` that is registered under `name`, not checked. Raises KeyError if the name
-        is not registered, and ConfigError if two distributions register it, or its module cannot be imported."""
+        """Return the `doll.ps.policies.PolicySpec` that is registered under `name`, without a check. Raise KeyError
+        if the name is not registered, and ConfigError if two distributions register it or its module cannot be
+        imported."""
         points = self._entry_points[name]
         if len(points) > 1:
             owners = " and ".join(sorted(map(_distribution, points)))
@@ -133,12 +141,12 @@ class _Policies(Variants):
             ) from exc
 
     def origin(self, name: str) -> str:
-        """The origin of the policy, for messages: the distribution, and the entry point's value."""
+        """Return the origin of the policy, for messages: the distribution, and the value of the entry point."""
         point = self._entry_points[name][0]
         return f"{GROUP} entry point {name} = {point.value} of {_distribution(point)}"
 
     def refresh(self) -> None:
-        """Forget what was discovered: distributions were installed or removed since."""
+        """Forget the discovered policies, because distributions were installed or removed."""
         vars(self).pop("_entry_points", None)
 
     def validate(self, value: Any) -> Section:
@@ -163,8 +171,8 @@ POLICIES: Final = _Policies("name", default="doll")
 
 
 def policy_section(name: str) -> type[PolicyConfig]:
-    """The section class of a registered policy. Raises KeyError if there is no such policy, and ConfigError if it
-    cannot be loaded, or is no policy."""
+    """Return the section class of a registered policy. Raise KeyError if there is no such policy, and ConfigError if it
+    cannot be loaded or is not a policy."""
     spec = POLICIES.load(name)
     section = getattr(spec, "config", None)
     if not (isinstance(section, type) and issubclass(section, PolicyConfig)) or getattr(spec, "name", None) != name:
@@ -178,5 +186,5 @@ def policy_section(name: str) -> type[PolicyConfig]:
 
 
 def default_policy() -> PolicyConfig:
-    """The policy of a job file that names none."""
+    """Return the policy of a job file that does not name one."""
     return policy_section("doll")(name="doll")

@@ -1,4 +1,4 @@
-"""Deadline, budget and prices of a job, and how machines are provisioned for its workers."""
+"""The deadline, budget and prices of a job, and how machines are provisioned for its workers."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ class PlanConfig(Section):
     """Error target, deadline, budget and prices, for `doll plan` and the provisioner."""
 
     updates: PositiveInt | None = None
-    """J: number of updates that reach the error target"""
+    """J: number of updates until the error target is reached"""
     target_error: PositiveFloat | None = None
-    """error to reach, as `measure` defines it; J is then estimated from `pilot`"""
+    """error to reach, as `measure` defines it; if it is set, J is estimated from `pilot`"""
     measure: Literal["error_rate", "loss"] = "error_rate"
     """held-out error: 1 - accuracy, or the task's loss"""
     pilot: Path | None = None
     """run folder from which `doll plan` takes J, `service_s` and `mean_samples`"""
     deadline_s: PositiveFloat | None = Field(default=None, le=LONGEST_S)
-    """seconds from the start of the job"""
+    """deadline in seconds from the start of the job"""
     budget_usd: PositiveFloat | None = None
     """maximum cost of the workers"""
     machines_per_worker: Annotated[int, Field(ge=1, le=MAX_MACHINES_PER_WORKER)] | None = None
-    """machines of a worker, which it gets and loses together; default: `worker.pipeline.stages`, or 1"""
+    """number of machines of a worker, which it gets and loses together; default: `worker.pipeline.stages`, or 1"""
     spot_usd_per_h: float | None = Field(default=None, ge=0)
-    """price of a running machine on spot"""
+    """price of a running spot machine"""
     on_demand_usd_per_h: PositiveFloat | None = None
-    """price of a machine on on-demand"""
+    """price of a running on-demand machine"""
     alpha: float = Field(default=0.9, ge=0, le=1)
     """fraction of time for which a spot machine is available"""
     cycle_s: PositiveFloat = Field(default=36000.0, le=LONGEST_S)
-    """mean length of an available and an unavailable period of a spot machine together"""
+    """mean time from the start of an available period of a spot machine to the start of its next one"""
     availability_of: Literal["machine", "worker"] = "machine"
-    """what `alpha` and `cycle_s` describe. machine: each machine, which comes and goes on its own (a worker is up while
-    all of its machines are); worker: all machines of a worker together, as measured, or where they come and go
-    together"""
+    """which machines `alpha` and `cycle_s` describe. machine: each machine, available independently of the others (a
+    worker runs while all of its machines are available); worker: all machines of a worker together, if they were
+    measured so or are available and unavailable together"""
     risk: float | None = Field(default=None, gt=0, le=0.5)
-    """accepted probability of missing the deadline; default: plan with the mean"""
+    """accepted probability of missing the deadline; default: the plan uses mean values"""
     boot_s: float = Field(default=90.0, ge=0)
-    """time from a launch to a worker that is ready, with the last of its machines"""
+    """time from a launch until the worker is ready, with the last of its machines"""
     margin: float = Field(default=0.005, ge=0, lt=1)
-    """fraction of the deadline that is kept in reserve"""
+    """fraction of the deadline that is kept as a reserve"""
     service_s: PositiveFloat | None = None
     """mean seconds to compute and upload the gradient of a batch; `doll calibrate` measures it"""
     mean_samples: PositiveFloat | None = None
-    """samples that the task makes of one record on average, where it makes several (`Task.max_samples_per_record`) or
-    leaves some out; `doll calibrate` measures it [as in `pilot`, else 1]"""
+    """mean number of samples that the task makes of one record, if it makes several (`Task.max_samples_per_record`) or
+    omits some; `doll calibrate` measures it [as in `pilot`, else 1]"""
 
     @model_validator(mode="after")
     def _one_goal(self) -> Self:
@@ -61,36 +61,39 @@ class PlanConfig(Section):
 
 
 class ScaleInConfig(Section):
-    """Removes workers once they hardly speed the job up, as MLLess's tuner does (docs/operations.md, "Scale-in").
+    """Remove workers when they hardly speed up the job, as MLLess's tuner does (docs/operations.md, "Scale-in").
 
-    The records of a removed worker's stream stay in Kafka and are not learned until the worker comes back.
+    The records of a removed worker's stream stay in Kafka, and are learned only after the worker returns.
     """
 
     enabled: bool = False
-    """remove workers; false brings removed workers back"""
+    """remove workers; if set to false, removed workers return"""
     every_s: PositiveFloat = 20.0
     """seconds between two decisions; T of MLLess"""
     horizon_s: PositiveFloat = 10.0
-    """how far ahead losses are predicted; Δ of MLLess"""
+    """time ahead for which losses are predicted; Δ of MLLess"""
     threshold: float = Field(default=0.05, ge=0, le=1)
-    """a worker is removed if the predicted loss is above that of all workers by less than this fraction; S of MLLess"""
+    """a worker is removed if its removal raises the predicted loss by less than this fraction; S of MLLess"""
     knee_slope: float = Field(default=-6e-4, lt=0)
-    """nothing is removed before the loss falls by less than this fraction per update; τ of MLLess, but relative to the
-    loss"""
+    """no worker is removed before the loss falls by less than this fraction per update; τ of MLLess, but relative to
+    the loss"""
     min_workers: PositiveInt = 1
-    """minimum number of workers; at least as many as can hold the batches of an update"""
+    """minimum number of workers; it must be enough to hold the batches of an update"""
     evict: Literal["worst_replica", "slowest"] = "worst_replica"
-    """which worker is removed: where workers hold back parts of their steps the one whose own weights have the highest
-    loss, as in MLLess; else, and with `slowest`, that of the slowest stream, then the slowest worker"""
+    """which worker is removed. worst_replica: if workers hold back parts of their steps, the worker whose own weights
+    have the highest loss, as in MLLess; otherwise the same as slowest. slowest: the worker of the slowest stream, then
+    the slowest worker"""
     fit_span: float = Field(default=5.0, ge=0)
-    """losses are averaged over about so many updates before a curve is fitted to them, as in MLLess; 0: they are not"""
+    """losses are averaged over about this many updates before a curve is fitted to them, as in MLLess; 0: no
+    averaging"""
     elapsed_reference: bool = False
-    """compare with the loss that all workers would have reached by now, and not at the same update"""
+    """compare with the loss that all workers would have reached at the same time, instead of at the same update"""
     deadline_reserve: float = Field(default=0.05, ge=0, lt=1)
-    """fraction of the deadline that must be left to spare after a removal; below half of it, workers come back"""
+    """fraction of the deadline that must remain as a reserve after a removal; if less than half of it remains, removed
+    workers return"""
     require_gain: bool = True
-    """remove a worker only if 1 / (time x cost) rises by the measured durations of updates; they are known from the
-    second removal on"""
+    """remove a worker only if 1 / (time x cost) rises according to the measured durations of updates, which are known
+    from the second removal on"""
 
 
 class ProvisionConfig(Section):
@@ -99,34 +102,36 @@ class ProvisionConfig(Section):
     every_s: PositiveFloat | None = None
     """seconds between two iterations; default: 30, or 1/200 of the deadline if that is less, but at least 1"""
     rule: Literal["pace", "theorem", "mix"] = "pace"
-    """pace: use on-demand only as far as the deadline needs it now; theorem: the mix of Theorem 4/5, planned again each
-    time; mix: the mix of Theorem 4/5, planned once at the start and kept, without a guard: to compare with"""
+    """pace: use on-demand machines only as far as the deadline needs them now; theorem: use the mix of Theorem 4/5,
+    planned again in each iteration; mix: use the mix of Theorem 4/5, planned once at the start, without a guard, for
+    comparison"""
     deadline_guard: bool = True
-    """keep enough workers on-demand to meet the deadline even if all spot machines were interrupted now"""
+    """keep enough workers on on-demand machines to meet the deadline even if all spot machines were interrupted now"""
     spot_stable_s: float | None = Field(default=None, ge=0)
-    """time for which spot must have been available before a worker returns to it; default: 2 boot times, at least 5
+    """time for which spot must be available before a worker returns to it; default: 2 boot times, at least 5
     iterations"""
     re_estimate: bool = False
-    """estimate the updates to `plan.target_error` again while the job runs, from its held-out errors"""
+    """while the job runs, estimate the updates to `plan.target_error` again from its held-out errors"""
     launches_per_min: PositiveInt = 120
     """maximum number of launches of the whole fleet"""
     fallbacks_per_min: PositiveInt = 60
-    """of these, maximum number from spot to on-demand while the deadline is safe"""
+    """maximum number of these launches that replace spot by on-demand while the deadline is safe"""
     pool_backoff_s: float | None = Field(default=None, ge=0)
-    """time for which a pool without capacity, or with an interruption, is avoided; default: 180, processes: 0"""
+    """time for which the provisioner avoids a pool without capacity or with an interruption; default: 180,
+    processes: 0"""
     heartbeat_timeout_s: PositiveFloat = Field(default=30.0, ge=2)
-    """a worker that is silent for this long, while others are not, is considered failed"""
+    """a worker that is silent for this long, while other workers are not, is considered failed"""
     replace_after_s: PositiveFloat = 300.0
     """a machine whose worker is silent for this long is replaced"""
     boot_timeout_s: PositiveFloat = 900.0
     """a machine whose worker has not joined after this time is replaced"""
     max_failures: PositiveInt = 5
-    """machines of a slot that fail one after the other, not by preemption, before nothing more is launched for it; the
-    pause after each doubles. When every slot is given up, the provisioner stops"""
+    """number of successive failures of a slot's machines, other than preemptions, after which no machine is launched
+    for the slot any more; the pause after each failure doubles. When every slot is given up, the provisioner stops"""
     max_stall_s: PositiveFloat | None = None
-    """time for which machines run and no update is applied before all of them are ended and the provisioner stops; also
-    how long machines wait for a source that sends nothing. Default: a quarter of the deadline, at least 15 min and 10
-    updates, at most 1 h or 10 updates"""
+    """time without an update, while machines run, after which all of them are terminated and the provisioner stops;
+    also the time for which machines wait for a source that sends nothing. Default: a quarter of the deadline, at least
+    15 min and 10 updates, at most 1 h or 10 updates"""
     lease_s: PositiveFloat = Field(default=30.0, ge=2)
     """a standby (`doll provision run --standby`) takes over from a provisioner that has not renewed its lease for this
     long"""

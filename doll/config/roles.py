@@ -1,4 +1,4 @@
-"""The processes of a job, and what they use: checkpoints, probes, blobs, the control channel."""
+"""The processes of a job and what they use: checkpoints, probes, blobs, the control channel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from doll.records.bounded import short
 CHECKPOINT_URLS: Final = {
     "s3": ("s3://bucket/prefix", re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^/\s]+)*/?"))
 }
-"""URLs of checkpoint stores by scheme: the form for messages, and the pattern. `doll.storage.stores` opens them."""
+"""The URLs of checkpoint stores by scheme: the form for messages, and the pattern. `doll.storage.stores` opens the
+stores."""
 _DEVICE: Final = re.compile(r"auto|cpu(:0)?|cuda(:[0-9]{1,3})?|mps")
 MAX_SET_S: Final = 2.0  # a worker adds no batch to a set that has taken so long, see `WorkerConfig.set_limit_s`
 _URL_LIKE: Final = re.compile(rf"[A-Za-z][A-Za-z0-9+.-]*:/|({'|'.join(CHECKPOINT_URLS)}):")
@@ -28,7 +29,8 @@ def _is_device(value: str) -> str:
 
 
 class CheckpointConfig(Section):
-    """The durable model. The offset of a batch is committed to Kafka only after a checkpoint contains the batch."""
+    """The durable state of the model. The offset of a batch is committed to Kafka only after a checkpoint contains the
+    batch."""
 
     folder: Annotated[str, StringConstraints(pattern="^[a-z0-9]+://")] | Path | None = None
     """a folder, or s3://bucket/prefix (with the default credentials of boto3); default: `checkpoints/` in the run
@@ -36,16 +38,16 @@ class CheckpointConfig(Section):
     every_updates: PositiveInt = 20
     """a checkpoint is due after this many updates"""
     every_s: PositiveFloat = 2.0
-    """or after this time, if there are updates"""
+    """a checkpoint is also due after this time, if there are new updates"""
     keep: int = Field(default=3, le=10_000, ge=2)
     """number of newest checkpoints that are kept; at least 2, in case the newest one is damaged. Versions with an alias
-    or a pin (`doll versions`) are kept beside them, until both are taken away"""
+    or a pin (`doll versions`) are kept in addition, until the alias and the pin are removed"""
     history_s: float = Field(default=0.0, ge=0, le=LONGEST_S)
-    """older checkpoints are kept for this long, one of each `history_every_s`; 0: none are"""
+    """time for which older checkpoints are kept, one for each `history_every_s`; 0: none are kept"""
     history_every_s: PositiveFloat = Field(default=3600.0, ge=1, le=LONGEST_S)
-    """see `history_s`: 3600 keeps a version of each hour"""
+    """interval of the checkpoints that `history_s` keeps: 3600 keeps one version of each hour"""
     retry_timeout_s: PositiveFloat = 60.0
-    """a checkpoint that cannot be saved is retried for this long; then the parameter server exits, to be restarted"""
+    """time for which saving a checkpoint is retried; then the parameter server exits, to be restarted"""
     event_log: bool = False
     """write every event and gradient to the run folder, for a bit-exact replay of the run (large)"""
 
@@ -68,58 +70,60 @@ class EvaluationConfig(Section):
     max_samples: PositiveInt = Field(default=2000, le=100_000_000)
     """maximum size of the held-out set"""
     enabled: bool = True
-    """false: `doll up` starts no evaluator"""
+    """false: `doll up` does not start an evaluator"""
 
 
 class WorkerConfig(Section):
-    """The workers."""
+    """The workers of the job."""
 
     max_pending_batches: PositiveInt = Field(default=32, le=10_000_000)
-    """maximum number of batches of a worker that are not durable yet; at this number it stops reading"""
+    """maximum number of batches of a worker that are not durable yet; when it is reached, the worker stops reading"""
     lease_s: PositiveFloat = Field(default=8.0, ge=2)
-    """a worker that is silent for this long is considered gone"""
+    """a worker that is silent for this long is considered failed"""
     grant_timeout_s: PositiveFloat = Field(default=30.0, ge=0.1)
-    """a granted batch that has no gradient after this time is replaced; the time limit is at least 5 times what a batch
-    takes in the mean, and twice what it takes this worker; that of a wave is so long for each of its batches; where
-    several batches were granted as a set, at most 2 s later. A gradient that comes later still counts if nobody else
-    has its batch"""
+    """a granted batch without a gradient after this time is replaced. The time limit is at least 5 times the mean time
+    for a batch, and twice the time that this worker takes; for a wave, it is this time for each of its batches; if
+    several batches were granted as a set, it is at most 2 s longer. A gradient that arrives later still counts if no
+    other worker has its batch"""
     stall_timeout_s: PositiveFloat = Field(default=60.0, ge=1)
-    """a worker that receives no records for this long, although there are some, exits to be restarted"""
+    """a worker that receives no records for this long, although records exist, exits to be restarted"""
     drain_s: PositiveFloat = 8.0
-    """time to finish or return a batch after SIGTERM; keep it below the notice time of the machines (AWS 120 s, GCP 30
-    s)"""
+    """time to finish or return a batch after SIGTERM; it must be less than the notice time of the machines (AWS 120 s,
+    GCP 30 s)"""
     notice_s: PositiveFloat = 25.0
     """maximum time to finish or return a batch after a spot interruption notice (AWS: 120 s, GCP: 30 s)"""
     spot_notices: Literal["none", "imds"] | None = None
-    """imds: poll the EC2 instance metadata service every 5 s for an interruption notice, and leave before the
-    interruption; default: $DOLL_SPOT_NOTICES, else imds with `doll worker --from-imds`, else none"""
+    """imds: poll the EC2 instance metadata service every 5 s for an interruption notice, and leave the job before the
+    interruption; default: $DOLL_SPOT_NOTICES, otherwise imds with `doll worker --from-imds`, otherwise none"""
     device: Annotated[str, AfterValidator(_is_device)] = "cpu"
-    """what workers compute gradients on: cpu, cuda:N, mps; cuda: the CUDA devices of the machine in turn, by the
-    worker's number; auto: these, else mps, else the CPU. Everything else, such as evaluation, is on the CPU"""
+    """device on which workers compute gradients: cpu, cuda:N, mps; cuda: the CUDA devices of the machine in turn, by
+    the worker's number; auto: CUDA devices if there are any, otherwise mps, otherwise the CPU. Everything else, such as
+    evaluation, runs on the CPU"""
     compile: bool = False
-    """run the model compiled by torch.compile, which takes up to minutes at the start of each worker; where it fails,
-    the worker goes on without it"""
+    """compile the model with torch.compile, which can take minutes at the start of each worker; if the compilation
+    fails, the worker continues without it"""
     torch_threads: PositiveInt = Field(default=1, le=1024)
     memory_bytes: PositiveFloat | None = Field(default=None, ge=1e6)
-    """what each process of a worker may take beside what the interpreter and its libraries take (RLIMIT_DATA, which
-    counts the stacks of threads too: 8 MB each); one that needs more ends the job with an error; default: any"""
+    """memory that each process of a worker may use in addition to the interpreter and its libraries (RLIMIT_DATA, which
+    also counts the stacks of threads: 8 MB each); a process that needs more ends the job with an error; default:
+    unlimited"""
     fetch_max_wait_ms: PositiveInt = Field(default=200, le=300_000)
-    """maximum time that samples of a slow stream wait at the broker, so that a request fetches several"""
+    """maximum time that samples of a slow stream wait at the broker, so that one request fetches several samples"""
     stream_buffer_records: PositiveInt | None = Field(default=None, le=10_000_000)
-    """records that may wait to be decoded; default: 4096, or fewer if records hold several samples"""
+    """maximum number of records that wait to be decoded; default: 4096, or fewer if records hold several samples"""
 
     row_cache_bytes: PositiveInt = 64_000_000
-    """memory for rows of tables (embeddings with sparse=True) that a worker keeps, all tables together; where workers
-    step themselves, it also holds the optimizer's state of as many rows: those whose last gradient is the longest ago
-    lose it, and begin again as rows that the worker has never seen"""
+    """memory for the rows of tables (embeddings with sparse=True) that a worker keeps, for all tables together. If
+    workers run the optimizer, it also holds the optimizer's state of the same number of rows: the rows whose last
+    gradient is oldest lose their state, and start with a new state later"""
     pipeline: PipelineConfig | None = None
-    """workers that are pipelines of stages; default: each computes whole gradients"""
+    """workers that are pipelines of stages; default: each worker computes whole gradients"""
 
     @property
     def set_limit_s(self) -> float:
-        """A worker that has computed a set of batches for so long begins no other batch of it, and sends its gradient.
+        """The time after which a worker starts no other batch of a set, and sends the gradient of the set.
 
-        Well below the time after which a grant is replaced, and the time to drain.
+        It is well below the time after which a grant is replaced, and below the time to drain.
         """
         return min(MAX_SET_S, self.grant_timeout_s / 4, self.drain_s / 4)
 
@@ -129,18 +133,18 @@ class PsConfig(Section):
 
     lease_s: PositiveFloat = Field(default=5.0, ge=2)
     """a standby takes over from a parameter server that is silent for this long; a server that was disconnected for
-    longer checks that it has no successor before it continues"""
+    longer checks that no successor exists before it continues"""
 
 
 class LogConfig(Section):
-    """The log of each process, on its standard error; `doll up` writes it to `logs/` in the run folder.
+    """The log of each process, written to its standard error; `doll up` writes it to `logs/` in the run folder.
 
-    Warnings of libraries have the same form. Times are in UTC.
+    Warnings of libraries have the same format. Times are in UTC.
     """
 
     format: Literal["console", "json"] = "console"
-    """`console`: a line for people, with colours on a terminal only (not if $NO_COLOR is set); `json`: an object in
-    each line, for programs that collect logs"""
+    """`console`: lines for people, with colours only on a terminal (not if $NO_COLOR is set); `json`: one JSON object
+    per line, for programs that collect logs"""
 
 
 class HealthConfig(Section):
@@ -148,7 +152,7 @@ class HealthConfig(Section):
 
     base_port: int | None = Field(default=None, ge=1024, le=60_000)
     """port of the parameter server; evaluator: + 1, producer: + 2, standby: + 3, provisioner: + 5, model server: + 6,
-    standby of the provisioner: + 7, worker n: + 10 + n; default: $DOLL_HEALTH_PORT of each process, else no probes
+    standby of the provisioner: + 7, worker n: + 10 + n; default: $DOLL_HEALTH_PORT of each process, otherwise no probes
     (`doll up` picks free ports, see health.json)"""
     liveness_timeout_s: PositiveFloat = Field(default=60.0, ge=0.5)
     """a process whose main loop makes no progress for this long exits, to be restarted"""
@@ -158,21 +162,22 @@ class BlobConfig(Section):
     """The transport of weights and gradients between processes."""
 
     kind: Literal["auto", "redis", "shm"] = "auto"
-    """auto: shared memory if `doll up` starts all processes and Redis on this machine, else Redis; shm: shared memory
-    also with a given Redis (all workers on this machine)"""
+    """auto: shared memory if `doll up` starts all processes and Redis on this machine, otherwise Redis; shm: shared
+    memory also with an existing Redis (all workers must run on this machine)"""
     contributions: Literal["float32", "bf16", "fp16"] = "float32"
-    """how workers send dense gradients and steps: bf16 and fp16 take half the bytes, and what rounding takes from one
-    contribution is added to the worker's next one (error feedback); rows of tables and statistics stay float32"""
+    """format of the dense gradients and steps that workers send: bf16 and fp16 need half the bytes, and the rounding
+    error of one contribution is added to the worker's next one (error feedback); rows of tables and statistics stay
+    float32"""
     ttl_s: PositiveFloat = Field(default=600.0, ge=1)
     """time to live of weights and gradients"""
     keep_versions: int = Field(default=4, le=100_000, ge=2)
-    """number of newest versions of the weights that are kept; an older one is kept while a grant that names it is not
-    answered, at most one for each worker, or two under ssp and essp with several batches under way"""
+    """number of newest versions of the weights that are kept. An older version is kept while a grant that names it is
+    not answered: at most one for each worker, or two under ssp and essp with several batches under way"""
 
 
 class ControlConfig(Section):
-    """The channel of grants and pushes between parameter server and workers. Everything else goes through Kafka."""
+    """The channel for grants and pushes between parameter server and workers. Everything else goes through Kafka."""
 
     kind: Literal["auto", "kafka", "redis", "local"] = "auto"
-    """auto: the fastest that connects, a socket on the parameter server's machine, else Redis, else Kafka; local: the
-    socket, else Kafka; redis: streams in Redis, else Kafka; kafka: always Kafka"""
+    """auto: the fastest channel that connects: a socket on the parameter server's machine, otherwise Redis, otherwise
+    Kafka; local: the socket, otherwise Kafka; redis: streams in Redis, otherwise Kafka; kafka: always Kafka"""

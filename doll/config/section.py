@@ -1,7 +1,7 @@
-"""The base of every section of the job file, and the limits of its numbers by their unit: the end of the key's name.
+"""The base of every section of the job file, and the limits of its numbers by their unit: the suffix of the key's name.
 
-A number beyond these is one that no run can work with: a wait that the system's calls refuse or round to nothing, a
-size that no memory has, an integer that JSON and float64 do not hold. Keys with closer bounds have their own.
+No run can use a number beyond these limits: a wait that system calls refuse or round to 0, a size that exceeds any
+memory, an integer that JSON and float64 cannot represent. Keys with narrower bounds define their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from doll.redaction import holds_credentials
 
 
 class Limits(NamedTuple):
-    """The least number above 0 and the largest one; the same hold for numbers below 0."""
+    """The smallest number above 0 and the largest number; the same limits hold for the absolute value of negative
+    numbers."""
 
     least: float
     most: float
@@ -43,7 +44,8 @@ _LARGEST: Final = 1e300  # that a float's format takes
 
 
 class Section(BaseModel):
-    """A section of the job file: immutable, and an unknown key is an error. What a key means is the string under it."""
+    """A section of the job file. It is immutable, and an unknown key is an error. The string below a key describes the
+    key."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=False, populate_by_name=True, hide_input_in_errors=True,
@@ -53,7 +55,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_truth_value_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """`true`, which YAML also makes of `yes` and `on`, is not 1."""
+        """Refuse `true` as a number: YAML also reads `yes` and `on` as `true`."""
         if isinstance(value, bool) and info.field_name is not None:
             kinds = _kinds(cls.model_fields[info.field_name].annotation)
             if kinds & {int, float} and bool not in kinds:
@@ -63,7 +65,8 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_credentials(cls, value: Any, info: ValidationInfo) -> Any:
-        """A section within this one looks at its own fields, some of which say what to set instead."""
+        """Refuse URLs with credentials. A nested section checks its own fields, and some fields have a more specific
+        message."""
         texts = value if isinstance(value, list) else [value]
         if isinstance(value, dict) and get_origin(cls.model_fields[info.field_name or ""].annotation) is dict:
             texts = list(value.values())
@@ -74,7 +77,7 @@ class Section(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def _usable_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Within the limits of its unit, where the key has no limits of its own."""
+        """Check that a number is within the limits of its unit, unless the key has its own limits."""
         if info.field_name is not None:
             field = cls.model_fields[info.field_name]
             for number in value if isinstance(value, list) else [value]:
@@ -99,14 +102,15 @@ def _check_limits(name: str, field: FieldInfo, number: float) -> None:
 
 
 def _bounds_of(field: FieldInfo, *kinds: str) -> list[float]:
-    """The bounds of these kinds (gt, ge, lt, le; `allow_inf_nan` for none) that a field has, or its numbers have."""
+    """Return the bounds of these kinds (gt, ge, lt, le; `allow_inf_nan`: unbounded) that a field or its numbers
+    have."""
     rules = [*field.metadata, *_rules(field.annotation)]
     bounds = [getattr(rule, kind, None) for rule in rules for kind in kinds]
     return [bound for bound in bounds if bound is not None]
 
 
 def _rules(annotation: Any) -> Iterator[Any]:
-    """The rules of the numbers in `annotation`, such as the numbers of a list."""
+    """Yield the rules of the numbers in `annotation`, such as the numbers of a list."""
     for rule in getattr(annotation, "__metadata__", ()):
         yield from getattr(rule, "metadata", (rule,))
     for inner in get_args(annotation):
@@ -114,6 +118,6 @@ def _rules(annotation: Any) -> Iterator[Any]:
 
 
 def _kinds(annotation: Any) -> set[Any]:
-    """The types that `annotation` is made of."""
+    """Return the types that `annotation` consists of."""
     own = {annotation} if isinstance(annotation, type) else set()
     return own.union(*map(_kinds, get_args(annotation)))

@@ -1,4 +1,4 @@
-"""The source of the samples, and the process of their arrival."""
+"""The source of the samples, and the process by which they arrive."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class ArrivalsConfig(Section):
 
     process: Literal["poisson", "deterministic", "asap", "trace"] = "poisson"
     rate_per_s: PositiveFloat | list[PositiveFloat] = 125.0
-    """samples per second and stream; or a list with the rate of each stream. If a task makes several samples of a
-    record: records"""
+    """samples per second and stream; or a list with the rate of each stream. If a task makes several samples of one
+    record, it is the rate of records"""
     trace: Path | None = None
-    """text file with one gap in seconds per line; repeated from its beginning when it ends"""
+    """text file with one gap in seconds per line; at its end, it is repeated from its beginning"""
     while_down: Literal["queue", "pause"] = "queue"
-    """what `doll produce` does while the worker of a stream is down: queue sends on, pause sends nothing until it is
-    live again (the model of the DOLL paper; its formulas for cost and runtime assume it)"""
+    """what `doll produce` does while the worker of a stream is down: queue continues to send; pause sends nothing until
+    the worker is live again (the model of the DOLL paper, which its formulas for cost and runtime assume)"""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -40,19 +40,20 @@ class SourceSection(Section, ABC):
 
     kind: str
     limit_samples: PositiveInt | None = None
-    """end the stream after this many samples; default: no end"""
+    """end the stream after this many samples; default: the stream has no end"""
 
     @abstractmethod
     def position_identity(self) -> list[Any] | None:
-        """The values that a position in this source depends on, as JSON, for sources that a restarted producer
-        continues.
+        """Return the values that determine a position in this source, as JSON, for sources that a restarted producer
+        can continue.
 
-        None: the source has no positions, because it draws at random or is a pipe. Every source must define it: a file
-        without it would be sent again from its start.
+        None: the source has no positions, because it draws at random or is a pipe. Every source must define this
+        method: if a file source did not, the file would be sent again from its start.
         """
 
     def format_problem(self, given: FormatSection | None) -> str:
-        """Why `data.format` does not decode what this source sends; "" if it does, or if the task decides."""
+        """Return why `data.format` does not decode what this source sends; "" if it does, or if the task decodes the
+        values."""
         return ""
 
 
@@ -62,18 +63,18 @@ def _require_different(names: list[str]) -> None:
 
 
 class CsvSource(SourceSection):
-    """The lines of a CSV file in order, unchanged or with some of its columns; sample i goes to stream i mod N."""
+    """The lines of a CSV file in order, complete or with only some of the columns; sample i goes to stream i mod N."""
 
     kind: Literal["csv"]
     path: Path
     header: bool = False
     """the first line is a header and not a sample"""
     columns: list[str] = Field(default_factory=list)
-    """send lines of these columns only, in this order: names of the header. Default: the lines as they are"""
+    """send only these columns, in this order, by their names in the header. Default: the lines are sent unchanged"""
     delimiter: str = Field(default=",", min_length=1, max_length=1)
-    """character between two cells, with `columns`"""
+    """character between two cells, used with `columns`"""
     repeat: bool = False
-    """start again at the end of the file"""
+    """start again at the beginning when the file ends"""
 
     @model_validator(mode="after")
     def _named(self) -> Self:
@@ -99,19 +100,19 @@ class JsonlSource(SourceSection):
     kind: Literal["jsonl"]
     path: Path
     repeat: bool = False
-    """start again at the end of the file"""
+    """start again at the beginning when the file ends"""
 
     def position_identity(self) -> list[Any] | None:
         return ["jsonl", str(self.path)]
 
 
 class RowsSource(SourceSection, ABC):
-    """The keys that sources of tables have in common: each row is sent as a JSON object."""
+    """The keys that sources of tabular data have in common: each row is sent as a JSON object."""
 
     columns: list[str] = Field(default_factory=list)
-    """names of the columns that are read; default: all"""
+    """names of the columns to read; default: all"""
     repeat: bool = False
-    """start again at the end"""
+    """start again at the beginning when the data end"""
 
     @model_validator(mode="after")
     def _named(self) -> Self:
@@ -126,46 +127,46 @@ class RowsSource(SourceSection, ABC):
 
 class ParquetSource(RowsSource):
     """The rows of Parquet files in order, as JSON objects; row i goes to stream i mod N. Dates and times become text
-    (ISO 8601), bytes base64, NaN null. It needs `doll-online[parquet]`."""
+    (ISO 8601), bytes become base64, NaN becomes null. The source needs `doll-online[parquet]`."""
 
     kind: Literal["parquet"]
     path: Path
-    """a file, or a folder whose files `*.parquet` follow each other in the order of their names. Those
-    whose names begin with `.` or `_` are left out"""
+    """a file, or a folder whose files `*.parquet` are read in the order of their names; files whose names begin with
+    `.` or `_` are omitted"""
 
     def position_identity(self) -> list[Any] | None:
         return ["parquet", str(self.path)]
 
 
 class DatasetSource(RowsSource):
-    """The rows of a data set of Hugging Face that `Dataset.save_to_disk` has written, as those of Parquet files. It
-    needs `doll-online[datasets]`."""
+    """The rows of a Hugging Face data set that `Dataset.save_to_disk` has written; they are sent like rows of Parquet
+    files. The source needs `doll-online[datasets]`."""
 
     kind: Literal["dataset"]
     path: Path
     """the folder that was given to `save_to_disk`"""
     split: str | None = None
-    """which data set of a `DatasetDict`, such as `train`"""
+    """the data set of a `DatasetDict` to read, such as `train`"""
 
     def position_identity(self) -> list[Any] | None:
         return ["dataset", str(self.path), self.split]
 
 
 class TextSource(SourceSection):
-    """The texts of a file, a line each, as JSON objects `{"text": "..."}`; line i goes to stream i mod N each time."""
+    """The texts of a file, one in each line, as JSON objects `{"text": "..."}`; line i goes to stream i mod N."""
 
     kind: Literal["text"]
     path: Path
     fields: list[str] = Field(default_factory=list)
-    """the fields of the JSON object in each line whose texts are joined; none: a line is plain text"""
+    """fields of the JSON object in each line whose texts are joined; default: each line is plain text"""
     tokens_per_record: PositiveInt = Field(default=256, le=1_000_000)
     """maximum number of tokens (runs of letters) in a record; a longer text is cut into several records"""
     skip: int = Field(default=0, ge=0)
     """number of lines to skip at the beginning, for a held-out set"""
     repeat: bool = False
-    """start again at the end of the file, after the skipped lines"""
+    """when the file ends, start again after the skipped lines"""
     numbered: bool = False
-    """give each record a `number`, the same one in each repetition: record k of stream n has k N + n"""
+    """add a `number` to each record, which is the same in each repetition: record k of stream n has k N + n"""
 
     def position_identity(self) -> list[Any] | None:
         return ["text", str(self.path), self.fields, self.tokens_per_record, self.skip]
@@ -181,7 +182,7 @@ class StdinSource(SourceSection):
 
 
 class FeedSource(SourceSection):
-    """Records that a Python program gives while the job runs (`doll.train`); sample i goes to stream i mod N."""
+    """The records that a Python program provides while the job runs (`doll.train`); sample i goes to stream i mod N."""
 
     kind: Literal["feed"]
     socket: Path
@@ -192,8 +193,9 @@ class FeedSource(SourceSection):
 
 
 class PythonSource(SourceSection):
-    """Records that a function gives: it is called once for each stream, as `function(stream, **args)`, and returns an
-    iterator of bytes (or of texts, which are sent in UTF-8). `stream` is a `doll.producers.sources.Stream`."""
+    """The records that a function returns: the function is called once for each stream, as `function(stream, **args)`,
+    and returns an iterator of bytes, or of texts, which are sent in UTF-8. `stream` is a
+    `doll.producers.sources.Stream`."""
 
     kind: Literal["python"]
     of: str = Field(pattern=r"[^:]:[A-Za-z_]\w*$")
@@ -201,8 +203,9 @@ class PythonSource(SourceSection):
     args: dict[str, Any] = Field(default_factory=dict)
     """arguments of the function. Paths (`..._path`, `..._folder`, `..._file`) are relative to the job file"""
     in_order: bool = False
-    """the function gives the same records at each start, and the producer passes over those that it has sent. Else it
-    gives others after each start, as one that draws at random (`stream.rng()`)"""
+    """the function returns the same records at each start, and the producer skips the records that it has already sent.
+    Default: the function returns other records after each start, as a function does that draws at random
+    (`stream.rng()`)"""
 
     def position_identity(self) -> list[Any] | None:
         return ["python", self.of, self.args] if self.in_order else None

@@ -1,6 +1,7 @@
-"""The step that a policy makes, and how far it goes at the same learning rate. Pure.
+"""Compute the size of a policy's step, relative to `bsp` at the same learning rate. Pure.
 
-A mean of gradients makes one step. Steps that workers make side by side, and that are added, make as many.
+The mean of the gradients of several workers makes one step. If the workers make steps in parallel and the server adds
+them, the model makes as many steps as there are workers.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from doll.config.job import JobConfig
 
 
 def step_factor(config: JobConfig) -> float:
-    """How many times as far the model goes at the same `lr` as under `bsp`, by what is computed on the same weights:
-    there one step is made of the gradients of a batch of each worker. An outer step counts as often as its momentum
-    repeats it.
+    """Return how far the model moves at the same `lr`, relative to `bsp`, with all that is computed on the same
+    weights. Under `bsp` this is one step, made of the gradients of one batch of each worker. The momentum of an outer
+    step counts as a factor of 1 / (1 - momentum).
 
     >>> from doll.config import parse
     >>> job = "{job: j, task: {class: 'm:C'}, data: {workers: 4}}"
@@ -32,7 +33,7 @@ def step_factor(config: JobConfig) -> float:
 
 
 def step_text(config: JobConfig) -> str:
-    """The step under the job's policy in words, and how large it is beside that of `bsp`."""
+    """Describe the step under the job's policy in words, and its size relative to that of `bsp`."""
     policy, workers, size = config.training.policy, config.data.workers, config.data.batch_size
     what = "sum of the gradients" if config.training.reduction == "sum" else "mean gradient"
     each = f"each worker steps on the {what} of each of its batches ({size} samples)"

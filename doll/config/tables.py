@@ -1,4 +1,4 @@
-"""`training.tables`: how the rows of tables (embeddings with sparse=True) are stepped, and which ids have rows."""
+"""`training.tables`: how the rows of tables (embeddings with sparse=True) are optimized, and which ids have rows."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class RowOptimizerConfig(Section):
     """The keys that the optimizers of rows have in common."""
 
     weight_decay: float = Field(default=0.0, ge=0)
-    """decoupled and lazy: a row that an update has a gradient of is multiplied by 1 - lr * weight_decay before its
-    step; other rows stay as they are"""
+    """decoupled and lazy weight decay: a row with a gradient in an update is multiplied by 1 - lr * weight_decay before
+    its step; other rows do not change"""
 
 
 class RowSgdConfig(RowOptimizerConfig):
@@ -29,7 +29,7 @@ class RowSgdConfig(RowOptimizerConfig):
 
 
 class RowAdamConfig(RowOptimizerConfig):
-    """Lazy Adam: the moments of a row move only with a gradient of that row, as those of torch's SparseAdam."""
+    """Lazy Adam: the moments of a row change only if the row has a gradient, as in torch's SparseAdam."""
 
     name: Literal["adam"] = "adam"
     lr: PositiveFloat = 1e-3
@@ -38,22 +38,22 @@ class RowAdamConfig(RowOptimizerConfig):
 
 
 class RowAdagradConfig(RowOptimizerConfig):
-    """Adagrad on rows: each number has a rate of its own."""
+    """Adagrad on rows: each number has its own learning rate."""
 
     name: Literal["adagrad"] = "adagrad"
     lr: PositiveFloat = 0.1
     initial_accumulator: float = Field(default=0.0, ge=0)
-    """what a number's sum of squared gradients begins with"""
+    """initial value of a number's sum of squared gradients"""
 
 
 class RowwiseAdagradConfig(RowOptimizerConfig):
-    """Adagrad with one sum for each row: of the means of its squared gradients (Mudigere et al., 2021). The state of a
+    """Adagrad with one sum for each row, of the means of its squared gradients (Mudigere et al., 2021). The state of a
     row is one number."""
 
     name: Literal["rowwise_adagrad"] = "rowwise_adagrad"
     lr: PositiveFloat = 0.1
     initial_accumulator: float = Field(default=0.0, ge=0)
-    """what a row's sum begins with"""
+    """initial value of a row's sum"""
 
 
 row_optimizers = Variants("name", RowSgdConfig, RowAdamConfig, RowAdagradConfig, RowwiseAdagradConfig)
@@ -64,17 +64,18 @@ AnyRowOptimizerConfig = Annotated[
 
 
 class TableConfig(Section):
-    """Settings of the tables in whose name this regular expression is found (re.search) and none before it."""
+    """Settings of the tables whose names contain this regular expression (re.search) and none of the expressions before
+    it."""
 
     optimizer: AnyRowOptimizerConfig | None = None
-    """of the rows; default: what training.optimizer says"""
+    """optimizer of the rows; default: the settings of training.optimizer"""
     max_rows: int | None = Field(default=None, ge=1, le=2**30)
-    """of a table of a doll.BoundedEmbedding, which needs it: how many ids have rows at the same time. Where there is no
-    room, the ids that are used least lose theirs"""
+    """maximum number of ids that have rows at the same time, in a table of a doll.BoundedEmbedding, which needs this
+    key. If there is no room, the least used ids lose their rows"""
     min_count: int = Field(default=1, ge=1, le=255)
-    """an id gets a row when so many applied pushes have named it; until then it is read as its initial row"""
+    """an id gets a row after this number of applied pushes has named it; until then, reads return its initial row"""
     ttl_updates: PositiveInt | None = None
-    """an id that no push names for more updates than these loses its row; default: never"""
+    """an id that no push names for more than this number of updates loses its row; default: never"""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -85,8 +86,8 @@ class TableConfig(Section):
 
 
 def settings_of_tables(tables: Mapping[str, TableConfig], names: Iterable[str]) -> dict[str, TableConfig]:
-    """The settings of `training.tables` for each of the tables `names`, which are all of the model; raises ConfigError
-    if one of them is of no table."""
+    """Return the settings of `training.tables` for each of the tables `names`, which must be all tables of the model.
+    Raise ConfigError if an entry of `tables` applies to no table."""
     settings, unused = {}, dict.fromkeys(tables)
     for name in names:
         pattern = next((pattern for pattern in tables if re.search(pattern, name)), None)

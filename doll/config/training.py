@@ -1,4 +1,4 @@
-"""The learning: the task, the policy, the optimizer, and when the job ends."""
+"""The learning settings: the task, the policy, the optimizer, and when the job ends."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def _with_numbers(value: Any) -> Any:
 
 
 Values = Annotated[dict[str, Any], BeforeValidator(_with_numbers)]
-"""Keyword arguments, whatever their types; text such as 3e-4 is a number."""
+"""Keyword arguments of any type; text such as 3e-4 is a number."""
 
 
 class NamedClass(Section):
-    """A class of somebody else, such as an optimizer or a schedule, and its keyword arguments."""
+    """A class of another package, such as an optimizer or a schedule, and its keyword arguments."""
 
     cls: Annotated[str, AfterValidator(_is_class_name)] = Field(alias="class")
-    """`module.Class`, as in torch.optim.AdamW"""
+    """class as `module.Class`, such as torch.optim.AdamW"""
     args: Values = Field(default_factory=dict)
     """keyword arguments of the class"""
 
@@ -73,7 +73,7 @@ class TaskConfig(Section):
     """The user's task: a Python class and its keyword arguments."""
 
     cls: str = Field(alias="class")
-    """`module:Class`, or `file.py:Class` relative to the job file"""
+    """class as `module:Class`, or as `file.py:Class` relative to the job file"""
     args: dict[str, Any] = Field(default_factory=dict)
     """keyword arguments of the class"""
 
@@ -86,7 +86,7 @@ class TaskConfig(Section):
 
 
 class SgdConfig(Section):
-    """Stochastic gradient descent on the mean gradient of a group."""
+    """Stochastic gradient descent on the mean gradient of an update's batches."""
 
     name: Literal["sgd"] = "sgd"
     lr: PositiveFloat = 0.1
@@ -96,7 +96,7 @@ class SgdConfig(Section):
 
 
 class AdamConfig(Section):
-    """Adam on the mean gradient of a group."""
+    """Adam on the mean gradient of an update's batches."""
 
     name: Literal["adam"] = "adam"
     lr: PositiveFloat = 1e-3
@@ -106,30 +106,32 @@ class AdamConfig(Section):
 
 
 class AdagradConfig(Section):
-    """Adagrad (Duchi, Hazan, Singer, 2011) on the mean gradient of a group: each weight has a rate of its own."""
+    """Adagrad (Duchi, Hazan, Singer, 2011) on the mean gradient of an update's batches: each weight has its own
+    learning rate."""
 
     name: Literal["adagrad"] = "adagrad"
     lr: PositiveFloat = 0.1
     initial_accumulator: float = Field(default=0.0, ge=0)
-    """what a weight's sum of squared gradients begins with; without it, the first step of each weight is lr, however
-    short its gradient is"""
+    """initial value of a weight's sum of squared gradients; if it is 0, the first step of each weight is lr, however
+    small its gradient is"""
     momentum: float = Field(default=0.0, ge=0, lt=1)
-    """of the steps, after each weight's rate: with it large batches need a smaller lr, and do not overshoot at first"""
+    """momentum of the steps, applied after each weight's rate: with momentum, large batches need a smaller lr, and do
+    not overshoot at first"""
     weight_decay: float = Field(default=0.0, ge=0)
 
 
 class TorchConfig(NamedClass):
-    """A torch optimizer class, or one of another package with its interface, on the model's parameters by name
-    (docs/guide/model.md). `name` need not be given."""
+    """A torch optimizer class, or a class of another package with the same interface, applied to the model's parameters
+    by name (docs/guide/model.md). `name` can be omitted."""
 
     name: Literal["class"] = "class"
     groups: ByPattern[Values] = Field(default_factory=dict)
-    """arguments of a group of parameters, by a regular expression: the first one that is found in a parameter's name
-    (re.search) has it; parameters without one have `args` alone"""
+    """arguments for groups of parameters, by regular expression: the first expression that is found in a parameter's
+    name (re.search) applies; parameters without one only have `args`"""
 
 
 class _Optimizers(Variants):
-    """The built-in ones by their names; a class says by its key what it is."""
+    """The built-in optimizers by their names; a section with the key `class` is a `TorchConfig`."""
 
     def validate(self, value: Any) -> Section:
         if isinstance(value, dict) and "class" in value and self.key not in value:
@@ -143,10 +145,10 @@ OptimizerConfig = Annotated[SgdConfig | AdamConfig | AdagradConfig | TorchConfig
 
 
 class SchedulePart(NamedClass):
-    """A torch class of learning rates, or one with its interface, for some updates."""
+    """A torch class of learning rates, or a class with the same interface, for a number of updates."""
 
     updates: PositiveInt | None = None
-    """how many updates this part lasts; the last part has none, because it goes on"""
+    """number of updates for which this part lasts; omitted in the last part, which has no end"""
 
 
 def _as_list(value: Any) -> Any:
@@ -155,34 +157,34 @@ def _as_list(value: Any) -> Any:
 
 class EmaConfig(Section):
     """An exponential moving average of the weights, kept at the server: after each update that has learned something,
-    average = decay * average + (1 - decay) * weights. It begins with the weights that the job begins with."""
+    average = decay * average + (1 - decay) * weights. The average starts with the initial weights of the job."""
 
     decay: float = Field(ge=0, lt=1)
     evaluate: bool = True
-    """held-out evaluation measures the average, at checkpoints; false: the weights"""
+    """true: held-out evaluation measures the average, at checkpoints; false: it measures the weights"""
 
 
 class GuardConfig(Section):
-    """Samples that would break the model are dead-lettered (docs/security.md)."""
+    """Samples that would damage the model are dead-lettered (docs/security.md)."""
 
     spike_factor: float = Field(default=100.0, ge=0)
-    """a sample is checked if its gradient is this many times longer than usual, and dead-lettered if its step would
+    """a sample is checked if its gradient is this many times longer than usual; it is dead-lettered if its step would
     raise the loss on other samples too much; 0: only samples without a finite gradient are dead-lettered"""
 
 
 class InitFromConfig(Section):
-    """The weights that a new job begins with, in place of those that its task draws (docs/guide/model.md). It is read
-    once: a job that goes on from a checkpoint has its own."""
+    """The initial weights of a new job, instead of the weights that its task draws (docs/guide/model.md). The source is
+    read once: a job that continues from a checkpoint has its own weights."""
 
     source: str = Field(alias="from")
-    """a run folder, `RUN@VERSION` for another version than its newest, by its number or an alias, a folder or
-    `s3://bucket/prefix` of checkpoints, a `.safetensors` file, or a `.pt` or `.ckpt` file with a `state_dict`; relative
-    to the job file, or to the working directory"""
+    """a run folder; or `RUN@VERSION` for a version other than the newest, by its number or an alias; or a folder or
+    `s3://bucket/prefix` of checkpoints; or a `.safetensors` file; or a `.pt` or `.ckpt` file with a `state_dict`. Paths
+    are relative to the job file, or to the working directory"""
     strict: bool = False
-    """refuse whatever does not match, in place of a report of it"""
+    """refuse weights that do not match, instead of reporting them"""
     rename: ByPattern[str] = Field(default_factory=dict)
-    """replacements of regular expressions in the source's names, as in {"^backbone\\.": "encoder."}; each must be found
-    in a name"""
+    """replacements for regular expressions in the source's names, as in {"^backbone\\.": "encoder."}; each expression
+    must be found in a name"""
 
     @field_validator("source")
     @classmethod
@@ -193,7 +195,7 @@ class InitFromConfig(Section):
 
 
 def _named(value: Any) -> Any:
-    """A text alone is the source."""
+    """Accept text as the source, instead of a section."""
     return {"from": value} if isinstance(value, str) else value
 
 
@@ -206,27 +208,28 @@ class TrainingConfig(Section):
     policy: Annotated[PolicyConfig, POLICIES] = Field(default_factory=default_policy)
     optimizer: OptimizerConfig = Field(default_factory=SgdConfig)
     tables: ByPattern[TableConfig] = Field(default_factory=dict)
-    """settings of tables, by a regular expression that is found in their names (re.search): the first one counts"""
+    """settings of tables, by regular expression: the first expression that is found in a table's name (re.search)
+    applies"""
     reduction: Literal["mean", "sum"] = "mean"
-    """mean: step on the mean gradient of an update's samples; sum: on the sum, as the paper writes it"""
+    """mean: step on the mean gradient of an update's samples; sum: step on the sum, as the paper defines it"""
     clip_norm: PositiveFloat | None = None
     """maximum norm of an update's gradient; a longer gradient is scaled down"""
     clip_value: PositiveFloat | None = None
-    """largest absolute value of a number of an update's gradient; a larger one becomes this one"""
+    """maximum absolute value of a number of an update's gradient; a larger value is clipped to this one"""
     schedule: Annotated[list[SchedulePart], BeforeValidator(_as_list)] = Field(default_factory=list)
-    """learning rates by update: one class, or several that follow each other (docs/guide/model.md); default: those of
-    the optimizer"""
+    """learning rates by update: one class, or several, one after the other (docs/guide/model.md); default: the learning
+    rate of the optimizer"""
     ema: EmaConfig | None = None
     guard: GuardConfig = Field(default_factory=GuardConfig)
     precision: Literal["float32", "bf16"] = "float32"
-    """of forward and backward passes: bf16 is torch.autocast; parameters and gradients stay float32"""
+    """precision of the forward and backward passes: bf16 uses torch.autocast; parameters and gradients stay float32"""
     init_from: InitFrom | None = None
-    """the weights that a new job begins with: a run, `RUN@VERSION`, or a file, alone or as the section says
-    [those that the task draws]"""
+    """the initial weights of a new job: a run, `RUN@VERSION` or a file, as text or as a section [the weights that the
+    task draws]"""
 
     @property
     def evaluates_average(self) -> bool:
-        """Whether held-out evaluation measures the average of the weights, and not these."""
+        """Whether held-out evaluation measures the average of the weights instead of the weights."""
         return self.ema is not None and self.ema.evaluate
 
     @model_validator(mode="after")
@@ -243,15 +246,15 @@ class TrainingConfig(Section):
 
 
 class StopConfig(Section):
-    """The job ends when the first of these conditions is met; without any, it runs until it is stopped."""
+    """The job ends when the first of these conditions is met; without conditions, it runs until it is stopped."""
 
     updates: PositiveInt | None = None
-    """model updates; one without a usable sample does not count"""
+    """number of model updates; an update without a usable sample does not count"""
     samples: PositiveInt | None = None
-    """samples applied"""
+    """number of samples applied to the model"""
     seconds: PositiveFloat | None = Field(default=None, ge=0.001, le=LONGEST_S)
-    """wall-clock seconds since the first update of the job that has learned a sample"""
+    """wall-clock seconds since the job's first update that has learned a sample"""
     accuracy: float | None = Field(default=None, gt=0, le=1)
-    """held-out accuracy reached"""
+    """the job ends when the held-out accuracy reaches this value"""
     loss: float | None = None
-    """held-out loss reached (at or below)"""
+    """the job ends when the held-out loss is at or below this value"""

@@ -1,4 +1,4 @@
-"""Sections of which the job file names one: `policy.name`, `optimizer.name`, `source.kind`, `fleet.kind`."""
+"""Sections whose class a key selects: `policy.name`, `optimizer.name`, `source.kind`, `fleet.kind`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from doll.config.section import Section
 
 
 class Variants:
-    """Section classes that are told apart by the value of one key, as an annotation of a field.
+    """A set of section classes, one of which is selected by the value of a key; used as an annotation of a field.
 
     Use it as `Annotated[Base, variants]`. A value of the field is an instance of one of the classes, or a mapping that
     one of them accepts. Each class has the key as a field of type `Literal["its value"]`.
 
-    A discriminator of pydantic cannot do it: it has no default, its classes must not validate all their fields at once,
-    as `Section` does, and it would import the policies that a job does not use.
+    A discriminator of pydantic is not suitable: it has no default value, it needs classes that validate all their
+    fields at once (`Section` does not), and it would import policies that the job does not use.
     """
 
     def __init__(
@@ -30,8 +30,8 @@ class Variants:
         """
         Args:
             key: the key that names the class.
-            default: the value of the key where the job file does not give it; None: the key is required.
-            gone: values of earlier releases, and what to write now.
+            default: value of the key if the job file omits it. None: the key is required.
+            gone: values that only earlier releases had, and the advice for each of them.
 
         Raises:
             ValueError: two classes have the same value, or a class has an abstract method.
@@ -49,11 +49,11 @@ class Variants:
 
     @property
     def classes(self) -> dict[str, type[Section]]:
-        """The classes by the value of their key."""
+        """The classes, by the value of their key."""
         return self._classes
 
     def validate(self, value: Any) -> Section:
-        """The section that `value` stands for. Raises PydanticCustomError if it names none of the classes, and
+        """Return the section for `value`. Raise PydanticCustomError if `value` names none of the classes, and
         ValidationError if its class refuses it."""
         if isinstance(value, Section) and isinstance(value, tuple(self.classes.values())):
             return value
@@ -66,7 +66,7 @@ class Variants:
         return cls.model_validate(value)
 
     def unknown(self, names: Iterable[str]) -> PydanticCustomError:
-        """The error for a value that names none of `names`."""
+        """Return the error for a value that names none of `names`."""
         context = {"key": self.key, "expected": ", ".join(names)}
         return PydanticCustomError("unknown_variant", "expected {key}: {expected}", context)
 
@@ -80,12 +80,13 @@ class Variants:
 
 
 def sections_of(field: FieldInfo) -> list[type[BaseModel]]:
-    """The classes that a field of a section may hold; empty for a plain value."""
+    """Return the classes that a field of a section may hold; empty for a plain value."""
     return list(_sections_in((field.annotation, *field.metadata)))
 
 
 def _sections_in(parts: Iterable[Any]) -> Iterator[type[BaseModel]]:
-    """The classes in the parts of an annotation: those of a `Variants` among them, else what the parts are made of."""
+    """Yield the section classes in the parts of an annotation. If there is a `Variants` among them, yield only its
+    classes."""
     parts = tuple(parts)
     if variants := [part for part in parts if isinstance(part, Variants)]:
         yield from variants[0].classes.values()
