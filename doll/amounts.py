@@ -1,4 +1,5 @@
-"""Figures as text for people: numbers, money, sizes and time, no more digits than they are worth, and tables. Pure."""
+"""Format figures as text for people: numbers, money, sizes, times and tables, with a sensible number of digits.
+Pure."""
 
 from __future__ import annotations
 
@@ -11,10 +12,11 @@ _MOST_DECIMALS: Final = 4  # of a dollar
 
 
 def usd(value: float, *, up: bool = False) -> str:
-    """US dollars to the cent, and less than a dollar with two significant digits, to a hundredth of a cent.
+    """Format US dollars: to the cent, or with two significant digits below one dollar, to at most a hundredth of a
+    cent.
 
     Args:
-        up: round up: a budget that is to suffice.
+        up: True: round up, for a budget that must suffice.
 
     >>> usd(26.0943), usd(0.5213), usd(0.005678), usd(26.0943, up=True)
     ('26.09', '0.52', '0.0057', '26.10')
@@ -28,7 +30,7 @@ def usd(value: float, *, up: bool = False) -> str:
 
 
 def usd_range(value: float, sd: float) -> str:
-    """A cost and its standard deviation, which has two significant digits, but no part of a cent above a dollar.
+    """Format a cost and its standard deviation with two significant digits, above one dollar to the cent at most.
 
     >>> usd_range(26.0943, 0.1633), usd_range(1234.5, 56.7), usd_range(0.5, 0.0)
     ('26.09 +- 0.16', '1234 +- 57', '0.50')
@@ -39,7 +41,7 @@ def usd_range(value: float, sd: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`12.3 s` below ten minutes, else hours, minutes and seconds.
+    """Format a time: as `12.3 s` if it is below ten minutes, otherwise in hours, minutes and seconds.
 
     >>> duration(12.345), duration(599), duration(6715)
     ('12.3 s', '599 s', '1:51:55 h')
@@ -52,7 +54,7 @@ def duration(seconds: float) -> str:
 
 
 def duration_range(seconds: float, sd_s: float) -> str:
-    """A time and its standard deviation, both in the same unit.
+    """Format a time and its standard deviation, both in the same unit.
 
     >>> duration_range(182.83, 3.94), duration_range(6715, 135.1)
     ('182.8 +- 3.9 s', '1:51:55 +- 0:02:15 h')
@@ -76,34 +78,35 @@ def _range(value: float, sd: float, most_decimals: int = _MOST_DECIMALS) -> str:
 
 
 def _decimals_of(value: float) -> int:
-    """The decimal places that show two significant digits."""
+    """Return the number of decimal places that shows two significant digits of `value`."""
     return 0 if value == 0 else min(_MOST_DECIMALS, 1 - math.floor(math.log10(abs(value))))
 
 
 def known(value: float) -> bool:
-    """Whether there is a number to show."""
+    """Return whether `value` is a number that can be shown: not NaN and not infinite."""
     return math.isfinite(value)
 
 
 def or_nan(value: float | None) -> float:
-    """A number that JSON may have as null: NaN then."""
+    """Return `value`, or NaN if it is None: JSON stores NaN as null."""
     return math.nan if value is None else float(value)
 
 
 def number(value: float | None) -> str:
-    """Three significant digits, or all before the point; `?` if it is not known, `unlimited` if it is infinite."""
+    """Format `value` with three significant digits, or with all integer digits; None or NaN: `?`; infinite:
+    `unlimited`."""
     if value is None or math.isnan(value):
         return "?"
     return "unlimited" if math.isinf(value) else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def out_of(count: int, total: int | None) -> str:
-    """`45 of 1,300`, or `45` if no total is known."""
+    """Format a count and its total, as in `45 of 1,300`; only `45` if the total is unknown."""
     return f"{count:,}" if total is None else f"{count:,} of {total:,}"
 
 
 def byte_size(count: float) -> str:
-    """`512 B`, `3.1 kB`, `12.0 MB`; a kB is 1000 bytes.
+    """Format a number of bytes, as in `512 B`, `3.1 kB` or `12.0 MB`; 1 kB is 1000 bytes.
 
     >>> byte_size(512), byte_size(3_140), byte_size(12_000_000)
     ('512 B', '3.1 kB', '12.0 MB')
@@ -116,7 +119,7 @@ def byte_size(count: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """`12 s`, `3:05` or `2:03:05`."""
+    """Format a time as `12 s`, `3:05` (minutes) or `2:03:05` (hours)."""
     if not known(seconds):
         return ""
     if round(seconds) < 60:
@@ -127,7 +130,7 @@ def clock(seconds: float) -> str:
 
 
 def clock_range(seconds: float, sd_s: float) -> str:
-    """A time and its standard deviation, both in the units of `clock`.
+    """Format a time and its standard deviation, both as `clock` does.
 
     >>> clock_range(42.1, 3.9), clock_range(262, 4.2), clock_range(2540, 180)
     ('42 ± 4 s', '4:22 ± 0:04', '42:20 ± 3:00')
@@ -141,16 +144,17 @@ def clock_range(seconds: float, sd_s: float) -> str:
 
 
 def date_time(unix_s: float) -> str:
-    """`2026-11-29 07:30:00`, in UTC."""
+    """Format a Unix time in seconds as `2026-11-29 07:30:00`, in UTC."""
     return f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%d %H:%M:%S}"
 
 
 def aligned(rows: Sequence[Sequence[str]], columns: str = "<>") -> list[str]:
-    """The rows of a table as lines of text, two spaces between columns. A line is as long as its cells need.
+    """Return the rows of a table as aligned lines of text, with two spaces between columns and none at the end of a
+    line.
 
     Args:
-        rows: cells, as many in each row; the first may be a header.
-        columns: `<` or `>` for each column: cells to the left or to the right; the last one also holds for all others.
+        rows: cells of each row, the same number in every row; the first row may be a header.
+        columns: alignment of each column: `<` is left, `>` is right. The last one also holds for all further columns.
 
     >>> aligned([("fault", "count"), ("kill", "7")])
     ['fault  count', 'kill       7']

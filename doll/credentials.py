@@ -1,4 +1,4 @@
-"""Secrets from the environment: in a variable, or in a file that one names."""
+"""Read secrets from the environment: from a variable, or from a file whose path is in a variable."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ _MAX_SECRET_BYTES: Final = 64_000
 
 
 def secret(name: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """The secret of $`name`, else of the file that $`name`_FILE names, without its last line break; None without both.
-    Raises ConfigError if both are set, or the file cannot be read."""
+    """Return the secret from the variable `name`, otherwise from the file whose path is in the variable `name`_FILE
+    (without its last line break). Return None if neither is set. Raise ConfigError if both are set or the file cannot
+    be read."""
     value, path = environment.get(name) or None, environment.get(name + _FILE_SUFFIX) or None
     if path is None:
         return value

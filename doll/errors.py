@@ -1,4 +1,4 @@
-"""The errors that DOLL raises, by what the caller can do about them."""
+"""The errors that DOLL raises, grouped by what the caller can do about them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from doll.redaction import redacted
 class DollError(Exception):
     """The base of all errors that DOLL raises. The command line prints it and exits with `exit_code`.
 
-    URLs in its text show no credentials.
+    Credentials are removed from URLs in its message.
     """
 
     exit_code: ClassVar[int] = 1
@@ -43,7 +43,8 @@ class BlobError(DollError):
 
 
 class NotFiniteError(BlobError):
-    """A blob is whole, and a value in it is NaN or infinite: who computed it is at fault, not the way it came."""
+    """A blob is complete, but a value in it is NaN or infinite: the process that computed it is at fault, not the
+    transport."""
 
 
 class SampleError(DollError):
@@ -54,7 +55,7 @@ class BadRecordsError(SampleError):
     """Some records of a `Task.decode_many` are not samples of the task.
 
     Attributes:
-        positions: where they are in the values of that call.
+        positions: indices of the bad records in the values of that call.
     """
 
     def __init__(self, positions: Iterable[int]) -> None:
@@ -63,11 +64,11 @@ class BadRecordsError(SampleError):
 
 
 class SkipRecord(DollError):
-    """A record that the task does not learn from, for this reason: it is counted, and is no dead letter."""
+    """The task skips a record, for the reason in the message: the record is counted, and is not a dead letter."""
 
 
 class RetryLater(DollError):
-    """A task cannot decode a batch now, for this reason, and may be able to later: the worker waits and tries again."""
+    """The task cannot decode a batch now, but may be able to later: the worker waits and tries again."""
 
 
 class TaskError(DollError):
@@ -83,35 +84,36 @@ class BadStreamError(DollError):
 
 
 class CheckpointError(DollError):
-    """A checkpoint cannot be read, or belongs to another job or model."""
+    """A checkpoint cannot be read, or it belongs to another job or model."""
 
 
 class VersionUnknownError(CheckpointError):
-    """No checkpoint is kept of the version that was asked for, or nothing has its name."""
+    """The requested version has no checkpoint, or no version has the requested name."""
 
     exit_code = 2
 
 
 class FencedError(DollError):
-    """A newer process has taken over: exit, and write nothing more."""
+    """A newer process has taken over: this process must exit, and must not write anything."""
 
 
 class RolledBackError(DollError):
-    """The model has a part of some batches that cannot be completed: exit; the next process starts from the
-    checkpoint."""
+    """The model contains parts of some batches that cannot be completed: the process must exit. The next process starts
+    from the checkpoint."""
 
 
 class IllegalEventError(DollError):
-    """An event, or an answer of a policy, that is a bug. The engine's state is invalid after it: exit; the next process
-    starts from the checkpoint."""
+    """An event, or an answer of a policy, shows a bug. The engine's state is invalid afterwards: the process must exit.
+    The next process starts from the checkpoint."""
 
 
 class InfeasiblePlanError(DollError):
-    """Deadline, error target and budget cannot be met together.
+    """The deadline, the error target and the budget cannot all be met.
 
     Attributes:
-        constraint: the binding one: "deadline", "budget", "error", "risk" or "stability"; "" if unknown.
-        nearest: for each constraint, the nearest feasible value, all else equal; names have units.
+        constraint: the constraint that is violated: "deadline", "budget", "error", "risk" or "stability"; "" if
+            unknown.
+        nearest: nearest feasible value of each constraint with the others unchanged; the keys include the unit.
     """
 
     exit_code = 3
@@ -123,7 +125,7 @@ class InfeasiblePlanError(DollError):
 
 
 class DataLossError(DollError):
-    """Records were deleted from Kafka before they were learned, and `data.on_data_loss` is stop."""
+    """Records were deleted from Kafka before they were learned, and `data.on_data_loss` is `stop`."""
 
     exit_code = 4
 

@@ -1,7 +1,8 @@
-"""Parts of DOLL that other distributions add by entry points: commands, planners, simulations, pictures, recordings.
+"""Find parts of DOLL that other distributions add by entry points: commands, planners, simulations, pictures,
+recordings.
 
-`doll-lab`, the folder lab/ of this repository, has those that only studies and reproductions need. DOLL imports none
-of them by name: it asks for an entry point when somebody uses the part.
+The distribution `doll-lab` (the folder lab/ of this repository) contains the parts that only studies and reproductions
+need. DOLL does not import any of them by name: it loads an entry point when the user needs the part.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ _LAB: Final = "doll_lab"
 
 
 def has_lab() -> bool:
-    """Whether doll-lab is installed; without a look at entry points, which takes 80 ms."""
+    """Return whether doll-lab is installed. Entry points are not read for this, because reading them takes 80 ms."""
     return importlib.util.find_spec(_LAB) is not None
 
 
 @functools.cache
 def find(group: str, name: str) -> Any | None:
-    """The object of one entry point; None: it is not installed."""
+    """Return the object of an entry point, or None if it is not installed."""
     if not has_lab():
         return None
     from importlib.metadata import entry_points
@@ -36,7 +37,8 @@ def find(group: str, name: str) -> Any | None:
 
 
 def need(group: str, name: str, what: str) -> Any:
-    """The object of one entry point; raises ConfigError, for `what` the user has asked for, if it is not installed."""
+    """Return the object of an entry point. Raise ConfigError, whose message names `what` the user requested, if it is
+    not installed."""
     part = find(group, name)
     if part is None:
         raise lab_is_missing(what)
@@ -44,5 +46,5 @@ def need(group: str, name: str, what: str) -> Any:
 
 
 def lab_is_missing(what: str) -> ConfigError:
-    """The error that a part of doll-lab is not installed."""
+    """Return the error for `what` the user requested, which needs doll-lab, if doll-lab is not installed."""
     return ConfigError(f"{what} is in doll-lab, which is not installed: install doll-lab (in a clone: make setup)")

@@ -1,4 +1,4 @@
-"""The extras of the distribution: packages that only some commands and jobs need, and the line that names them."""
+"""Check the distribution's extras: packages that only some commands and jobs need; errors state how to install them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MODULES: Final = {
 
 
 def lacking(what: str, extra: str) -> ConfigError:
-    """The error of `what`, a command or a key of the job file, where a package of an extra is not installed.
+    """Return the error for `what` (a command or a key of the job file) if a package of the extra is not installed.
 
     >>> str(lacking("doll serve", "serve"))
     "doll serve needs the extra serve: pip install 'doll-online[serve]'"
@@ -26,7 +26,8 @@ def lacking(what: str, extra: str) -> ConfigError:
 
 
 def is_installed(extra: str) -> bool:
-    """Whether the packages of an extra are there. They are not imported, which may take seconds."""
+    """Return whether the packages of an extra are installed. They are not imported, because an import may take
+    seconds."""
     try:
         return all(importlib.util.find_spec(module) is not None for module in _MODULES[extra])
     except ModuleNotFoundError:  # the package around a module
@@ -34,6 +35,6 @@ def is_installed(extra: str) -> bool:
 
 
 def require(what: str, extra: str) -> None:
-    """Refuse `what` before it starts; raises ConfigError if a package of the extra is not installed."""
+    """Raise ConfigError if a package of the extra is not installed. Call this before `what` starts."""
     if not is_installed(extra):
         raise lacking(what, extra)

@@ -1,4 +1,4 @@
-"""Hides what is secret in the URLs of a text. Every error of DOLL and every line of its log passes through here."""
+"""Hide the secrets in the URLs of a text. Every error of DOLL and every line of its log passes through this module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _QUERY: Final = re.compile(r"(?<=://)([^\s?'\"]+\?)[^\s'\"#]+")
 
 
 def redacted(text: str) -> str:
-    """`text`, in whose URLs user, password and query are hidden.
+    """Return `text` with the user, password and query of each URL hidden.
 
     >>> redacted("MLflow at http://ann:secret@host:5000/x?key=secret does not answer")
     'MLflow at http://***@host:5000/x?*** does not answer'
@@ -26,7 +26,7 @@ def redacted(text: str) -> str:
 
 
 def holds_credentials(text: str) -> bool:
-    """Whether a URL in `text` has a user or a password.
+    """Return whether a URL in `text` has a user or a password.
 
     >>> holds_credentials("s3://KEY:SEC/RET@bucket/x"), holds_credentials("s3://bucket/x@stable")
     (True, False)

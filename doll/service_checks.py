@@ -1,4 +1,4 @@
-"""Whether a job's services answer: asked before a process does anything else."""
+"""Check that a job's services answer, before a process does anything else."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _DOLL_UP = "; or use `doll up`, which starts its own where no address is given"
 
 
 def require_services(config: JobConfig, services: Services, timeout_s: float = 8.0, *, hint: str = _DOLL_UP) -> None:
-    """Return once Redis answers a PING (within 5 s) and Kafka sends its metadata (within `timeout_s`). Raises
-    ConfigError if credentials are missing, and ServiceUnavailableError, which names the address, what to do, and `hint`
-    besides, if one of them does not answer."""
+    """Return after Redis has answered a PING (within 5 s) and Kafka has sent its metadata (within `timeout_s`). Raise
+    ConfigError if credentials are missing. Raise ServiceUnavailableError if a service does not answer; the message
+    names the address and what to do, and ends with `hint`."""
     _raise((redis_problem(services), kafka_problem(config, services, timeout_s)), hint)
 
 
 def require_kafka(config: JobConfig, services: Services, timeout_s: float = 8.0) -> None:
-    """Return once Kafka answers, for processes that read or write topics only: it works while Redis is gone. Raises as
-    `require_services`."""
+    """Return after Kafka has answered. This check is for processes that only read or write topics: they also work while
+    Redis is unavailable. Raises the same errors as `require_services`."""
     _raise((kafka_problem(config, services, timeout_s),), _DOLL_UP)
 
 

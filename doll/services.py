@@ -1,7 +1,7 @@
-"""The places of a job's Kafka and Redis: addresses from the job file or the environment, and the names of its
-variables.
+"""Find the addresses of a job's Kafka and Redis, from the job file or from environment variables.
 
-Clients are built in `doll.kafka.clients` and `doll.storage.redis_client`. Log-ins of Kafka are `doll.kafka.logins`.
+The clients are built in `doll.kafka.clients` and `doll.storage.redis_client`. Kafka's logins are in
+`doll.kafka.logins`.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ REDIS_FORMS: Final = (
     "redis://host:port/db, redis+sentinel://host:port[,host:port]/PRIMARY[/db] or "
     "redis+cluster://host:port[,host:port], with rediss in place of redis for TLS"
 )
-"""Forms of a Redis URL, for messages."""
+"""The valid forms of a Redis URL, for messages."""
 
 
 @dataclass(frozen=True)
 class Services:
-    """Addresses of the services of a job; they hold no secret."""
+    """The addresses of a job's services, without secrets."""
 
     kafka: str  # bootstrap servers, `host:port[,host:port]`
     redis: str  # URL without credentials, in a form that `parse_redis` reads
@@ -58,8 +58,8 @@ class Services:
 
 
 def kafka_address(config: JobConfig) -> str | None:
-    """Bootstrap servers from the job file, else from $DOLL_KAFKA, else None; raises ConfigError if they hold
-    credentials."""
+    """Return the bootstrap servers from the job file, otherwise from $DOLL_KAFKA, otherwise None. Raise ConfigError if
+    the address contains credentials."""
     address = config.kafka.address or os.environ.get(KAFKA_ENV) or None
     if address is not None and "@" in address:  # the address itself is a secret then: it is not repeated here
         origin = "kafka.address" if config.kafka.address else f"${KAFKA_ENV}"
@@ -72,7 +72,7 @@ def kafka_address(config: JobConfig) -> str | None:
 
 @dataclass(frozen=True)
 class RedisPlace:
-    """The servers of a Redis."""
+    """The servers of a Redis installation."""
 
     kind: str  # "single", "sentinel" or "cluster"
     tls: bool
@@ -82,7 +82,7 @@ class RedisPlace:
 
 
 def parse_redis(url: str) -> RedisPlace | None:
-    """The place that a Redis URL names; None if it has none of the forms of `REDIS_FORMS`."""
+    """Return the servers that a Redis URL names, or None if the URL has none of the forms of `REDIS_FORMS`."""
     match = _REDIS_URL.fullmatch(url)
     if match is None:
         return None
@@ -108,8 +108,8 @@ def _split_address(text: str, port: int) -> tuple[str, int] | None:
 
 
 def redis_address(config: JobConfig) -> str | None:
-    """Redis URL from the job file, else from $DOLL_REDIS, else None; that of a Cluster names the job. Raises
-    ConfigError if it is not a URL of Redis, or holds credentials."""
+    """Return the Redis URL from the job file, otherwise from $DOLL_REDIS, otherwise None. The URL of a Cluster also
+    names the job. Raise ConfigError if the URL is not a valid Redis URL, or contains credentials."""
     url = config.redis.address or os.environ.get(REDIS_ENV) or None
     if url is None:
         return None
@@ -126,11 +126,11 @@ def redis_address(config: JobConfig) -> str | None:
 
 
 def resolve(config: JobConfig, *, needs_redis: bool = True) -> Services:
-    """The services that the job file or the environment name; raises ConfigError if an address is in neither, or is
+    """Return the services that the job file or the environment names. Raise ConfigError if an address is missing or
     malformed.
 
     Args:
-        needs_redis: False: the caller reads Kafka alone; without an address of Redis, it is empty.
+        needs_redis: False: the caller only reads Kafka. If there is no Redis address, it is empty in the result.
     """
     kafka, redis_url = kafka_address(config), redis_address(config)
     missing = []

@@ -1,4 +1,4 @@
-"""Logging: events with fields, one line each. Configured by entry points only, never on import."""
+"""Write the log: events with fields, one line each. Only entry points configure the log, never an import."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _Event = MutableMapping[str, Any]
 
 
 def configure(log_format: LogFormat = "console", *, process: str = "", stream: TextIO | None = None) -> None:
-    """Write the log of this process, and the warnings of libraries, to `stream`: one form for both.
+    """Write the log of this process and the warnings of libraries to `stream`, both in the same format.
 
-    Each line has the time in UTC (ISO 8601), the level, the event, the process and the fields. The console form has
-    colours if the stream is a terminal and NO_COLOR is not set, and no control sequences otherwise.
+    Each line has the time in UTC (ISO 8601), the level, the event, the process and the fields. The console format has
+    colours if the stream is a terminal and NO_COLOR is not set; otherwise it has no control sequences.
 
     Args:
-        process: name of this process, in each line.
-        stream: default: standard error, whatever it is when a line is written.
+        process: name of this process, which each line contains.
+        stream: the stream to write to. Default: `sys.stderr`, looked up each time a line is written.
     """
     out: TextIO = cast(TextIO, _StandardError()) if stream is None else stream
 
@@ -71,7 +71,7 @@ def configure(log_format: LogFormat = "console", *, process: str = "", stream: T
 
 
 class _StandardError:
-    """`sys.stderr` at the time of each call: a test or a fork may have replaced the one that there was."""
+    """A stream that writes to the current `sys.stderr`, which a test or a fork may replace."""
 
     def write(self, text: str) -> int:
         return sys.stderr.write(text)
@@ -95,7 +95,7 @@ def _renderer(log_format: LogFormat, out: TextIO) -> Any:
 
 
 def _has_colors(out: TextIO) -> bool:
-    """Whether `out` shows colours, and the user wants them (https://no-color.org)."""
+    """Return whether `out` can show colours and the user has not disabled colours (https://no-color.org)."""
     return out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -108,8 +108,8 @@ def _render_json(_logger: Any, _method: str, event: _Event) -> str:
 
 
 def _escape(_logger: Any, _method: str, event: _Event) -> _Event:
-    """Values come from records and libraries: they could steer a terminal, or begin a line that looks like another;
-    and their URLs may hold credentials."""
+    """Escape control characters and hide credentials of URLs. Values come from records and libraries: they could
+    control a terminal, or begin a line that looks like another log line."""
     for key, value in event.items():
         if isinstance(value, Exception):
             value = str(value)
@@ -126,7 +126,8 @@ def _printable(text: str, keep: Iterable[str]) -> str:
 
 
 class RateLimitFilter(logging.Filter):
-    """Passes each message of a library once in 30 s: a client without its server may write 70 lines a second.
+    """A filter that passes each message of a library once in 30 s: a client without its server may log 70 lines a
+    second.
 
     Messages are compared by their text before values are inserted.
     """
@@ -147,5 +148,5 @@ class RateLimitFilter(logging.Filter):
 
 
 def get_logger(name: str) -> Any:
-    """A logger whose calls read `log.info("event_name", field=value)`."""
+    """Return a logger with calls such as `log.info("event_name", field=value)`."""
     return structlog.get_logger(name)

@@ -1,4 +1,4 @@
-"""Checks for authors of tasks: what a worker, the server and `doll serve` need of a `Task`, without a job.
+"""Test a `Task` without a job: check that it provides what a worker, the server and `doll serve` need.
 
 from doll.testing import check_task
 
@@ -31,10 +31,10 @@ class TaskReport:
     """The result of `check_task`.
 
     Attributes:
-        samples: that the records gave.
-        parameters: numbers of the model that are trained.
-        first_loss, last_loss: mean loss over all samples before the first step, and after the last one.
-        reasons: why each of the refused records was refused.
+        samples: number of samples that were decoded from the records.
+        parameters: number of trained parameters (scalars) of the model.
+        first_loss, last_loss: mean loss over all samples before the first step and after the last step.
+        reasons: reason for each refused record.
     """
 
     samples: int
@@ -50,20 +50,21 @@ def check_task(
 ) -> TaskReport:  # fmt: skip
     """Check that a task decodes, refuses, builds, learns and predicts as DOLL expects.
 
-    1. Every one of `records` is decoded, and decoded in bulk to the same arrays as one by one.
-    2. Every one of `refused` is refused, also between two good records, which are kept.
-    3. `build_model` builds the same model twice, of tensors that DOLL trains, and a copy by `state_dict` gives the same
-       output: what is exported is the model.
-    4. `steps` steps of SGD with `lr` lower the mean loss over the samples.
-    5. `decode_features` and `predict` answer for the first record.
+    1. Each of `records` is decoded; decoding in bulk gives the same arrays as decoding one by one.
+    2. Each of `refused` is refused, also between two good records; the good records are kept.
+    3. Two calls of `build_model` give the same model, and DOLL can train its tensors. A copy by `state_dict` gives the
+       same output, so an exported model is complete.
+    4. After `steps` steps of SGD with `lr`, the mean loss over the samples is lower.
+    5. `decode_features` and `predict` return an answer for the first record.
 
     Args:
-        records: values of Kafka records, at least two, that the task takes.
-        refused: values that it must not take.
-        batch_size: samples of a step; they are taken in order, and again from the first one.
+        records: values of Kafka records that the task must accept; at least two.
+        refused: values that the task must refuse.
+        batch_size: number of samples of a step. Samples are used in order; after the last one, the first one follows
+            again.
 
     Raises:
-        AssertionError: says what was expected and what came.
+        AssertionError: a check failed; the message states the expected and the actual result.
     """
     if len(records) < 2:
         raise ValueError(f"expected at least two records, got {len(records)}")
@@ -89,7 +90,8 @@ def check_task(
 
 
 def _decoded_alike(task: Task, records: Sequence[bytes]) -> DecodedBatch:
-    """The samples of all records, in bulk."""
+    """Return the samples of all records, decoded in bulk. Raise AssertionError if decoding one by one gives other
+    samples."""
     bulk = _decode(task, records)
     for problem in bulk.refused[:1]:
         raise AssertionError(f"expected record {problem.offset} to be taken, it is refused: {problem.reason}")
@@ -135,7 +137,7 @@ def _decode(task: Task, records: Sequence[bytes]) -> DecodedBatch:
 
 
 def _refused(task: Task, record: bytes, good: Sequence[bytes]) -> str:
-    """Why a record is refused that stands between two good ones."""
+    """Return the reason why `record` is refused if it is between two good records."""
     decoded = _decode(task, [good[0], record, good[1]])
     at = [problem.offset for problem in decoded.refused]
     if at != [1] or {*decoded.offsets.tolist()} != {0, 2}:
