@@ -44,12 +44,12 @@ class Role:
         self.exitcode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code once it has exited, else None."""
+        """Return the exit code if it has exited, otherwise None."""
         self._server._read(0.0)
         return self.exitcode
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Wait at most `timeout_s` until it exits; the exit code, or None if it still runs."""
+        """Wait at most `timeout_s` for the exit. Return the exit code, or None if it still runs."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while self.poll() is None:
             left_s = None if deadline_s is None else deadline_s - time.monotonic()
@@ -59,7 +59,7 @@ class Role:
         return self.exitcode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, such as SIGSTOP or SIGCONT; no effect after its exit."""
+        """Send a signal, such as SIGSTOP or SIGCONT. After the exit this has no effect."""
         if self.poll() is None:
             self._server._send({"kill": self.pid, "signal": int(number)})
 
@@ -71,9 +71,9 @@ class Role:
 
 
 class ForkServer:
-    """Starts roles. `start` returns while torch loads in the background; `close` kills the roles that still run.
+    """A server that starts roles. `start` returns while torch loads in the background; `close` kills the running roles.
 
-    Use it from one thread, which must live as long as the roles do.
+    Use it from one thread, which must live as long as the roles.
     """
 
     def __init__(self, log_path: Path, preload: Sequence[str] = PRELOAD) -> None:
@@ -89,11 +89,11 @@ class ForkServer:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the fork server while it runs."""
+        """The process id of the fork server while it runs."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def start(self) -> None:
-        """Begin to load the modules. It may be called again."""
+        """Start to load the modules. The call may be repeated."""
         if self._process is not None:
             return
         own_end, child_end = socket.socketpair()
@@ -109,14 +109,15 @@ class ForkServer:
     def start_role(
         self, target: str, args: Sequence[Any] = (), *, log_path: Path, name: str, env: Mapping[str, str] | None = None
     ) -> Role:
-        """Fork a process that calls `target` and exits with its result. It is killed when this process ends. Raises
-        ServiceUnavailableError, with its log, if the fork server has exited or does not start.
+        """Fork a process that calls `target` and exits with its result. It is killed when this process ends. Raise
+        ServiceUnavailableError, which contains the log, if the fork server has exited or does not start.
 
         Args:
-            target: `module:function`, imported in the child. It returns None or an exit code; an exception gives 1.
+            target: `module:function`, imported in the child. It returns None or an exit code; an exception gives exit
+                code 1.
             args: JSON values: names, numbers, paths as text.
-            log_path: file to which its standard output and error are appended.
-            env: additions to its environment; secrets are inherited from this process's environment.
+            log_path: file to which its standard output and standard error are appended.
+            env: additional environment variables; secrets are inherited from this process's environment.
         """
         self.start()
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,16 +138,16 @@ class ForkServer:
         return role
 
     def launch(self, spec: RoleSpec) -> Role:
-        """`start_role` for a `Supervisor`."""
+        """Call `start_role` for a `Supervisor`."""
         return self.start_role(spec.target, spec.args, log_path=spec.log_path, name=spec.name, env=spec.env)
 
     def running(self) -> list[Role]:
-        """The roles that still run."""
+        """Return the running roles."""
         self._read(0.0)
         return list(self._roles.values())
 
     def close(self) -> None:
-        """Kill the roles that still run, and the fork server. It may be called again."""
+        """Kill the running roles and the fork server. The call may be repeated."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -163,7 +164,7 @@ class ForkServer:
                 self._mark_all_lost()
 
     def _read(self, timeout_s: float | None) -> None:
-        """Process the fork server's messages; wait at most `timeout_s` for the first."""
+        """Process the messages of the fork server. Wait at most `timeout_s` for the first one."""
         if self._socket is None:
             return
         ready, _, _ = select.select([self._socket], [], [], timeout_s)
@@ -190,7 +191,7 @@ class ForkServer:
                         self._ended_early[pid] = code
 
     def _mark_all_lost(self) -> None:
-        """The fork server has ended, and its children are killed with it."""
+        """Mark all roles as ended, because the fork server has ended and its children are killed with it."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

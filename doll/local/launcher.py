@@ -1,10 +1,10 @@
 """Run a program that is killed when its parent ends: `python -I -S launcher.py [--watch] PARENT_PID PROGRAM ARG...`.
 
-It is a separate program, because code between fork and exec (`preexec_fn`) may deadlock in a parent with threads. The
-death signal that it requests is kept across exec, and so is the process id.
+This is a separate program, because code between fork and exec (`preexec_fn`) may deadlock in a parent with threads. The
+death signal that it requests and the process id are kept across exec.
 
-`--watch` is for systems without death signals, such as macOS: a child of the program looks twice a second whether the
-parent is there, and kills the program if it is not.
+`--watch` is for systems without death signals, such as macOS: a child of the program checks twice a second whether the
+parent exists, and kills the program if it does not.
 """
 
 import ctypes
@@ -20,9 +20,9 @@ _MAX_DESCRIPTORS = 4096
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask Linux to SIGKILL this process when the thread that started it ends; exit if it has ended already.
+    """Ask Linux to SIGKILL this process when the thread that started it ends. Exit if the thread has already ended.
 
-    On other systems than Linux it does nothing; a program that is executed can be watched instead.
+    On other systems than Linux this does nothing; there, a program that is executed can be watched instead.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -32,7 +32,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def watch(parent_pid: int) -> None:
-    """Start a child that kills this process when the parent has ended; exit if it has ended already."""
+    """Start a child that kills this process after the parent has ended. Exit if the parent has already ended."""
     watched_pid = os.getpid()
     if os.fork():
         if os.getppid() != parent_pid:

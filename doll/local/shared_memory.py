@@ -1,4 +1,5 @@
-"""A run's folder in shared memory: removed at the end of the run, or by the next run if the run was killed.
+"""Manage a run's folder in shared memory: it is removed at the end of the run, or by the next run if the run was
+killed.
 
 Its owner holds a lock on it. The kernel releases the lock when the owner's process ends, so a folder that can be locked
 is stale.
@@ -23,8 +24,8 @@ _MIN_FREE_BYTES: Final = 256 * 1024 * 1024
 
 @contextlib.contextmanager
 def run_folder(root: Path = SHM_ROOT) -> Iterator[Path]:
-    """A new folder that only this user can access; it is removed with its contents at the exit of the context. Raises
-    OSError if it cannot be created."""
+    """Yield a new folder that only this user can access. It is removed with its contents at the exit of the context.
+    Raise OSError if it cannot be created."""
     remove_stale_folders(root)
     folder, lock = _locked_folder(root)
     try:
@@ -35,7 +36,7 @@ def run_folder(root: Path = SHM_ROOT) -> Iterator[Path]:
 
 
 def obstacle(root: Path = SHM_ROOT) -> str | None:
-    """Why blobs cannot be stored there, or None."""
+    """Return why blobs cannot be stored there, or None."""
     try:
         status = os.statvfs(root)
     except OSError as exc:

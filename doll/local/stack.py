@@ -1,4 +1,4 @@
-"""Locate Kafka and Redis for a job, or start them on this machine for the duration of the run."""
+"""Find Kafka and Redis for a job, or start them on this machine for the duration of the run."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ def local_stack(
     *,
     advertised_ports: Sequence[Mapping[str, int]] = ({},),
 ) -> Iterator[Stack]:
-    """Services of the job that answer. What is started here is stopped at the exit of the context.
+    """Yield services of the job that answer. The services that are started here are stopped at the exit of the context.
 
-    Kafka is the first of these: the address in the job file; a local broker on the data of an earlier run in
-    `run_folder`; $DOLL_KAFKA if it answers; a local broker (`kafka_jars`). Redis: the address in the job file;
-    $DOLL_REDIS if it answers; a local server (`redis_server`).
+    Kafka is the first one available of: the address in the job file; a local broker on the data of an earlier run in
+    `run_folder`; $DOLL_KAFKA if it answers; a local broker (`kafka_jars`). Redis is the first one available of: the
+    address in the job file; $DOLL_REDIS if it answers; a local server (`redis_server`).
 
     Args:
-        run_folder: data and logs of started services go to its folder `services/`.
-        advertised_ports: for each local broker, as in `LocalKafka`; more than one mapping starts a local cluster.
+        run_folder: run folder; its folder `services/` gets data and logs of the started services.
+        advertised_ports: one mapping for each local broker, as in `LocalKafka`; several mappings start a local cluster.
 
     Raises:
-        ConfigError: an address is malformed, security is configured without an address, or what a local service needs
-            is not installed.
+        ConfigError: an address is malformed; or security is configured without an address; or a requirement of a local
+            service is not installed.
         ServiceUnavailableError: an address in the job file does not answer, or a service cannot be started.
     """
     if config.kafka.security != "plaintext" and kafka_address(config) is None:
@@ -74,13 +74,14 @@ def local_stack(
 
 
 def has_kafka_data(run_folder: Path) -> bool:
-    """Whether this run folder holds the data of an earlier run's local broker."""
+    """Return whether this run folder contains the data of an earlier run's local broker."""
     folder = run_folder / "services" / "kafka"
     return (folder / "data" / "meta.properties").is_file() or nodes_with_data(folder) > 0
 
 
 class _Chooser:
-    """Chooses the best available services; what it starts is stopped with `started`."""
+    """Chooses the best available Kafka, Redis and blob store. Services that it starts are stopped when `started` is
+    closed."""
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class _Chooser:
         self.notes: list[str] = []
 
     def blobs(self, redis_kind: Kind) -> str:
-        """Folder in shared memory for weights and gradients; empty if they go through Redis."""
+        """Return the folder in shared memory for weights and gradients; empty if they go through Redis."""
         kind = self._config.blobs.kind
         # Processes on other machines can use a given Redis, so its blobs must be there; a local Redis is used by local
         # processes only.
@@ -116,7 +117,7 @@ class _Chooser:
         return str(folder)
 
     def redis(self) -> tuple[str, Kind, LocalRedis | None]:
-        """URL, kind, and the server if this run has started one."""
+        """Return URL, kind, and the server if this run has started one."""
         reasons_against: list[str] = []
         url = redis_address(self._config)
         if url is not None:
@@ -133,7 +134,7 @@ class _Chooser:
         return server.address, "local", server
 
     def kafka(self) -> tuple[str, Kind, LocalKafka | KafkaCluster | None]:
-        """Bootstrap servers, kind, and the broker or cluster if this run has started one."""
+        """Return bootstrap servers, kind, and the broker or cluster if this run has started one."""
         address, is_given = kafka_address(self._config), bool(self._config.kafka.address)
         if address is not None and len(self._advertised_ports) > 1:
             raise ConfigError(

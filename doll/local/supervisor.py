@@ -1,4 +1,4 @@
-"""Supervise roles: a role that fails is restarted; one that keeps failing ends the run, with the end of its log."""
+"""Supervise roles: a failed role is restarted; a role that fails repeatedly ends the run, with the end of its log."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _POLL_S: Final = 0.05
 
 
 class RoleFailedError(DollError):
-    """A role fails each time it is started; the message shows the end of its log."""
+    """A role has failed after each start; the message contains the end of its log."""
 
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """A role to start; see `doll.local.forks.ForkServer.start_role` for the fields."""
+    """A role to start; `doll.local.forks.ForkServer.start_role` describes the fields."""
 
     name: str
     target: str
@@ -49,7 +49,7 @@ class Handle(Protocol):
 
 @dataclass(frozen=True)
 class Restart:
-    """A role has failed and is restarted after `backoff_s`."""
+    """The record that a role has failed and is restarted after `backoff_s`."""
 
     name: str
     exit_code: int
@@ -68,15 +68,16 @@ class _RoleState:
 
 
 def backoff_s(failures: int) -> float:
-    """Wait before a restart, in seconds, after this number (1 or more) of failures in a row: 0.5, 1, 2, 4, 5, 5, ..."""
+    """Return the wait before a restart, in seconds, after this number (1 or more) of successive failures: 0.5, 1, 2, 4,
+    5, 5, ..."""
     return min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** (failures - 1))
 
 
 class Supervisor:
-    """Keeps named roles running. It has no threads: call `poll` a few times a second.
+    """A supervisor that keeps named roles running. It has no threads: call `poll` a few times a second.
 
-    `launch` starts a role, as `ForkServer.launch` does; `on_restart` is called before the wait for each restart;
-    `sleep` is used by `stop` only.
+    `launch` starts a role, as `ForkServer.launch` does. `on_restart` is called before the wait for each restart.
+    `sleep` is used only by `stop`.
     """
 
     def __init__(
@@ -94,17 +95,18 @@ class Supervisor:
         self._states: dict[str, _RoleState] = {}
 
     def start(self, spec: RoleSpec) -> Handle:
-        """Start a role and keep it running. The name of a role that has ended may be used again."""
+        """Start a role and keep it running. The name of an ended role may be used again."""
         return self._run(self._add(_RoleState(spec)))
 
     def poll(self) -> None:
         """Check which roles have exited, and restart those whose wait is over.
 
         Raises:
-            RoleFailedError: a role has failed 5 times in a row, each time within 20 s of its start; 20 times where it
-                was killed by SIGKILL the last time, which is not its own doing.
-            ConfigError: a role reports by exit code 2 that the job file or the task is invalid; it is not restarted.
-            DataLossError: a role reports by exit code 4 that records were deleted before they were learned.
+            RoleFailedError: a role has failed 5 times in a row, each time within 20 s of its start. If it was killed by
+                SIGKILL the last time,
+            the limit is 20 times, because the role did not cause it.
+            ConfigError: a role reports with exit code 2 that the job file or the task is invalid; it is not restarted.
+            DataLossError: a role reports with exit code 4 that records were deleted before they were learned.
         """
         for state in self._states.values():
             if state.handle is not None and (code := state.handle.poll()) is not None:
@@ -143,11 +145,11 @@ class Supervisor:
         self._on_restart(Restart(state.spec.name, code, state.failures, wait_s))
 
     def reset_failures(self, name: str) -> None:
-        """Reset the failures of a role, before a kill on purpose."""
+        """Reset the failures of a role, before it is killed intentionally."""
         self._states[name].failures = 0
 
     def release(self, name: str) -> tuple[RoleSpec, Handle]:
-        """Stop supervising this role; its process continues, and the name is free. Raises ValueError if it is not
+        """Stop supervising this role. Its process continues, and the name is free. Raise ValueError if it is not
         running."""
         state = self._states.get(name)
         if state is None or state.handle is None:
@@ -156,7 +158,7 @@ class Supervisor:
         return state.spec, state.handle
 
     def adopt(self, spec: RoleSpec, handle: Handle) -> None:
-        """Supervise a running process; its name must be free, or the role of that name must have ended."""
+        """Supervise a running process. Its name must be free, or the role of that name must have ended."""
         self._add(_RoleState(spec, handle, self._clock()))
 
     def _add(self, state: _RoleState) -> _RoleState:
@@ -167,21 +169,22 @@ class Supervisor:
         return state
 
     def handles(self) -> dict[str, Handle]:
-        """The running roles, by name."""
+        """Return the running roles, by name."""
         return {name: state.handle for name, state in self._states.items() if state.handle is not None}
 
     def exit_codes(self) -> dict[str, int | None]:
-        """The exit code of each name: 0 once it has ended normally, another once it is not restarted any more, else
-        None."""
+        """Return the exit code by role: 0 if it has ended normally, another code if it is not restarted any more,
+        otherwise None."""
         return {name: state.exit_code for name, state in self._states.items()}
 
     def stop(self, order: Iterable[str] = (), grace_s: float = 10.0) -> None:
         """Stop all roles: SIGTERM, and SIGKILL for roles that still run after `grace_s`. No role is restarted.
 
         Args:
-            order: patterns such as `worker-*`, in the order of stopping. The roles of one pattern are stopped together,
-                and roles that match no pattern last.
-            grace_s: time for each pattern.
+            order: patterns such as `worker-*`, in the order of stopping. The roles of one pattern are stopped together.
+                Roles that match
+            no pattern are stopped last.
+            grace_s: time for the roles of each pattern, in seconds.
         """
         for state in self._states.values():
             state.restart_at_s = None

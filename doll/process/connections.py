@@ -1,4 +1,4 @@
-"""Who may ask a server, and how many connections it keeps: none of them for long without a request."""
+"""Control the clients of a server and the number of its connections; close connections that are idle for long."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ KEY_ENV: Final = "DOLL_SERVE_KEY"
 CLIENT_CA_ENV: Final = "DOLL_SERVE_CLIENT_CA"
 
 KEEP_ALIVE_S: Final = 75.0
-"""That a connection may stay open without a request: longer than a load balancer keeps its own (60 s with ALB and
-nginx), which else would send a request over a connection that is just being closed."""
+"""Seconds for which a connection may stay open without a request. This is longer than the time of load balancers (60 s
+with ALB and nginx), which could otherwise send a request over a connection that is being closed."""
 IDLE_S: Final = 30.0  # that a client may leave an answer unread
 _LOOK_S: Final = 1.0
 _MAX_CONNECTIONS: Final = 8192
@@ -35,7 +35,7 @@ _OTHER_FILES: Final = 256  # that a process has open beside connections
 
 
 class ServerAccess(NamedTuple):
-    """The clients that may ask a server."""
+    """The clients that may send requests to a server."""
 
     token: str = ""  # that a request must have; "": none is asked for
     by_certificate: bool = False  # clients must have certificates
@@ -43,8 +43,8 @@ class ServerAccess(NamedTuple):
 
 
 def find_access(token_file: Path | None = None) -> ServerAccess:
-    """The access that the environment sets, or a file with the token in place of the environment's. Raises ConfigError
-    if a file cannot be used, or the token is no secret."""
+    """Return the access settings of the environment; a `token_file` replaces the token of the environment. Raise
+    ConfigError if a file cannot be used, or the token is not a secret."""
     token = secret(TOKEN_ENV) or ""
     if token_file is not None:
         token = read_token(token_file)
@@ -62,7 +62,7 @@ def find_access(token_file: Path | None = None) -> ServerAccess:
 
 
 def _try_files(cert: str, key: str | None, ca: str | None) -> None:
-    """Use these files once, so that what is wrong with them is said, as ConfigError, before anything starts."""
+    """Load these files once, so that problems with them raise ConfigError before anything starts."""
     for name, path in ((CERT_ENV, cert), (KEY_ENV, key), (CLIENT_CA_ENV, ca)):
         if path is not None and not (os.path.isfile(path) and os.access(path, os.R_OK)):
             raise ConfigError(f"{name}: expected a PEM file that can be read, got {path}")
@@ -91,7 +91,7 @@ def _try_files(cert: str, key: str | None, ca: str | None) -> None:
 
 
 def _reason(error: ssl.SSLError) -> str:
-    """`key values mismatch`; if OpenSSL says nothing, the file is no PEM file."""
+    """Return OpenSSL's reason, such as `key values mismatch`; without one, the file is not a PEM file."""
     return (error.reason or "no PEM file").lower().replace("_", " ")
 
 
@@ -108,7 +108,7 @@ _LONG_HEAD: Final = _refusal(
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. Beyond as many as may be, a connection is told so and closed."""
+    """A connection. If there are more connections than allowed, it answers with an error and is closed."""
 
     max_connections = _MAX_CONNECTIONS
 
@@ -165,7 +165,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self.idle_since_s = self.loop.time()
 
     def close_if_idle(self, now_s: float, time_limit_s: float) -> None:
-        """Close a connection whose next request does not come, or is not whole in time, or that reads no answer."""
+        """Close a connection that does not receive its next request completely in time, or whose client does not read
+        an answer."""
         if self.message_since_s is not None and now_s - self.message_since_s > time_limit_s:
             if self.in_head or not self.cycle.response_started:
                 self.transport.write(_refusal("408 Request Timeout", f"expected the body within {time_limit_s:g} s"))
@@ -178,7 +179,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class BoundedServer(uvicorn.Server):
-    """A server whose owner handles signals, and that closes idle connections."""
+    """A server that closes idle connections, and leaves the handling of signals to its owner."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -186,7 +187,8 @@ class BoundedServer(uvicorn.Server):
         yield
 
     async def close_idle(self, time_limit_s: float) -> None:
-        """Close idle connections until it is cancelled, and those whose request does not come within `time_limit_s`."""
+        """Until it is cancelled, close idle connections and connections whose request takes longer than
+        `time_limit_s`."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -196,7 +198,7 @@ class BoundedServer(uvicorn.Server):
 
 
 def allow_many_files() -> None:
-    """Let this process have as many connections as it may have, within the system's limit of open files."""
+    """Raise this process's limit of open files to the system's limit, so that it can have more connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_CONNECTIONS + _OTHER_FILES
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

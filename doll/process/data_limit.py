@@ -1,4 +1,4 @@
-"""A limit of what a process may take, and whether an error says that it is reached. Linux only."""
+"""Limit the memory of a process, and detect errors that are caused by this limit. Linux only."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _WORDS: Final = ("allocate memory", "MemoryError", "CUDA out of memory", "std::b
 
 
 def data_bytes() -> int:
-    """Private memory that this process may write to (RLIMIT_DATA counts it), in bytes: heap, mappings, stacks. Raises
-    ConfigError if this system is not Linux."""
+    """Return the private memory in bytes to which this process may write (as RLIMIT_DATA counts it): heap, mappings,
+    stacks. Raise ConfigError if this system is not Linux."""
     try:
         text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     except OSError as exc:
@@ -30,22 +30,24 @@ def data_bytes() -> int:
 
 
 class DataLimit:
-    """Lets this process, and those that it forks, take so much beside what it had before, each for itself."""
+    """A limit of the memory that this process, and each process that it forks, may take in addition to its present
+    memory."""
 
     def __init__(self, more_bytes: float | None) -> None:
-        """`more_bytes`: None: any."""
+        """Args:
+            more_bytes: size of the additional memory. None: no limit."""
         self._more_bytes = more_bytes
         self._base_bytes = 0
 
     def begin(self) -> None:
-        """Begin: what the process has now does not count."""
+        """Begin to limit the memory; the memory that the process has now does not count."""
         if self._more_bytes is not None:
             self._base_bytes = data_bytes()
             self._set(self._base_bytes + int(self._more_bytes))
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Lift the limit for what the process takes meanwhile, such as the stacks of its clients' threads."""
+        """Lift the limit within the context, for memory such as the stacks of its clients' threads."""
         if self._more_bytes is None:
             yield
             return
@@ -64,8 +66,8 @@ class DataLimit:
 
 
 def out_of_memory(error: BaseException, limit_bytes: float | None) -> TaskError | None:
-    """The error for the user, if `error` comes from too little memory and the memory is limited
-    (`worker.memory_bytes`): a restart would fail again. None: it is another error, or nothing is limited."""
+    """Return the error for the user, if `error` was caused by too little memory and the memory is limited
+    (`worker.memory_bytes`): a restart would fail again. None: it is another error, or there is no limit."""
     if limit_bytes is None or not _is_of_memory(error):
         return None
     first = str(error).partition("\n")[0][:_MAX_REASON_CHARS] or type(error).__name__

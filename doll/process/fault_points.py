@@ -1,8 +1,8 @@
-"""Fault points for tests: places between two side effects at which a test can have the process killed.
+"""Define fault points for tests: places between two side effects at which a test can have the process killed.
 
 `DOLL_FAULT=ps.after_apply@3` kills the process (SIGKILL) when it reaches that point for the third time. If
-`DOLL_FAULT_MARKER` names a file, only the first process that gets there is killed: it creates the file.
-Without `DOLL_FAULT` a point costs one lookup.
+`DOLL_FAULT_MARKER` names a file, only the first process that reaches the point is killed: it creates the file. Without
+`DOLL_FAULT`, a point costs one lookup.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _hits: Counter[str] = Counter()
 
 
 def fault_point(name: str, before_exit: Callable[[], object] | None = None) -> None:
-    """Kill this process here if the environment says so; `before_exit` is called first, so that the side effect before
-    this point has left the process. Raises ConfigError if `DOLL_FAULT` is not `point@count`, or has an unknown
+    """Kill this process here if the environment requests it. `before_exit` is called first, so that the side effect
+    before this point has left the process. Raise ConfigError if `DOLL_FAULT` is not `point@count` or has an unknown
     point."""
     wanted = os.environ.get(ENV)
     if not wanted:

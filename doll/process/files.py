@@ -1,4 +1,4 @@
-"""Replace a file atomically: a reader sees the old content or the new one, never a part of either."""
+"""Replace a file atomically: a reader sees either the old or the new content, never a part of it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ MAX_JSON_BYTES: Final = 64_000_000
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """A temporary file beside `path` for the body to write; it replaces `path` when the body ends without an error.
+    """Yield a temporary file beside `path`; it replaces `path` when the body ends without an error.
 
-    Folders above `path` are created. If the body raises, `path` stays as it was and the temporary file is removed. If
-    it is `durable`, it survives a power failure, too: the file and its folder are synced to disk. Raises OSError if the
-    folder cannot be written.
+    Folders above `path` are created. If the body raises an error, `path` is not changed and the temporary file is
+    removed. If `durable`, the change also survives a power failure: the file and its folder are synced to disk. Raise
+    OSError if the folder cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
@@ -48,7 +48,7 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Replace `path` by `content` (text as UTF-8), as `replacing` does; raises OSError if the folder cannot be
+    """Replace `path` by `content` (text as UTF-8), as `replacing` does. Raise OSError if the folder cannot be
     written."""
     with replacing(path, durable=durable) as temporary:
         temporary.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
@@ -56,7 +56,7 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = False)
 
 @contextmanager
 def refuse_unwritable(path: Path) -> Iterator[None]:
-    """Guard the body, which writes a file that a user has named; raises ConfigError if it cannot be written."""
+    """Within the context, in which a file that the user named is written, raise ConfigError if it cannot be written."""
     try:
         yield
     except OSError as exc:
@@ -64,7 +64,7 @@ def refuse_unwritable(path: Path) -> Iterator[None]:
 
 
 def is_full(folder: Path) -> bool:
-    """Whether less than a megabyte is left on the disk of a folder."""
+    """Return whether less than one megabyte is free on the disk of a folder."""
     try:
         return shutil.disk_usage(folder).free < 1_000_000
     except OSError:
@@ -72,7 +72,8 @@ def is_full(folder: Path) -> bool:
 
 
 def folder_problem(folder: Path) -> str:
-    """Why a folder is not private to this user, and so not to be trusted; "": it is. OSError: it is not there."""
+    """Return why a folder is not private to this user and must not be trusted; "" if it is. Raise OSError if it does
+    not exist."""
     status = os.lstat(folder)
     if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
         return ""
@@ -83,7 +84,7 @@ def folder_problem(folder: Path) -> str:
 
 
 def unwritable(error: OSError) -> ServiceUnavailableError:
-    """The error for a file or folder that cannot be used: which, why, and what to do."""
+    """Return the error for a file or folder that cannot be used: which one, why, and what to do."""
     about = f"{error.filename}: " if error.filename else ""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     todo = "; free some space there, or name a folder on another disk" if full else ""
@@ -91,14 +92,14 @@ def unwritable(error: OSError) -> ServiceUnavailableError:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by `value` as indented JSON, as `replacing` does; raises OSError if the folder cannot be
+    """Replace `path` by `value` as indented JSON, as `replacing` does. Raise OSError if the folder cannot be
     written."""
     write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of at most `MAX_JSON_BYTES`; raises ConfigError if it cannot be read, or holds
-    something else."""
+    """Return the object in a JSON file of at most `MAX_JSON_BYTES`. Raise ConfigError if the file cannot be read, or
+    does not contain an object."""
     try:
         return json_object(read_text(path, max_bytes=MAX_JSON_BYTES))
     except (OSError, ValueError) as exc:
@@ -106,8 +107,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def json_safe(value: Any) -> Any:
-    """`value` with NaN and infinities as None, which JSON has not, and texts without credentials in URLs; also inside
-    containers."""
+    """Return `value` with None instead of NaN and infinities, which JSON does not have, and with texts without
+    credentials in URLs; also inside containers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str):

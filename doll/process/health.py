@@ -1,9 +1,9 @@
-"""The health of this process: heartbeats, two HTTP probes, and a watchdog that ends a process that is stuck.
+"""Report the health of this process: heartbeats, two HTTP probes, and a watchdog that ends a stuck process.
 
-A loop calls `beat` in each iteration, and so does code that hears from Kafka. `/healthz` answers 200 unless a vital
-beat is overdue, which a restart may repair. `/readyz` answers 200 unless any beat is overdue or the process waits for
-something. A process whose vital beat is overdue for long exits with code 1, to be restarted by its supervisor. Time in
-which the process itself did not run (SIGSTOP, a suspended machine) does not count.
+A loop calls `beat` in each iteration; code that receives answers of Kafka also calls it. `/healthz` answers 200 unless
+a vital beat is overdue: a restart may repair this. `/readyz` answers 200 unless any beat is overdue or the process
+waits for something. If a vital beat is overdue for a long time, the process exits with code 1, and its supervisor
+restarts it. Time in which the process itself did not run (SIGSTOP, a suspended machine) does not count.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Heartbeat:
     """The progress of this process. Safe to use from any thread; a beat is cheap.
 
     Args:
-        process: the name of the process, as in the logs.
-        clock: monotonic seconds.
+        process: name of the process, as in the logs.
+        clock: function that returns monotonic seconds.
 
     Attributes:
-        pages: pages served beside the probes: path to a function that returns content type and content.
+        pages: functions that return content type and content of further pages, by path.
     """
 
     def __init__(self, process: str, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -66,20 +66,20 @@ class Heartbeat:
         self._waiting = "starting"
 
     def expect(self, name: str, *, within_s: float = BEAT_TIMEOUT_S, vital: bool = True) -> None:
-        """Expect `name` to beat at least once in `within_s`. `vital`: if it does not, a restart may repair it."""
+        """Expect `name` to beat at least once in `within_s` seconds. `vital`: a restart may repair a missing beat."""
         self._beats = {**self._beats, name: _ExpectedBeat(within_s, vital, self._clock())}
 
     def beat(self, name: str) -> None:
-        """`name` has made progress. A beat that is not expected is ignored."""
+        """Record that `name` has made progress. A beat that is not expected is ignored."""
         if (expected := self._beats.get(name)) is not None:
             expected.at_s = self._clock()
 
     def set_waiting_for(self, what: str) -> None:
-        """Healthy, but not ready, because the process waits for `what`. An empty text: ready."""
+        """Report that the process is healthy but not ready, because it waits for `what`. Empty text: it is ready."""
         self._waiting = what
 
     def overdue(self, *, vital: bool) -> dict[str, float]:
-        """Seconds since the last beat of each overdue name, among the vital ones or the others."""
+        """Return the seconds since the last beat of each overdue name, among the vital names or the others."""
         now = self._clock()
         return {
             name: now - expected.at_s
@@ -88,7 +88,7 @@ class Heartbeat:
         }
 
     def report(self) -> dict[str, Any]:
-        """The answer of the probes: healthy, ready, and the reasons if not."""
+        """Return the answer of the probes: healthy, ready, and the reasons if not."""
         now = self._clock()
         unhealthy = [f"{name}: no progress for {age_s:.0f} s" for name, age_s in self.overdue(vital=True).items()]
         late = [f"{name}: no beat for {age_s:.0f} s" for name, age_s in self.overdue(vital=False).items()]
@@ -103,7 +103,7 @@ class Heartbeat:
 
 
 class Watchdog:
-    """Counts the seconds in which a vital beat was overdue; `check` is called about once a second."""
+    """A counter of the seconds in which a vital beat was overdue. Call `check` about once a second."""
 
     def __init__(
         self, heartbeat: Heartbeat, liveness_timeout_s: float, *, clock: Callable[[], float] = time.monotonic
@@ -115,7 +115,7 @@ class Watchdog:
         self._unhealthy_s = 0.0
 
     def check(self) -> str:
-        """The reason why this process must exit; empty if it need not."""
+        """Return the reason why this process must exit; empty if there is none."""
         now = self._clock()
         awake_s = min(now - self._checked_s, 2 * _CHECK_S)
         self._checked_s = now
@@ -127,8 +127,8 @@ class Watchdog:
 
 
 def port_of(config: JobConfig, process: str) -> int | None:
-    """The port of the process's probes: $DOLL_HEALTH_PORT, else by `health.base_port`, else None. Raises ConfigError if
-    the variable is not a port."""
+    """Return the port of the process's probes, from $DOLL_HEALTH_PORT, otherwise from `health.base_port`, otherwise
+    None. Raise ConfigError if the variable is not a port."""
     if given := os.environ.get(PORT_ENV):
         if not given.isdecimal() or not 0 < int(given) < 65_536:
             raise ConfigError(f"{PORT_ENV}: expected a port, 1 to 65535, got {given!r}")
@@ -139,7 +139,7 @@ def port_of(config: JobConfig, process: str) -> int | None:
 
 
 def assigned_port(config: JobConfig, process: str) -> int | None:
-    """The port of the process's probes by `health.base_port`; None without one."""
+    """Return the port of the process's probes according to `health.base_port`; None if it is not set."""
     if config.health.base_port is None:
         return None
     kind, _, number = process.rpartition("-")
@@ -149,8 +149,8 @@ def assigned_port(config: JobConfig, process: str) -> int | None:
 
 @contextmanager
 def heartbeat_of(process: str, config: JobConfig, *, default_port: int | None = None) -> Iterator[Heartbeat]:
-    """The heartbeat of this process, with a watchdog, and with probes on loopback if a port is given; a process that
-    needs one has a `default_port`. Raises ConfigError if $DOLL_HEALTH_PORT is not a port."""
+    """Yield the heartbeat of this process, with a watchdog, and with probes on loopback if a port is given. A process
+    that needs probes has a `default_port`. Raise ConfigError if $DOLL_HEALTH_PORT is not a port."""
     heartbeat = Heartbeat(process)
     port = port_of(config, process) or default_port
     ended = threading.Event()

@@ -1,10 +1,10 @@
-"""Who may ask an HTTP server of DOLL, and the socket that it listens at: this machine alone, unless there is a token.
+"""Control who may send requests to an HTTP server of DOLL, and open its socket: loopback only, unless there is a token.
 
-A page of a foreign web site runs in the browser of somebody who may reach the server. Its requests carry the name of
-that site as their `Host`, also if that name was made to point at this machine (DNS rebinding): a server without a
-token answers names of the loopback interface only. With a token the name does not matter, since such a page does not
-know it, and a browser sends no cookie of one name to another. A page may also ask an address of this machine by its
-own name, without seeing the answer: a browser says so (`is_of_a_foreign_page`).
+A page of a foreign web site runs in the browser of a person who can reach the server. Its requests have the name of
+that site as their `Host`, even if the name resolves to this machine (DNS rebinding). A server without a token therefore
+answers only requests for names of the loopback interface. With a token the name is not checked: such a page does not
+know the token, and a browser does not send cookies of one name to another. A page may also send requests to an address
+of this machine, without seeing the answer; a browser marks such requests (`is_of_a_foreign_page`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BACKLOG: Final = 1_024
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address is of the loopback interface."""
+    """Return whether a name or an address belongs to the loopback interface."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -33,7 +33,7 @@ def is_loopback(host: str) -> bool:
 
 
 def host_name(header: str) -> str:
-    """The name or address in a `Host` header, without the port; "" if it has none.
+    """Return the name or address in a `Host` header, without the port; "" if it has none.
 
     >>> host_name("localhost:8080"), host_name("[::1]:80"), host_name("127.0.0.1")
     ('localhost', '::1', '127.0.0.1')
@@ -44,12 +44,12 @@ def host_name(header: str) -> str:
 
 
 def is_of_a_foreign_page(origin: str, fetch_site: str, host: str) -> bool:
-    """Whether a browser sends a request for a page that is not of this server: such a page sees no answer, but what it
-    asks would be done.
+    """Return whether a browser sends the request for a page of another server. Such a page cannot read the answer, but
+    the request would be executed.
 
     Args:
-        origin, fetch_site, host: the headers `Origin`, `Sec-Fetch-Site` and `Host`; "": there is none. Browsers send
-            `Origin` with each POST of another site, the others do without.
+        origin, fetch_site, host: the headers `Origin`, `Sec-Fetch-Site` and `Host`; "" if missing. Browsers send
+            `Origin` with each POST from another site; other clients do not send it.
 
     >>> is_of_a_foreign_page("", "", "localhost:8000"), is_of_a_foreign_page("null", "", "localhost:8000")
     (False, True)
@@ -58,8 +58,8 @@ def is_of_a_foreign_page(origin: str, fetch_site: str, host: str) -> bool:
 
 
 def read_token(path: Path) -> str:
-    """The token in a file, which only its owner can read; raises ConfigError if it cannot be read, others may read it,
-    or it is too short to be a secret."""
+    """Return the token in a file that only its owner can read. Raise ConfigError if it cannot be read, others may read
+    it, or it is too short to be a secret."""
     try:
         if (mode := path.stat().st_mode & 0o777) & 0o077:
             raise ConfigError(f"{path}: expected a file that only you can read, got mode {mode:o}: chmod 600 {path}")
@@ -70,7 +70,7 @@ def read_token(path: Path) -> str:
 
 
 def checked_token(token: str, origin: object) -> str:
-    """`token`; raises ConfigError, which names its `origin`, if it is too short to be a secret, or cannot be in a
+    """Return `token`. Raise ConfigError, whose message names the `origin`, if it is too short or not valid in a
     header."""
     if len(token) < MIN_TOKEN_CHARS or not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(
@@ -81,14 +81,13 @@ def checked_token(token: str, origin: object) -> str:
 
 
 def is_token(given: str, token: str) -> bool:
-    """Whether they are the same, in a time that does not tell where they differ."""
+    """Return whether both are the same, in a time that does not depend on where they differ."""
     return hmac.compare_digest(given.encode("utf-8", "replace"), token.encode())
 
 
 def listen(host: str, port: int, token: str, *, by_certificate: bool = False) -> socket.socket:
-    """A socket that listens at `host`; `port` 0 takes one that is free. Raises ConfigError if other machines would
-    reach a server without a token (or, `by_certificate`, without certificates of clients), or the address cannot be
-    used."""
+    """Return a socket that listens at `host`; `port` 0 selects a free port. Raise ConfigError if the address cannot be
+    used, or if other machines could reach a server without a token (`by_certificate`: without client certificates)."""
     if not (token or by_certificate or is_loopback(host)):
         raise ConfigError(
             f"--host {host}: other machines would reach this server, so expected --token-file FILE with a secret; or "
@@ -102,6 +101,6 @@ def listen(host: str, port: int, token: str, *, by_certificate: bool = False) ->
 
 
 def address_of(listener: socket.socket) -> str:
-    """`http://127.0.0.1:8080` of a socket that listens."""
+    """Return the URL of a listening socket, such as `http://127.0.0.1:8080`."""
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

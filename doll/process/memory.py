@@ -1,4 +1,4 @@
-"""How a process uses its heap: torch frees and allocates the same tens of megabytes with every batch."""
+"""Control how a process uses its heap: torch frees and allocates the same tens of megabytes with every batch."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _RESERVE_BYTES: Final = 512 * 1024 * 1024
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc's malloc keep freed memory, and all threads share one heap; call it before threads are started.
+    """Make glibc's malloc keep freed memory, with one heap for all threads. Call this before threads are started.
 
     By default each large activation is mapped each time and its pages are filled with zeros: 80 thousand page faults
-    for one gradient of 1.2 million parameters, a third of its time (measured CPU of one gradient, 256 images: 440 ms
-    before, 272 ms after; 22 and 19 ms for 24 thousand parameters). The process then
-    keeps its maximum size.
+    for one gradient of 1.2 million parameters, a third of its time (measured CPU time of one gradient, 256 images: 440
+    ms before, 272 ms after; for 24 thousand parameters 22 ms and 19 ms). With this setting, the process keeps its
+    maximum size.
 
     The heap gets huge pages if the kernel has them (`use_huge_pages`).
 
@@ -51,12 +51,12 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> bool:
-    """Have glibc's malloc map each array of 1 MB and more by itself and unmap it when it is freed: the opposite of
-    `keep_freed_memory`, which it undoes.
+    """Make glibc's malloc map each array of 1 MB or more separately and unmap it when it is freed. This undoes
+    `keep_freed_memory`.
 
-    A process then takes what its arrays take. With a kept heap it takes two to three times as much, since freed places
-    do not fit the next arrays; new pages cost a fifth of the time of a gradient (measured: 4,096 samples through three
-    layers of 400; 213 ms and 132 MB with a kept heap, 267 ms and 55 MB with this).
+    The process then takes only the memory of its arrays. With a kept heap it takes two to three times as much, because
+    the next arrays do not fit freed places. New pages cost a fifth of the time of a gradient (measured: 4,096 samples
+    through three layers of 400; 213 ms and 132 MB with a kept heap, 267 ms and 55 MB with this).
 
     Returns:
         Whether malloc does so; without glibc it does not.
@@ -69,7 +69,8 @@ def return_freed_memory() -> bool:
 
 
 def _set_malloc(settings: Mapping[int, int]) -> bool:
-    """Set parameters of glibc's malloc, all of them also after a failure; False without glibc, or after a failure."""
+    """Set parameters of glibc's malloc, all of them even if one fails. Return False without glibc, or after a
+    failure."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
@@ -82,11 +83,11 @@ def use_huge_pages(settings: Path = _HUGE_PAGE_SETTINGS) -> bool:
 
     The range is allocated, advised and freed. Nothing is written to it, so it takes address space and no memory until
     the heap grows into it. A gradient with convolutions takes 4 to 5 % less CPU time (ADR 30). GLIBC_TUNABLES has a
-    setting for this, which must be in the environment before a process starts: a role that is forked comes too late.
+    setting for this, but it must be in the environment before the process starts, which a forked role cannot do.
 
-    Returns whether the kernel was asked and did not refuse. It is not asked if `DOLL_HUGE_PAGES` is 0, if its folder of
-    settings says that it has no huge pages, if they are larger than 2 MiB, or if this process may not have so much
-    address space.
+    Return whether the kernel was asked and did not refuse. It is not asked if `DOLL_HUGE_PAGES` is 0, if its folder of
+    settings shows that it has no huge pages, if they are larger than 2 MiB, or if the address space of this process is
+    limited to less.
     """
     if os.environ.get(HUGE_PAGES_ENV) == "0" or not 0 < _huge_page_bytes(settings) <= _MAX_HUGE_PAGE_BYTES:
         return False
@@ -105,7 +106,7 @@ def use_huge_pages(settings: Path = _HUGE_PAGE_SETTINGS) -> bool:
 
 
 def _huge_page_bytes(settings: Path) -> int:
-    """0: the kernel has no huge pages, or they are switched off."""
+    """Return the size of a huge page in bytes; 0 if the kernel has none, or they are disabled."""
     try:
         if "[never]" in (settings / "enabled").read_text(encoding="ascii"):
             return 0

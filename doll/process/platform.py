@@ -1,8 +1,8 @@
-"""Calls of the operating system that differ between Linux, macOS and Windows, each behind one name.
+"""Wrap the calls of the operating system that differ between Linux, macOS and Windows.
 
-All roles run on Linux. On macOS they are processes of their own instead of forks, and no process has a death signal
-(`doll.local.launcher` has what takes its place). On Windows only commands that start nothing work: the modules that
-they import must not need what Windows lacks, so `fcntl` is imported here and nowhere else on their way.
+All roles run on Linux. On macOS they are separate processes instead of forks, and there is no death signal
+(`doll.local.launcher` has a replacement). On Windows only commands that start nothing work: the modules that they
+import must not need what Windows lacks, so only this module imports `fcntl`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _XUCRED_BYTES: Final = 76
 
 
 def print_any_text() -> None:
-    """Let standard output escape what its encoding lacks, as standard error does: a report has a λ."""
+    """Make standard output escape characters that its encoding lacks, as standard error does: reports contain a λ."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def require_fork() -> None:
-    """Raises ConfigError if processes that have loaded torch cannot be forked here."""
+    """Raise ConfigError if processes that have loaded torch cannot be forked here."""
     if not CAN_FORK:
         raise ConfigError(
             "worker.pipeline: expected Linux: the stages of a worker are its forks, which libraries of this system may "
@@ -51,9 +51,9 @@ def require_fork() -> None:
 
 
 class WakeUp:
-    """Wakes a selector from another thread. Register it for reading.
+    """A pipe by which one thread wakes a selector in another thread. Register it for reading.
 
-    A pipe, which all systems have. Linux's eventfd would save a descriptor.
+    All systems have pipes. Linux's eventfd would save a descriptor.
     """
 
     def __init__(self) -> None:
@@ -65,12 +65,12 @@ class WakeUp:
         return self._read
 
     def set(self) -> None:
-        """Make it readable; raises OSError if it is closed."""
+        """Make it readable. Raise OSError if it is closed."""
         with suppress(BlockingIOError):  # full: it is readable
             os.write(self._write, b"\0")
 
     def clear(self) -> bool:
-        """Make it unreadable until the next `set`; whether it was set."""
+        """Make it unreadable until the next `set`, and return whether it was set."""
         try:
             os.read(self._read, _PIPE_BYTES)
         except BlockingIOError:
@@ -83,8 +83,9 @@ class WakeUp:
 
 
 def lock_exclusively(descriptor: int, *, wait: bool = False) -> bool:
-    """Lock an open file or folder against other processes; whether this process has it now. The lock ends with the
-    descriptor or the process. With `wait`, the process that has it is waited for. Raises ConfigError on Windows."""
+    """Lock an open file or folder against other processes, and return whether this process has the lock. It ends
+    with the descriptor or the process. `wait`: wait until another process releases the lock. Raise ConfigError on
+    Windows."""
     if fcntl is None:
         raise ConfigError("expected Linux or macOS: Windows has no locks of files that end with their process")
     try:
@@ -95,7 +96,7 @@ def lock_exclusively(descriptor: int, *, wait: bool = False) -> bool:
 
 
 def sync(descriptor: int) -> None:
-    """Have a file's content, or a folder's names, survive a power failure; raises OSError if the disk is full, or
+    """Make a file's content, or a folder's names, survive a power failure. Raise OSError if the disk is full or
     fails."""
     if hasattr(fcntl, "F_FULLFSYNC"):  # macOS, whose fsync leaves it in the disk's cache
         with suppress(OSError):  # a file system that has no such request
@@ -105,7 +106,8 @@ def sync(descriptor: int) -> None:
 
 
 def peer_user(connection: socket.socket) -> int:
-    """User id of the process at the other end of a Unix socket; raises OSError if the system does not say it."""
+    """Return the user id of the process at the other end of a Unix socket. Raise OSError if the system does not provide
+    it."""
     if hasattr(socket, "SO_PEERCRED"):
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _LINUX_CREDENTIALS.size)
         return int(_LINUX_CREDENTIALS.unpack(credentials)[1])

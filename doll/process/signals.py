@@ -15,7 +15,7 @@ _came: set[int] = set()
 
 
 def on_signal(number: int, action: Callable[[], object]) -> Any:
-    """Call `action` at each signal of this number; in the main thread. Returns the earlier handler."""
+    """Call `action` at each signal of this number; only in the main thread. Return the earlier handler."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         note(number)
@@ -25,18 +25,19 @@ def on_signal(number: int, action: Callable[[], object]) -> Any:
 
 
 def note(number: int) -> None:
-    """A signal of this number has come, and somebody else handles it."""
+    """Record that a signal of this number has arrived and is handled elsewhere."""
     _came.add(number)
 
 
 def was_terminated() -> bool:
-    """Whether this process has got a SIGTERM that it handled."""
+    """Return whether this process has received a SIGTERM and handled it."""
     return signal.SIGTERM in _came
 
 
 @contextmanager
 def stop_requested() -> Iterator[threading.Event]:
-    """An event that SIGTERM or SIGINT sets. Outside of the main thread, which alone may handle signals: one never set.
+    """Yield an event that SIGTERM or SIGINT sets. Only the main thread may handle signals: in others, the event is
+    never set.
 
     The earlier handlers are restored at the end.
     """
@@ -53,12 +54,12 @@ def stop_requested() -> Iterator[threading.Event]:
 
 
 class Interrupts:
-    """SIGINT and SIGTERM for a command that starts processes; a context manager for the main thread.
+    """A context manager for the main thread that handles SIGINT and SIGTERM for a command that starts processes.
 
     Attributes:
-        graceful: while False, a signal raises `KeyboardInterrupt`. While True, the first one sets `stop_requested` and
-            the second one raises.
-        stop_requested: a signal has come.
+        graceful: False: a signal raises `KeyboardInterrupt`. True: the first signal sets `stop_requested`, the second
+            one raises.
+        stop_requested: event that is set after a signal has arrived.
     """
 
     def __init__(self) -> None:
@@ -75,7 +76,7 @@ class Interrupts:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def wait(self, seconds: float) -> bool:
-        """Wait so long; False, at once, if a stop is requested."""
+        """Wait for `seconds` and return True. If a stop is requested, stop waiting and return False."""
         end_s = time.monotonic() + seconds
         while not self.stop_requested and (left_s := end_s - time.monotonic()) > 0:
             time.sleep(min(left_s, 0.2))
