@@ -1,5 +1,4 @@
-"""Format figures as text for people: numbers, money, sizes, times and tables, with a sensible number of digits.
-Pure."""
+"""Format figures as text for people: numbers, money, sizes, times and tables, rounded for reading. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ _MOST_DECIMALS: Final = 4  # of a dollar
 
 
 def usd(value: float, *, up: bool = False) -> str:
-    """Format US dollars: to the cent, or with two significant digits below one dollar, to at most a hundredth of a
-    cent.
+    """Format US dollars: to the cent, or below one dollar with two significant digits and at most four decimals.
 
     Args:
         up: True: round up, for a budget that must suffice.
@@ -93,7 +91,7 @@ def or_nan(value: float | None) -> float:
 
 
 def number(value: float | None) -> str:
-    """Format `value` with three significant digits, or with all integer digits; None or NaN: `?`; infinite:
+    """Format `value` with three significant digits or all integer digits; None and NaN as `?`, infinity as
     `unlimited`."""
     if value is None or math.isnan(value):
         return "?"
@@ -149,12 +147,11 @@ def date_time(unix_s: float) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], columns: str = "<>") -> list[str]:
-    """Return the rows of a table as aligned lines of text, with two spaces between columns and none at the end of a
-    line.
+    """Return the rows of a table as aligned lines of text, with two spaces between columns and no trailing spaces.
 
     Args:
         rows: cells of each row, the same number in every row; the first row may be a header.
-        columns: alignment of each column: `<` is left, `>` is right. The last one also holds for all further columns.
+        columns: alignment of each column: `<` is left, `>` is right. The last one also holds for further columns.
 
     >>> aligned([("fault", "count"), ("kill", "7")])
     ['fault  count', 'kill       7']

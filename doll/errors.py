@@ -111,8 +111,7 @@ class InfeasiblePlanError(DollError):
     """The deadline, the error target and the budget cannot all be met.
 
     Attributes:
-        constraint: the constraint that is violated: "deadline", "budget", "error", "risk" or "stability"; "" if
-            unknown.
+        constraint: violated constraint: "deadline", "budget", "error", "risk" or "stability"; "" if unknown.
         nearest: nearest feasible value of each constraint with the others unchanged; the keys include the unit.
     """
 

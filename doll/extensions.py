@@ -1,4 +1,4 @@
-"""Find parts of DOLL that other distributions add by entry points: commands, planners, simulations, pictures,
+"""Find parts of DOLL that other distributions add (entry points): commands, planners, simulations, pictures,
 recordings.
 
 The distribution `doll-lab` (the folder lab/ of this repository) contains the parts that only studies and reproductions
@@ -37,8 +37,8 @@ def find(group: str, name: str) -> Any | None:
 
 
 def need(group: str, name: str, what: str) -> Any:
-    """Return the object of an entry point. Raise ConfigError, whose message names `what` the user requested, if it is
-    not installed."""
+    """Return the object of an entry point. If it is not installed, raise ConfigError, which names `what` the user
+    requested."""
     part = find(group, name)
     if part is None:
         raise lab_is_missing(what)

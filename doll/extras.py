@@ -26,8 +26,7 @@ def lacking(what: str, extra: str) -> ConfigError:
 
 
 def is_installed(extra: str) -> bool:
-    """Return whether the packages of an extra are installed. They are not imported, because an import may take
-    seconds."""
+    """Return whether the packages of an extra are installed. They are not imported: that may take seconds."""
     try:
         return all(importlib.util.find_spec(module) is not None for module in _MODULES[extra])
     except ModuleNotFoundError:  # the package around a module

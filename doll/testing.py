@@ -60,8 +60,7 @@ def check_task(
     Args:
         records: values of Kafka records that the task must accept; at least two.
         refused: values that the task must refuse.
-        batch_size: number of samples of a step. Samples are used in order; after the last one, the first one follows
-            again.
+        batch_size: number of samples of a step. The samples are used in order, repeatedly.
 
     Raises:
         AssertionError: a check failed; the message states the expected and the actual result.
@@ -90,8 +89,7 @@ def check_task(
 
 
 def _decoded_alike(task: Task, records: Sequence[bytes]) -> DecodedBatch:
-    """Return the samples of all records, decoded in bulk. Raise AssertionError if decoding one by one gives other
-    samples."""
+    """Return the samples of all records, decoded in bulk. Raise AssertionError if decoding one by one differs."""
     bulk = _decode(task, records)
     for problem in bulk.refused[:1]:
         raise AssertionError(f"expected record {problem.offset} to be taken, it is refused: {problem.reason}")

@@ -52,7 +52,7 @@ class KafkaConfig(Section):
     security: Literal["plaintext", "ssl", "sasl_plaintext", "sasl_ssl"] = "plaintext"
     """`ssl` with a client's certificate ($DOLL_KAFKA_CERT, $DOLL_KAFKA_KEY) is mTLS; see docs/security.md"""
     sasl_mechanism: SaslMechanism | None = None
-    """how DOLL logs in if `security` begins with sasl. AWS_MSK_IAM: with the AWS credentials that boto3 finds. Default:
+    """how DOLL logs in if `security` begins with sasl. AWS_MSK_IAM: with boto3's AWS credentials. Default:
     SCRAM-SHA-512"""
     oauth: OAuthConfig | None = None
     """source of the tokens, with sasl_mechanism: OAUTHBEARER"""

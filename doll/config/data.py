@@ -91,22 +91,19 @@ class DataConfig(Section):
     workers: PositiveInt = Field(default=4, le=10_000)
     """N: number of workers; `doll scale` changes it while the job runs"""
     max_workers: PositiveInt | None = Field(default=None, le=10_000)
-    """maximum number of workers to which the job can be scaled [data.partitions, at most 64, or data.workers if that is
-    more]"""
+    """maximum number of workers after scaling [data.partitions, at most 64, or data.workers if that is more]"""
     topic: str | None = None
     """an existing topic that belongs to somebody else: the job only reads it, with all its partitions, and has no
     source; default: the job's own samples topic, `doll.<job>.samples`"""
     partitions: PositiveInt | None = Field(default=None, le=100_000)
     """number of partitions of the samples topic when the job begins. Each partition is a stream; a worker can serve any
-    number of them. Partitions that are added later are read as well [data.workers; with data.topic: the partitions of
-    that topic]"""
+    number of them. Partitions that are added later are read as well [data.workers; with data.topic: its partitions]"""
     rebalance_s: NonNegativeFloat = 60.0
     """seconds between two checks whether partitions move to other workers, because one worker is behind and has much
     more to learn than others; for the same time, the load of each partition is measured. 0: only `doll scale` moves
     partitions, by their number"""
     batch_size: PositiveInt = Field(default=64, le=10_000_000)
-    """b: samples per batch; if a task makes several samples of one record (`Task.max_samples_per_record`): records per
-    batch"""
+    """b: samples per batch; or records, if a task makes several samples of one (`Task.max_samples_per_record`)"""
     samples_per_record: PositiveInt = 1
     """m: samples packed in one Kafka record; divides batch_size"""
     cut_after_s: PositiveFloat | None = Field(default=None, ge=0.1, le=86_400)
@@ -172,13 +169,11 @@ class DataConfig(Section):
 
     @property
     def least_places(self) -> int:
-        """The minimum of `places` for a job that continues: somebody else's topic may have grown since the job
-        began."""
+        """The minimum of `places` for a job that continues: somebody else's topic may have grown since."""
         return self.places if self.topic is None else self.max_workers or self.workers
 
     def by_worker(self, of_streams: Sequence[float]) -> list[float]:
-        """Return, for each worker, the sum of `of_streams` over its streams, as a new job assigns them to its
-        workers."""
+        """Return, for each worker, the sum of `of_streams` over the streams that a new job assigns to it."""
         return [sum(of_streams[worker :: self.workers]) for worker in range(self.workers)]
 
     @property

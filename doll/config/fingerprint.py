@@ -1,9 +1,8 @@
-"""The fingerprint of a job: the values that checkpoint, parameter server and workers must agree on, as `key=value`
-fields. Pure.
+"""The fingerprint of a job: what checkpoint, parameter server and workers must agree on, as `key=value` fields. Pure.
 
 Its keys are keys of the job file: the data keys that determine which samples a batch number refers to, the task and its
 arguments, and the whole training section. It also contains facts about the model. A server and its workers must agree
-in all of them. A run may be resumed with other values of some keys (`refused_changes`); docs/operations.md lists them.
+in all of them. A run may be resumed with other values of some keys (`refused_changes`); see docs/operations.md.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ These keys leave no trace in a checkpoint, or a trace that any other value can c
 
 _SCHEDULE: Final = "training.schedule"
 _SCHEDULED: Final = ("training.optimizer.lr", "training.optimizer.args.lr")
-"""The keys whose values are in a checkpoint if the job has a schedule: a schedule continues from the rates that it has
-set."""
+"""The keys whose values are in a checkpoint if the job has a schedule: a schedule continues from its last rates."""
 
 REGRIDDABLE: Final = (*MAY_CHANGE, "data.batch_size", "training.", "pushes")
 """The keys that `doll regrid` may change, because it converts the checkpoint (docs/decisions/0085)."""
@@ -117,8 +115,7 @@ def _training_fields(training: TrainingConfig) -> Iterator[tuple[str, Any]]:
 
 def _stream_fields(data: DataConfig) -> dict[str, str]:
     """Return the number of partitions; or the name of the topic if it belongs to somebody else. The owner of such a
-    topic may add partitions while the job runs, so the checkpoints contain the number of partitions that the job
-    reads."""
+    topic may add partitions while the job runs, so the checkpoints contain the number that the job reads."""
     return {"data.partitions": str(data.num_partitions)} if data.topic is None else {"data.topic": data.topic}
 
 
@@ -141,8 +138,8 @@ def differences(expected: Mapping[str, str], got: Mapping[str, str]) -> str:
 
 
 def refused_changes(saved: Mapping[str, str], wanted: Mapping[str, str], may_change: Sequence[str] = MAY_CHANGE) -> str:
-    """Return the differences because of which a job cannot continue from a checkpoint with the fields `saved`; empty if
-    it can."""
+    """Return the differences that prevent a job from continuing from a checkpoint with the fields `saved`; empty if
+    there are none."""
     fixed = _SCHEDULED if _SCHEDULE in saved and may_change is MAY_CHANGE else ()
     return _describe(
         saved, wanted, [key for key in _changed(saved, wanted) if key in fixed or not is_among(key, may_change)]
@@ -196,8 +193,8 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _argument(key: str, value: Any) -> str:
-    """Return the value of an argument; for a path, only its last part, because each machine may keep the file in
-    another folder."""
+    """Return the value of an argument; for a path, only its last part, because its folder may differ between
+    machines."""
     if isinstance(value, str) and str(key).endswith(PATH_ENDINGS):
         value = PurePath(value).name
     return _value(value)

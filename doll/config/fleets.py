@@ -69,8 +69,8 @@ class Ec2FleetConfig(FleetSection):
     launch_template_version: PositiveInt
     """version number of the launch template, so that edits of the template do not change running jobs"""
     subnets: Annotated[list[Annotated[str, StringConstraints(pattern=r"^subnet-[0-9a-f]{8,17}$")]], Field(min_length=1)]
-    """subnets in order of preference; put the zone of the parameter server first: traffic between zones costs 0.02
-    $/GB"""
+    """subnets in order of preference; the first one should be in the parameter server's zone: traffic between zones
+    costs 0.02 $/GB"""
     instance_types: Annotated[
         list[Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*\.[a-z0-9-]+$")]], Field(min_length=1)
     ]
@@ -113,8 +113,7 @@ class KubernetesFleetConfig(FleetSection):
     kind: Literal["kubernetes"]
     pod_template: Path
     """YAML file of a v1 Pod: image, command, resources and secrets of a worker; DOLL adds names, labels, a restart
-    policy, an `activeDeadlineSeconds` of one day and the variables DOLL_WORKER, DOLL_INCARNATION, DOLL_INSTANCE and
-    DOLL_MARKET"""
+    policy, an `activeDeadlineSeconds` of one day and DOLL_WORKER, DOLL_INCARNATION, DOLL_INSTANCE and DOLL_MARKET"""
     container: str = "worker"
     """name of the template's container that runs the worker"""
     namespace: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")] | None = None
@@ -131,9 +130,9 @@ class KubernetesFleetConfig(FleetSection):
     owner: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")] | None = None
     """name of a ConfigMap in the namespace: when it is deleted, the pods end, even if no provisioner is running"""
     node_timeout_s: PositiveFloat = 180.0
-    """a pod that no node accepts within this time is deleted, and its market is considered to be without capacity for a
-    while; an autoscaler needs one to two minutes to add a node. A pod that cannot start on its node within this time is
-    also deleted"""
+    """a pod that no node accepts within this time is deleted, and its market counts as without capacity for a while; an
+    autoscaler needs one to two minutes to add a node. A pod that cannot start on its node within this time is also
+    deleted"""
     timeout_s: PositiveFloat = 20.0
     """timeout of a call to the API server"""
 
@@ -159,8 +158,7 @@ class RayFleetConfig(FleetSection):
     command: Annotated[list[str], Field(min_length=1)] = Field(
         default=["{python}", "-m", "doll", "worker", "--job", "{job}"]
     )
-    """command of a worker; `{python}` is replaced by the node's interpreter, `{job}` by the job file that the worker
-    gets"""
+    """command of a worker; `{python}` is replaced by the node's interpreter, `{job}` by the worker's job file"""
     num_cpus: PositiveFloat = 1.0
     """CPUs of a node that a worker reserves"""
     num_gpus: float = Field(default=0.0, ge=0)
@@ -173,11 +171,10 @@ class RayFleetConfig(FleetSection):
     runtime_env: dict[str, Any] = Field(default={})
     """Ray's runtime environment of the workers, e.g. `{pip: [...]}`"""
     env: dict[str, str] = Field(default={})
-    """additional environment variables of the workers; do not put passwords here, because Ray would show them: set them
-    on the nodes"""
+    """additional environment variables of the workers; no passwords, because Ray shows them: set these on the nodes"""
     node_timeout_s: PositiveFloat = 180.0
-    """a worker that no node accepts within this time is cancelled, and its market is considered to be without capacity
-    for a while"""
+    """a worker that no node accepts within this time is cancelled, and its market counts as without capacity for a
+    while"""
     timeout_s: PositiveFloat = 20.0
     """timeout of a call to Ray"""
 

@@ -27,11 +27,11 @@ class JsonFormat(FormatSection):
 
 
 class AvroFormat(FormatSection):
-    """Each value is an Avro record, after the header of a schema registry: a byte 0 and the schema's id, 4 bytes. It is
-    decoded with the schema with which it was written, so a schema may change while the job runs. Dates and times are
-    decoded as the whole numbers that Avro stores. Credentials of the registry come from `DOLL_REGISTRY_USERNAME` and
-    `DOLL_REGISTRY_PASSWORD`, or `DOLL_REGISTRY_TOKEN`; `DOLL_REGISTRY_CA` is the path of a file with the certificate of
-    the authority."""
+    """Each value is an Avro record, after the header of a schema registry: a byte 0 and the schema's id, 4 bytes. It
+    is decoded with the schema with which it was written, so a schema may change while the job runs. Dates and times
+    are decoded as the whole numbers that Avro stores. Credentials of the registry come from `DOLL_REGISTRY_USERNAME`
+    and `DOLL_REGISTRY_PASSWORD`, or `DOLL_REGISTRY_TOKEN`; `DOLL_REGISTRY_CA` is the path of the authority's
+    certificate."""
 
     kind: Literal["avro"]
     registry: str | None = None

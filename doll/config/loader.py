@@ -1,5 +1,4 @@
-"""Read a job file: parse YAML with limits on size and depth, apply overrides, check the values, and format the
-errors."""
+"""Read a job file: parse YAML with limits on size and depth, apply overrides, check values, format errors."""
 
 from __future__ import annotations
 
@@ -77,8 +76,7 @@ def dump_run(config: JobConfig, folder: Path) -> str:
 
 
 def located(data: dict[Any, Any], folder: Path) -> dict[Any, Any]:
-    """Return the keys of a job file in `folder`. In the job file of a run, its paths are resolved at the folder's
-    present place.
+    """Return the keys of a job file in `folder`. Paths in the job file of a run are resolved in its present folder.
 
     The base folder (with the user's own files) stays where it was. If it does not exist there any more, it is searched
     at the same place relative to the run.
@@ -122,8 +120,7 @@ def _has_task(folder: Path, task: Any) -> bool:
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader of plain YAML values only. It counts merged keys (`<<`), because a few lines of them can expand to 10^9
-    keys."""
+    """A loader of plain YAML values only. It counts merged keys (`<<`): a few lines of them can expand to 10^9 keys."""
 
     merged = 0
 
@@ -155,8 +152,7 @@ _Loader.yaml_implicit_resolvers = {
 
 def plain_values(text: str, origin: str, what: str = "a job file") -> Any:
     """Return the value of the YAML text `text`; its size and depth are limited, also after all references are expanded.
-    Raise ConfigError if `text` is not YAML or is too large; the message begins with `origin` and says that it must be
-    `what`."""
+    Raise ConfigError if `text` is not YAML or is too large; the message begins with `origin` and names `what`."""
     if len(text) > MAX_CHARS:
         raise ConfigError(f"{origin} not {what}: expected at most {MAX_CHARS} characters, got {len(text)}")
     try:
@@ -189,8 +185,7 @@ def _override(data: dict[Any, Any], override: str) -> None:
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> Iterator[str]:
-    """Yield one line for each wrong key of a job file that `root` describes: the key, the expected and the actual
-    value."""
+    """Yield one line for each wrong key of a job file that `root` describes: key, expected value, actual value."""
     for item in error.errors():
         loc = _location(item["loc"])
         key = ".".join(loc) or "job file"

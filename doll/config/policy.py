@@ -57,8 +57,8 @@ class PolicyConfig(Section, ABC):
     @property
     def batches_per_push(self) -> int:
         """How many consecutive batches a worker computes, each on the weights after its own previous steps, before it
-        pushes them as one. Default: 1. More than 1 only if `sends_steps`. The pushes of a stream end after its batches
-        k n - 1."""
+        pushes them as one. Default: 1. More than 1 only if `sends_steps`. A stream's pushes end after its batches k n -
+        1."""
         return 1
 
     @property
@@ -96,8 +96,7 @@ class PolicyConfig(Section, ABC):
 
 
 class _Policies(Variants):
-    """The sections of all policies, by name: of DOLL and of other distributions. A policy is imported only if it is
-    used.
+    """The sections of all policies, by name, of DOLL and other distributions. A policy is imported only if it is used.
 
     A distribution registers a policy in its metadata:
 
@@ -124,9 +123,8 @@ class _Policies(Variants):
         return (*self.built_in, *sorted(self._entry_points.keys() - set(self.built_in)))
 
     def load(self, name: str) -> Any:
-        """Return the `doll.ps.policies.PolicySpec` that is registered under `name`, without a check. Raise KeyError
-        if the name is not registered, and ConfigError if two distributions register it or its module cannot be
-        imported."""
+        """Return the `doll.ps.policies.PolicySpec` that is registered under `name`, without a check. Raise KeyError if
+        the name is not registered, and ConfigError if two distributions register it or its import fails."""
         points = self._entry_points[name]
         if len(points) > 1:
             owners = " and ".join(sorted(map(_distribution, points)))

@@ -75,8 +75,7 @@ class ScaleInConfig(Section):
     threshold: float = Field(default=0.05, ge=0, le=1)
     """a worker is removed if its removal raises the predicted loss by less than this fraction; S of MLLess"""
     knee_slope: float = Field(default=-6e-4, lt=0)
-    """no worker is removed before the loss falls by less than this fraction per update; τ of MLLess, but relative to
-    the loss"""
+    """no removal before the loss falls by less than this fraction per update; τ of MLLess, relative to the loss"""
     min_workers: PositiveInt = 1
     """minimum number of workers; it must be enough to hold the batches of an update"""
     evict: Literal["worst_replica", "slowest"] = "worst_replica"
@@ -85,7 +84,7 @@ class ScaleInConfig(Section):
     the slowest worker"""
     fit_span: float = Field(default=5.0, ge=0)
     """losses are averaged over about this many updates before a curve is fitted to them, as in MLLess; 0: no
-    averaging"""
+    averages"""
     elapsed_reference: bool = False
     """compare with the loss that all workers would have reached at the same time, instead of at the same update"""
     deadline_reserve: float = Field(default=0.05, ge=0, lt=1)
@@ -103,12 +102,12 @@ class ProvisionConfig(Section):
     """seconds between two iterations; default: 30, or 1/200 of the deadline if that is less, but at least 1"""
     rule: Literal["pace", "theorem", "mix"] = "pace"
     """pace: use on-demand machines only as far as the deadline needs them now; theorem: use the mix of Theorem 4/5,
-    planned again in each iteration; mix: use the mix of Theorem 4/5, planned once at the start, without a guard, for
+    planned again in each iteration; mix: use the mix of Theorem 4/5, planned once at the start, unguarded, for
     comparison"""
     deadline_guard: bool = True
     """keep enough workers on on-demand machines to meet the deadline even if all spot machines were interrupted now"""
     spot_stable_s: float | None = Field(default=None, ge=0)
-    """time for which spot must be available before a worker returns to it; default: 2 boot times, at least 5
+    """time for which spot must be available before a worker uses it again; default: 2 boot times, at least 5
     iterations"""
     re_estimate: bool = False
     """while the job runs, estimate the updates to `plan.target_error` again from its held-out errors"""
@@ -117,8 +116,7 @@ class ProvisionConfig(Section):
     fallbacks_per_min: PositiveInt = 60
     """maximum number of these launches that replace spot by on-demand while the deadline is safe"""
     pool_backoff_s: float | None = Field(default=None, ge=0)
-    """time for which the provisioner avoids a pool without capacity or with an interruption; default: 180,
-    processes: 0"""
+    """time for which a pool is avoided after an interruption or without capacity; default: 180, processes: 0"""
     heartbeat_timeout_s: PositiveFloat = Field(default=30.0, ge=2)
     """a worker that is silent for this long, while other workers are not, is considered failed"""
     replace_after_s: PositiveFloat = 300.0

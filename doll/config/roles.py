@@ -15,8 +15,7 @@ from doll.records.bounded import short
 CHECKPOINT_URLS: Final = {
     "s3": ("s3://bucket/prefix", re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^/\s]+)*/?"))
 }
-"""The URLs of checkpoint stores by scheme: the form for messages, and the pattern. `doll.storage.stores` opens the
-stores."""
+"""The URLs of checkpoint stores by scheme: the form for messages, and the pattern. `doll.storage.stores` opens them."""
 _DEVICE: Final = re.compile(r"auto|cpu(:0)?|cuda(:[0-9]{1,3})?|mps")
 MAX_SET_S: Final = 2.0  # a worker adds no batch to a set that has taken so long, see `WorkerConfig.set_limit_s`
 _URL_LIKE: Final = re.compile(rf"[A-Za-z][A-Za-z0-9+.-]*:/|({'|'.join(CHECKPOINT_URLS)}):")
@@ -29,7 +28,7 @@ def _is_device(value: str) -> str:
 
 
 class CheckpointConfig(Section):
-    """The durable state of the model. The offset of a batch is committed to Kafka only after a checkpoint contains the
+    """The durable state of the model. A batch's offset is committed to Kafka only after a checkpoint contains the
     batch."""
 
     folder: Annotated[str, StringConstraints(pattern="^[a-z0-9]+://")] | Path | None = None
@@ -88,8 +87,7 @@ class WorkerConfig(Section):
     stall_timeout_s: PositiveFloat = Field(default=60.0, ge=1)
     """a worker that receives no records for this long, although records exist, exits to be restarted"""
     drain_s: PositiveFloat = 8.0
-    """time to finish or return a batch after SIGTERM; it must be less than the notice time of the machines (AWS 120 s,
-    GCP 30 s)"""
+    """time to finish or return a batch after SIGTERM; less than the machines' notice time (AWS 120 s, GCP 30 s)"""
     notice_s: PositiveFloat = 25.0
     """maximum time to finish or return a batch after a spot interruption notice (AWS: 120 s, GCP: 30 s)"""
     spot_notices: Literal["none", "imds"] | None = None
@@ -105,8 +103,7 @@ class WorkerConfig(Section):
     torch_threads: PositiveInt = Field(default=1, le=1024)
     memory_bytes: PositiveFloat | None = Field(default=None, ge=1e6)
     """memory that each process of a worker may use in addition to the interpreter and its libraries (RLIMIT_DATA, which
-    also counts the stacks of threads: 8 MB each); a process that needs more ends the job with an error; default:
-    unlimited"""
+    also counts the stacks of threads: 8 MB each); a process that needs more ends the job with an error; default: any"""
     fetch_max_wait_ms: PositiveInt = Field(default=200, le=300_000)
     """maximum time that samples of a slow stream wait at the broker, so that one request fetches several samples"""
     stream_buffer_records: PositiveInt | None = Field(default=None, le=10_000_000)
@@ -165,8 +162,8 @@ class BlobConfig(Section):
     """auto: shared memory if `doll up` starts all processes and Redis on this machine, otherwise Redis; shm: shared
     memory also with an existing Redis (all workers must run on this machine)"""
     contributions: Literal["float32", "bf16", "fp16"] = "float32"
-    """format of the dense gradients and steps that workers send: bf16 and fp16 need half the bytes, and the rounding
-    error of one contribution is added to the worker's next one (error feedback); rows of tables and statistics stay
+    """format of the dense gradients and steps that workers send: bf16 and fp16 need half the bytes, and a
+    contribution's rounding error is added to the worker's next one (error feedback); rows of tables and statistics stay
     float32"""
     ttl_s: PositiveFloat = Field(default=600.0, ge=1)
     """time to live of weights and gradients"""

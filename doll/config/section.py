@@ -1,4 +1,4 @@
-"""The base of every section of the job file, and the limits of its numbers by their unit: the suffix of the key's name.
+"""The base of every section of the job file, and the limits of its numbers by unit: the suffix of the key's name.
 
 No run can use a number beyond these limits: a wait that system calls refuse or round to 0, a size that exceeds any
 memory, an integer that JSON and float64 cannot represent. Keys with narrower bounds define their own.
@@ -17,8 +17,7 @@ from doll.redaction import holds_credentials
 
 
 class Limits(NamedTuple):
-    """The smallest number above 0 and the largest number; the same limits hold for the absolute value of negative
-    numbers."""
+    """The smallest number above 0 and the largest number; negative numbers have the same limits."""
 
     least: float
     most: float
@@ -44,7 +43,7 @@ _LARGEST: Final = 1e300  # that a float's format takes
 
 
 class Section(BaseModel):
-    """A section of the job file. It is immutable, and an unknown key is an error. The string below a key describes the
+    """A section of the job file. It is immutable; an unknown key is an error. The string below a key describes the
     key."""
 
     model_config = ConfigDict(
@@ -65,8 +64,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_credentials(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse URLs with credentials. A nested section checks its own fields, and some fields have a more specific
-        message."""
+        """Refuse URLs with credentials. A nested section checks its own fields, some with a better message."""
         texts = value if isinstance(value, list) else [value]
         if isinstance(value, dict) and get_origin(cls.model_fields[info.field_name or ""].annotation) is dict:
             texts = list(value.values())
@@ -102,8 +100,7 @@ def _check_limits(name: str, field: FieldInfo, number: float) -> None:
 
 
 def _bounds_of(field: FieldInfo, *kinds: str) -> list[float]:
-    """Return the bounds of these kinds (gt, ge, lt, le; `allow_inf_nan`: unbounded) that a field or its numbers
-    have."""
+    """Return the bounds of these kinds (gt, ge, lt, le; `allow_inf_nan`: unbounded) of a field or its numbers."""
     rules = [*field.metadata, *_rules(field.annotation)]
     bounds = [getattr(rule, kind, None) for rule in rules for kind in kinds]
     return [bound for bound in bounds if bound is not None]

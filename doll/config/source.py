@@ -44,16 +44,15 @@ class SourceSection(Section, ABC):
 
     @abstractmethod
     def position_identity(self) -> list[Any] | None:
-        """Return the values that determine a position in this source, as JSON, for sources that a restarted producer
-        can continue.
+        """Return, as JSON, the values that determine a position in this source, from which a restarted producer
+        continues.
 
         None: the source has no positions, because it draws at random or is a pipe. Every source must define this
         method: if a file source did not, the file would be sent again from its start.
         """
 
     def format_problem(self, given: FormatSection | None) -> str:
-        """Return why `data.format` does not decode what this source sends; "" if it does, or if the task decodes the
-        values."""
+        """Return why `data.format` does not decode what this source sends; "" if it does, or if the task decodes it."""
         return ""
 
 

@@ -64,8 +64,7 @@ AnyRowOptimizerConfig = Annotated[
 
 
 class TableConfig(Section):
-    """Settings of the tables whose names contain this regular expression (re.search) and none of the expressions before
-    it."""
+    """Settings of the tables whose names contain this regular expression (re.search) and none before it."""
 
     optimizer: AnyRowOptimizerConfig | None = None
     """optimizer of the rows; default: the settings of training.optimizer"""

@@ -107,7 +107,7 @@ class AdamConfig(Section):
 
 class AdagradConfig(Section):
     """Adagrad (Duchi, Hazan, Singer, 2011) on the mean gradient of an update's batches: each weight has its own
-    learning rate."""
+    rate."""
 
     name: Literal["adagrad"] = "adagrad"
     lr: PositiveFloat = 0.1
@@ -208,8 +208,7 @@ class TrainingConfig(Section):
     policy: Annotated[PolicyConfig, POLICIES] = Field(default_factory=default_policy)
     optimizer: OptimizerConfig = Field(default_factory=SgdConfig)
     tables: ByPattern[TableConfig] = Field(default_factory=dict)
-    """settings of tables, by regular expression: the first expression that is found in a table's name (re.search)
-    applies"""
+    """settings of tables, by regular expression: the first one that is found in a table's name (re.search) applies"""
     reduction: Literal["mean", "sum"] = "mean"
     """mean: step on the mean gradient of an update's samples; sum: step on the sum, as the paper defines it"""
     clip_norm: PositiveFloat | None = None
@@ -224,8 +223,7 @@ class TrainingConfig(Section):
     precision: Literal["float32", "bf16"] = "float32"
     """precision of the forward and backward passes: bf16 uses torch.autocast; parameters and gradients stay float32"""
     init_from: InitFrom | None = None
-    """the initial weights of a new job: a run, `RUN@VERSION` or a file, as text or as a section [the weights that the
-    task draws]"""
+    """the initial weights of a new job: a run, `RUN@VERSION`, a file, or a section [weights that the task draws]"""
 
     @property
     def evaluates_average(self) -> bool:

@@ -5,8 +5,7 @@ lock. It delivers the records of each partition in order, and the partitions in 
 stays at most `_MAX_UNTAKEN` chunks ahead of the receiver. A pause keeps the records that the library has fetched.
 
 A value larger than `data.max_record_bytes`, a record with headers that the library cannot read, and each record of a
-batch that it cannot read are delivered as an `UnreadValue`: it becomes a dead letter, and the stream continues after
-it.
+batch that it cannot read are delivered as an `UnreadValue`: it becomes a dead letter, and the stream continues.
 """
 
 from __future__ import annotations
@@ -87,8 +86,7 @@ class NoRecordBelow(NamedTuple):
 
 
 class OutOfRange(NamedTuple):
-    """The log does not hold `offset`, the next offset to be read. The partition delivers no more records before
-    `seek`."""
+    """The log does not hold `offset`, the next offset to be read. The partition delivers nothing before `seek`."""
 
     partition: int
     offset: int
@@ -159,10 +157,10 @@ class ChunkReader:
     With envelopes, chunks contain the keys, headers and timestamps of their records.
 
     A log that was truncated while nobody read it may already be longer than before. The leader epochs show the
-    truncation: each leader has a higher epoch than its predecessors, and a truncated log continues with records of a
-    later leader. Before the library reads at the start, it therefore asks the leader where its records up to the leader
-    epoch of the learned records end. If a record at a learned offset has a higher leader epoch, it is not the record
-    that was learned.
+    truncation: each leader has a higher leader epoch than its predecessors, and a truncated log continues with records
+    of a later leader. Before the library reads at the start, it therefore asks the leader where its records up to the
+    leader epoch of the learned records end. If a record at a learned offset has a higher leader epoch, it is not the
+    record that was learned.
     """
 
     def __init__(
@@ -245,8 +243,8 @@ class ChunkReader:
                 self._changed.notify()
 
     def change(self, gone: Iterable[int], new: Iterable[ReadFrom]) -> None:
-        """Stop reading the partitions of `gone`, then read the partitions of `new`. Deliveries of `gone` may still be
-        under way."""
+        """Stop reading the partitions of `gone`, then read the partitions of `new`. Deliveries of `gone` may still
+        follow."""
         with self._changed:
             for number in gone:
                 del self._wanted[number]
@@ -258,8 +256,7 @@ class ChunkReader:
             self._changed.notify()
 
     def commit(self, partition: int, offset: int) -> None:
-        """Record that everything below `offset` is durable. It is committed within 5 s, and when the reader is
-        closed."""
+        """Record that everything below `offset` is durable. It is committed within 5 s, and at `close`."""
         with self._changed:
             reading = self._wanted[partition]
             reading.durable = max(reading.durable, offset)
@@ -494,8 +491,7 @@ class ChunkReader:
     # --- commits ----------------------------------------------------------------------------------------------------
 
     def _commit_if_due(self) -> None:
-        """Start a commit if there are new durable offsets, at most once in 5 s. A pause does not wait for the
-        answer."""
+        """Start a commit if there are new durable offsets, at most once in 5 s. A pause does not wait for it."""
         if not self._may_commit or (now := time.monotonic()) < self._commit_at_s:
             return
         self._may_commit = False
@@ -508,7 +504,7 @@ class ChunkReader:
             self._consumer.commit(offsets=offsets, asynchronous=True)
 
     def _on_commit(self, error: Any, partitions: list[Any]) -> None:
-        """Handle the answer to a commit; called in the thread while it polls. A failed commit is repeated with newer
+        """Handle the answer to a commit, in the thread while it polls. A failed commit is repeated with newer
         offsets."""
         if error is not None and is_denial(error) and not self._denied:
             self._denied = True

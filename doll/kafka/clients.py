@@ -136,7 +136,7 @@ def retry_while_leaderless(call: Callable[[], T], timeout_s: float = _NEW_TOPIC_
 def list_offsets(
     admin: AdminClient, partitions: Iterable[TopicPartition], spec: OffsetSpec
 ) -> dict[tuple[str, int], int]:
-    """Return the offset that `spec` describes, by topic and partition. Raise KafkaException if a broker does not state
+    """Return the offset that `spec` describes, by topic and partition. Raise KafkaException if a broker does not return
     it."""
     if not (wanted := dict.fromkeys(partitions, spec)):
         return {}

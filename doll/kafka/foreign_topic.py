@@ -1,5 +1,4 @@
-"""Check a samples topic that exists and belongs to somebody else (`data.topic`): its properties and the job's
-permissions.
+"""Check a samples topic that belongs to somebody else (`data.topic`): its properties and the job's permissions.
 
 The job only reads the topic: no function here creates, changes or writes anything. The job needs two permissions on it,
 Read and Describe. If DescribeConfigs is allowed too, the topic's settings are checked.
@@ -173,8 +172,7 @@ def with_partitions(
 
     Args:
         recorded: number of partitions that the job reads now, if it is known. A list in `arrivals.rate_per_s` has one
-            rate for each partition that existed when the job began, so its length is used as the number at the
-            beginning.
+            rate for each partition that existed when the job began, so its length is the initial number.
         begins: True: the job begins now, so `data.partitions` must be the number of partitions of the topic.
 
     Raises:
@@ -203,7 +201,7 @@ def with_partitions(
 
 
 def compacted(config: JobConfig, topic: ForeignTopic) -> str:
-    """Return the problem that Kafka may delete records before they are learned, if the job file forbids it; otherwise
+    """Return the problem that Kafka may delete records before they are learned, which the job file forbids; otherwise
     ""."""
     policy = (topic.settings or {}).get("cleanup.policy", "delete")
     if "compact" not in policy or config.data.on_data_loss == "skip":

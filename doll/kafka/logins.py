@@ -1,4 +1,4 @@
-"""Convert the login of a job's clients to settings of librdkafka, from the job file and the secrets of the environment.
+"""Convert the login of a job's clients (job file and secrets of the environment) to settings of librdkafka.
 
 All clients have the same login. PLAIN and SCRAM send a user name and a password. OAUTHBEARER sends a token that
 librdkafka gets from `kafka.oauth.token_url` and renews. AWS_MSK_IAM sends a token that AWS's library signs with the
@@ -204,8 +204,8 @@ def _msk_tokens(region: str) -> Callable[[str], tuple[str, float]]:
 
 
 class Renewal:
-    """An `error_cb` that gives its client a new password after a broker has refused the old one. It passes every error
-    to `report`.
+    """An `error_cb` that gives its client a new password after a broker has refused the old one. It passes errors to
+    `report`.
 
     A password in a file (DOLL_KAFKA_PASSWORD_FILE) may therefore change while the job runs: open connections stay open,
     and the next connection logs in with the present content of the file.

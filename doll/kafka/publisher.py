@@ -32,7 +32,7 @@ _FLUSH_MARGIN_S: Final = 5.0
 
 
 class Delivery(NamedTuple):
-    """The result for a record: it is stored at `offset`, or was refused permanently (the reason is `refusal`, offset is
+    """The result for a record: it is stored at `offset`, or permanently refused (`refusal` is the reason, offset is
     -1)."""
 
     topic: str
@@ -84,7 +84,7 @@ class Publisher:
         self.close()
 
     def __len__(self) -> int:
-        """Return the number of records that are neither delivered nor refused, and of client reports that wait for
+        """Return the number of records that are neither delivered nor refused, plus client reports that wait for
         `poll`."""
         return len(self._producer)
 
@@ -136,8 +136,7 @@ class Publisher:
         self._producer.poll(timeout_s)
 
     def flush(self, timeout_s: float) -> int:
-        """Wait until everything is delivered or refused. Return the number of records that are neither after
-        `timeout_s`."""
+        """Wait until everything is delivered or refused. Return how many records are neither after `timeout_s`."""
         return int(self._producer.flush(timeout_s))
 
     def discard(self) -> None:

@@ -70,7 +70,7 @@ class RangeReader:
         return bounds_of_partitions(self._consumer, self._services.kafka, topic, partitions, self._stall_s)
 
     def records(self, topic: str, kinds: tuple[type, ...], bounds: tuple[int, int] | None = None) -> Iterator[Any]:
-        """Yield all control records of a topic with one partition, from its beginning to its present end, or within
+        """Yield all control records of a topic with one partition, from its beginning to its present end, or in
         `bounds`."""
         for offset, value in self.read(topic, 0, *(bounds or self.bounds(topic, 0))):
             try:
@@ -107,8 +107,7 @@ class RangeReader:
             left = deque([(until, hi)] if until < hi else ())
 
     def read_together(self, topic: str, ranges: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
-        """Yield partition and offset of each record that the log holds in these ranges, in ascending order within a
-        partition.
+        """Yield partition and offset of each record that the log holds in these ranges, in order within a partition.
 
         A range is a partition, its first offset, and the offset after its last one. Many partitions are read at once,
         because reading each of them alone takes the time of a few requests.
@@ -131,7 +130,7 @@ class RangeReader:
     def _consume(
         self, topic: str, ranges: Mapping[int, deque[tuple[int, int]]], unreadable_in: dict[int, Any]
     ) -> Iterator[Any]:
-        """Yield the client's messages in `ranges`, by partition; the part that has been read is removed from `ranges`.
+        """Yield the client's messages in `ranges`, by partition; each part that has been read is removed from `ranges`.
 
         A partition ends at a batch that cannot be read: `unreadable_in` gets the error message, and the ranges keep the
         part that was not read.

@@ -1,4 +1,4 @@
-"""Read partitions from explicit offsets, as messages or as records: the common part of all readers of a job's topics.
+"""Read partitions from explicit offsets, as messages or as records: the base of all readers of a job's topics.
 
 There are no consumer groups and no committed offsets: readers do not disturb each other, and each has its own position.
 `Tail` and `JobRecords` follow a job's topics for observers: evaluator, progress, status, provisioner.
@@ -59,8 +59,7 @@ def partition_bounds(
 def bounds_of_partitions(
     consumer: Consumer, address: str, topic: str, partitions: Sequence[int], timeout_s: float = _BOUNDS_TIMEOUT_S
 ) -> dict[int, tuple[int, int]]:
-    """Return `partition_bounds` of each of these partitions, with two requests to each broker, independent of their
-    number."""
+    """Return `partition_bounds` of each of these partitions, with two requests to each broker."""
 
     def fetch() -> dict[int, tuple[int, int]]:
         low, high = (_offsets_at(consumer, topic, partitions, at, timeout_s) for at in (OFFSET_BEGINNING, OFFSET_END))
@@ -179,7 +178,7 @@ def from_end(partition: Partition, low: int, high: int) -> int:
 
 
 class Reader:
-    """A reader of the messages or records of some partitions, in order within each. Use as a context manager. Not
+    """A reader of messages or records of some partitions, in order within each. Use as a context manager. Not
     thread-safe.
 
     The reader waits for an unreachable broker; `poll` then returns nothing. If retention has deleted the next record,
@@ -349,10 +348,9 @@ class Reader:
         return [ends[number] for number in range(count)] or None
 
     def _ends_client(self) -> Any:
-        """Return a separate client, made when it is needed: most readers do not look up ends after they start to read.
+        """Return a separate client, made when it is needed: most readers do not look up ends while they read.
 
-        A broker answers the requests of a connection in order, so a lookup would wait for the fetch that is in
-        progress.
+        A broker answers the requests of a connection in order, so a lookup would wait for the fetch in progress.
         """
         if self._lookup is None:
             self._lookup = self._make_lookup()
@@ -376,7 +374,7 @@ def end_of_unreadable(
     answer for 30 s.
 
     Wherever in the batch the library begins to read, it names the first offset of the batch (`base`) and stays there.
-    The end is therefore searched by reads from later offsets: twice as many reads as the batch's length has bits.
+    The end is therefore searched by reads from later offsets: at most twice as many as the batch's length has bits.
     `consumer` has another assignment afterwards; it must report ends of partitions, and an offset out of range.
     """
 

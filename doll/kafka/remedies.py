@@ -61,8 +61,7 @@ def login_remedy(reason: str, kafka: KafkaConfig, *, expired: bool = False) -> s
 
 
 def is_final(reason: str) -> bool:
-    """Return whether the same login would be refused again. A handshake that was interrupted may be a broker that is
-    starting."""
+    """Return whether the same login would be refused again. An interrupted handshake may mean a starting broker."""
     text = reason.lower()
     return any(part in text for part in ("authentication failed", "verify failed", "could not be verified", "alert ",
                                          "unsupported sasl mechanism", "invalid credentials", "http 4"))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Check that the samples topic is still the one that the model was learned from, and find where a new job begins in it.
+"""Check that the samples topic is still the one that the model was learned from; find where a new job begins.
 
 Offsets identify samples only within one topic. If the topic was deleted and created again, or truncated, the same
 offsets are other records: a reader that continued at its offset would wait without end, or skip records until the log
@@ -116,7 +116,7 @@ def bounds_reaching(
 
 
 def truncated_message(name: str, partition: int, next_offset: int, reason: str) -> str:
-    """Return the message for a log that has lost records which were read, and holds or will hold others at their
+    """Return the message for a log that has lost records which were read, and holds or will hold other records at their
     offsets."""
     return (
         f"{name}/{partition} was read up to offset {next_offset}, has lost records below it since, and holds others in "

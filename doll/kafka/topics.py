@@ -164,7 +164,7 @@ def _create(admin: AdminClient, config: JobConfig, services: Services, missing: 
     """Create the topics in one request. If Kafka refuses a topic, retry it without `min.insync.replicas`, then without
     `max.message.bytes`, and then without `message.timestamp.type`.
 
-    Some managed services set `min.insync.replicas` themselves and refuse it as a setting, or refuse records of 32 MiB.
+    Some managed services set `min.insync.replicas` themselves and refuse it, or refuse records of 32 MiB.
     """
     refusals: tuple[int, ...] = (KafkaError.INVALID_CONFIG, KafkaError.POLICY_VIOLATION)
     wanted, replicas = list(missing), config.kafka.replication_factor
@@ -231,8 +231,7 @@ def _check_settings(admin: AdminClient, config: JobConfig, services: Services) -
 
 
 def _settings_of(admin: AdminClient, topics: Mapping[str, Any]) -> dict[str, ActualTopic]:
-    """Return the settings of `topics` (name -> metadata), by name. If the broker refuses, log this and return no
-    settings."""
+    """Return the settings of `topics` (name -> metadata), by name. If the broker refuses, log it and return none."""
     resources = {name: ConfigResource(ResourceType.TOPIC, name) for name in topics}
     if not resources:
         return {}

@@ -71,7 +71,7 @@ class Role:
 
 
 class ForkServer:
-    """A server that starts roles. `start` returns while torch loads in the background; `close` kills the running roles.
+    """A server that starts roles. `start` returns while torch loads; `close` kills the running roles.
 
     Use it from one thread, which must live as long as the roles.
     """
@@ -113,8 +113,7 @@ class ForkServer:
         ServiceUnavailableError, which contains the log, if the fork server has exited or does not start.
 
         Args:
-            target: `module:function`, imported in the child. It returns None or an exit code; an exception gives exit
-                code 1.
+            target: `module:function`, imported in the child. It returns None or an exit code; an exception gives 1.
             args: JSON values: names, numbers, paths as text.
             log_path: file to which its standard output and standard error are appended.
             env: additional environment variables; secrets are inherited from this process's environment.

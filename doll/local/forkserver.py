@@ -1,4 +1,4 @@
-"""Run the process from which roles are forked. It imports torch once, so a role starts in 0.05 s instead of 5 s of CPU.
+"""Run the process from which roles are forked. It imports torch once, so a role starts in 0.05 s, not 5 s of CPU.
 
 `python -m doll.local.forkserver FD MODULE...` exchanges JSON lines over the socket FD: requests `{"start": {...}}` and
 `{"kill": pid, "signal": n}`; answers `{"ready": s}`, `{"started": pid}`, `{"ended": pid, "code": c}`. The process exits
@@ -145,7 +145,7 @@ def _exit_code(pid: int) -> int | None:
 
 
 def _run_role(target: str, args: list[Any]) -> NoReturn:
-    """Call `module:function` with `args`, then exit like a program: with 0, the returned integer, or 1 after a
+    """Call `module:function` with `args`, then exit as a program does: 0, the returned integer, or 1 after a
     traceback."""
     code = 1
     try:

@@ -1,6 +1,6 @@
 """Run a local Apache Kafka on loopback: one node, or a cluster that tolerates the failure of one node.
 
-A node is a broker and a KRaft controller in one Java process. A cluster replicates every topic to all of its nodes.
+A node is a broker and a KRaft controller in one Java process. A cluster replicates topics to all of its nodes.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ class LocalKafka(processes.LocalServer):
         folder: folder for data, settings and log of the node.
         say: function that gets one line of text when a step takes long.
         advertised_ports: loopback ports that additional plaintext listeners advertise, by the listener's name (letters,
-            digits, `-`); a relay
-    on such a port must forward to `listener_port`. member: place of the node in a cluster. host: host at which a single
-    node listens.
+            digits, `-`); a relay on such a port must forward to `listener_port`.
+        member: place of the node in a cluster.
+        host: host at which a single node listens.
     """
 
     _grace_s: ClassVar[float] = 10.0
@@ -259,7 +259,7 @@ class LocalKafka(processes.LocalServer):
 
 
 class KafkaCluster(processes.Server):
-    """A cluster of nodes that replicates to all of them, with `min.insync.replicas` one less than the number of nodes.
+    """A cluster of nodes that replicates to all of them, with `min.insync.replicas` of all but one.
 
     The data (in `folder`) and the ports persist across crashes. A node has a heap of at most 256 MB, and takes 210 MB
     after its start.

@@ -132,8 +132,7 @@ def advice() -> str:
 def ensure(say: Callable[[str], None]) -> Path:
     """Return the folder with the jars, and download them if needed (43 MB); `say` gets one line when a download begins.
     A lock makes concurrent runs download only once. Raise ConfigError if Java >= 17 is missing, or both the jars and
-    the package that downloads them. Raise ServiceUnavailableError if the repository does not answer or sends a wrong
-    jar."""
+    their downloading package. Raise ServiceUnavailableError if the repository does not answer or sends a wrong jar."""
     if (problem := unavailable_reason()) is not None:
         raise ConfigError(f"cannot start a local Kafka broker: {problem}; {advice()}")
     target = folder()

@@ -1,5 +1,4 @@
-"""Start child processes and servers that end with this process; find free ports; read log tails; describe exit
-codes."""
+"""Start child processes and servers that end with this process; find free ports, read log tails, name exit codes."""
 
 from __future__ import annotations
 
@@ -98,8 +97,7 @@ def end(process: subprocess.Popen[bytes], grace_s: float) -> int:
 
 def free_port() -> int:
     """Return a loopback port that is free now and was not returned to this process recently, because a server requests
-    several ports before it binds them. Another process may take the port first, so callers retry if they cannot bind
-    it."""
+    several ports before it binds them. Another process may take it first, so callers retry a failed bind."""
     for port in random.SystemRandom().sample(_PORTS, 200):
         if port in _given:
             continue
@@ -208,8 +206,7 @@ class LocalServer(Server):
         self.start()
 
     def _start_on_port(self, name: str, launch: Callable[[int], bool], tries: int = _BIND_TRIES) -> None:
-        """Launch the server on its port, or on a free port if it has none yet, which another process may take
-        meanwhile."""
+        """Launch the server on its port, or on a free port, which another process may take meanwhile."""
         for _ in range(tries):
             port = self._port or free_port()
             if launch(port):

@@ -16,8 +16,7 @@ from doll import extras
 from doll.local import processes
 
 CLIENT_ENV: Final = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Environment variables for all users of the cluster: Ray keeps 127.0.0.1, and does not listen on the machine's
-address."""
+"""Environment variables for all users of the cluster: Ray keeps 127.0.0.1 instead of the machine's address."""
 _HEAD_ENV: Final = {**CLIENT_ENV, "RAY_worker_niceness": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
 # Linux kills most of Ray's processes with its first one; two agents would wait 60 s for a head that is gone. They are
 # all of one group, of which a child kills all when nobody holds the other end of the pipe.
@@ -36,8 +35,8 @@ _ADDRESS_FILE: Final = "ray_current_cluster"  # Ray writes it into its folder wh
 
 
 def running_address() -> str | None:
-    """Return the address of the cluster to which `ray start` has added this machine, as Ray finds it; None if there is
-    none."""
+    """Return the address of the cluster to which `ray start` has added this machine, as Ray finds it; None without
+    one."""
     if given := os.environ.get("RAY_ADDRESS"):
         return given
     with contextlib.suppress(OSError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""Manage a run's folder in shared memory: it is removed at the end of the run, or by the next run if the run was
+"""Manage a run's folder in shared memory: it is removed at the end of the run, or by the next one if the run was
 killed.
 
 Its owner holds a lock on it. The kernel releases the lock when the owner's process ends, so a folder that can be locked

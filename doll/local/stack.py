@@ -46,7 +46,7 @@ def local_stack(
     *,
     advertised_ports: Sequence[Mapping[str, int]] = ({},),
 ) -> Iterator[Stack]:
-    """Yield services of the job that answer. The services that are started here are stopped at the exit of the context.
+    """Yield services of the job that answer. The services that it starts are stopped at the exit of the context.
 
     Kafka is the first one available of: the address in the job file; a local broker on the data of an earlier run in
     `run_folder`; $DOLL_KAFKA if it answers; a local broker (`kafka_jars`). Redis is the first one available of: the
@@ -54,7 +54,7 @@ def local_stack(
 
     Args:
         run_folder: run folder; its folder `services/` gets data and logs of the started services.
-        advertised_ports: one mapping for each local broker, as in `LocalKafka`; several mappings start a local cluster.
+        advertised_ports: one mapping for each local broker, as in `LocalKafka`; several start a local cluster.
 
     Raises:
         ConfigError: an address is malformed; or security is configured without an address; or a requirement of a local
@@ -80,7 +80,7 @@ def has_kafka_data(run_folder: Path) -> bool:
 
 
 class _Chooser:
-    """Chooses the best available Kafka, Redis and blob store. Services that it starts are stopped when `started` is
+    """A chooser of the best available Kafka, Redis and blob store. Services that it starts end when `started` is
     closed."""
 
     def __init__(

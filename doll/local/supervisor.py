@@ -68,7 +68,7 @@ class _RoleState:
 
 
 def backoff_s(failures: int) -> float:
-    """Return the wait before a restart, in seconds, after this number (1 or more) of successive failures: 0.5, 1, 2, 4,
+    """Return the wait before a restart, in seconds, after this number (1 or more) of failures in a row: 0.5, 1, 2, 4,
     5, 5, ..."""
     return min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** (failures - 1))
 
@@ -103,9 +103,8 @@ class Supervisor:
 
         Raises:
             RoleFailedError: a role has failed 5 times in a row, each time within 20 s of its start. If it was killed by
-                SIGKILL the last time,
-            the limit is 20 times, because the role did not cause it.
-            ConfigError: a role reports with exit code 2 that the job file or the task is invalid; it is not restarted.
+                SIGKILL the last time, the limit is 20 times, because the role did not cause it.
+            ConfigError: a role reports with exit code 2 that the job file or task is invalid; it is not restarted.
             DataLossError: a role reports with exit code 4 that records were deleted before they were learned.
         """
         for state in self._states.values():
@@ -149,8 +148,8 @@ class Supervisor:
         self._states[name].failures = 0
 
     def release(self, name: str) -> tuple[RoleSpec, Handle]:
-        """Stop supervising this role. Its process continues, and the name is free. Raise ValueError if it is not
-        running."""
+        """Stop supervising this role. Its process continues, and the name is free. Raise ValueError if it does not
+        run."""
         state = self._states.get(name)
         if state is None or state.handle is None:
             raise ValueError(f"expected a running role, got {name!r}")
@@ -182,8 +181,7 @@ class Supervisor:
 
         Args:
             order: patterns such as `worker-*`, in the order of stopping. The roles of one pattern are stopped together.
-                Roles that match
-            no pattern are stopped last.
+                Roles that match no pattern are stopped last.
             grace_s: time for the roles of each pattern, in seconds.
         """
         for state in self._states.values():

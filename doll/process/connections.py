@@ -165,8 +165,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.idle_since_s = self.loop.time()
 
     def close_if_idle(self, now_s: float, time_limit_s: float) -> None:
-        """Close a connection that does not receive its next request completely in time, or whose client does not read
-        an answer."""
+        """Close a connection whose next request is not complete in time, or whose client does not read an answer."""
         if self.message_since_s is not None and now_s - self.message_since_s > time_limit_s:
             if self.in_head or not self.cycle.response_started:
                 self.transport.write(_refusal("408 Request Timeout", f"expected the body within {time_limit_s:g} s"))

@@ -30,12 +30,10 @@ def data_bytes() -> int:
 
 
 class DataLimit:
-    """A limit of the memory that this process, and each process that it forks, may take in addition to its present
-    memory."""
+    """A limit of the memory that this process, and each that it forks, may take in addition to its present memory."""
 
     def __init__(self, more_bytes: float | None) -> None:
-        """Args:
-            more_bytes: size of the additional memory. None: no limit."""
+        """Limit the additional memory to `more_bytes`. None: there is no limit."""
         self._more_bytes = more_bytes
         self._base_bytes = 0
 

@@ -49,8 +49,7 @@ _hits: Counter[str] = Counter()
 
 def fault_point(name: str, before_exit: Callable[[], object] | None = None) -> None:
     """Kill this process here if the environment requests it. `before_exit` is called first, so that the side effect
-    before this point has left the process. Raise ConfigError if `DOLL_FAULT` is not `point@count` or has an unknown
-    point."""
+    before this point has left the process. Raise ConfigError if `DOLL_FAULT` is not a known `point@count`."""
     wanted = os.environ.get(ENV)
     if not wanted:
         return

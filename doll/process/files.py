@@ -48,8 +48,7 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Replace `path` by `content` (text as UTF-8), as `replacing` does. Raise OSError if the folder cannot be
-    written."""
+    """Replace `path` by `content` (text as UTF-8), as `replacing` does. Raise OSError if it cannot be written."""
     with replacing(path, durable=durable) as temporary:
         temporary.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
 
@@ -72,8 +71,8 @@ def is_full(folder: Path) -> bool:
 
 
 def folder_problem(folder: Path) -> str:
-    """Return why a folder is not private to this user and must not be trusted; "" if it is. Raise OSError if it does
-    not exist."""
+    """Return why a folder is not private to this user, so not to be trusted; "" if it is. Raise OSError if it is
+    missing."""
     status = os.lstat(folder)
     if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
         return ""
@@ -92,8 +91,7 @@ def unwritable(error: OSError) -> ServiceUnavailableError:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace `path` by `value` as indented JSON, as `replacing` does. Raise OSError if the folder cannot be
-    written."""
+    """Replace `path` by `value` as indented JSON, as `replacing` does. Raise OSError if it cannot be written."""
     write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""Control who may send requests to an HTTP server of DOLL, and open its socket: loopback only, unless there is a token.
+"""Control who may send requests to an HTTP server of DOLL, and open its socket: without a token, only on loopback.
 
 A page of a foreign web site runs in the browser of a person who can reach the server. Its requests have the name of
 that site as their `Host`, even if the name resolves to this machine (DNS rebinding). A server without a token therefore
@@ -70,8 +70,7 @@ def read_token(path: Path) -> str:
 
 
 def checked_token(token: str, origin: object) -> str:
-    """Return `token`. Raise ConfigError, whose message names the `origin`, if it is too short or not valid in a
-    header."""
+    """Return `token`. Raise ConfigError, which names `origin`, if it is too short or not valid in a header."""
     if len(token) < MIN_TOKEN_CHARS or not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(
             f"{origin}: expected a token of at least {MIN_TOKEN_CHARS} printable ASCII characters without spaces, as "

@@ -33,9 +33,8 @@ def keep_freed_memory() -> bool:
     """Make glibc's malloc keep freed memory, with one heap for all threads. Call this before threads are started.
 
     By default each large activation is mapped each time and its pages are filled with zeros: 80 thousand page faults
-    for one gradient of 1.2 million parameters, a third of its time (measured CPU time of one gradient, 256 images: 440
-    ms before, 272 ms after; for 24 thousand parameters 22 ms and 19 ms). With this setting, the process keeps its
-    maximum size.
+    for one gradient of 1.2 million parameters, a third of its time (measured CPU of one gradient, 256 images: 440 ms
+    before, 272 ms after; 22 and 19 ms for 24 thousand parameters). The process then keeps its maximum size.
 
     The heap gets huge pages if the kernel has them (`use_huge_pages`).
 
@@ -69,8 +68,7 @@ def return_freed_memory() -> bool:
 
 
 def _set_malloc(settings: Mapping[int, int]) -> bool:
-    """Set parameters of glibc's malloc, all of them even if one fails. Return False without glibc, or after a
-    failure."""
+    """Set parameters of glibc's malloc, all of them even if one fails. Return False if one fails, or without glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False

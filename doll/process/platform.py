@@ -83,9 +83,8 @@ class WakeUp:
 
 
 def lock_exclusively(descriptor: int, *, wait: bool = False) -> bool:
-    """Lock an open file or folder against other processes, and return whether this process has the lock. It ends
-    with the descriptor or the process. `wait`: wait until another process releases the lock. Raise ConfigError on
-    Windows."""
+    """Lock an open file or folder against other processes, and return whether this process has the lock. It ends with
+    the descriptor or the process. `wait`: wait for the lock. Raise ConfigError on Windows."""
     if fcntl is None:
         raise ConfigError("expected Linux or macOS: Windows has no locks of files that end with their process")
     try:
@@ -96,8 +95,8 @@ def lock_exclusively(descriptor: int, *, wait: bool = False) -> bool:
 
 
 def sync(descriptor: int) -> None:
-    """Make a file's content, or a folder's names, survive a power failure. Raise OSError if the disk is full or
-    fails."""
+    """Make a file's content, or a folder's names, survive a power failure. Raise OSError if the disk fails or is
+    full."""
     if hasattr(fcntl, "F_FULLFSYNC"):  # macOS, whose fsync leaves it in the disk's cache
         with suppress(OSError):  # a file system that has no such request
             fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
@@ -106,7 +105,7 @@ def sync(descriptor: int) -> None:
 
 
 def peer_user(connection: socket.socket) -> int:
-    """Return the user id of the process at the other end of a Unix socket. Raise OSError if the system does not provide
+    """Return the user id of the process at the other end of a Unix socket. Raise OSError if the system does not return
     it."""
     if hasattr(socket, "SO_PEERCRED"):
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _LINUX_CREDENTIALS.size)

@@ -36,8 +36,7 @@ def was_terminated() -> bool:
 
 @contextmanager
 def stop_requested() -> Iterator[threading.Event]:
-    """Yield an event that SIGTERM or SIGINT sets. Only the main thread may handle signals: in others, the event is
-    never set.
+    """Yield an event that SIGTERM or SIGINT sets. Only the main thread handles signals: in others, it is never set.
 
     The earlier handlers are restored at the end.
     """

@@ -5,7 +5,7 @@ gradient), u8 dtype (1 = float32), u8 reserved = 0, job and run in 96 bytes (see
 model version, u64 numel, u32 crc32 of the body, u32 crc32 of the header so far; then numel float32. The length of the
 header is a multiple of 32 bytes, so the body is aligned.
 
-The argument `job` of a function is the scope of the job and its run (`scope_of`): two runs of a job may share a Redis.
+The argument `job` of a function is the scope of the job and its run (`scope_of`): runs of a job may share a Redis.
 
 A blob of dtype 0 holds numel bytes in another format, which depends on its kind: see `doll.storage.sections`.
 """
@@ -52,16 +52,14 @@ class Blobs(Protocol):
 
     def put_soon(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> bool:
         """Store as `put` does, and return whether the store already has the blob. If the store is far, this may return
-        earlier: do not change `parts` before `settle`, and tell each reader of the key that the blob may come later
-        (`get_soon`)."""
+        earlier: do not change `parts` before `settle`, and tell readers that the blob may come later (`get_soon`)."""
         ...
 
     def settle(self) -> None:
         """Return after the store has the blob that was given to `put_soon`. Raise what `put` would have raised."""
 
     def reserve(self, size_bytes: int) -> memoryview | None:
-        """Return memory that `put` stores without a copy if it is the only part. None: the store has no such memory
-        left.
+        """Return memory that `put` stores without a copy if it is the only part. None: there is no such memory.
 
         The content can be read for as long as a view of it is held. Do not write to it after `put`.
         """
@@ -85,8 +83,7 @@ class Blobs(Protocol):
 
 
 class NearBlobs(ABC):
-    """The methods of `Blobs` that are the same in all stores that answer immediately. Subclasses define `put` and
-    `get`."""
+    """The common methods of `Blobs` in stores that answer immediately. Subclasses define `put` and `get`."""
 
     is_far: Final = False
 
@@ -114,7 +111,7 @@ def scope_of(job: str, run_id: str) -> str:
 
 
 def key_prefix(scope: str) -> str:
-    """Return the prefix of the keys of a scope. The braces put all keys of a job into one hash slot of a Redis Cluster.
+    """Return the prefix of the keys of a scope. The braces put all keys of a job into one Cluster hash slot.
 
     >>> key_prefix("digits:ab12")
     'doll:{digits}:ab12'
@@ -255,7 +252,7 @@ def blob_info(data: Buffer) -> BlobInfo:
 def _open(
     data: Buffer, *, job: str, kind: Kind | BytesKind, dtype: int, version: int | None, numel: int | None
 ) -> tuple[memoryview, int]:
-    """Return the body of the blob in `data` and its version, after a check of all expected values (None: any) and
+    """Return the body of the blob in `data` and its version, after a check of expected values (None: any) and
     checksums."""
     what = f"{_KINDS[kind]} blob of job {job!r}" + ("" if version is None else f", version {version}")
     if len(data) < HEADER_BYTES:

@@ -94,8 +94,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class CheckpointHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The fields of a checkpoint except its tensors; see `Checkpoint`. In the file, `state` follows the other
-    fields."""
+    """The fields of a checkpoint except its tensors; see `Checkpoint`. In the file, `state` comes last."""
 
     job: str
     fingerprint: str
@@ -195,8 +194,7 @@ def decode_checkpoint(data: bytes | mmap.mmap, *, in_place: bool = False) -> Che
 
 
 def _tensors_in(body: memoryview) -> dict[str, npt.NDArray[Any]]:
-    """Return views of the tensors that `_encode_tensors` has written. Raise ValueError or KeyError if the bytes do not
-    fit."""
+    """Return views of the tensors that `_encode_tensors` wrote. Raise ValueError or KeyError if they do not fit."""
     (head_bytes,) = struct.unpack_from("<Q", body)
     header = msgspec.json.decode(body[8 : 8 + head_bytes], type=dict[str, _TensorHead])
     values = body[8 + head_bytes :].toreadonly()
@@ -220,8 +218,7 @@ def _length_of_head(data: bytes | mmap.mmap) -> int:
 
 
 def decode_head(data: bytes) -> CheckpointHead | int:
-    """Return the head at the beginning of a checkpoint's bytes; if `data` is too short, return the number of bytes
-    needed.
+    """Return the head at the beginning of a checkpoint's bytes; if `data` is too short, return the size needed.
 
     The checksum of the whole checkpoint is not verified. Raise DamagedError if the head is incomplete or changed, and
     CheckpointError if this release does not read its schema.
@@ -244,8 +241,7 @@ def decode_head(data: bytes) -> CheckpointHead | int:
 class CheckpointStore(ABC):
     """Port (interface): the store of one job's checkpoints.
 
-    All calls raise `CheckpointError` if the store cannot be read or written. All calls except `claim_term` may be
-    repeated.
+    All calls raise `CheckpointError` if the store cannot be read or written. Calls except `claim_term` may be repeated.
 
     Args:
         job: name of the job that owns the checkpoints. None: any job; the store is then only read.
@@ -264,22 +260,19 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def claim_term(self, above: int = 0) -> int:
-        """Return a term above all terms in the store; it durably belongs to the caller: two callers never get the same
-        term.
+        """Return a term above all terms in the store; it durably belongs to this caller and to no other.
 
         Each call fences all earlier callers. The new term is also above `above`, the highest term seen elsewhere.
         """
 
     @abstractmethod
     def newest_term(self) -> int:
-        """Return the highest term that was claimed or saved, 0 if there is none. A server with a lower term is
-        fenced."""
+        """Return the highest term claimed or saved, 0 if there is none. A server with a lower term is fenced."""
 
     @abstractmethod
     def save(self, checkpoint: Checkpoint) -> None:
-        """Store `checkpoint` completely or not at all; it is durable on return. Raise FencedError if a higher term has
-        been claimed. Raise CheckpointError if it is another job's, or its version is lower than one that this term has
-        saved."""
+        """Store `checkpoint` completely or not at all; it is durable on return. Raise FencedError if a higher term was
+        claimed. Raise CheckpointError if it is another job's, or its version is below one that this term saved."""
 
     @abstractmethod
     def versions(self) -> list[tuple[int, int]]:
@@ -291,12 +284,11 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def _read(self, term: int, version: int, size: int | None = None) -> bytes:
-        """Return the bytes of a checkpoint, or the first `size`. Raise FileNotFoundError if it was deleted after the
-        listing."""
+        """Return the bytes of a checkpoint, or the first `size`. Raise FileNotFoundError if it was deleted
+        meanwhile."""
 
     def _map(self, term: int, version: int) -> mmap.mmap:
-        """Return the bytes of a checkpoint as a mapped file, read when they are used. Raises the same errors as
-        `_read`."""
+        """Return the bytes of a checkpoint as a mapped file, read when used. Raises the errors of `_read`."""
         with tempfile.TemporaryFile() as file:
             file.write(self._read(term, version))
             file.flush()
@@ -310,8 +302,7 @@ class CheckpointStore(ABC):
     @abstractmethod
     def replace_document(self, name: str, data: bytes, known: Any) -> Any:
         """Durably replace the content by `data`, if the content still has the state `known`, and return its new state.
-        None: the content has another state, and is not changed. If an answer was lost, the content may be `data`
-        anyway."""
+        None: the content has another state, and is not changed. After a lost answer it may be `data` anyway."""
 
     def read_marks(self) -> VersionMarks:
         """Return the aliases and pins of versions."""
@@ -463,8 +454,8 @@ class CheckpointStore(ABC):
     def _refuse_if_superseded(
         self, checkpoint: Checkpoint, newest_term: int, versions: Iterable[tuple[int, int]]
     ) -> None:
-        """Raise an error unless `checkpoint` may be saved: its term is the newest one, and has not saved a higher
-        version."""
+        """Raise an error unless `checkpoint` may be saved: its term must be the newest, and must not have saved a
+        higher version."""
         if newest_term > checkpoint.term:
             raise FencedError(
                 f"parameter server term {checkpoint.term} is over: term {newest_term} has claimed {self.location}; "
@@ -493,7 +484,7 @@ def claim_name(term: int) -> str:
 
 
 def is_forgotten(term: int, newest_term: int) -> bool:
-    """Return whether the claim of `term` may have been deleted. A missing claim then does not prove that the term is
+    """Return whether the claim of `term` may have been deleted. If so, a missing claim does not prove that the term is
     free.
 
     A server that was suspended between its listing and its claim may claim such a term a second time. It therefore

@@ -80,9 +80,8 @@ def decode_contribution(
 
     Raises:
         BlobError: the blob is incomplete or damaged; or it has another job, version or size, a table that is not in
-            `tables`, or
-    keys that are unsorted, repeated or out of range. The message states which. NotFiniteError: a value of the sparse
-    form or of a row is NaN or infinite.
+            `tables`, or keys that are unsorted, repeated or out of range. The message states which.
+        NotFiniteError: a value of the sparse form or of a row is NaN or infinite.
     """
     if blob_info(data).kind != "p":
         return DecodedContribution(decode_blob(data, job=job, kind="g", version=version, numel=numel), numel)

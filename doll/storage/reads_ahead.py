@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 
 class ReadsAhead:
-    """The reads in progress, by key. One thread calls the methods, except `get` (that of `doll.storage.blobs.Blobs`),
-    which other threads call. At most `most` blobs are being read or wait to be taken; beyond this, the oldest are
-    forgotten."""
+    """The reads in progress, by key. One thread calls the methods, except `get` (that of
+    `doll.storage.blobs.Blobs`), which other threads call. At most `most` blobs are being read or wait to be taken;
+    the oldest others are forgotten."""
 
     def __init__(self, get: Callable[[str], Buffer | None], most: int) -> None:
         self._get = get
@@ -40,8 +40,7 @@ class ReadsAhead:
         return key in self._reads and not self._reads[key].done()
 
     def get(self, key: str) -> Buffer | None:
-        """Return the blob under `key`: wait for a read in progress, otherwise read it now. Raise what `Blobs.get`
-        raises."""
+        """Return the blob under `key`: wait for a read in progress, or read it now. Raise what `Blobs.get` raises."""
         read = self._reads.pop(key, None)
         return self._get(key) if read is None else read.result()
 

@@ -2,7 +2,7 @@
 
 All keys of a job are in one hash slot (`doll.storage.blobs.key_prefix`), so in a Cluster one primary holds them. Each
 connection asks for this primary before it connects; with Sentinel, it asks the Sentinels. After a failover a connection
-breaks or is refused, and the next connection asks again. Data that were not replicated are lost, as after a restart.
+breaks or is refused, and the next connection asks again. Unreplicated data are lost, as after a restart.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def connect_redis(services: Services, *, timeout_s: float = 10.0, retries: int =
     Args:
         timeout_s: maximum wait for the next bytes of a connection, in seconds; connecting takes at most 5 s.
         retries: number of times that a command is sent again after its connection breaks. Each reconnection has the
-            same number of
-    retries: a silent server can delay a command for up to `(retries + 1) ** 2` times `timeout_s`.
+            same number of retries: a silent server can delay a command for up to `(retries + 1) ** 2` times
+            `timeout_s`.
     """
     place = parse_redis(services.redis)
     if place is None:
@@ -152,15 +152,14 @@ class WorkerCount:
         return True
 
     def get(self, default: int) -> int:
-        """Return the number; `default` if it is not set or is not positive. Raise RedisError if Redis does not
-        answer."""
+        """Return the number; `default` if it is unset or not positive. Raise RedisError if Redis does not answer."""
         value = self._client.get(self._key)
         return int(value) if value is not None and value.isdigit() and int(value) > 0 else default
 
 
 def passes(exc: redis.RedisError) -> bool:
     """Return whether Redis may accept the same command later: it is unavailable, full, failing over, or cannot save to
-    disk.
+    its disk.
 
     A refused login is also a `redis.ConnectionError`, but is permanent.
     """
@@ -259,7 +258,6 @@ class _OwnerSSLConnection(_OwnerConnection, redis.SSLConnection):
 
 
 def _address(node: Sequence[Any], asked: str) -> tuple[str, int]:
-    """Return host and port of a node in an answer to CLUSTER SLOTS; an empty host is that of the node that was
-    asked."""
+    """Return host and port of a node in an answer to CLUSTER SLOTS; an empty host means the node that was asked."""
     host = node[0].decode() if isinstance(node[0], bytes) else str(node[0] or "")
     return host or asked, int(node[1])

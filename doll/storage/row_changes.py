@@ -44,8 +44,7 @@ def encode_row_changes(changes: RowChanges, shapes: Mapping[str, TableShape], *,
 
 def decode_row_changes(data: Buffer, shapes: Mapping[str, TableShape], *, job: str, version: int) -> RowChanges:
     """Return the changes that were given to `encode_row_changes`, as views of `data`. Raise BlobError if the blob is
-    incomplete or damaged, has another job or version, or lacks a table. Raise NotFiniteError if a value is NaN or
-    infinite."""
+    damaged, has another job or version, or lacks a table. Raise NotFiniteError if a value is NaN or infinite."""
     pieces, since = decode_delta(data, _with_began(shapes), job=job, version=version)
     began = pieces.pop(_BEGAN, None)
     rows = {name: piece for name, piece in pieces.items() if isinstance(piece, Rows)}

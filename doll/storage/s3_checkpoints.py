@@ -132,7 +132,7 @@ class S3CheckpointStore(CheckpointStore):
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Save as `CheckpointStore` describes. An object stored before a FencedError is valid only if the higher claim
-        listed it."""
+        has listed it."""
         self._check_owner(checkpoint)
         name = checkpoint_name(checkpoint.term, checkpoint.version)
         with self._translate_errors("save a checkpoint in"):

@@ -87,7 +87,7 @@ _NO_VALUES: Final = np.empty((0, 1), np.float32)
 
 
 def encode_keys(keys: Keys) -> Bytes:
-    """Return the bytes of `keys`, shape (n,), 1 to 10 for each key. Raise ValueError if they do not increase
+    """Return the bytes of `keys`, shape (n,): 1 to 10 bytes for each key. Raise ValueError if the keys do not increase
     strictly."""
     if not len(keys):
         return np.empty(0, np.uint8)
@@ -164,9 +164,8 @@ def encode_bitmap(keys: Keys, limit: int) -> Bytes:
 
 
 def decode_bitmap(data: Bytes, *, count: int, limit: int) -> Keys:
-    """Return the `count` keys in `data`, strictly increasing and below `limit`. Raise BlobError if `data` is not the
-    bitmap of such keys. The memory that is allocated is limited to a small multiple of `data`, for any `count` and
-    `limit`."""
+    """Return the `count` keys in `data`, strictly increasing and below `limit`. Raise BlobError if `data` is not their
+    bitmap. The memory that is allocated is limited to a small multiple of `data`, for any `count` and `limit`."""
     is_in = _bits(data, limit, "keys")
     keys = np.flatnonzero(is_in).view(np.uint64)
     if len(keys) != count:
@@ -175,8 +174,7 @@ def decode_bitmap(data: Bytes, *, count: int, limit: int) -> Keys:
 
 
 def _bits(data: Bytes, num_bits: int, what: str) -> npt.NDArray[np.bool_]:
-    """Return the bits in `data`, shape (num_bits,). Raise BlobError unless the remaining bits of the last byte are
-    0."""
+    """Return the bits in `data`, shape (num_bits,). Raise BlobError unless the last byte's other bits are 0."""
     if len(data) != _bytes_of(num_bits):
         raise BlobError(f"expected {_bytes_of(num_bits)} bytes of bits for {num_bits} {what}, got {len(data)}")
     bits = np.unpackbits(data, bitorder="little").view(np.bool_)
@@ -237,7 +235,7 @@ class _Section(NamedTuple):
 def encode_push(
     pieces: Mapping[str, Vector | RoundedVector | Rows], shapes: Shapes, *, job: str, version: int
 ) -> EncodedBlob:  # fmt: skip
-    """Return the blob of a push. Raise ValueError if ids do not increase strictly, or values do not have the shape in
+    """Return the blob of a push. Raise ValueError if ids do not increase strictly, or values have other shapes than
     `shapes`.
 
     Args:
@@ -251,8 +249,7 @@ def encode_push(
 def encode_delta(
     pieces: Mapping[str, Vector | Rows], shapes: Shapes, *, job: str, since: int, version: int
 ) -> EncodedBlob:
-    """Return the blob of the values of `version` that differ from version `since`, in the same format as
-    `encode_push`."""
+    """Return the blob of the values of `version` that differ from version `since`; see `encode_push`."""
     return _encode(_sections(pieces, shapes, since=since), job=job, kind="d", version=version)
 
 

@@ -42,7 +42,7 @@ class ShmBlobs(NearBlobs):
 
     Args:
         folder: a folder on tmpfs, accessible only to this user. It is created again if it is removed.
-        limit_bytes: maximum size of all blobs in it together; compared with a scan that is at most one second old.
+        limit_bytes: maximum total size of the blobs; compared with a scan that is at most one second old.
         fallback: store for blobs that do not fit; it is closed with this store.
         clock: seconds since the machine's start, the same in all processes; an argument for tests.
         reused_from_bytes: blobs of this size and above are in files that are reused.
@@ -290,8 +290,7 @@ class ShmBlobs(NearBlobs):
 
 
 def limit_bytes(folder: Path) -> int:
-    """Return the space for the blobs of one run: half of the file system of `folder`, the same value in all
-    processes."""
+    """Return the space for the blobs of one run: half of the file system of `folder`, the same in all processes."""
     status = os.statvfs(folder)
     return status.f_blocks * status.f_frsize // 2
 

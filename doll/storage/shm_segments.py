@@ -54,8 +54,7 @@ class Segment:
             at += len(part)
 
     def lend(self) -> memoryview:
-        """Return the segment's memory. It is not reused while a view of it exists. Raise OSError if it cannot be
-        mapped."""
+        """Return the segment's memory. It is not reused while a view exists. Raise OSError if it cannot be mapped."""
         if self._mapping is None:
             self._mapping = mmap.mmap(self.descriptor, self.size_bytes)
         array = np.frombuffer(self._mapping, np.uint8)

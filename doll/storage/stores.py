@@ -30,8 +30,7 @@ _VERSION: Final = re.compile(r"(.+)@([A-Za-z0-9_-]{1,63})")
 
 
 def checkpoint_location(config: JobConfig, run_folder: Path) -> Path | str:
-    """Return the checkpoint folder or `s3://bucket/prefix` of the job file, otherwise `checkpoints/` in the run
-    folder."""
+    """Return the checkpoint folder or `s3://bucket/prefix` of the job file, or `checkpoints/` in the run folder."""
     folder = config.checkpoint.folder
     if folder is None:
         return run_folder / "checkpoints"

@@ -50,8 +50,7 @@ class VersionMarks(msgspec.Struct, frozen=True):
         return VersionMarks(aliases, tuple(pin for pin in self.pins if pin in versions))
 
     def with_alias(self, name: str, version: int) -> VersionMarks:
-        """Return these marks with the alias `name` moved to `version`. Raise ConfigError if `name` is not a valid
-        alias."""
+        """Return these marks with alias `name` at `version`. Raise ConfigError if `name` is not a valid alias."""
         return msgspec.structs.replace(self, aliases={**self.aliases, checked_alias(name): version})
 
     def without_alias(self, name: str) -> VersionMarks:
@@ -158,8 +157,7 @@ def obsolete(
     """Return the checkpoints of `stored`, oldest first, that may be deleted: all except the `keep` newest, those of the
     history, and those `marked` by an alias or a pin.
 
-    Each checkpoint of the history is chosen by its distance from the one before it, so repeated calls keep the same
-    ones.
+    Each checkpoint of the history is chosen by its distance from the one before it, so repeated calls agree.
     """
     gone: list[StoredVersion] = []
     last_kept_s = float("-inf")

@@ -1,4 +1,4 @@
-"""Read the weights that `training.init_from` names: checkpoints of a run, a safetensors file, or a state_dict of torch.
+"""Read the weights that `training.init_from` names: checkpoints of a run, a safetensors file, or torch's state_dict.
 
 A file of torch is a pickle. It is read with `weights_only=True`, which creates only tensors and plain containers and
 refuses everything else, so no code in it is run (docs/security.md).
@@ -89,7 +89,7 @@ def _of_checkpoints(store: CheckpointStore, location: str, version: str | None) 
 
 
 def _rows_of_tables(stored: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
-    """Return all rows of each table, by its name; for a bounded table, the ids that have rows, the rows, and their
+    """Return all rows of each table by name; for a bounded table, the ids that have rows, the rows, and their
     counts."""
     arrays: dict[str, npt.NDArray[Any]] = {}
     for tensor, values in stored.items():
