@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Final
 
-_MOST_DECIMALS: Final = 4  # of a dollar
+_MOST_DECIMALS: Final = 4  # maximum decimal places of a dollar amount
 
 
 def usd(value: float, *, up: bool = False) -> str:

@@ -52,7 +52,7 @@ class Services:
     kafka: str  # bootstrap servers, `host:port[,host:port]`
     redis: str  # URL without credentials, in a form that `parse_redis` reads
     blobs: str = ""  # folder in shared memory for weights and gradients; empty: they go through Redis
-    # Path of the local control socket: of a server, the socket to listen on; of a worker, the socket to connect to
+    # Path of the local control socket. Server: the socket to listen on. Worker: the socket to connect to
     # instead of the server's (a relay). Empty: the server's own choice.
     control: str = ""
 
@@ -76,8 +76,8 @@ class RedisPlace:
 
     kind: str  # "single", "sentinel" or "cluster"
     tls: bool
-    addresses: tuple[tuple[str, int], ...]  # of the server, or of any of the Sentinels or nodes of a Cluster
-    name: str = ""  # with Sentinel, that of the primary; with a Cluster, of the job whose hash slot is meant
+    addresses: tuple[tuple[str, int], ...]  # the server, or some Sentinels or Cluster nodes
+    name: str = ""  # Sentinel: name of the primary; Cluster: job that determines the hash slot
     db: int = 0
 
 

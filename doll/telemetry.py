@@ -19,7 +19,7 @@ LogFormat = Literal["console", "json"]
 
 _REPEAT_AFTER_S: Final = 30.0
 _MAX_REMEMBERED: Final = 1000
-_FIRST_KEYS: Final = ("time", "level", "process", "event")  # of a line in JSON
+_FIRST_KEYS: Final = ("time", "level", "process", "event")  # first keys of a JSON line
 _HANDLER: Final = "doll"
 
 _Event = MutableMapping[str, Any]

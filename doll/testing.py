@@ -93,7 +93,7 @@ def _decoded_alike(task: Task, records: Sequence[bytes]) -> DecodedBatch:
     bulk = _decode(task, records)
     for problem in bulk.refused[:1]:
         raise AssertionError(f"expected record {problem.offset} to be taken, it is refused: {problem.reason}")
-    # The slow path stands on the instance: a subclass would have another name, and another __init__.
+    # The slow path is set on the instance: a subclass would have another name, and another __init__.
     fast = {name: vars(task).get(name) for name in ("decode_block", "decode_many")}
     vars(task).update(dict.fromkeys(fast, _no_fast_path))
     try:

@@ -57,8 +57,8 @@ class KafkaConfig(Section):
     oauth: OAuthConfig | None = None
     """source of the tokens, with sasl_mechanism: OAUTHBEARER"""
     worker_user: KafkaUser | None = None
-    """Kafka user of the workers, who is only allowed what a worker needs to do with the job's topics
-    (docs/security.md); its ACLs are set when the topics are created or checked"""
+    """Kafka user of the workers, with only the permissions on the job's topics that a worker needs (docs/security.md);
+    its ACLs are set when the topics are created or checked"""
     producer_user: KafkaUser | None = None
     """Kafka user that is only allowed to write to `samples`; its ACLs are set when the topics are created or checked"""
 

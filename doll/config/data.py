@@ -23,7 +23,7 @@ from doll.config.format import FormatConfig
 from doll.config.section import Section
 from doll.errors import ConfigError
 
-_TOPIC_NAME: Final = re.compile(r"(?!\.{1,2}$)[a-zA-Z0-9._-]{1,249}")  # Kafka's own rule
+_TOPIC_NAME: Final = re.compile(r"(?!\.{1,2}$)[a-zA-Z0-9._-]{1,249}")  # Kafka's rule for topic names
 
 MAX_DEFAULT_PLACES: Final = 64
 
@@ -99,16 +99,17 @@ class DataConfig(Section):
     """number of partitions of the samples topic when the job begins. Each partition is a stream; a worker can serve any
     number of them. Partitions that are added later are read as well [data.workers; with data.topic: its partitions]"""
     rebalance_s: NonNegativeFloat = 60.0
-    """seconds between two checks whether partitions move to other workers, because one worker is behind and has much
-    more to learn than others; for the same time, the load of each partition is measured. 0: only `doll scale` moves
-    partitions, by their number"""
+    """interval in seconds at which partitions may move to other workers, if a worker is behind and has much more to
+    learn than others; the load of each partition is measured over this time. 0: only `doll scale` moves partitions, by
+    their number"""
     batch_size: PositiveInt = Field(default=64, le=10_000_000)
     """b: samples per batch; or records, if a task makes several samples of one (`Task.max_samples_per_record`)"""
     samples_per_record: PositiveInt = 1
     """m: samples packed in one Kafka record; divides batch_size"""
     cut_after_s: PositiveFloat | None = Field(default=None, ge=0.1, le=86_400)
-    """seconds after its first record after which an incomplete batch is learned as it is, if no more records are
-    available: a partition with few records does not delay the others; null: the batch waits until it is full"""
+    """maximum age of an incomplete batch, in seconds since its first record. At this age it is learned as it is, if no
+    more records are available, so a partition with few records does not delay the others; null: a batch waits until it
+    is full"""
     start: Start = "earliest"
     """where a new job begins to read the stream: at the first record that the log holds, at the next record that
     arrives, or at the position that the section gives"""
@@ -124,7 +125,7 @@ class DataConfig(Section):
     """how values hold the fields that a `doll.FieldsTask` learns from; default: as JSON objects. Other tasks decode the
     values themselves"""
     tombstones: Literal["dead", "skip"] = "dead"
-    """how records without a value are treated, which delete a key of a compacted topic: they are dead-lettered, or
+    """what happens to records without a value (which delete a key of a compacted topic): they are dead-lettered, or
     skipped and counted (`doll status` shows the count)"""
     on_bad_records: BadRecordsConfig = BadRecordsConfig()
 

@@ -104,9 +104,9 @@ def _training_fields(training: TrainingConfig) -> Iterator[tuple[str, Any]]:
     """Yield the keys and values of the training section. A key that is not set is omitted, because a checkpoint of an
     earlier release without this key does not contain it either."""
     section = training.model_dump(by_alias=True, exclude=set(NOT_KEPT))
-    for number, (names, settings) in enumerate(section.pop("tables").items()):  # the first one that is found counts
+    for number, (names, settings) in enumerate(section.pop("tables").items()):  # the first expression found applies
         section[f"tables.{number}"] = {"names": names, **settings}
-    if "groups" in section["optimizer"]:  # the first one that matches counts
+    if "groups" in section["optimizer"]:  # the first expression that matches applies
         section["optimizer"]["groups"] = list(section["optimizer"]["groups"].items())
     for key, value in _leaves(section):
         if value not in (None, [], {}) or key == "clip_norm":

@@ -22,9 +22,9 @@ from doll.redaction import redacted
 MAX_CHARS = 1_000_000
 MAX_VALUES = 100_000
 MAX_DEPTH = 40
-_RUN: Final = "{run}"  # begins a path inside of a run's folder, in the job file there
+_RUN: Final = "{run}"  # beginning of a path inside the run folder, in a run's job file
 _IF_MOVED: Final = "base_folder_if_moved"
-_TYPE_NAME = re.compile(r"constrained-\w+|list\[.*\]")  # in the places of pydantic's errors
+_TYPE_NAME = re.compile(r"constrained-\w+|list\[.*\]")  # type names in the locations of pydantic's errors
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> JobConfig:

@@ -21,7 +21,7 @@ class StageDeviceConfig(Section):
     """speed of this device relative to the device that was profiled; used with `profile`"""
     memory_bytes: PositiveFloat | None = None
     """memory that a stage may use: with `profile`, no stage gets more layers than fit; without `profile`, nothing is
-    checked; default: unlimited"""
+    checked; default: no limit"""
     slowdown: float = Field(default=1.0, ge=1, le=MAX_SLOWDOWN)
     """factor by which each task of this stage is slowed down, to simulate a weaker device on one machine"""
 

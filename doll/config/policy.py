@@ -22,8 +22,8 @@ class OuterStep(NamedTuple):
     `doll.optim.optimizer.OuterOptimizer`."""
 
     lr: float
-    momentum: float  # of Nesterov's kind
-    age_discount: float  # factor of a change for each update that was made since its weights
+    momentum: float  # Nesterov momentum
+    age_discount: float  # factor of a change for each update after the weights it was computed on
 
 
 class PolicyConfig(Section, ABC):

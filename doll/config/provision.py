@@ -114,7 +114,8 @@ class ProvisionConfig(Section):
     launches_per_min: PositiveInt = 120
     """maximum number of launches of the whole fleet"""
     fallbacks_per_min: PositiveInt = 60
-    """maximum number of these launches that replace spot by on-demand while the deadline is safe"""
+    """maximum number of launches, out of `launches_per_min`, that replace spot by on-demand while the deadline is
+    safe"""
     pool_backoff_s: float | None = Field(default=None, ge=0)
     """time for which a pool is avoided after an interruption or without capacity; default: 180, processes: 0"""
     heartbeat_timeout_s: PositiveFloat = Field(default=30.0, ge=2)

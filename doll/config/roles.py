@@ -17,7 +17,7 @@ CHECKPOINT_URLS: Final = {
 }
 """The URLs of checkpoint stores by scheme: the form for messages, and the pattern. `doll.storage.stores` opens them."""
 _DEVICE: Final = re.compile(r"auto|cpu(:0)?|cuda(:[0-9]{1,3})?|mps")
-MAX_SET_S: Final = 2.0  # a worker adds no batch to a set that has taken so long, see `WorkerConfig.set_limit_s`
+MAX_SET_S: Final = 2.0  # after this time, a worker adds no batch to a set; see `WorkerConfig.set_limit_s`
 _URL_LIKE: Final = re.compile(rf"[A-Za-z][A-Za-z0-9+.-]*:/|({'|'.join(CHECKPOINT_URLS)}):")
 
 
@@ -87,7 +87,8 @@ class WorkerConfig(Section):
     stall_timeout_s: PositiveFloat = Field(default=60.0, ge=1)
     """a worker that receives no records for this long, although records exist, exits to be restarted"""
     drain_s: PositiveFloat = 8.0
-    """time to finish or return a batch after SIGTERM; less than the machines' notice time (AWS 120 s, GCP 30 s)"""
+    """time to finish or return a batch after SIGTERM; must be less than the notice time of the machines (AWS 120 s, GCP
+    30 s)"""
     notice_s: PositiveFloat = 25.0
     """maximum time to finish or return a batch after a spot interruption notice (AWS: 120 s, GCP: 30 s)"""
     spot_notices: Literal["none", "imds"] | None = None
@@ -103,7 +104,8 @@ class WorkerConfig(Section):
     torch_threads: PositiveInt = Field(default=1, le=1024)
     memory_bytes: PositiveFloat | None = Field(default=None, ge=1e6)
     """memory that each process of a worker may use in addition to the interpreter and its libraries (RLIMIT_DATA, which
-    also counts the stacks of threads: 8 MB each); a process that needs more ends the job with an error; default: any"""
+    also counts the stacks of threads: 8 MB each); a process that needs more ends the job with an error; default: no
+    limit"""
     fetch_max_wait_ms: PositiveInt = Field(default=200, le=300_000)
     """maximum time that samples of a slow stream wait at the broker, so that one request fetches several samples"""
     stream_buffer_records: PositiveInt | None = Field(default=None, le=10_000_000)

@@ -28,18 +28,18 @@ BY_SUFFIX: Final = {
     "_per_s": Limits(1e-6, 1e9, " per second"),
     "_per_min": Limits(1e-6, 1e9, " per minute"),
     "_ms": Limits(1, 2_000_000_000, " ms"),
-    "latency_s": Limits(1e-9, 3600, " seconds"),  # of a link, which no timer waits for
-    # Waits of the system are in ms, of 32 bits: 24 days.
+    "latency_s": Limits(1e-9, 3600, " seconds"),  # latency of a link, for which no timer waits
+    # System calls take waits in ms, as 32 bits: at most 24 days.
     "_s": Limits(0.001, 2_000_000, " seconds"),
     "_hours": Limits(0.01, 1_000_000, " hours"),
     "_bytes": Limits(1, 1e15, " bytes"),
     "_usd": Limits(1e-9, 1e12, " USD"),
     "_usd_per_h": Limits(1e-9, 1e9, " USD per hour"),
 }
-WHOLE: Final = Limits(1, 2**53, "")  # of JSON, and of float64
-OTHER: Final = Limits(0.0, 1e35, "")  # a float32, with room for a factor
+WHOLE: Final = Limits(1, 2**53, "")  # limits of integers in JSON and float64
+OTHER: Final = Limits(0.0, 1e35, "")  # limits of a float32, with room for a factor
 LONGEST_S: Final = 1e9  # the limit of a duration that is only compared with others: 31 years
-_LARGEST: Final = 1e300  # that a float's format takes
+_LARGEST: Final = 1e300  # largest number that a float's format accepts
 
 
 class Section(BaseModel):
@@ -68,7 +68,7 @@ class Section(BaseModel):
         texts = value if isinstance(value, list) else [value]
         if isinstance(value, dict) and get_origin(cls.model_fields[info.field_name or ""].annotation) is dict:
             texts = list(value.values())
-        if any(isinstance(text, str) and holds_credentials(text) for text in texts):  # which is not repeated
+        if any(isinstance(text, str) and holds_credentials(text) for text in texts):  # the URL is not shown
             raise ValueError("expected a URL without user and password: no credentials in the job file")
         return value
 
@@ -93,7 +93,7 @@ def _check_limits(name: str, field: FieldInfo, number: float) -> None:
     if any(bound > 0 for bound in _bounds_of(field, "ge", "gt")):
         least = 0.0
     if abs(number) > most:
-        shown = f"{number:g}" if abs(number) < _LARGEST else "a larger one"  # which may have thousands of digits
+        shown = f"{number:g}" if abs(number) < _LARGEST else "a larger one"  # the number may have thousands of digits
         raise ValueError(f"expected at most {most:g}{unit}, got {shown}")
     if 0 < abs(number) < least:
         raise ValueError(f"expected at least {least:g}{unit}, got {number:g}")

@@ -64,7 +64,7 @@ AnyRowOptimizerConfig = Annotated[
 
 
 class TableConfig(Section):
-    """Settings of the tables whose names contain this regular expression (re.search) and none before it."""
+    """Settings of the tables in whose names this regular expression is the first one that is found (re.search)."""
 
     optimizer: AnyRowOptimizerConfig | None = None
     """optimizer of the rows; default: the settings of training.optimizer"""

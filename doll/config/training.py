@@ -21,7 +21,7 @@ from doll.config.tables import TableConfig
 from doll.config.variants import Variants
 
 T = TypeVar("T")
-# YAML 1.1 reads 3e-4, without a point, as text; nothing tells a class that a number is meant.
+# YAML 1.1 reads 3e-4 (without a point) as text, and a class cannot know that it is a number.
 _NUMBER: Final = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 

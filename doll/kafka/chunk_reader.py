@@ -42,38 +42,38 @@ _MAX_UNTAKEN: Final = 2
 
 FETCH_MIN_BYTES: Final = 65_536
 _MIN_PARTITION_FETCH_BYTES: Final = 4 << 20
-# Bounds of what the library fetches ahead: whichever is reached first, and one fetch more.
+# Limits of what the library fetches in advance: up to the first limit that is reached, plus one fetch.
 _FETCHED_AHEAD_RECORDS: Final = 20_000
 _FETCHED_AHEAD_KBYTES: Final = 16 * 1024
-# How soon the library looks again whether there is room; its own second would stop a fast stream for as long.
+# Interval at which the library checks for room; its default of 1 s would stop a fast stream for that time.
 _FULL_RECHECK_MS: Final = 20
 _ERROR_BACKOFF_MS: Final = 100
 
-_POLL_S: Final = 0.1  # how soon the thread sees that it must pause or stop while nothing comes
-_COMMIT_EVERY_S: Final = 5.0  # the client library's own; a restarted worker reads from what the server says
-_WAIT_S: Final = 1.0  # how soon a pause sees that a commit is due
+_POLL_S: Final = 0.1  # after this time without records, the thread checks whether to pause or stop
+_COMMIT_EVERY_S: Final = 5.0  # the library's default; a restarted worker reads from the server's offsets
+_WAIT_S: Final = 1.0  # interval at which a pause checks whether a commit is due
 _LAST_COMMIT_S: Final = 0.7
-# How long the library holds a commit back while it looks for the group's coordinator; closing it waits for as long.
+# Time for which the library holds a commit back while it looks for the group's coordinator; a close waits for it.
 _COORDINATOR_WAIT_MS: Final = 500
-_LAST_POLL_S: Final = 0.02  # a poll does not return when it has only called `_on_commit`
+_LAST_POLL_S: Final = 0.02  # a poll does not return after it has only called `_on_commit`
 
 # The log does not hold the next offset: it was deleted, or a new leader has a shorter log.
 _OUT_OF_RANGE: Final = frozenset(
     {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE, KafkaError._LOG_TRUNCATION}
 )
-_HEAD_BYTES: Final = 65_536  # kept of a value that is too long
+_HEAD_BYTES: Final = 65_536  # kept part of a value that is too long
 
 
 class Chunk(NamedTuple):
     """Records of one partition in offset order; the log holds no other records between them."""
 
     partition: int
-    offsets: Sequence[int]  # rising; a `range` where none is missing
-    values: list[bytes | None]  # one for each offset; an `UnreadValue` where it is to be a dead letter
-    # Of Kafka's leader that took the last of them; none before it has a higher one. -1: not known.
+    offsets: Sequence[int]  # ascending; a `range` if none is missing
+    values: list[bytes | None]  # one for each offset; an `UnreadValue` becomes a dead letter
+    # Leader epoch of the last record; no record before it has a higher one. -1: unknown.
     leader_epoch: int = -1
     reading: int = 0  # see `ReadFrom`, as in the other deliveries
-    # One for each value, where they were asked for: the client's messages; None if the value is an `UnreadValue`.
+    # If requested, the client's message for each value; None for an `UnreadValue`.
     envelopes: Sequence[Envelope | None] = ()
 
 
@@ -99,7 +99,7 @@ class Truncated(NamedTuple):
 
     partition: int
     offset: int
-    reason: str  # what shows it, with offsets and leader epochs
+    reason: str  # the evidence, with offsets and leader epochs
     reading: int = 0
 
 
@@ -107,7 +107,7 @@ class Learned(NamedTuple):
     """The records that are known to be in the model: they are below offset `until`."""
 
     until: int
-    leader_epoch: int  # none of them had a higher one when it was read; -1: not known
+    leader_epoch: int  # the highest leader epoch of these records when they were read; -1: unknown
 
 
 NOTHING_LEARNED: Final = Learned(0, -1)
@@ -172,25 +172,25 @@ class ChunkReader:
         self._unpacked_limit_bytes = batch_limit_bytes(config)
         self._topic = topic
         self._with_envelopes = with_envelopes
-        # Made with the first partition: the library begins to read in 0.01 s where it has just been made, and in up to
-        # a second where it has had no partition since.
+        # Created with the first partition: a new client begins to read in 0.01 s, but a client without a partition
+        # may take a second after it gets one.
         self._consumer: Any = None
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards the attributes below
         self._closed = self._paused = False
         self._wanted: dict[int, _Reading] = {}
-        self._is_changed = False  # the thread does not know of all in `_wanted`
+        self._is_changed = False  # `_wanted` has changed, and the thread has not processed it
         self._seeks: dict[int, int] = {}
         self._untaken = 0
-        # Of the thread alone:
+        # Used only by the thread:
         self._readings: dict[int, _Reading] = {}
         self._assigned: set[int] = set()
         self._unreadable: set[int] = set()  # partitions whose next records the library cannot read
-        self._is_waiting_for_commit = False  # of a partition that is read no more
+        self._is_waiting_for_commit = False  # of a partition that is not read any more
         self._commit_at_s = 0.0
-        self._may_commit = False  # something may be durable that is not committed; set from any thread
-        self._denied = False  # it was logged that offsets may not be committed
+        self._may_commit = False  # there may be durable offsets that are not committed; set from any thread
+        self._denied = False  # a refused permission to commit was logged
         self._max_chunk_records = min(max_chunk_records, MAX_CHUNK_RECORDS)
-        self._chunk_records = min(16, self._max_chunk_records)  # at first: records may be large
+        self._chunk_records = min(16, self._max_chunk_records)  # small at first: records may be large
         self._deliver: Callable[[Delivery], object]
         self._thread: threading.Thread | None = None
         self.change((), partitions)
@@ -230,7 +230,7 @@ class ChunkReader:
             self._paused = True
 
     def resume(self) -> None:
-        """Deliver again. The call is allowed if the reader is not paused."""
+        """Deliver again. If the reader is not paused, this has no effect."""
         with self._changed:
             self._paused = False
             self._changed.notify()
@@ -351,7 +351,7 @@ class ChunkReader:
             reading = self._readings[number]
             where = _TopicPartition(*reading.where)
             high = int(self._consumer.get_watermark_offsets(where, cached=True)[1])
-            # What an open transaction holds back is below the high watermark, and cannot be read: it is not there yet.
+            # Records of an open transaction are below the high watermark, but cannot be read yet.
             reading.log_end = reading.position if reading.ended_at == reading.position else high
 
     def _read(self) -> None:
@@ -366,13 +366,13 @@ class ChunkReader:
         if first is None:
             self._note_log_ends()
             return
-        # With a timeout, `consume` would wait for as many as it may return.
+        # With a timeout, `consume` would wait for the maximum number of records.
         records = [first, *self._consumer.consume(self._chunk_records - 1, 0)]
         by_partition = _by_partition(records)
         for number, own in by_partition.items():
             if number in self._readings:
                 self._take(self._readings[number], own)
-            else:  # of no partition
+            else:  # an error of no partition
                 for error in filter(None, map(_Record.error, own)):
                     self._report(error, self._topic)
         self._note_log_ends(by_partition.keys() & self._readings.keys())
@@ -436,7 +436,7 @@ class ChunkReader:
     def _find_unreadable(self, reading: _Reading, base: int, reason: str) -> None:
         """Deliver the rest of the batch that begins at `base` next, as values that cannot be read."""
         self._unassign([reading.where.number])
-        probe = self._make_consumer()  # looking for the end would take all partitions from the reader's own
+        probe = self._make_consumer()  # the search for the end would take all partitions from the reader's consumer
         try:
             until = end_of_unreadable(probe, reading.where, base, lambda: self._closed)
         finally:
@@ -469,12 +469,12 @@ class ChunkReader:
         code, number = error.code(), reading.where.number
         if code == KafkaError._PARTITION_EOF:
             reading.ended_at = offset or 0
-            if (offset or 0) > reading.position:  # else the last chunk says it, as of most partitions
+            if (offset or 0) > reading.position:  # otherwise the last chunk states it, as for most partitions
                 reading.position = offset or 0
                 self._send(NoRecordBelow(number, reading.position, reading.number))
         elif code in _OUT_OF_RANGE:
             self._unassign([number])
-            # The library has a code for it, and yet gives the code of any lost position.
+            # The library has a code for this case, but returns the code of any lost position.
             if code == KafkaError._LOG_TRUNCATION or "truncation detected" in error.str():
                 reason = error.str().partition(". Reset")[0]
                 self._send(Truncated(number, reading.position, reason, reading.number))
@@ -511,7 +511,7 @@ class ChunkReader:
             log.warning("offsets_not_committed", reason=reason_of(error, self._config.kafka, "Read", self._group))
         for item in partitions:
             reading = self._readings.get(item.partition)
-            if reading is None:  # it is read no more
+            if reading is None:  # it is not read any more
                 continue
             if error is None and item.error is None:
                 reading.committed = max(reading.committed, item.offset)
@@ -563,6 +563,7 @@ def _leader_epoch(record: Any) -> int:
 def _abandon(client: Any) -> None:
     """Keep this client alive: destroying it waits for the answer to its commits, for minutes if a broker hangs.
 
-    The process is about to end. The next process reads from the server's offsets, not from the committed offsets.
+    The process is about to end. The next process reads from the parameter server's offsets, not from the committed
+    offsets.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))

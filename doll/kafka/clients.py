@@ -31,7 +31,7 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 
-ADMIN_S: Final = 15.0  # how long an answer to an admin client is waited for
+ADMIN_S: Final = 15.0  # maximum wait for an answer to an admin client
 _NEW_TOPIC_S: Final = 10.0
 _RESOURCES: Final[dict[int, Resource]] = {
     KafkaError.TOPIC_AUTHORIZATION_FAILED: "topic",
@@ -41,23 +41,23 @@ _RESOURCES: Final[dict[int, Resource]] = {
 }
 _ASK_S: Final = 10.0
 _BUSY_TIMES: Final = 4
-# What brokers answer about a topic that was created a moment ago.
+# Answers of brokers about a topic that has just been created.
 _LEADERLESS: Final = (
     KafkaError.UNKNOWN_TOPIC_OR_PART,
     KafkaError.LEADER_NOT_AVAILABLE,
     KafkaError.NOT_LEADER_FOR_PARTITION,
-    KafkaError.UNKNOWN_LEADER_EPOCH,  # the client has heard of the leader before its broker has
+    KafkaError.UNKNOWN_LEADER_EPOCH,  # the client knows the leader before the broker itself does
 )
 _AWAY: Final = (KafkaError._TIMED_OUT, KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT)
 # For control records: records that are sent together (the grants of a group, an announcement and a push) share one
-# request. A request costs the broker more than this wait costs a round.
+# request. For the broker, a request costs more than this wait costs a round of the job.
 LINGER_MS: Final = 0.5
 # At level 3 librdkafka writes a line each 50 ms while a broker is unreachable; `error_cb` reports it once instead.
 _LIBRDKAFKA_CRITICAL: Final = 2
 # librdkafka's and confluent-kafka's few settings that are written with an underscore.
 _UNDERSCORED: Final = frozenset({"log_level", "on_commit", "on_delivery"})
-_SECRET: Final = ("password", "secret", ".pem")  # in the names of settings
-# What librdkafka says of a refused log-in comes with one of these.
+_SECRET: Final = ("password", "secret", ".pem")  # parts of the names of secret settings
+# Error codes with which librdkafka reports a refused login.
 _LOG_IN_CODES: Final = frozenset({KafkaError._AUTHENTICATION, KafkaError._SSL})
 _REPEAT_AFTER_S: Final = 30.0
 _METADATA_WAIT_S: Final = 0.5
@@ -136,8 +136,7 @@ def retry_while_leaderless(call: Callable[[], T], timeout_s: float = _NEW_TOPIC_
 def list_offsets(
     admin: AdminClient, partitions: Iterable[TopicPartition], spec: OffsetSpec
 ) -> dict[tuple[str, int], int]:
-    """Return the offset that `spec` describes, by topic and partition. Raise KafkaException if a broker does not return
-    it."""
+    """Return the offset that `spec` describes, by topic and partition. Raise KafkaException if one is unknown."""
     if not (wanted := dict.fromkeys(partitions, spec)):
         return {}
     futures = admin.list_offsets(wanted, request_timeout=ADMIN_S)
@@ -158,8 +157,7 @@ class _JobConsumer(Consumer):  # type: ignore[misc]
 
 
 def make_producer(config: JobConfig, services: Services, **extra: Any) -> Producer:
-    """Return a producer whose records are acknowledged by all in-sync replicas, stay in order and are never
-    duplicated."""
+    """Return a producer whose records are acknowledged by all in-sync replicas, stay in order and never repeat."""
     return _make(_JobProducer, config, services, {"acks": "all", "enable_idempotence": True, **extra})
 
 
@@ -171,7 +169,7 @@ def make_consumer(config: JobConfig, services: Services, purpose: str, **extra: 
     defaults = {
         "group_id": f"doll.{config.job}.{purpose}",
         "enable_auto_commit": False,
-        "auto_offset_reset": "earliest",  # retention may have deleted what was to be read next
+        "auto_offset_reset": "earliest",  # retention may have deleted the next record
     }
     return _make(_JobConsumer, config, services, {**defaults, **extra})
 
@@ -245,8 +243,8 @@ def kafka_settings(config: JobConfig, services: Services, **extra: Any) -> Setti
             "bootstrap.servers": services.kafka,
             "log_level": _LIBRDKAFKA_CRITICAL,
             "error_cb": lambda error: None,
-            "reconnect.backoff.max.ms": 1000,  # librdkafka's 10 s would outlast a broker's restart
-            "retry.backoff.max.ms": 250,  # how often a new leader is asked for; 1 s would add to its election
+            "reconnect.backoff.max.ms": 1000,  # librdkafka's default of 10 s exceeds a broker's restart
+            "retry.backoff.max.ms": 250,  # interval of requests for a new leader; 1 s would add to its election time
             **login_settings(config.kafka, services.kafka),
         }
     )
@@ -308,8 +306,8 @@ def kafka_problem(config: JobConfig, services: Services, timeout_s: float) -> st
         return _unusable(exc)
     begun_s = time.monotonic()
     log_in = " ".join(filter(None, (kafka.security, kafka.mechanism)))
-    while True:  # in short waits: librdkafka retries a refused log-in until the time is over
-        # A broker that is connected and busy, or starts, is waited for longer than one that refuses.
+    while True:  # in short waits: librdkafka retries a refused login until the time is over
+        # Wait longer for a broker that is connected and busy, or starting, than for one that refuses.
         wait_s = timeout_s if errors else _BUSY_TIMES * timeout_s
         left_s = max(begun_s + wait_s - time.monotonic(), 0.0)
         try:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 _CONNECT_S: Final = 10.0
 _LATENCY_TRIES: Final = 5
-_MAX_GROUPS: Final = 100  # one request each
-_OLD_SHARE: Final = 0.5  # of the retention
+_MAX_GROUPS: Final = 100  # each group needs one request
+_OLD_SHARE: Final = 0.5  # share of the retention time
 
 
 def ask_kafka(
@@ -219,7 +219,7 @@ class _Questions:
             return {}
         old_ms = int(time.time() * 1000 - _OLD_SHARE * retention_ms)
         newer_from = list_offsets(self._admin, places, OffsetSpec.for_timestamp(old_ms))
-        return {number: offset for (_, number), offset in newer_from.items() if offset >= 0}  # -1: nothing is newer
+        return {number: offset for (_, number), offset in newer_from.items() if offset >= 0}  # -1: no record is newer
 
 
 def _operations(operations: Any) -> frozenset[str] | None:

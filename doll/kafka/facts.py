@@ -23,11 +23,11 @@ class KafkaFacts:
     """The answers of Kafka."""
 
     refusal: str = ""  # why Kafka cannot be used at all; then nothing else is known
-    latency_s: float | None = None  # of a request for metadata, the fastest of a few
+    latency_s: float | None = None  # the shortest time of a few requests for metadata
     brokers: list[tuple[str, int]] = field(default_factory=list)  # host and port of each, as they advertise themselves
     topics: dict[str, ActualTopic] = field(default_factory=dict)  # the job's topics that exist and may be described
-    partitions: dict[str, int] = field(default_factory=dict)  # of these
-    leaderless: list[str] = field(default_factory=list)  # partitions of these without a leader, `topic/partition`
+    partitions: dict[str, int] = field(default_factory=dict)  # number of partitions of these topics
+    leaderless: list[str] = field(default_factory=list)  # `topic/partition` of partitions without a leader
     # Operations by resource; None if Kafka does not say.
     allowed: dict[tuple[Resource, str], frozenset[str] | None] = field(default_factory=dict)
     # Why the missing topics could not be created; "" if they could.
@@ -35,4 +35,4 @@ class KafkaFacts:
     streams: dict[int, StreamFacts] = field(default_factory=dict)
     # Time stamp of the newest record of the job's topics, Unix time by its writer's clock.
     newest_s: float | None = None
-    problems: list[str] = field(default_factory=list)  # what could not be asked, and why
+    problems: list[str] = field(default_factory=list)  # the questions that failed, with the reasons

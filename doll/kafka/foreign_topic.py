@@ -51,11 +51,11 @@ class ForeignTopic:
 
     name: str
     partitions: int
-    topic_id: str = ""  # Kafka's id of it: another one once it was deleted and created again; "" if Kafka has no ids
-    # Partitions that nobody can read at present, with the brokers that hold a copy.
+    topic_id: str = ""  # Kafka's id: a topic that is deleted and created again gets another one; "": no ids
+    # Partitions without a leader, which cannot be read now, with the brokers that hold a copy.
     leaderless: tuple[tuple[int, tuple[int, ...]], ...] = ()
     may_read: bool | None = None  # whether this user may read records; None: Kafka does not say
-    settings: dict[str, str] | None = None  # by name, as `retention.ms`; None: this user may not see them
+    settings: dict[str, str] | None = None  # by name, such as `retention.ms`; None: this user may not see them
 
 
 def look_up(config: JobConfig, services: Services, *, admin: AdminClient | None = None) -> ForeignTopic:
@@ -72,7 +72,7 @@ def look_up(config: JobConfig, services: Services, *, admin: AdminClient | None 
     """
     name = config.topic("samples")
     with translate_errors(services.kafka, f"describe topic {name}"):
-        client = make_admin(config, services) if admin is None else admin  # the answer comes only while it lives
+        client = make_admin(config, services) if admin is None else admin  # the client must exist until the answer
         metadata = client.list_topics(timeout=ADMIN_S) if admin is None else None
         try:
             if admin is None:
@@ -201,8 +201,7 @@ def with_partitions(
 
 
 def compacted(config: JobConfig, topic: ForeignTopic) -> str:
-    """Return the problem that Kafka may delete records before they are learned, which the job file forbids; otherwise
-    ""."""
+    """Return the problem that Kafka may delete unlearned records, which the job file forbids; otherwise ""."""
     policy = (topic.settings or {}).get("cleanup.policy", "delete")
     if "compact" not in policy or config.data.on_data_loss == "skip":
         return ""

@@ -83,8 +83,8 @@ def principal_text(kafka: KafkaConfig) -> str:
 
 
 def client_certificate() -> x509.Certificate | None:
-    """Return the certificate that this process shows to brokers; None if there is none. Raise ConfigError if it cannot
-    be read."""
+    """Return the certificate that this process shows to brokers; None if none is set. Raise ConfigError if it is
+    unreadable."""
     if not (value := os.environ.get(KAFKA_CERT_ENV)):
         return None
     try:
@@ -235,7 +235,7 @@ class Renewal:
                 return
             client = self._client()
             if current != self._known and client is not None:
-                # In a thread of its own: the library aborts the process where a callback of a client calls the client.
+                # In a separate thread: the library aborts the process if a callback of a client calls the client.
                 threading.Thread(target=client.set_sasl_credentials, args=current, daemon=True).start()
                 self._known = current
                 log.info("kafka_password_renewed")

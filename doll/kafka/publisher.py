@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 # A broker's limit (message.max.bytes, 1 MB by default) is of what it is sent. An update of 10,000 batches has 2 MB of
-# names and numbers that are alike. Where a record does not become shorter, librdkafka sends it as it is.
+# similar names and numbers. If compression does not shorten a record, librdkafka sends it uncompressed.
 CONTROL_COMPRESSION: Final = "lz4"
 _FULL_QUEUE_POLL_S: Final = 0.1
 _CLOSE_S: Final = 5.0
@@ -32,8 +32,7 @@ _FLUSH_MARGIN_S: Final = 5.0
 
 
 class Delivery(NamedTuple):
-    """The result for a record: it is stored at `offset`, or permanently refused (`refusal` is the reason, offset is
-    -1)."""
+    """The result for a record: it is stored at `offset`, or refused (`refusal` is the reason, offset is -1)."""
 
     topic: str
     offset: int
@@ -45,7 +44,7 @@ class ClientError(NamedTuple):
 
     reason: str
     is_fatal: bool  # the producer cannot go on
-    is_unreachable: bool  # no broker answers; what was sent waits
+    is_unreachable: bool  # no broker answers; the sent records wait
 
 
 class Publisher:
@@ -74,7 +73,7 @@ class Publisher:
             defaults["error_cb"] = functools.partial(_report_error, on_error)
         self.address = services.kafka
         self._kafka = config.kafka
-        self.refusals: dict[str, str] = {}  # by topic, why Kafka refused the first record that it did not take
+        self.refusals: dict[str, str] = {}  # by topic, why Kafka refused the first refused record
         self._producer = make_producer(config, services, **{**defaults, **settings})
 
     def __enter__(self) -> Publisher:
@@ -84,8 +83,7 @@ class Publisher:
         self.close()
 
     def __len__(self) -> int:
-        """Return the number of records that are neither delivered nor refused, plus client reports that wait for
-        `poll`."""
+        """Return the number of records that are neither delivered nor refused, plus reports that wait for `poll`."""
         return len(self._producer)
 
     def send(

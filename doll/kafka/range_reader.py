@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 _STALL_S: Final = 30.0
-_AT_ONCE: Final = 128  # partitions: of each a fetch may bring megabytes
+_AT_ONCE: Final = 128  # partitions read at once: a fetch may return megabytes of each
 
 
 class RangeReader:
@@ -42,7 +42,7 @@ class RangeReader:
     """
 
     def __init__(self, config: JobConfig, services: Services, stall_timeout_s: float = _STALL_S) -> None:
-        self.problems: list[str] = []  # values that are no record of their topic, one sentence each
+        self.problems: list[str] = []  # values that are not records of their topic, one sentence each
         self._services = services
         self._stall_s = stall_timeout_s
         self._consumer: Any = make_consumer(
@@ -70,8 +70,7 @@ class RangeReader:
         return bounds_of_partitions(self._consumer, self._services.kafka, topic, partitions, self._stall_s)
 
     def records(self, topic: str, kinds: tuple[type, ...], bounds: tuple[int, int] | None = None) -> Iterator[Any]:
-        """Yield all control records of a topic with one partition, from its beginning to its present end, or in
-        `bounds`."""
+        """Yield all control records of a topic with one partition, from its beginning to its end, or in `bounds`."""
         for offset, value in self.read(topic, 0, *(bounds or self.bounds(topic, 0))):
             try:
                 record = decode(value)
@@ -98,7 +97,7 @@ class RangeReader:
                 yield as_message(place, message)
             if partition not in unreadable_in:
                 return
-            # The end of the batch is looked for, which takes the assignment.
+            # The search for the end of the batch replaces the assignment.
             first = unreadable_in[partition]
             until = end_of_unreadable(self._consumer, place, first.offset())
             reason = first.error().str()
@@ -141,7 +140,7 @@ class RangeReader:
             self._consumer.assign([TopicPartition(topic, number, own[0][0]) for number, own in left.items()])
             try:
                 while left:
-                    # It returns when it has that many or the time is over, so the time must be short.
+                    # It returns after this number of records or this time, so the time must be short.
                     wanted = sum(hi - lo for own in left.values() for lo, hi in own)
                     messages = self._consumer.consume(min(1000, wanted), 0.1)
                     for message in messages:

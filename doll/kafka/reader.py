@@ -29,11 +29,11 @@ log = get_logger(__name__)
 
 LOOKUP_S: Final = 10.0
 _BOUNDS_TIMEOUT_S: Final = 15.0
-# The broker answers as soon as there is a record: the wait is how often an idle reader asks again.
+# The broker answers as soon as there is a record; an idle reader asks again after this time.
 _FETCH_WAIT_MS: Final = 5000
 
 Start = Callable[["Partition", int, int], int]
-# What the library says of a batch of records: checksum, compression, an unknown codec, its form.
+# The library's errors about a batch of records: checksum, compression, an unknown codec, its format.
 UNREADABLE: Final = frozenset(
     {KafkaError._BAD_MSG, KafkaError._BAD_COMPRESSION, KafkaError._NOT_IMPLEMENTED, KafkaError.INVALID_MSG}
 )
@@ -123,7 +123,7 @@ class Message(NamedTuple):
     partition: Partition
     offset: int
     value: bytes | None
-    written_s: float  # Unix seconds, by its writer's or the broker's clock; 0.0 where it has no time
+    written_s: float  # Unix seconds, by its writer's or the broker's clock; 0.0 if it has no time
     headers: Sequence[tuple[str, bytes | None]] = ()  # (key, value) in order
 
 
@@ -145,8 +145,8 @@ def as_message(partition: Partition, message: Any) -> Message:
 
 
 def unreadable_headers(messages: Sequence[Any]) -> dict[int, str]:
-    """Return why the client library cannot read the headers of a message, by its index. Read only headers of other
-    messages.
+    """Return why the client library cannot read the headers of messages, by the message's index. Callers must only ask
+    for the headers of other messages.
 
     In Kafka's protocol a header's key is UTF-8, but no broker checks it. For another key, the library raises an error
     at the first access, and crashes the process at the second one (confluent-kafka 2.16): it returns a list together
@@ -212,9 +212,9 @@ class Reader:
         self._make_lookup = partial(make_consumer, config, services, f"{purpose}-ends")
         self._lookup: Any = None
         self._consumer = make_consumer(config, services, purpose, **{"fetch_wait_max_ms": _FETCH_WAIT_MS, **settings})
-        self.ends: dict[Partition, int] = {}  # after the last record when this was opened: before it is history
-        self.positions: dict[Partition, int] = {}  # the next offset: all before it has been returned
-        self.refused = 0  # values that did not decode
+        self.ends: dict[Partition, int] = {}  # end of the history: of the log when this was opened
+        self.positions: dict[Partition, int] = {}  # the next offset: all records before it have been returned
+        self.refused = 0  # number of values that could not be decoded
         try:
             by_topic: dict[str, list[int]] = {}
             for topic, number in partitions:
@@ -229,7 +229,7 @@ class Reader:
             self._consumer.close()
             raise
         self._partitions = {tuple(partition): partition for partition in self.ends}
-        # Always with explicit offsets: without them a broker that has just started may deliver nothing.
+        # Always with explicit offsets: without them, a broker that has just started may deliver nothing.
         self._consumer.assign([TopicPartition(*partition, offset) for partition, offset in self.positions.items()])
 
     def __enter__(self) -> Self:
@@ -294,8 +294,8 @@ class Reader:
         return records
 
     def read_to_end(self) -> list[TimedRecord]:
-        """Return the records that the partitions hold now and that were not returned yet; fewer if this takes more than
-        10 s."""
+        """Return the records that the partitions hold now and that were not returned yet; fewer if this takes over 10
+        s."""
         records: list[TimedRecord] = []
         deadline_s = time.monotonic() + _TO_END_S
         try:
@@ -470,7 +470,7 @@ class JobRecords(Reader):
         self._samples = config.topic("samples")
 
         def start(partition: Partition, low: int, high: int) -> int:
-            # Outside of what is kept: retention has deleted it, or the topic is a new one of the same name.
+            # Outside of the kept records: retention has deleted them, or the topic is a new one of the same name.
             offset = positions.get(str(partition), low)
             return offset if low <= offset <= high else low
 

@@ -10,7 +10,7 @@ from doll.config.connections import WITH_PASSWORD
 if TYPE_CHECKING:
     from doll.config.connections import KafkaConfig
 
-_ADDRESS: Final = re.compile(r"\b(sasl_)?(ssl|plaintext)://\S+")  # which says nothing of the reason
+_ADDRESS: Final = re.compile(r"\b(sasl_)?(ssl|plaintext)://\S+")  # does not contain the reason
 _OWN_CERTIFICATE: Final = "DOLL_KAFKA_CERT and DOLL_KAFKA_KEY"
 _ALERTS: Final = ("alert bad certificate", "alert certificate required", "alert certificate unknown",
                   "alert unknown ca", "alert handshake failure", "alert unsupported certificate",
@@ -40,7 +40,7 @@ def login_remedy(reason: str, kafka: KafkaConfig, *, expired: bool = False) -> s
     if "unsupported sasl mechanism" in text:
         return f"kafka.sasl_mechanism is {kafka.mechanism}: set it to one that the broker has enabled"
     if "not valid in current sasl state" in text:
-        return None  # a log-in that is repeated on an open connection met a request: the next connection has it
+        return None  # a repeated login on an open connection met a request: the next connection has it
     if kafka.mechanism == "OAUTHBEARER" and ("token" in text or "sasl" in text or "oauth" in text):
         return (
             "correct kafka.oauth.token_url (and scope), DOLL_KAFKA_CLIENT_ID and DOLL_KAFKA_CLIENT_SECRET; if the "

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-# A broker that has just become the leader may not know for seconds how far its log is committed.
+# A broker that has just become the leader may not know for seconds which part of its log is committed.
 _LEADER_SETTLE_S: Final = 30.0
 _RETRY_S: Final = 0.5
-_NAMED: Final = 8  # partitions that a message names
+_NAMED: Final = 8  # maximum number of partitions that a message lists
 TRUNCATED_ADVICE = (
     "what was not learned before is gone. The model is in the checkpoints (doll export writes it). Then start over on "
     "this topic (doll up --fresh; doll ps --fresh; in containers FRESH=1 docker compose up), or take another job name"
@@ -154,7 +154,7 @@ def start_offsets(config: JobConfig, services: Services, samples: SampleLog) -> 
         case start if start.offsets is not None:
             return _given(start.offsets, samples)
         case start:
-            assert start.timestamp is not None  # one of both is given
+            assert start.timestamp is not None  # one of the two is given
             return _at_time(config, services, samples, round(start.timestamp.timestamp() * 1000))
 
 
@@ -189,7 +189,7 @@ def _at_time(config: JobConfig, services: Services, samples: SampleLog, time_ms:
     """Return the first offset of that time in each partition; without such a record, the end of the partition."""
     places = [TopicPartition(samples.name, number) for number in range(len(samples.low))]
     spec = OffsetSpec.for_timestamp(time_ms)
-    admin = make_admin(config, services)  # the answer comes only while it lives
+    admin = make_admin(config, services)  # the answer arrives only while this client exists
     with translate_errors(services.kafka, f"say which records of {samples.name} have this time or a later one"):
         offsets = retry_while_leaderless(lambda: list_offsets(admin, places, spec))
     return tuple(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 TopicKind = Literal["samples", "commands", "events", "updates", "metrics", "dead"]
 TOPIC_KINDS: Final[tuple[TopicKind, ...]] = get_args(TopicKind)
 
-# The longest control record, and dead letter: one that names every offset of a large group, because all are refused.
+# The longest control record and dead letter lists every offset of a large group, because all are refused.
 RECORD_LIMIT_BYTES: Final = 32 * 1024 * 1024
 MIN_ISR_SETTING: Final = "min.insync.replicas"
 SIZE_SETTING: Final = "max.message.bytes"
@@ -49,7 +49,7 @@ def batch_limit_bytes(config: JobConfig) -> int:
 
 
 def _sample_limit_bytes(config: JobConfig) -> int:
-    # An oversized record must be able to arrive, or nobody could dead-letter it.
+    # An oversized record must arrive, so that it can be dead-lettered.
     return max(2 * config.data.max_record_bytes, _MIN_SAMPLE_LIMIT_BYTES)
 
 
@@ -62,7 +62,7 @@ def plan_topics(config: JobConfig) -> list[TopicPlan]:
         SIZE_SETTING: sample_limit_bytes,
     }
     control = {"retention.ms": str(_CONTROL_RETENTION_MS)}
-    # By size too: a broker may have a default limit.
+    # No limit by size either: a broker may have a default limit.
     forever = {"retention.ms": str(_KEEP_FOREVER_MS), "retention.bytes": str(_KEEP_FOREVER_MS)}
     # An acknowledged record survives the loss of any one broker, and that loss stops no writer.
     in_sync = {"cleanup.policy": "delete", MIN_ISR_SETTING: str(max(1, config.kafka.replication_factor - 1))}
@@ -90,8 +90,8 @@ class ActualTopic:
     """The state of a topic at the broker."""
 
     settings: Mapping[str, str]  # effective values by name, also values from the broker's own defaults
-    replicas: int  # of the partition that has the fewest
-    in_sync: int  # of the partition that has the fewest
+    replicas: int  # of the partition with the fewest replicas
+    in_sync: int  # of the partition with the fewest in-sync replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def find_problems(topic: TopicPlan, actual: ActualTopic, replication_factor: int
         add_finding(
             False, f"{actual.in_sync} replicas are in sync and {in_sync} must be: writers wait until enough are"
         )
-    elif actual.replicas > 2 and in_sync < 2:  # of two, one must be allowed to fail
+    elif actual.replicas > 2 and in_sync < 2:  # with two brokers, one must be allowed to fail
         add_finding(
             False,
             "min.insync.replicas is 1: what one broker alone has acknowledged is lost with it",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 EVERY_S: Final = 5.0
-_LOOKS: Final = 2  # in a row without the topic: a broker that has just started may not know of it
+_LOOKS: Final = 2  # checks in a row without the topic: a broker that has just started may not know it
 
 
 class TopicWatch:
@@ -52,7 +52,7 @@ class TopicWatch:
         self._expected_id = expected_id
         self._on_problem = on_problem
         self._on_partitions = on_partitions
-        self._is_own = config.data.topic is None  # what else may happen to it is found by those who read it
+        self._is_own = config.data.topic is None  # the readers of the topic detect its other problems
         self._every_s = every_s
         self._admin: AdminClient | None = None
         self._missed = 0
@@ -85,9 +85,9 @@ class TopicWatch:
             name = self._config.topic("samples")
             what = f"topic {name} was deleted while the job was learning from it; {TRUNCATED_ADVICE}"
             return ReplacedSamplesError(what) if self._missed >= _LOOKS and not self._is_own else None
-        except ServiceUnavailableError:  # the clients have logged it
+        except ServiceUnavailableError:  # the clients have logged the error
             return None
-        except ConfigError as exc:  # its owner may allow it again
+        except ConfigError as exc:  # the owner may grant the permission again
             if not self._is_own:
                 self._say("permission", str(exc))
             return None

@@ -61,7 +61,7 @@ log = get_logger(__name__)
 
 _PARTITION_S: Final = 0.05  # a broker on a loaded machine opens a new log in this time
 _DELETE_S: Final = 5.0
-_BROKER_S: Final = 2.0  # for one broker's answer: another may know more
+_BROKER_S: Final = 2.0  # maximum wait for one broker: another may know more
 
 
 def _allow_users(admin: AdminClient, config: JobConfig, address: str) -> None:
@@ -145,8 +145,8 @@ def ensure(config: JobConfig, services: Services, *, begins: bool = False) -> li
     existing = _partition_counts(admin, services)
     commands = config.topic("commands")
     places = config.data.places
-    lacks = existing.get(commands, places) < places  # there was place for fewer workers before
-    # Before anything is made that would have to be deleted again.
+    lacks = existing.get(commands, places) < places  # the topic had partitions for fewer workers
+    # Checked before anything is created, so that nothing has to be deleted again.
     fixed = {name: count for name, count in existing.items() if not (lacks and name == commands)}
     _refuse_mismatch(config, fixed, begins=begins)
     if lacks:
@@ -208,7 +208,7 @@ def _is_created(
                     f"kafka.replication_factor is {config.kafka.replication_factor}: Kafka at {services.kafka} "
                     f"has fewer brokers ({error.str()})"
                 ) from exc
-            if error.code() != KafkaError.TOPIC_ALREADY_EXISTS:  # else another process of the job was faster
+            if error.code() != KafkaError.TOPIC_ALREADY_EXISTS:  # otherwise another process of the job was faster
                 raise
     return True
 
@@ -285,7 +285,7 @@ def topic_id(config: JobConfig, services: Services, kind: TopicKind) -> str:
 
     name = config.topic(kind)
     with translate_errors(services.kafka, f"describe topic {name}"):
-        admin = make_admin(config, services)  # the answer comes only while it lives
+        admin = make_admin(config, services)  # the answer arrives only while this client exists
         try:
             return foreign_topic.known_id(retry_while_leaderless(lambda: foreign_topic.describe_topic(admin, name)))
         except KafkaException as exc:
@@ -313,7 +313,7 @@ def _refuse_mismatch(config: JobConfig, existing: Mapping[str, int], *, begins: 
         mismatch = f"topic {topic.name}: expected {topic.partitions} partitions, found {actual}"
         other_name = f"choose another `job` name (--set job={config.job}-2)"
         if topic.name == commands:
-            # A passing state: a server with more workers than before may be starting.
+            # A temporary state: a server with more workers than before may be starting.
             raise ServiceUnavailableError(f"{mismatch} (data.max_workers): start the parameter server, which adds them")
         if topic.name != samples:
             raise ConfigError(f"{mismatch}; delete the topic, or {other_name}")
@@ -357,7 +357,7 @@ def delete_records(config: JobConfig, services: Services, topic: str, partition:
 
 def _metadata(admin: AdminClient, services: Services) -> Any:
     with translate_errors(services.kafka, "answer", "start it, or correct the address"):
-        # All topics together: a request that names one would create it where the broker creates topics on demand.
+        # All topics in one request: a request for one topic may create it, if the broker creates topics on demand.
         return admin.list_topics(timeout=ADMIN_S)
 
 
@@ -377,7 +377,7 @@ def _await_topics(admin: AdminClient, config: JobConfig, services: Services) -> 
     brokers = _metadata(admin, services).brokers.values()
     addresses = {f"{broker.host}:{broker.port}" for broker in brokers} if len(brokers) > 1 else {services.kafka}
     waiting = {address: make_admin(config, dataclasses.replace(services, kafka=address)) for address in addresses}
-    without: dict[str, set[str]] = {}  # what each broker that has answered lacks
+    without: dict[str, set[str]] = {}  # topics that each broker that has answered lacks
     while waiting:
         for address, client in list(waiting.items()):
             try:

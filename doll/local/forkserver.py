@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
 class _Server:
     def __init__(self, server_socket: socket.socket) -> None:
         self._socket = server_socket
-        self._children: dict[int, Callable[[], int | None]] = {}  # by process id, what asks for its exit code
+        self._children: dict[int, Callable[[], int | None]] = {}  # functions that return exit codes, by process id
         self._unread = b""
         self._wake_read, self._wake_write = socket.socketpair()
         for end in (self._wake_read, self._wake_write):

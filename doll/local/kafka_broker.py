@@ -93,9 +93,9 @@ def replication_settings(brokers: int) -> dict[str, int]:
 class ClusterMember:
     """The place of a node in a cluster."""
 
-    node: int  # from 1
+    node: int  # number of the node, from 1
     controllers: tuple[int, ...]  # the controller port of each node
-    cluster_id: str  # that all data folders are formatted with
+    cluster_id: str  # cluster id with which all data folders are formatted
 
 
 class LocalKafka(processes.LocalServer):
@@ -243,7 +243,7 @@ class LocalKafka(processes.LocalServer):
         quiet = "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn", "-Dorg.slf4j.simpleLogger.showDateTime=true"
         heap = f"-Xmx{_HEAP_MB if self._member is None else _CLUSTER_HEAP_MB}m"
         command = [*self._host.prefix, java, heap, *_JVM_FLAGS, *quiet, "-cp", f"{jars}/*", main_class, *arguments]
-        return processes.spawn(command, self.log_path, {"LC_ALL": "C.UTF-8"})  # what Java takes paths for
+        return processes.spawn(command, self.log_path, {"LC_ALL": "C.UTF-8"})  # Java decodes paths with this encoding
 
     def _launch(self, jars: Path) -> bool:
         """Start the process. Return whether the node answers; False if its process exits or does not answer in time."""

@@ -38,7 +38,7 @@ def watch(parent_pid: int) -> None:
         if os.getppid() != parent_pid:
             os._exit(1)
         return
-    os.closerange(0, _MAX_DESCRIPTORS)  # what reads the program's output waits until nobody has the other end
+    os.closerange(0, _MAX_DESCRIPTORS)  # readers of the program's output wait until no process has the other end
     while os.getppid() == watched_pid:
         try:
             os.kill(parent_pid, 0)

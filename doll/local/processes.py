@@ -33,8 +33,8 @@ _BIND_TRIES: Final = 5
 class Host:
     """The host at which a local server listens."""
 
-    address: str = LOOPBACK  # of the interface that it listens on, and that it tells its clients
-    # Words before its command, which start it in a network namespace of its own; it keeps its process id.
+    address: str = LOOPBACK  # address at which it listens, and which it tells its clients
+    # Words before its command that start it in a separate network namespace; its process id does not change.
     prefix: tuple[str, ...] = ()
 
 
@@ -166,7 +166,7 @@ class Server(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None and issubclass(kind, KeyboardInterrupt):
-            self.kill()  # Ctrl-C for the second time: nobody waits for an orderly end
+            self.kill()  # second Ctrl-C: do not wait for an orderly end
         else:
             self.stop()
 
@@ -174,7 +174,7 @@ class Server(ABC):
 class LocalServer(Server):
     """A server process with a log. Subclasses set `_process` in `start`."""
 
-    _grace_s: ClassVar[float]  # from SIGTERM to SIGKILL
+    _grace_s: ClassVar[float]  # time from SIGTERM to SIGKILL
 
     def __init__(self, log_path: Path) -> None:
         self._process: subprocess.Popen[bytes] | None = None

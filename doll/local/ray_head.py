@@ -29,9 +29,9 @@ if os.fork() == 0:
 os.close(pipe)
 os.execvp(sys.argv[2], sys.argv[2:])
 """
-_STORE_BYTES: Final = 80_000_000  # of its store of objects, the least that Ray takes: nothing is put there
+_STORE_BYTES: Final = 80_000_000  # size of its object store, which is not used: Ray's minimum
 _START_S: Final = 120.0  # 8 to 15 s on two slow cores
-_ADDRESS_FILE: Final = "ray_current_cluster"  # Ray writes it into its folder when the node serves
+_ADDRESS_FILE: Final = "ray_current_cluster"  # Ray writes this file into its folder when the node answers
 
 
 def running_address() -> str | None:
@@ -58,7 +58,7 @@ class RayHead(processes.LocalServer):
     def __init__(self, folder: Path, *, num_cpus: int, labels: Sequence[str]) -> None:
         super().__init__(folder.parent / f"{folder.name}.log")
         self._folder, self._num_cpus, self._labels = folder, num_cpus, tuple(labels)
-        self._pipe: int | None = None  # while it is open, Ray's processes live
+        self._pipe: int | None = None  # Ray's processes live while it is open
         # Ray's sockets have long paths, and a path of a socket has 107 bytes at most.
         self._short = Path(tempfile.mkdtemp(prefix="doll-ray-")) / "r"
 
@@ -79,7 +79,7 @@ class RayHead(processes.LocalServer):
         super().stop(grace_s)
         self._end_group()
         latest = self._folder / "session_latest"
-        if latest.is_symlink():  # by the short path, which goes now
+        if latest.is_symlink():  # by the short path, which is removed now
             session = Path(os.readlink(latest)).name
             latest.unlink()
             latest.symlink_to(session)
@@ -98,7 +98,7 @@ class RayHead(processes.LocalServer):
         """Start the node. Return whether it answers; False if it has exited, for example because the port was taken."""
         address_file = self._folder / _ADDRESS_FILE
         address_file.unlink(missing_ok=True)
-        self._end_group()  # of a head that has died
+        self._end_group()  # file of a head that has died
         pipe, self._pipe = os.pipe()
         self._process = processes.spawn(
             [

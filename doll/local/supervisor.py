@@ -16,7 +16,7 @@ from doll.local.processes import describe_exit, tail
 FIRST_BACKOFF_S: Final = 0.5
 MAX_BACKOFF_S: Final = 5.0
 MAX_FAILURES: Final = 5
-MAX_KILLS: Final = 20  # by SIGKILL: of a person, a test, or a kernel without memory, which comes again
+MAX_KILLS: Final = 20  # by SIGKILL: from a person, a test, or repeatedly from a kernel without memory
 HEALTHY_AFTER_S: Final = 20.0  # after this uptime a role counts as healthy, and its failures are reset
 _POLL_S: Final = 0.05
 

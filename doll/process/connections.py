@@ -26,18 +26,18 @@ CLIENT_CA_ENV: Final = "DOLL_SERVE_CLIENT_CA"
 KEEP_ALIVE_S: Final = 75.0
 """Seconds for which a connection may stay open without a request. This is longer than the time of load balancers (60 s
 with ALB and nginx), which could otherwise send a request over a connection that is being closed."""
-IDLE_S: Final = 30.0  # that a client may leave an answer unread
+IDLE_S: Final = 30.0  # maximum time for which a client does not read an answer
 _LOOK_S: Final = 1.0
 _MAX_CONNECTIONS: Final = 8192
-_MAX_HEAD_BYTES: Final = 65_536  # the parser has no limit of its own
-_PIECE_BYTES: Final = 8_192  # that the parser gets at once, so that what comes after a body is not taken for all of it
-_OTHER_FILES: Final = 256  # that a process has open beside connections
+_MAX_HEAD_BYTES: Final = 65_536  # limit of the request head: the parser has none
+_PIECE_BYTES: Final = 8_192  # bytes that the parser gets at once, so bytes after a body are not counted as its part
+_OTHER_FILES: Final = 256  # files that a process has open in addition to connections
 
 
 class ServerAccess(NamedTuple):
     """The clients that may send requests to a server."""
 
-    token: str = ""  # that a request must have; "": none is asked for
+    token: str = ""  # token that a request must have; "": none is required
     by_certificate: bool = False  # clients must have certificates
     tls: Mapping[str, Any] = {}  # settings of uvicorn; empty: connections are not encrypted
 
@@ -115,7 +115,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.idle_since_s = self.loop.time()
-        self.message_since_s: float | None = None  # a request comes since then, and is not whole
+        self.message_since_s: float | None = None  # start time of the request that is not complete yet
         self.in_head = False
         self.head_bytes = 0
         if len(self.connections) > self.max_connections:
@@ -139,7 +139,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 self.transport.close()
                 return
         super().data_received(data)
-        if is_between and self.in_head:  # one that begins after a body is counted from the next piece on
+        if is_between and self.in_head:  # a request that begins after a body is timed from the next piece on
             self.head_bytes = len(data)
 
     def on_message_begin(self) -> None:

@@ -13,7 +13,7 @@ from doll.errors import ConfigError, TaskError
 
 _KIB: Final = 1024
 _MAX_REASON_CHARS: Final = 300
-# Of torch, which raises RuntimeError; of a stage, which has sent the text of its error; of Python without room for the
+# Messages of torch, which raises RuntimeError; of a stage, which has sent its error; of Python without room for the
 # stack of a thread.
 _WORDS: Final = ("allocate memory", "MemoryError", "CUDA out of memory", "std::bad_alloc", "can't start new thread")
 

@@ -40,7 +40,7 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
         if durable:
             _sync(path.parent)
     except OSError as exc:
-        if exc.filename in (None, str(temporary)):  # a write to an open file names none
+        if exc.filename in (None, str(temporary)):  # the error of a write to an open file names no file
             exc.filename = str(path)
         raise
     finally:

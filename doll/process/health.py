@@ -28,11 +28,11 @@ log = get_logger(__name__)
 
 PORT_ENV: Final = "DOLL_HEALTH_PORT"
 HOST_ENV: Final = "DOLL_HEALTH_HOST"
-HOST: Final = "127.0.0.1"  # the probes ask nobody who is there: other machines reach them only if HOST_ENV says so
+HOST: Final = "127.0.0.1"  # the probes have no access control: other machines reach them only with HOST_ENV
 BEAT_TIMEOUT_S: Final = 15.0  # beats come several times a second, but may be seconds late on a loaded machine
 _CHECK_S: Final = 1.0
 _REQUEST_S: Final = 5.0
-_MAX_REQUESTS: Final = 64  # each takes a thread: thousands of them must not end the process
+_MAX_REQUESTS: Final = 64  # each takes a thread: thousands of requests must not end the process
 _OFFSETS: Final = {
     "ps": 0, "evaluator": 1, "producer": 2, "ps-standby": 3, "prometheus": 4, "provisioner": 5, "serve": 6,
     "provisioner-standby": 7,

@@ -19,12 +19,12 @@ _M_MMAP_MAX: Final = -4
 _M_ARENA_MAX: Final = -8
 _NEVER: Final = 2**31 - 1
 _TOP_PAD_BYTES: Final = 16 * 1024 * 1024
-_MAPPINGS: Final = 65_536  # malloc's own default; the kernel allows a process as many
+_MAPPINGS: Final = 65_536  # malloc's default; the kernel allows a process the same number
 _MAPPED_FROM_BYTES: Final = 1024 * 1024
 
 _MADV_HUGEPAGE: Final = 14  # <sys/mman.h>
 _HUGE_PAGE_SETTINGS: Final = Path("/sys/kernel/mm/transparent_hugepage")
-# The first byte written to a huge page takes all of it. With base pages of 64 KiB (some arm64 kernels) it has 512 MiB.
+# The first byte written allocates a whole huge page: 512 MiB if base pages have 64 KiB (some arm64 kernels).
 _MAX_HUGE_PAGE_BYTES: Final = 2 * 1024 * 1024
 _RESERVE_BYTES: Final = 512 * 1024 * 1024
 
@@ -41,7 +41,7 @@ def keep_freed_memory() -> bool:
     Returns:
         Whether malloc keeps freed memory; without glibc it does not.
     """
-    # A thread's own heap has 64 MiB at most, and maps what does not fit: there is one heap.
+    # Only one heap, because a thread's own heap has at most 64 MiB, and maps what does not fit.
     settings = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: _NEVER, _M_TOP_PAD: _TOP_PAD_BYTES, _M_ARENA_MAX: 1}
     is_kept = _set_malloc(settings)
     if is_kept:
@@ -63,7 +63,7 @@ def return_freed_memory() -> bool:
     threshold = dict.fromkeys((_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD), _MAPPED_FROM_BYTES)
     is_set = _set_malloc({_M_MMAP_MAX: _MAPPINGS, **threshold, _M_TOP_PAD: 0})
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)  # arrays would be put into what is free of the heap, instead of being mapped
+        trim(0)  # otherwise arrays would use free places of the heap instead of being mapped
     return is_set
 
 

@@ -27,8 +27,8 @@ IS_LINUX: Final = sys.platform.startswith("linux")
 # such a child; multiprocessing stopped forking there with Python 3.8.
 CAN_FORK: Final = IS_LINUX
 
-_LINUX_CREDENTIALS: Final = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
-_PIPE_BYTES: Final = 1 << 16  # what a pipe holds at most
+_LINUX_CREDENTIALS: Final = struct.Struct("3i")  # SO_PEERCRED: process, user, group
+_PIPE_BYTES: Final = 1 << 16  # maximum content of a pipe
 _SOL_LOCAL: Final = 0  # <sys/un.h> of macOS
 _LOCAL_PEERCRED: Final = 1
 _XUCRED: Final = struct.Struct("=II")  # struct xucred begins with its version and the user
@@ -97,7 +97,7 @@ def lock_exclusively(descriptor: int, *, wait: bool = False) -> bool:
 def sync(descriptor: int) -> None:
     """Make a file's content, or a folder's names, survive a power failure. Raise OSError if the disk fails or is
     full."""
-    if hasattr(fcntl, "F_FULLFSYNC"):  # macOS, whose fsync leaves it in the disk's cache
+    if hasattr(fcntl, "F_FULLFSYNC"):  # macOS: its fsync leaves the data in the disk's cache
         with suppress(OSError):  # a file system that has no such request
             fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
             return

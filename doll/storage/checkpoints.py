@@ -77,13 +77,13 @@ class Checkpoint:
     """A durable state of the model."""
 
     job: str
-    fingerprint: str  # see `doll.config.fingerprint`, which also says which changes a job may make and go on from here
-    term: int  # of the parameter server that wrote it
+    fingerprint: str  # see `doll.config.fingerprint`, also for the changes with which a job may continue
+    term: int  # term of the parameter server that wrote it
     version: int  # model version, J
     state: bytes  # the engine's snapshot (MessagePack), opaque to stores
-    tensors: Mapping[str, npt.NDArray[Any]]  # weights and optimizer state by name, any dtype that safetensors holds
-    layout: WeightsLayout = NO_LAYOUT  # of the weights; empty in a checkpoint of an earlier release
-    code: str = ""  # see `doll.task.base.source_checksum`; "": not known
+    tensors: Mapping[str, npt.NDArray[Any]]  # weights and optimizer state by name, any dtype of safetensors
+    layout: WeightsLayout = NO_LAYOUT  # layout of the weights; empty in a checkpoint of an earlier release
+    code: str = ""  # see `doll.task.base.source_checksum`; "": unknown
 
 
 class DamagedError(CheckpointError):
@@ -324,7 +324,7 @@ class CheckpointStore(ABC):
                 return before
             if self.replace_document(MARKS, encode_marks(after), known) is not None:
                 try:
-                    self._require_kept(after, new)  # a server may have deleted one, which it had looked at before
+                    self._require_kept(after, new)  # a server may have deleted one after its own check
                 except VersionUnknownError:
                     self._forget_missing()
                     raise
@@ -429,7 +429,7 @@ class CheckpointStore(ABC):
         except ValueError as exc:  # an empty file
             raise DamagedError(str(exc)) from exc
         checkpoint = decode_checkpoint(data, in_place=True)
-        if hasattr(mmap, "MADV_DONTNEED"):  # the checksum has read all of it: few rows are looked up again
+        if hasattr(mmap, "MADV_DONTNEED"):  # the checksum has read the whole file: few rows are read again
             data.madvise(mmap.MADV_DONTNEED)
             data.madvise(mmap.MADV_RANDOM)
         return checkpoint

@@ -20,9 +20,9 @@ from doll.tables.rows import Rows, TableShape
 Vector = npt.NDArray[np.float32]
 Tables = Mapping[str, TableShape]
 
-PARAMETERS: Final = "parameters"  # no table has this name: theirs are paths of parameters, which end in `weight`
-TAIL: Final = "tail"  # what follows the parameters: buffers, which are always whole
-# A value of the sparse form takes 5 bytes and more, and both sides more time than 4 bytes of the dense one.
+PARAMETERS: Final = "parameters"  # not the name of a table: these are paths of parameters that end in `weight`
+TAIL: Final = "tail"  # the values after the parameters: buffers, which are always complete
+# A value takes 5 bytes or more in the sparse form, and more time on both sides than 4 bytes in the dense form.
 MAX_SHARE: Final = 0.6
 _NO_TABLES: Final[Tables] = {}
 _NO_ROWS: Final[Mapping[str, Rows]] = {}
@@ -32,18 +32,18 @@ class DecodedContribution(NamedTuple):
     """A decoded contribution."""
 
     values: Vector  # float32, shape (numel,)
-    num_sent: int  # how many numbers were sent
-    rows: Mapping[str, Rows] = _NO_ROWS  # of tables, by name
+    num_sent: int  # number of values that were sent
+    rows: Mapping[str, Rows] = _NO_ROWS  # rows of tables, by name
 
 
 class Compressor(NamedTuple):
     """An encoder of one worker's contributions."""
 
     job: str
-    # The first so many values may be left out where they are zero; None: every value is sent.
+    # Number of parameters: zeros among the first values, which may be omitted. None: every value is sent.
     num_parameters: int | None = None
     tables: Tables = _NO_TABLES  # shapes of all tables of the model, by name
-    rounding: Callable[[Vector], RoundedVector | None] | None = None  # of dense parameters; needs `num_parameters`
+    rounding: Callable[[Vector], RoundedVector | None] | None = None  # rounds dense parameters; needs `num_parameters`
 
     def compress(self, values: Vector, *, version: int, rows: Mapping[str, Rows] = _NO_ROWS) -> list[Buffer]:
         """Return the blob of a contribution, in the shorter of its two formats, as parts for `Blobs.put`. The parts may

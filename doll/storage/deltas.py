@@ -22,7 +22,7 @@ class Layout(NamedTuple):
     """The parts of a flat vector of weights."""
 
     numel: int
-    num_parameters: int  # the first so many
+    num_parameters: int  # number of values at the beginning that are parameters
 
     @property
     def shapes(self) -> Shapes:
@@ -33,7 +33,7 @@ class Delta(NamedTuple):
     """The numbers that differ between two versions, with their values in the later version."""
 
     since: int  # the earlier version
-    ids: Ids  # of parameters, strictly increasing
+    ids: Ids  # indices of parameters, strictly increasing
     values: Vector  # shape (len(ids),)
     tail: Vector | None  # None: it has not changed
 

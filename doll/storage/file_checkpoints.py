@@ -62,7 +62,7 @@ class FileCheckpointStore(CheckpointStore):
                 while True:
                     term = max(self.newest_term(), above) + 1
                     try:
-                        # O_EXCL decides even where the file system has no locks.
+                        # O_EXCL decides even if the file system has no locks.
                         file = os.open(self.folder / claim_name(term), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
                     except FileExistsError:
                         continue
@@ -83,7 +83,7 @@ class FileCheckpointStore(CheckpointStore):
         with self._translate_errors("save a checkpoint in"):
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
-                self._check_term(checkpoint)  # before the work, and once more when nobody can claim
+                self._check_term(checkpoint)  # before the work, and again when no server can claim
                 with temporary.open("wb") as file:
                     for part in encode_checkpoint(checkpoint):
                         file.write(part)
@@ -182,7 +182,7 @@ class FileCheckpointStore(CheckpointStore):
                 time.sleep(0.01)
             yield
         finally:
-            os.close(file)  # which drops the lock, as does the end of the process
+            os.close(file)  # this releases the lock, as does the end of the process
 
     @contextmanager
     def _translate_errors(self, what: str, *, but: type[OSError] | tuple[()] = ()) -> Iterator[None]:

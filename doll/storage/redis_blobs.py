@@ -35,10 +35,10 @@ LONGEST_PAUSE_S: Final = 1.0
 _FIRST_READ_BYTES: Final = 4096
 _FAR_S: Final = 0.005  # a thread for each read costs less than this wait
 _RECENT_CALLS: Final = 8
-SOON_S: Final = 2.0  # a blob that was announced and is not there after so long is lost: for 0.9 MB that is 4 Mbit/s
+SOON_S: Final = 2.0  # an announced blob that is missing after this time is lost: for 0.9 MB that is 4 Mbit/s
 _WAITING: Final = "waiting until it is back"
 _WHERE_FULL: Final = "raise its maxmemory, or lower blobs.ttl_s or blobs.keep_versions"
-_AGAIN_S: Final = 0.005  # between two questions, beside the way there and back
+_AGAIN_S: Final = 0.005  # wait between two requests, in addition to the round trip
 
 
 class RedisBlobs:
@@ -61,12 +61,12 @@ class RedisBlobs:
         self._give_up = give_up
         self._sleep = sleep
         self._unreachable = False
-        # Kept from call to call: to take one from the pool and give it back costs as much as the call itself. Those
-        # that have sent values send the next ones: TCP's window of a direction grows with what goes there.
+        # Kept between calls, because taking one from the pool and returning it costs as much as the call. Connections
+        # that have sent values send the next ones: TCP's window in a direction grows with the data sent.
         self._readers: deque[Any] = deque()
         self._writers: deque[Any] = deque()
         self._prefetched: dict[str, memoryview] = {}
-        self._stored: Future[None] | None = None  # of what `put_soon` was given last
+        self._stored: Future[None] | None = None  # of the last blob given to `put_soon`
         self._took_s: deque[float] = deque(maxlen=_RECENT_CALLS)
 
     @property
@@ -132,7 +132,7 @@ class RedisBlobs:
                     values[key] = value
             return values
 
-        with contextlib.suppress(redis.RedisError):  # `get` waits for Redis, and says what is wrong
+        with contextlib.suppress(redis.RedisError):  # `get` waits for Redis, and reports the problem
             self._prefetched = self._call([_get_command(key) for key in keys], read, self._readers)
 
     def delete(self, *keys: str) -> None:
@@ -143,7 +143,7 @@ class RedisBlobs:
             self._wait_for(lambda: self._client.unlink(*keys))
 
     def close(self) -> None:
-        with contextlib.suppress(ServiceUnavailableError, BlobError):  # whoever needs it has called `settle`
+        with contextlib.suppress(ServiceUnavailableError, BlobError):  # callers that need it have called `settle`
             self.settle()
         self._release_all()
         self._client.close()
@@ -159,7 +159,7 @@ class RedisBlobs:
             connection.send_packed_command(packed)
             result = read(connection)
         except BaseException:
-            connection.disconnect()  # a command that was sent or answered in part must not be followed by another one
+            connection.disconnect()  # no command may follow one that was partly sent or answered
             self._client.connection_pool.release(connection)
             self._release_all()  # they have probably failed too
             raise

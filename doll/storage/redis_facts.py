@@ -10,8 +10,8 @@ class RedisFacts:
     """The answers of Redis."""
 
     refusal: str = ""  # why Redis cannot be used at all; then nothing else is known
-    described: str = ""  # its version and kind, as far as it says
-    latency_s: float = 0.0  # of a PING, the fastest of a few
+    described: str = ""  # its version and kind, as far as known
+    latency_s: float = 0.0  # the shortest time of a few PINGs
     denied: tuple[str, ...] = ()  # commands that DOLL needs and this user may not call, each with Redis's reason
     clock_s: float | None = None  # Redis's clock, Unix time at the middle of the call; None if the user may not ask
     asked_s: float = 0.0

@@ -15,8 +15,8 @@ from doll.storage.blobs import Buffer
 from doll.storage.sections import Shapes, Vector, decode_delta, encode_delta
 from doll.tables.rows import Rows, TableShape
 
-FOLLOWED_S: Final = 10.0  # a reader is taken to be there for so long after its last word
-RENEW_S: Final = 2.0  # between two words of a reader, each of which is another one
+FOLLOWED_S: Final = 10.0  # a reader counts as present for this time after its last message
+RENEW_S: Final = 2.0  # interval of a reader's messages, which all differ
 WORD_LIVES_S: Final = 600.0
 _BEGAN: Final = ""  # no table has this name; an int64, in the bits of two float32
 _BEGAN_VALUES: Final = 2
@@ -27,7 +27,7 @@ class RowChanges(NamedTuple):
 
     since: int
     version: int
-    began: int  # first version of the term: that of the checkpoint from which its server has gone on
+    began: int  # first version of the term: the checkpoint from which its server has continued
     rows: dict[str, Rows]
 
     @property

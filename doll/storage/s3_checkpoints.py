@@ -67,7 +67,7 @@ class _Listing(NamedTuple):
     base_term: int
     base: tuple[int, int]
     old_claims: list[str]
-    objects: dict[str, tuple[float, int]]  # of each name, when it was stored (Unix time), and its size
+    objects: dict[str, tuple[float, int]]  # by name: the time when it was stored (Unix time), and its size
 
     def counts(self, key: tuple[int, int]) -> bool:
         """Return whether a checkpoint existed when the newest term began, or belongs to that term."""
@@ -139,12 +139,12 @@ class S3CheckpointStore(CheckpointStore):
             self._check_term(checkpoint, self._list())
             data = b"".join(encode_checkpoint(checkpoint))
             if not self._put_new(name, data) and self._get(name)[0] != data:
-                self._put(name, data)  # saved before, and damaged since or of an older state
+                self._put(name, data)  # saved before, and damaged meanwhile or of an older state
             listing = self._list()
-            # What is stored now is not taken back where a higher claim is found: that claim may begin from it.
+            # The stored object is not deleted if a higher claim exists, because that claim may begin from it.
             self._check_term(checkpoint, listing)
             old = {item.key for item in self._obsolete(listing.stored())}
-            old |= set(listing.checkpoints).difference(listing.versions())  # those that do not count
+            old |= set(listing.checkpoints).difference(listing.versions())  # those that are not valid
             self._delete([checkpoint_name(*key) for key in sorted(old)] + listing.old_claims)
 
     def _read(self, term: int, version: int, size: int | None = None) -> bytes:
@@ -188,7 +188,7 @@ class S3CheckpointStore(CheckpointStore):
         bases = [(int(m[1]), (int(m[2]), int(m[3]))) for name in names if (m := _BASE.fullmatch(name))]
         base_term, base = max(bases, default=(0, (0, 0)))
         newest_term = max([0, *claims_among(names), *(term for term, _ in checkpoints)])
-        # The newest base decides which checkpoints count, however old it is.
+        # The newest base decides which checkpoints are valid, even if it is old.
         old = [name for name in old_claims(names, newest_term) if not name.startswith(f"term-{base_term:08d}.base-")]
         return _Listing(checkpoints, newest_term, base_term, base, old, objects)
 

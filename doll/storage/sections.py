@@ -56,7 +56,7 @@ Bytes = npt.NDArray[np.uint8]
 
 _MORE: Final = 0x80
 _BITS: Final = 0x7F
-_MAX_BYTES: Final = 10  # of one difference: 64 bits, 7 a byte
+_MAX_BYTES: Final = 10  # maximum size of one difference: 64 bits, 7 in a byte
 Vector: TypeAlias = npt.NDArray[np.float32]
 # A vector's number of values, or a table's shape, by name.
 Shapes: TypeAlias = Mapping[str, int | TableShape]
@@ -74,11 +74,11 @@ _HEAD: Final = struct.Struct("<cBHIQQQq")
 _ALIGNMENT: Final = 8
 _DIFFERENCES: Final = 0  # codings of keys
 _BITMAP: Final = 1
-_MAX_BITS: Final = 1 << 16  # above, a bitmap takes more time than differences
-_HALVES: Final = 2  # is added to one of the two
+_MAX_BITS: Final = 1 << 16  # above this, a bitmap takes more time than differences
+_HALVES: Final = 2  # is added to one of these codings
 _HALVES_HEAD: Final = struct.Struct("<QQ")
-_MAX_WHOLE: Final = 1 / 8  # of the values that need 32 bits: else halves are not used
-_LOOK: Final = 64  # values that show whether it may be worth it; fewer are sent as they are
+_MAX_WHOLE: Final = 1 / 8  # maximum share of values that need 32 bits; above it, halves are not used
+_LOOK: Final = 64  # number of values that are tested first; fewer values are sent unchanged
 _FLOAT16: Final = 4
 _MAX_EXPONENT: Final = 150  # float32 has no number beyond 2 ** 128 or below 2 ** -149
 _NO_PATCHES: Final[Mapping[str, Patch]] = {}
@@ -190,8 +190,8 @@ def _bytes_of(num_bits: int) -> int:
 class WireSize(NamedTuple):
     """The size of a blob's content, in bytes."""
 
-    plain_bytes: int  # with 8 bytes for each key
-    coded_bytes: int  # of the blob, header included
+    plain_bytes: int  # size with 8 bytes for each key
+    coded_bytes: int  # size of the blob, header included
 
 
 class EncodedBlob(NamedTuple):
@@ -204,11 +204,11 @@ class EncodedBlob(NamedTuple):
 class RowRequest(NamedTuple):
     """A request for the rows of one table that a worker needs."""
 
-    ids: Ids  # int64, strictly increasing: of rows to be sent
-    # int64, strictly increasing: of rows that the worker has as they were at version `since` or later; only what has
-    # changed after it is sent.
+    ids: Ids  # int64, strictly increasing: ids of the rows to send
+    # int64, strictly increasing: ids of rows that the worker has, as of version `since` or later; only later
+    # changes are sent.
     known: Ids
-    # A version, or one for each of `known`, int64, shape (len(known),); without meaning where `known` is empty.
+    # A version, or one for each of `known`, int64, shape (len(known),); not used if `known` is empty.
     since: int | npt.NDArray[np.int64] = 0
 
 
@@ -217,7 +217,7 @@ class StoredAnswer(NamedTuple):
 
     rows: dict[str, Rows]
     version: int
-    # Of tables of which the receiver has said that it knows rows, if the server sends less than rows.
+    # For tables whose rows the receiver has said it knows, if the server sends single values instead of rows.
     patches: dict[str, Patch]
 
 
@@ -226,10 +226,10 @@ class _Section(NamedTuple):
     name: str
     shape: TableShape
     since: int
-    ids: Ids = _NO_IDS  # none of form `d`
-    values: npt.NDArray[np.float32] = _NO_VALUES  # shape (count, width), and of form `m` one for each bit, shape (n, 1)
-    is_there: npt.NDArray[np.bool_] | None = None  # shape (count, width): of form `m`
-    short: int = 0  # `_HALVES` or `_FLOAT16`: of form `d`, whose values need no more
+    ids: Ids = _NO_IDS  # empty for form `d`
+    values: npt.NDArray[np.float32] = _NO_VALUES  # shape (count, width); form `m`: one for each bit, shape (n, 1)
+    is_there: npt.NDArray[np.bool_] | None = None  # shape (count, width), only for form `m`
+    short: int = 0  # `_HALVES` or `_FLOAT16` if the values of form `d` need only 16 bits
 
 
 def encode_push(
@@ -480,7 +480,7 @@ def _decode(body: memoryview, shapes: Shapes, *, forms: str) -> Iterator[_Sectio
     if zero:
         raise BlobError(f"expected zero behind the number of sections, got {zero}")
     seen: set[tuple[str, str, int]] = set()
-    for _ in range(num_sections):  # each takes bytes of the body: a number too large ends it
+    for _ in range(num_sections):  # each takes bytes of the body, so a wrong number ends the loop
         section = _decode_section(reader, shapes, forms)
         key = (section.form, section.name, section.since if section.form == "c" else 0)
         if key in seen:
@@ -512,7 +512,7 @@ def _decode_section(reader: _Reader, shapes: Shapes, forms: str) -> _Section:
         raise BlobError(f"section {name!r}: expected {shape.num_rows} rows of {shape.width}, got {size} of {width}")
     if letter == "d" and not (isinstance(expected, int) and count == size and not key_bytes):
         raise BlobError(f"section {name!r}: expected rows of a table, or all values of a vector, got {count} values")
-    # Before anything is allocated: all lengths must be there.
+    # Checked before anything is allocated: all lengths must be present.
     keys = reader.array(key_bytes, "u1", f"the keys of {name!r}")
     is_there, num_values = None, count * width if letter in "dr" else 0
     if letter == "m":

@@ -27,14 +27,14 @@ from doll.storage.shm_segments import SEGMENT, Mappings, Segment, Segments, read
 log = telemetry.get_logger(__name__)
 
 _SCAN_EVERY_S: Final = 1.0
-# To write where the folder is removed again and again (then the other store takes it); to read what is being replaced.
+# Attempts to write to a folder that is repeatedly removed (then the other store is used), or to read a replaced file.
 _ATTEMPTS: Final = 4
 _NO_MEMORY: Final = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 _UNFINISHED: Final = ".new-"
-_UNFINISHED_MAX_AGE_S: Final = 60.0  # then its writer has died
+_UNFINISHED_MAX_AGE_S: Final = 60.0  # after this time, its writer has died
 _PARTS_AT_ONCE: Final = 1000  # IOV_MAX is 1024
-_REUSED_FROM_BYTES: Final = 1 << 15  # below, a new file is as fast
-_MAPPED_FROM_BYTES: Final = 1 << 20  # below, reading costs no more than mapping, and any number of files can be read
+_REUSED_FROM_BYTES: Final = 1 << 15  # below this size, a new file is as fast
+_MAPPED_FROM_BYTES: Final = 1 << 20  # below this, a read costs no more than a mapping, without a limit of files
 
 
 class ShmBlobs(NearBlobs):
@@ -120,7 +120,7 @@ class ShmBlobs(NearBlobs):
                 is_mapped = status.st_size >= self._mapped_from_bytes
                 if (blob := self._mappings.view(path) if is_mapped else read_stable(path)) is not None:
                     return blob
-                # It was deleted or replaced meanwhile; the next look tells which.
+                # It was deleted or replaced meanwhile; the next attempt shows which.
         except FileNotFoundError:
             return self._fallback.get(key)
         return None
@@ -142,7 +142,7 @@ class ShmBlobs(NearBlobs):
             close()
 
     def _path(self, key: str) -> str:
-        # A digest: no key can name a file elsewhere, or one whose name is too long.
+        # A checksum, so that no key can name a file elsewhere, or have a name that is too long.
         return f"{self._folder}/{hashlib.blake2b(key.encode(), digest_size=20).hexdigest()}"
 
     def _unlink(self, key: str) -> bool:
@@ -161,7 +161,7 @@ class ShmBlobs(NearBlobs):
         try:
             self._link(segment, key, ttl_s)
         except FileNotFoundError:
-            return False  # somebody has deleted its file: it is copied
+            return False  # its file has been deleted: the blob is copied
         except OSError as exc:
             if exc.errno in _NO_MEMORY:
                 return False  # a name takes memory too
@@ -223,7 +223,7 @@ class ShmBlobs(NearBlobs):
             try:
                 write()
                 return True
-            except FileNotFoundError:  # somebody has removed the folder, maybe while it was being made again
+            except FileNotFoundError:  # the folder was removed, maybe while it was being created again
                 with contextlib.suppress(FileNotFoundError):
                     self._make_folder()
             except OSError as exc:
@@ -270,9 +270,9 @@ class ShmBlobs(NearBlobs):
                 with contextlib.suppress(FileNotFoundError):  # another process was faster
                     status = entry.stat(follow_symlinks=False)
                     if entry.name.startswith(_UNFINISHED):
-                        gone = time.time() - status.st_mtime > _UNFINISHED_MAX_AGE_S  # not dated yet
+                        gone = time.time() - status.st_mtime > _UNFINISHED_MAX_AGE_S  # its expiry is not set yet
                     elif entry.name.startswith(SEGMENT):
-                        # Also one that waits to be used again. Its owner makes another one.
+                        # Also a segment that waits to be reused: its owner creates another one.
                         gone = status.st_mtime_ns <= self._clock() * 1e9 or _is_orphan(entry.name, status.st_nlink)
                     else:
                         gone = status.st_mtime_ns <= self._clock() * 1e9

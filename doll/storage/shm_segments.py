@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from doll.storage.blobs import Buffer
 
-SEGMENT: Final = ".segment-"  # then the owner's process id
+SEGMENT: Final = ".segment-"  # followed by the owner's process id
 _MAPPINGS_KEPT: Final = 32
 _Bytes = npt.NDArray[np.uint8]
 
@@ -40,8 +40,8 @@ class Segment:
     def __init__(self, path: str, descriptor: int, size_bytes: int) -> None:
         self.path = path
         self.descriptor = descriptor
-        self.size_bytes = size_bytes  # of the file; it never changes
-        self.busy = True  # somebody of this process is at work on it
+        self.size_bytes = size_bytes  # size of the file; it never changes
+        self.busy = True  # a thread of this process is using it
         self.is_new = True  # nothing was written to it
         self._mapping: mmap.mmap | None = None
         self._lent: weakref.ref[_Bytes] | None = None
@@ -76,7 +76,7 @@ class Segment:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        # A reader that comes from now on finds that no blob's name leads here.
+        # A later reader finds that no blob's name refers to this file.
         fcntl.flock(self.descriptor, fcntl.LOCK_UN)
         return True
 
@@ -123,7 +123,7 @@ class Segments:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         segment = Segment(path, os.open(path, flags, 0o600), size_bytes)
         try:
-            os.posix_fallocate(segment.descriptor, 0, size_bytes)  # else a full file system is a SIGBUS later
+            os.posix_fallocate(segment.descriptor, 0, size_bytes)  # otherwise a full file system raises SIGBUS later
         except BaseException:
             segment.close()
             raise
@@ -268,6 +268,6 @@ def _map(path: str, identity: tuple[int, int]) -> _Mapping | None:
 
 
 def _unmap(mapping: _Mapping) -> None:
-    # The lock and the memory of one that is still read go with its mapping, which holds the open file.
+    # A segment that is still read keeps its lock and memory until its mapping, which holds the open file, ends.
     os.close(mapping.descriptor)
     mapping.descriptor = -1

@@ -19,7 +19,7 @@ MARKS: Final = "marks.json"  # name of the file, or object, in any store
 LATEST: Final = "latest"
 _SCHEMA: Final = 1
 _ALIAS: Final = re.compile(r"(?!v[0-9]+$)[a-z][a-z0-9_-]{0,62}")
-_NAMED: Final = 20  # versions that a message names
+_NAMED: Final = 20  # maximum number of versions that a message lists
 
 _Version = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -28,7 +28,7 @@ class VersionMarks(msgspec.Struct, frozen=True):
     """The aliases of versions, and the pinned versions, which are kept permanently."""
 
     aliases: dict[str, _Version] = {}
-    pins: tuple[_Version, ...] = ()  # rising
+    pins: tuple[_Version, ...] = ()  # ascending
 
     @property
     def marked(self) -> frozenset[int]:
@@ -157,7 +157,8 @@ def obsolete(
     """Return the checkpoints of `stored`, oldest first, that may be deleted: all except the `keep` newest, those of the
     history, and those `marked` by an alias or a pin.
 
-    Each checkpoint of the history is chosen by its distance from the one before it, so repeated calls agree.
+    Each checkpoint of the history is chosen by its distance from the one before it, so repeated calls keep the same
+    ones.
     """
     gone: list[StoredVersion] = []
     last_kept_s = float("-inf")
