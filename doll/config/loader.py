@@ -79,7 +79,7 @@ def located(data: dict[Any, Any], folder: Path) -> dict[Any, Any]:
     """Return the keys of a job file in `folder`. Paths in the job file of a run are resolved in its present folder.
 
     The base folder (with the user's own files) stays where it was. If it does not exist there any more, it is searched
-    at the same place relative to the run.
+    at the same path relative to the run.
     """
     if not isinstance(data.get("base_folder"), str):
         return data
@@ -97,7 +97,7 @@ def located(data: dict[Any, Any], folder: Path) -> dict[Any, Any]:
 
 
 def _replaced(value: Any, before: str, after: str) -> Any:
-    """Return `value`; if it is a path that equals or begins with `before`, with `after` in place of `before`."""
+    """Return `value`; if it is a path that equals or begins with `before`, with `after` instead of `before`."""
     if isinstance(value, dict):
         return {key: _replaced(inner, before, after) for key, inner in value.items()}
     if isinstance(value, list):

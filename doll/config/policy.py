@@ -57,8 +57,8 @@ class PolicyConfig(Section, ABC):
     @property
     def batches_per_push(self) -> int:
         """How many consecutive batches a worker computes, each on the weights after its own previous steps, before it
-        pushes them as one. Default: 1. More than 1 only if `sends_steps`. A stream's pushes end after its batches k n -
-        1."""
+        pushes them as one. Default: 1; more than 1 only if `sends_steps`. The pushes of a stream end after its batches
+        k n - 1."""
         return 1
 
     @property

@@ -70,7 +70,7 @@ class Chunk(NamedTuple):
     partition: int
     offsets: Sequence[int]  # ascending; a `range` if none is missing
     values: list[bytes | None]  # one for each offset; an `UnreadValue` becomes a dead letter
-    # Leader epoch of the last record; no record before it has a higher one. -1: unknown.
+    # The leader epoch of the last record; no record before it has a higher one. -1: unknown.
     leader_epoch: int = -1
     reading: int = 0  # see `ReadFrom`, as in the other deliveries
     # If requested, the client's message for each value; None for an `UnreadValue`.

@@ -186,7 +186,7 @@ def _given(offsets: Mapping[int, int], samples: SampleLog) -> tuple[int, ...]:
 
 
 def _at_time(config: JobConfig, services: Services, samples: SampleLog, time_ms: int) -> tuple[int, ...]:
-    """Return the first offset of that time in each partition; without such a record, the end of the partition."""
+    """Return the offset of each partition's first record of this time or later; its end if there is none."""
     places = [TopicPartition(samples.name, number) for number in range(len(samples.low))]
     spec = OffsetSpec.for_timestamp(time_ms)
     admin = make_admin(config, services)  # the answer arrives only while this client exists

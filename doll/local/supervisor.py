@@ -22,7 +22,7 @@ _POLL_S: Final = 0.05
 
 
 class RoleFailedError(DollError):
-    """A role has failed after each start; the message contains the end of its log."""
+    """A role fails after each start; the message contains the end of its log."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,7 @@ class Supervisor:
         self._states[name].failures = 0
 
     def release(self, name: str) -> tuple[RoleSpec, Handle]:
-        """Stop supervising this role. Its process continues, and the name is free. Raise ValueError if it does not
-        run."""
+        """Stop supervising this role. Its process continues, and the name is free. Raise ValueError if it has ended."""
         state = self._states.get(name)
         if state is None or state.handle is None:
             raise ValueError(f"expected a running role, got {name!r}")

@@ -4,9 +4,10 @@
 kept, and a claim below them is not valid, so no term is given twice. `.lock` orders claims and saves: after a claim
 returns, no checkpoint of a lower term can appear. The lock also orders changes of documents (`read_document`).
 
-Steps of `save`: 1. write and fsync a temporary file; 2. take the lock; 3. look for a higher term; 4. rename;
-5. fsync the folder; 6. delete old checkpoints without a mark; 7. release the lock. A crash before 4 leaves a temporary
-   file that a save of a later term removes. After 4 the checkpoint is complete; after 5 it survives a power failure.
+Order of the steps of `save`: 1. write and fsync a temporary file; 2. take the lock; 3. look for a higher term; 4.
+rename; 5. fsync the folder; 6. delete old checkpoints without a mark; 7. release the lock. A crash before 4 leaves a
+temporary file that a save of a later term removes. After 4 the checkpoint is complete; after 5 it survives a power
+failure.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Encode the rows of tables that have changed from one version to a later one as a blob. Pure.
 
-They are published for readers that are not workers (`doll serve`), while there are such readers.
+The rows are published for readers that are not workers (`doll serve`), while there are such readers.
 """
 
 from __future__ import annotations

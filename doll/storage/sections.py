@@ -17,9 +17,10 @@ of values of the vector. No two sections have the same form and name, except sec
 Keys increase strictly. There are two codings:
 
 0.  Each key is coded as its difference to the key before it (the first key: to 0), with 7 bits in each byte (LEB128),
-   lowest bits first. The top bit of a byte is 1 if another byte follows. A longer coding of the same number is refused.
+    lowest bits first. The top bit of a byte is 1 if another byte follows. A longer coding of the same number is
+    refused.
 1.  One bit for each possible key, lowest bit of a byte first; it is 1 if the key is present. This is shorter if more
-   than an eighth of all keys are present. It is written for up to 65,536 keys.
+    than an eighth of all keys are present. It is written for up to 65,536 keys.
 
 If few values need all of their 32 bits, 2 is added to the coding. The values are then stored as: u64 number of the
 values that need 32 bits, u64 bytes of their positions; their positions, in coding 0; the upper 16 bits of all values;
@@ -27,12 +28,16 @@ the lower 16 bits of the values that need them. Each of these is padded with zer
 other values are 0. A dense vector has this format if its sender has rounded it to bfloat16 (`RoundedVector`). Coding 4
 is only for such a vector: float16 numbers, to be multiplied by 2 to the power of `since`.
 
-What encodes raises ValueError as `encode_push` does, what decodes raises BlobError and NotFiniteError as `decode_push`.
+Functions that encode raise ValueError as `encode_push` does; functions that decode raise BlobError and NotFiniteError
+as `decode_push` does.
 
-| form | keys | values | means | |---|---|---|---| | `d` | - | size of 1 | a vector, dense | | `r` | count | count of
-width | rows of a table; of width 1: some values of a vector | | `m` | count | one for each bit that is 1 | some values
-of rows of a table: bit i width + j is of value j of row i | | `k` | count | - | send these rows | | `c` | count | - |
-send the changes of these rows since version `since` |
+| form | keys | values | means |
+|---|---|---|---|
+| `d` | - | size of 1 | a vector, dense |
+| `r` | count | count of width | rows of a table; of width 1: some values of a vector |
+| `m` | count | one for each bit that is 1 | some values of rows of a table: bit i width + j is of value j of row i |
+| `k` | count | - | send these rows |
+| `c` | count | - | send the changes of these rows since version `since` |
 
 In a push, the values that `m` omits are zero. In an answer, they are unchanged from the receiver's values, and `since`
 is the CRC-32 of the present values of all rows that the receiver has said it knows, in their order.

@@ -87,7 +87,7 @@ class Segment:
         return status.st_nlink == 0 or status.st_size != self.size_bytes
 
     def close(self) -> None:
-        """Give the segment up. A blob in it stays until it is deleted."""
+        """Release the segment. A blob in it stays until it is deleted."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
         os.close(self.descriptor)
@@ -137,13 +137,13 @@ class Segments:
             return next((segment for segment in self._owned if segment.lends(memory)), None)
 
     def drop(self, segment: Segment) -> None:
-        """Give a busy segment up."""
+        """Release a busy segment."""
         with self._lock:
             self._owned.remove(segment)
         segment.close()
 
     def drop_free(self) -> None:
-        """Give all free segments up, because their memory is needed."""
+        """Release all free segments, because their memory is needed."""
         with self._lock:
             free = [segment for segment in self._owned if segment.is_free()]
             self._owned = [segment for segment in self._owned if segment not in free]
@@ -151,7 +151,7 @@ class Segments:
             segment.close()
 
     def close(self) -> None:
-        """Give all segments up; the blobs in them stay."""
+        """Release all segments; the blobs in them stay."""
         with self._lock:
             owned, self._owned = self._owned, []
         for segment in owned:
