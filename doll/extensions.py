@@ -46,5 +46,5 @@ def need(group: str, name: str, what: str) -> Any:
 
 
 def lab_is_missing(what: str) -> ConfigError:
-    """Return the error for `what` the user requested, which needs doll-lab, if doll-lab is not installed."""
+    """Return the error that doll-lab is not installed, which names `what` the user requested."""
     return ConfigError(f"{what} is in doll-lab, which is not installed: install doll-lab (in a clone: make setup)")

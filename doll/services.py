@@ -126,7 +126,8 @@ def redis_address(config: JobConfig) -> str | None:
 
 
 def resolve(config: JobConfig, *, needs_redis: bool = True) -> Services:
-    """Return the services that job file or environment name. Raise ConfigError if an address is missing or malformed.
+    """Return the services that the job file or the environment names. Raise ConfigError if an address is missing or
+    malformed.
 
     Args:
         needs_redis: False: the caller only reads Kafka. If there is no Redis address, it is empty in the result.

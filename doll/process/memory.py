@@ -84,8 +84,8 @@ def use_huge_pages(settings: Path = _HUGE_PAGE_SETTINGS) -> bool:
     setting for this, but it must be in the environment before the process starts, which a forked role cannot do.
 
     Return whether the kernel was asked and did not refuse. It is not asked if `DOLL_HUGE_PAGES` is 0, if its folder of
-    settings shows that it has no huge pages, if they are larger than 2 MiB, or if the address space of this process is
-    limited to less.
+    settings shows that it has no huge pages, if they are larger than 2 MiB, or if this process has a lower limit of its
+    address space.
     """
     if os.environ.get(HUGE_PAGES_ENV) == "0" or not 0 < _huge_page_bytes(settings) <= _MAX_HUGE_PAGE_BYTES:
         return False

@@ -36,7 +36,8 @@ def was_terminated() -> bool:
 
 @contextmanager
 def stop_requested() -> Iterator[threading.Event]:
-    """Yield an event that SIGTERM or SIGINT sets. Only the main thread handles signals: in others, it is never set.
+    """Yield an event that SIGTERM or SIGINT sets. Only the main thread handles signals: in other threads, the event is
+    never set.
 
     The earlier handlers are restored at the end.
     """
