@@ -1,6 +1,6 @@
 """The user's side of a job: a `Task` builds the model, decodes records, and defines loss and metrics.
 
-A task is a plain Python class, named in the job file as `module:Class` or `file.py:Class`. Thirty lines are enough:
+A task is a plain Python class. The job file names it as `module:Class` or `file.py:Class`. A short class is enough:
 
     import json
     import torch
@@ -17,7 +17,7 @@ A task is a plain Python class, named in the job file as `module:Class` or `file
             event = json.loads(record)
             return Sample([event["age"], event["visits"], event["spend"]], event["left"])
 
-`doll.JsonTask` decodes such records a batch at a time, in a twentieth of the time.
+`doll.JsonTask` decodes such records in batches, in a twentieth of the time.
 """
 
 from __future__ import annotations
@@ -55,17 +55,18 @@ _NOT_THE_USERS: Final = frozenset({"doll", "builtins", "abc", "typing"})  # pack
 class Sample(NamedTuple):
     """One sample.
 
-    `x` and `y` are arrays (anything `numpy.asarray` takes, such as a number or a list of numbers), or dicts, tuples and
-    lists of these: a tuple or list is one array, unless an array or a dict is in it. Every array keeps its type, with
-    two exceptions: float64 in `x` becomes float32, and so do all types but integers if `x` is one array.
+    `x` and `y` are arrays (anything that `numpy.asarray` accepts, such as a number or a list of numbers), or dicts,
+    tuples and lists of arrays. A tuple or list is one array, unless it contains an array or a dict. Every array keeps
+    its type, with two exceptions: float64 in `x` becomes float32; and if `x` is one array, all types but integers
+    become float32.
 
     Attributes:
-        x: features.
-        y: target: a class, a number, or anything that x may be.
-        weight: a finite number of 0 or more. 2 counts as the same sample twice, in the gradient, the loss and the
-            metrics.
-        group: an integer of 64 bits above -2**63, or a text, which a hash makes one; for losses over several samples,
-            such as those of ranking. See `Task.loss`.
+        x: the features.
+        y: the target: a class, a number, or anything that `x` may be.
+        weight: the weight, a finite number of 0 or more. In the gradient, the loss and the metrics, a sample of weight
+            2 counts as two equal samples.
+        group: the group of the sample, for losses over several samples, such as ranking losses (see `Task.loss`): a
+            64-bit integer above -2**63, or a text, which is hashed to such an integer. None: no group.
     """
 
     x: Any
@@ -79,19 +80,20 @@ class _Features(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Samples(NamedTuple):
-    """The samples that `Task.decode_many` makes of n records, if it has more to return than x and y.
+    """The samples that `Task.decode_many` makes from n records, if it returns more than x and y.
 
-    Skipped records are counted, and are no dead letters.
+    Skipped records are counted. They do not become dead letters.
 
     Attributes:
-        x, y: shapes (k, *input_shape) and (k, ...), of all samples, in the order of their records; or dicts, tuples and
-            lists of such arrays.
-        skipped: for each reason, which records are skipped for it: booleans, shape (n,). If two reasons name a
-            record, the first counts.
-        counts: how many samples each record gives, whole numbers, shape (n,): 0 if it is skipped, else 1 to
-            `Task.max_samples_per_record`. None: 1 if it is not skipped.
-        weight: of each sample, shape (k,); None: 1.
-        group: of each sample, integers or texts, shape (k,); None: they have none; -2**63: this one has none.
+        x, y: arrays of shapes (k, *input_shape) and (k, ...) with all k samples, in the order of their records; or
+            dicts, tuples and lists of such arrays.
+        skipped: for each reason, a boolean array of shape (n,) that marks the records that are skipped for this reason.
+            If a record is marked for two reasons, the first one counts.
+        counts: number of samples of each record, whole numbers, shape (n,): 0 if the record is skipped, otherwise 1 to
+            `Task.max_samples_per_record`. None: one sample for each record that is not skipped.
+        weight: weight of each sample, shape (k,). None: all weights are 1.
+        group: group of each sample, integers or texts, shape (k,). -2**63: the sample has no group. None: no sample
+            has.
     """
 
     x: Any
@@ -103,10 +105,10 @@ class Samples(NamedTuple):
 
 
 def x_of(decoded: Sample | list[Sample]) -> Any:
-    """x of what a record was decoded to.
+    """Return x of the single sample that a record was decoded to.
 
     Raises:
-        SampleError: it is not one sample.
+        SampleError: the record was not decoded to exactly one sample.
     """
     if not isinstance(decoded, list):
         return decoded.x
@@ -116,20 +118,21 @@ def x_of(decoded: Sample | list[Sample]) -> Any:
 
 
 class Task:
-    """The task to learn. Subclass it; only `build_model` and `decode` must be written.
+    """The task to learn. Subclass it and write at least `build_model` and `decode`.
 
-    A worker calls `decode`, `decode_block` and `decode_many` in one thread, and the other methods in another one.
-    What the three return is kept until the batch is durable: an array that a later call writes to again must be copied.
+    A worker calls `decode`, `decode_block` and `decode_many` in one thread, and the other methods in another thread.
+    The worker keeps the arrays that these three methods return until the batch is durable. A method that reuses an
+    array in later calls must therefore return a copy.
 
     Attributes:
         input_shape: shape of one sample's `x`. A record of another shape is dead-lettered. None: the shape that most
             records of a batch have.
         num_classes: number of classes. A target outside 0 .. num_classes - 1 is dead-lettered. None: regression, or
-        unchecked.
-        max_samples_per_record: how many samples a record may give; a record that gives more is dead-lettered. It bounds
-            the memory of a batch, whose records are counted, and not its samples.
+            classes that are not checked.
+        max_samples_per_record: maximum number of samples of one record. A record with more samples is dead-lettered.
+            The limit bounds the memory of a batch, because the size of a batch is counted in records, not in samples.
         whole_records: whether `decode_many` reads keys, headers or timestamps of its `Records`. They cost time and
-            memory only if this is set. A task that overrides `decode_record` has them.
+            memory only if this is set. A task that overrides `decode_record` always gets them.
     """
 
     input_shape: tuple[int, ...] | None = None
@@ -138,65 +141,67 @@ class Task:
     whole_records: bool = False
 
     def build_model(self) -> torch.nn.Module:
-        """A fresh model. It is called after the job's seed is set, so every process builds the same one."""
+        """Return a new model. It is called after the job's seed is set, so every process builds the same model."""
         raise NotImplementedError(f"{type(self).__name__} must define build_model()")
 
     def decode(self, record: bytes) -> Sample | list[Sample]:
-        """The sample in one Kafka record's value. Any exception dead-letters it, with its message as the reason.
+        """Return the sample in the value of a Kafka record. Any exception dead-letters the record, with its message.
 
-        A list of samples if `max_samples_per_record` is above 1; one that is empty counts the record as skipped. If
-        one of them cannot be used, the whole record is dead-lettered.
+        If `max_samples_per_record` is above 1, the method may return a list of samples. An empty list counts the record
+        as skipped. If one of the samples is not usable, the whole record is dead-lettered.
 
-        Two exceptions do not: `doll.SkipRecord` counts the record as skipped, with its message as the reason; on
-        `doll.RetryLater` the worker waits, shows its message in `doll status`, and decodes the batch again.
+        Two exceptions do not dead-letter the record. `doll.SkipRecord` counts the record as skipped, with its message
+        as the reason. After `doll.RetryLater`, the worker waits, shows the message in `doll status`, and decodes the
+        batch again.
         """
         raise NotImplementedError(f"{type(self).__name__} must define decode(record)")
 
     def decode_record(self, record: Record) -> Sample | list[Sample]:
-        """Optional, in place of `decode`, for a task that needs a record's key, headers, timestamp or offset."""
+        """Optional: replace `decode` if the task needs the key, headers, timestamp or offset of a record."""
         return self.decode(record.value)
 
     def decode_block(self, block: memoryview, width: int) -> tuple[Any, Any] | None:
-        """Optional fast path: decode records of equal length, laid end to end, in one go.
+        """Optional fast path: decode records of equal length, which lie one after another in one block.
 
         Args:
-            block: `count * width` bytes.
+            block: the `count * width` bytes of the records.
             width: bytes per record.
 
         Returns:
-            Arrays: x of shape (count, *input_shape) and y of shape (count, ...), as `decode` gives them one by one; or
-            dicts, tuples and lists of such arrays. None if there is no fast path for this width, or a record is bad.
+            Arrays: x of shape (count, *input_shape) and y of shape (count, ...), equal to what `decode` returns for
+            each record; or dicts, tuples and lists of such arrays. None: there is no fast path for this width, or a
+            record is bad.
         """
         return None
 
     def decode_many(self, values: Records) -> Samples | tuple[Any, Any] | None:
-        """Optional fast path: decode records of any lengths, such as JSON or CSV, in one go.
+        """Optional fast path: decode records of any lengths, such as JSON or CSV, in one call.
 
-        A call that raises or returns None is repeated for each half, down to single records, which `decode` then takes
-        or refuses; `BadRecordsError` names the bad ones, and the call is repeated without them. `doll.JsonTask` has
-        this method for JSON objects.
+        If a call raises `BadRecordsError`, which names the bad records, it is repeated without them. If a call returns
+        None or raises another exception, it is repeated for each half of the records, and finally `decode` decodes or
+        refuses single records. `doll.JsonTask` has this method for JSON objects.
 
         Args:
-            values: the list of the values of n records, n >= 1, with their offsets, and with keys, headers and
-                timestamps if `whole_records` is set.
+            values: list of the values of n records, n >= 1, with their offsets; also with keys, headers and timestamps
+                if `whole_records` is set.
 
         Returns:
             Arrays: x of shape (n, *input_shape) and y of shape (n, ...), in the order of `values`, or dicts, tuples and
-            lists of such arrays. Row i must be what `decode(values[i])` gives, of a type that does not depend on the
-            other records. `Samples` if some records are skipped, or give several samples, or if samples have
-            weights or groups.
+            lists of such arrays. Row i must equal the result of `decode(values[i])`, and its type must not depend on
+            the other records. `Samples` if some records are skipped or have several samples, or if samples have weights
+            or groups.
 
         Raises:
             BadRecordsError: some of the records are bad.
-            RetryLater: the worker is to wait, and to decode the batch again; see `decode`.
+            RetryLater: the worker must wait, and then decode the batch again; see `decode`.
         """
         return None
 
     def decode_features(self, record: bytes) -> Any:
-        """x of a record that need not have a target, for predictions (`POST /predict` of `doll serve`).
+        """Return x of a record that may have no target, for predictions (`POST /predict` of `doll serve`).
 
-        Default: of a JSON object with the one key `x`, what it has there; else x of what `decode` makes of the whole
-        record, target included.
+        By default, if the record is a JSON object with the only key `x`, return the value of this key; otherwise decode
+        the whole record, including its target, with `decode`, and return x.
         """
         try:
             x = msgspec.json.decode(record, type=_Features).x
@@ -207,14 +212,15 @@ class Task:
         return x
 
     def predict(self, output: Any) -> Mapping[str, Any]:
-        """Optional: what `POST /predict` answers, from the model's output for n samples of one request.
+        """Optional: convert the model's output for the n samples of one request into the answer of `POST /predict`.
 
-        Default: with `num_classes`, `class` and `probabilities` (softmax); one number for each sample is its `value`;
-        if a method of the task takes the groups of samples (a ranking), it is its `score`, and `rank` counts from 0,
-        the best one of the request; of all other models the tensors of the output.
+        By default, the answer has `class` and `probabilities` (softmax) if `num_classes` is set, and `value` if the
+        model returns one number per sample. If such a model is a ranking, that is, a method of the task takes the
+        groups of samples, the answer instead has `score` (the number) and `rank` (0 for the best sample of the
+        request). For all other models, the answer has the tensors of the output.
 
         Returns:
-            Tensors or arrays of shape (n, ...), by name.
+            Tensors or arrays of shape (n, ...), by the name that they have in the answer.
         """
         import torch
 
@@ -233,14 +239,15 @@ class Task:
         return {"value": values}
 
     def use_format(self, section: FormatSection, *, load: Callable[[str], Any], path: Callable[[Path], Path]) -> None:
-        """Decode values as `data.format` says; called when a job loads the task. Only a `doll.FieldsTask` can.
+        """Decode values as `data.format` sets. Only a `doll.FieldsTask` can. The method is called when a job is loaded.
 
         Args:
-            load: the object that `module:Name` or `file.py:Name` names.
-            path: resolves a path of the job file.
+            section: the section `data.format` of the job file.
+            load: function that returns the object for a name `module:Name` or `file.py:Name`.
+            path: function that resolves a path of the job file.
 
         Raises:
-            ConfigError: the task does not decode this format, or the format has not the fields that it needs.
+            ConfigError: the task does not decode this format, or the format lacks fields that the task needs.
         """
         raise ConfigError(
             f"data.format: expected a task that subclasses doll.FieldsTask, got {type(self).__name__}, which decodes "
@@ -248,37 +255,40 @@ class Task:
         )
 
     def spec(self) -> tuple[Any, Any] | None:
-        """Optional: what the arrays of a sample are. A sample that does not fit is dead-lettered, by its field's name.
+        """Optional: declare the arrays of a sample. A sample that does not fit is dead-lettered with its field's name.
 
         Returns:
-            For x and for y a `doll.Field`, or dicts, tuples and lists of fields; None for one of them leaves it open.
-            Without, and if x or y is more than one array, the first good samples of a process say it.
+            One form for x and one for y: a `doll.Field`, or dicts, tuples and lists of fields. None in place of a form:
+            x or y is not declared. None in place of both: the same for x and y. If x or y is more than one array and is
+            not declared, the first good samples of a process define its form.
         """
         return None
 
     def collate(self, samples: Sequence[Sample]) -> tuple[Any, Any]:
-        """Optional: how the samples of a batch become what `forward` and `loss` get. Default: each array is stacked.
+        """Optional: combine the samples of a batch into x and y for `forward` and `loss`. Default: arrays are stacked.
 
-        A task that defines it may give samples of different shapes, such as texts; `doll.pad` makes arrays of one shape
-        of them. It is called for each part of a batch that is computed by itself, also for single samples.
+        A task that defines this method may return samples of different shapes from `decode`, such as texts; `doll.pad`
+        makes them one array of equal lengths. The method is called for each separately computed part of a batch, which
+        may be a single sample.
 
         Args:
-            samples: at least one; x and y of each are arrays, or dicts, tuples and lists of arrays.
+            samples: at least one sample; x and y of each are arrays, or dicts, tuples and lists of arrays.
 
         Returns:
-            x and y of all samples: arrays of numpy, or dicts, tuples and lists of these.
+            x and y of all samples: numpy arrays, or dicts, tuples and lists of numpy arrays.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define collate(samples)")
 
     def forward(self, model: torch.nn.Module, x: Any) -> Any:
-        """Model output for a batch `x` of shape (n, *input_shape). Default: `model(x)` on floats.
+        """Return the model's output for a batch `x`, shape (n, *input_shape). Default: `model(x)`, with `x` as floats.
 
-        `x` is of float32, or of integers if all samples of the batch hold only integers: an embedding takes
-        `x.long()`, a layer of numbers `x.float()`. If the x of samples is a dict, tuple or list, it is one of
-        tensors, each as `Sample` says, and the default passes it on as it is.
+        `x` is an integer tensor if all samples of the batch hold only integers, otherwise a float32 tensor: pass
+        `x.long()` to an embedding and `x.float()` to other layers. If the x of a sample is a dict, tuple or list, `x`
+        is the same structure of tensors, whose types `Sample` describes, and the default passes it to the model
+        unchanged.
 
-        A method that also has a parameter `group` gets the ids of the samples' groups there: int64, shape (n,), None
-        if no sample has one.
+        A method that also has a parameter `group` gets the group ids of the samples in it: int64, shape (n,). None: no
+        sample has a group.
         """
         import torch
 
@@ -288,11 +298,12 @@ class Task:
         return output
 
     def loss(self, output: Any, target: Any) -> torch.Tensor:
-        """Mean loss over the batch, a scalar. Default: cross-entropy with `num_classes`, else mean squared error.
+        """Return a batch's mean loss, a scalar. Default: cross-entropy with `num_classes`, else mean squared error.
 
-        A method that also has the parameters `group` or `weight` gets the ids of the samples' groups (as `forward`),
-        and their weights: float32, shape (n,), None if all are 1. With weights it returns the weighted mean. A task
-        with a `loss` of its own that has neither that parameter nor `losses` cannot have weights.
+        A method that also has a parameter `group` gets the group ids of the samples in it (see `forward`). A method
+        that also has a parameter `weight` gets the weights of the samples in it (float32, shape (n,); None: all are 1)
+        and must return the weighted mean. If a task defines `loss` without a parameter `weight`, and does not define
+        `losses`, its samples cannot have weights.
         """
         import torch.nn.functional as F
 
@@ -303,9 +314,10 @@ class Task:
         return F.mse_loss(output.reshape(target.shape), target.to(output.dtype))
 
     def losses(self, output: Any, target: Any) -> torch.Tensor:
-        """Loss of each sample, shape (n,), whose mean `loss` is; for samples with weights. Default: as that of `loss`.
+        """Return the loss of each sample, shape (n,); `loss` is their mean. Default: as for `loss`.
 
-        Define it in place of `loss` if samples have weights and the loss is another one. It may have `group` too.
+        Define this method in place of `loss` if samples have weights and the default loss does not fit. It may have a
+        parameter `group`, too.
         """
         import torch.nn.functional as F
 
@@ -314,49 +326,50 @@ class Task:
         return by_sample(F.mse_loss(output.reshape(target.shape), target.to(output.dtype), reduction="none"))
 
     def metrics(self, output: Any, target: Any) -> Mapping[str, Any]:
-        """Means over the batch, by name. Default: `accuracy` with `num_classes`, else nothing. See `stop.accuracy`.
+        """Return means over the batch, by name. Default: `accuracy` with `num_classes`, else none. See `stop.accuracy`.
 
-        A value may be a tensor of shape (n,) instead: of each sample. If samples have weights, each value must be
-        one, or the method has the parameter `weight`, and returns weighted means. It may have `group`, as `loss`.
+        A value may also be a tensor of shape (n,) with one number per sample. If samples have weights, either all
+        values are such tensors, or the method has a parameter `weight` and returns weighted means. It may have a
+        parameter `group`, as `loss`.
         """
         if self.num_classes is None:
             return {}
         return {"accuracy": float((output.argmax(dim=1) == target).cpu().double().mean())}
 
     def stages(self, model: torch.nn.Module) -> Sequence[tuple[str, torch.nn.Module]] | None:
-        """Optional, for pipelines (`worker.pipeline`): the layers between which the model may be cut, by name.
+        """Optional, for pipelines (`worker.pipeline`): return the layers between which the model may be cut, by name.
 
-        Needed only if the model is no `torch.nn.Sequential` and its graph cannot be traced (`torch.fx`).
+        Needed only if the model is not a `torch.nn.Sequential` and `torch.fx` cannot trace its graph.
 
         Args:
-            model: what `build_model` returned; the layers are parts of it, and hold each of its parameters once.
+            model: the model that `build_model` returned. The layers are parts of it; together they hold each of its
+                parameters once.
 
         Returns:
-            Modules that give the model's output one after the other, each a tensor, or dicts, tuples and lists of
-            tensors, which the next one takes. Called in this order, the
-            first by `forward`. None: the model is cut without help.
+            Modules in the order in which they compute the model's output. `forward` calls the first one; each further
+            one takes the output of the one before: a tensor, or dicts, tuples and lists of tensors. None: the model is
+            cut without the help of the task.
         """
         return None
 
     def step(
         self, weights: npt.NDArray[np.float32], x: Any, y: Any, rng: np.random.Generator
     ) -> npt.NDArray[np.float32]:
-        """Optional, for models that do not learn by a gradient: what a batch changes in the weights.
+        """Optional, for models that do not learn by a gradient: return the change of the weights for one batch.
 
-        It takes the place of gradient and optimizer at the workers, and needs a policy whose workers send steps
-        (`training.policy`). Loss and metrics are computed before it, without gradients.
+        The method replaces the gradient and the optimizer in the workers. It needs a policy whose workers send steps
+        (`training.policy`). Loss and metrics are computed before it, without gradients. If it also has a parameter
+        `weight` or `group`, it gets an array with the weights or group ids of the samples in it, as `loss`.
 
         Args:
-            weights: float32, shape (numel,), laid out as `doll.model.flat_model` says; it must not be changed.
-            x: shape (n, *input_shape), n >= 1; or a dict, tuple or list of arrays, as those of the samples.
-            y: shape (n, ...), or the same.
-            rng: the same numbers whenever this batch is computed.
+            weights: the weights, float32, shape (numel,), in the layout of `doll.model.flat_model`. Do not change them.
+            x: the features, shape (n, *input_shape), n >= 1; or a dict, tuple or list of arrays, as x of the samples.
+            y: the targets, shape (n, ...); or a dict, tuple or list of arrays, as y of the samples.
+            rng: random generator that gives the same numbers each time this batch is computed.
 
         Returns:
-            The change of the weights, of their type and shape. The server adds it to its own weights, which may be
+            The change of the weights, with their type and shape. The server adds it to its own weights, which may be
             newer.
-
-        A method that also has the parameters `weight` or `group` gets those of the samples, as `loss`, in arrays.
         """
         raise NotImplementedError(f"{type(self).__name__} must define step(weights, x, y, rng)")
 
@@ -368,60 +381,61 @@ class Task:
         y: Any,
         rng: np.random.Generator,
     ) -> tuple[npt.NDArray[np.float32], Mapping[str, Rows]]:
-        """Optional, as `step`, for a model with tables (embeddings with `sparse=True`).
+        """Optional: do the same as `step` for a model with tables (embeddings with `sparse=True`).
 
         Args:
-            weights: of what is not in a table, as for `step`.
-            look_up: name of a table's parameter, as in `named_parameters()`, and ids, int64, strictly increasing -> a
-                copy of these rows, float32, shape (n, width). They have all steps of this worker's earlier batches.
+            weights: the weights that are not in a table, as for `step`.
+            look_up: function that takes the name of a table's parameter, as in `named_parameters()`, and strictly
+                increasing int64 ids, and returns a copy of these rows, float32, shape (n, width). The rows include all
+                steps of this worker's earlier batches.
             x, y, rng: as for `step`.
 
         Returns:
-            The change of the weights, as of `step`; and the change of rows, by table. The server adds both.
+            The change of the weights, as from `step`; and the changed rows, by table. The server adds both.
         """
         raise NotImplementedError(f"{type(self).__name__} must define step_rows(weights, look_up, x, y, rng)")
 
     def defines(self, method: str) -> bool:
-        """Whether the task has a method of this name of its own."""
+        """Return whether the task itself defines the method of this name."""
         return getattr(type(self), method) is not getattr(Task, method) or method in vars(self)
 
     @property
     def is_ragged(self) -> bool:
-        """Whether samples may differ in shape: the task puts them together itself."""
+        """Whether samples may differ in shape, because the task combines them itself."""
         return self.defines("collate")
 
     @property
     def reads_envelopes(self) -> bool:
-        """Whether the task reads more of a record than its value."""
+        """Whether the task reads more than the value of a record."""
         return self.whole_records or self.decodes_records
 
     @property
     def decodes_records(self) -> bool:
-        """Whether `decode_record` takes the place of `decode`."""
+        """Whether `decode_record` replaces `decode`."""
         return type(self).decode_record is not Task.decode_record
 
     @property
     def steps_rows(self) -> bool:
-        """Whether `step_rows` takes the place of the gradient."""
+        """Whether `step_rows` replaces the gradient."""
         return type(self).step_rows is not Task.step_rows
 
     @property
     def defines_step(self) -> bool:
-        """Whether `step` or `step_rows` takes the place of the gradient."""
+        """Whether `step` or `step_rows` replaces the gradient."""
         return type(self).step is not Task.step or self.steps_rows
 
     def holdout(self) -> Iterable[Sample]:
-        """Held-out samples, never in the stream. Default: none; then only prequential error is shown."""
+        """Return held-out samples, which never are in the stream. Default: none; only prequential error is shown."""
         return ()
 
 
 def by_sample(values: torch.Tensor) -> torch.Tensor:
-    """The mean of each sample's values, shape (n,), of values of shape (n, ...)."""
+    """Return the mean of each sample's values, shape (n,), for values of shape (n, ...)."""
     return values if values.ndim <= 1 else values.flatten(1).mean(1)
 
 
 def load_task(config: JobConfig) -> Task:
-    """The task that the job file names.
+    """Return the task that the job file names.
 
     Raises:
         ConfigError: the module or class cannot be imported, is not a `Task`, or does not take the given arguments.
@@ -449,13 +463,14 @@ def load_task(config: JobConfig) -> Task:
 
 
 def load_function(config: JobConfig, section: str, spec: str, args: Mapping[str, Any]) -> Callable[..., Any]:
-    """A function of the user, to be called without the arguments of the job file, which it gets too.
+    """Return a function of the user that is also passed the arguments from the job file.
 
     Args:
-        section: of the job file, with the keys `of` and `args`.
+        section: name of the section of the job file that has the keys `of` and `args`.
 
     Raises:
-        ConfigError: it cannot be imported; when it is called: it does not take the arguments, or fails.
+        ConfigError: the function cannot be imported. The returned function raises it if the user's function does not
+            accept the arguments, or fails.
     """
     function, given = _load_name(config, f"{section}.of", spec), _resolved(config, args)
 
@@ -468,7 +483,7 @@ def load_function(config: JobConfig, section: str, spec: str, args: Mapping[str,
 
 @contextlib.contextmanager
 def user_code(what: str) -> Iterator[None]:
-    """Run code of the user, which may raise anything: each exception becomes a ConfigError that says `what` and why."""
+    """Run code of the user: each exception becomes a ConfigError with the text `what` and the cause."""
     try:
         yield
     except ConfigError:
@@ -478,24 +493,24 @@ def user_code(what: str) -> Iterator[None]:
 
 
 def described(error: Exception) -> str:
-    """An error of the user's code in one line: its type, what it says, and where it was raised."""
+    """Describe an error of the user's code in one line: its type, its message, and where it was raised."""
     place = traceback.extract_tb(error.__traceback__)[-1:]
     where = "".join(f" ({Path(frame.filename).name}, line {frame.lineno})" for frame in place)
     return f"{type(error).__name__}: {error}{where}"
 
 
 def moved(module: str) -> str:
-    """Advice for a module that cannot be imported because its task became an example; empty for any other."""
+    """Return advice if a module cannot be imported because its task became an example; otherwise an empty string."""
     if not module.startswith("doll.tasks."):
         return ""
     return "; the tasks that ship are examples now: doll example list; a run of an earlier release needs that release"
 
 
 def source_checksum(task: Task) -> str:
-    """The checksum of the files in which a task's classes are written, without DOLL's own: 16 hexadecimal digits.
+    """Return the checksum of the files that define a task's classes, without DOLL's files: 16 hexadecimal digits.
 
-    It says whether two versions were learned with the same code. "" if no such file is there, as for a class of a
-    notebook.
+    The checksum shows whether two versions were trained with the same code. It is "" if there is no such file, as for
+    a class that is defined in a notebook.
     """
     checksum, files = hashlib.sha256(), []
     for cls in type(task).__mro__:
@@ -508,7 +523,7 @@ def source_checksum(task: Task) -> str:
 
 
 def _resolved(config: JobConfig, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the job file; those named like paths are relative to it, as every other path in it."""
+    """Return the arguments of the job file; paths are resolved relative to the job file, as every other path in it."""
     return {
         key: str(config.path(Path(value))) if isinstance(value, str) and key.endswith(PATH_ENDINGS) else value
         for key, value in args.items()
@@ -516,15 +531,15 @@ def _resolved(config: JobConfig, args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _load_name(config: JobConfig, key: str, spec: str) -> Any:
-    """The object that `module:name` or `file.py:name` stands for."""
+    """Return the object that `module:name` or `file.py:name` refers to."""
     module_name, _, name = spec.rpartition(":")
     with user_code(f"{key}: cannot load {spec!r}"):
         return getattr(_load(module_name, config, key), name)
 
 
 def _load(name: str, config: JobConfig, key: str) -> Any:
-    """A module by its name, or by its file."""
-    # A job file's own folder may hold the user's modules, as with `python script.py`: also those of an optimizer.
+    """Import a module by its name or its file."""
+    # The folder of the job file may hold modules of the user, as with `python script.py`; also modules of an optimizer.
     folder = str(config.base_folder)
     if folder not in sys.path:
         sys.path.append(folder)

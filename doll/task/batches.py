@@ -1,4 +1,4 @@
-"""Samples that are computed together: x and y of all of them, their weights and groups."""
+"""Samples that are computed together: their x and y, their weights and their groups."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from doll.task.trees import Array, Ragged, Structure, Tree, parts_of, tree_of
 
 
 class SampleBatch(NamedTuple):
-    """Samples of one batch, or of a part of it.
+    """The samples of a batch, or of a part of a batch.
 
     Attributes:
-        x, y: trees (`doll.task.trees`) of arrays of shape (n, ...); `Ragged` if the task puts them together.
-        weight: float32, shape (n,); None: all are 1.
-        group: int64, shape (n,); None: no sample has one.
+        x, y: trees (`doll.task.trees`) of arrays of shape (n, ...); `Ragged` if the task combines samples itself.
+        weight: weight of each sample, float32, shape (n,). None: all are 1.
+        group: group id of each sample, int64, shape (n,). None: no sample has a group.
     """
 
     x: Tree
@@ -40,18 +40,18 @@ class SampleBatch(NamedTuple):
         return float(self.num_samples) if self.weight is None else float(self.weight.sum(dtype=np.float64))
 
     def take(self, part: Sequence[int] | slice) -> SampleBatch:
-        """The samples at these places."""
+        """Return the samples at these places."""
         places = part if isinstance(part, slice) else list(part)
         weight = None if self.weight is None else self.weight[places]
         group = None if self.group is None else self.group[places]
         return SampleBatch(trees.taken(self.x, places), trees.taken(self.y, places), weight, group)
 
     def few(self, most: int) -> SampleBatch:
-        """A few of them, evenly spaced."""
+        """Return at most `most` of the samples, evenly spaced."""
         return self.take(np.unique(np.linspace(0, self.num_samples - 1, most, dtype=int)).tolist())
 
     def rows(self, most: int | None = None) -> list[SampleRow]:
-        """Each sample, or the first `most`, by itself."""
+        """Return each sample as a row. `most`: only the first `most` samples."""
         samples = self if most is None else self.take(slice(most))
         (xs, x_structure), (ys, y_structure) = (trees.rows_of(tree) for tree in (samples.x, samples.y))
         count = samples.num_samples
@@ -63,23 +63,23 @@ class SampleBatch(NamedTuple):
         ]
 
     def unweighted(self) -> SampleBatch:
-        """The same samples, each once."""
+        """Return the same samples, each with weight 1."""
         return self if self.weight is None else self._replace(weight=None)
 
 
 class Forms(NamedTuple):
-    """The forms that x and y of samples must have; None: any form."""
+    """The forms that x and y of samples must have. None: any form."""
 
     x: Form | None = None
     y: Form | None = None
-    is_ragged: bool = False  # they may differ in shape: the task puts them together itself
+    is_ragged: bool = False  # samples may differ in shape, because the task combines them itself
 
     @classmethod
     def from_task(cls, task: Task) -> Forms:
-        """The forms that the task declares.
+        """Return the forms that the task declares.
 
         Raises:
-            ConfigError: `Task.spec` returns something else.
+            ConfigError: `Task.spec` returned a value that is not valid.
         """
         if (declared := task.spec()) is None:
             return cls(is_ragged=task.is_ragged)
@@ -104,11 +104,11 @@ class SampleRow(NamedTuple):
     y_structure: Structure | None
     weight: float = 1.0
     group: int = NO_GROUP
-    given_x: Sequence[Any] = ()  # what `x` was made of without a form that says its types; (): not known
+    given_x: Sequence[Any] = ()  # the values that became `x`, if no form declares their types; (): not known
 
     @property
     def shapes(self) -> tuple[Any, ...]:
-        """Structures and shapes, which all samples of an array have in common."""
+        """Structures and shapes; all samples of one array have the same ones."""
         return (
             self.x_structure, tuple(array.shape for array in self.x),
             self.y_structure, tuple(array.shape for array in self.y),
@@ -116,7 +116,7 @@ class SampleRow(NamedTuple):
 
     @property
     def dimensions(self) -> tuple[Any, ...]:
-        """Structures, and how many dimensions each array has."""
+        """Structures, and the number of dimensions of each array."""
         return (
             self.x_structure, tuple(array.ndim for array in self.x),
             self.y_structure, tuple(array.ndim for array in self.y),
@@ -129,10 +129,10 @@ class SampleRow(NamedTuple):
 
 
 def row_of(sample: Sample | tuple[Any, Any], forms: Forms) -> SampleRow:
-    """The arrays of a sample.
+    """Return the arrays of a sample.
 
     Raises:
-        SampleError: it does not fit; weight or group is none.
+        SampleError: the sample does not fit its form, or its weight or group is not valid.
     """
     x, y, weight, group = sample if len(sample) == 4 else (*sample, 1.0, None)
     xs, x_structure, given_x = _arrays("x", x, forms.x, as_features)
@@ -146,9 +146,9 @@ def row_of(sample: Sample | tuple[Any, Any], forms: Forms) -> SampleRow:
 def _arrays(
     root: str, value: Any, form: Form | None, alone: Callable[[Any], Array]
 ) -> tuple[list[Array], Structure | None, Sequence[Any]]:
-    """The arrays, the structure around them, and what they were made of if there is no form.
+    """Return the arrays, the structure around them, and, if there is no form, the values that became the arrays.
 
-    `alone`: makes an array of what is one array and has no form.
+    `alone`: function that makes the array if there is no form and `value` is a single array.
     """
     if form is not None:
         leaves, structure = form.taken_apart(value), form.structure
@@ -171,7 +171,7 @@ def _arrays(
 
 
 def features_of(arrays: Sequence[Array], structure: Structure | None, form: Form | None) -> list[Array]:
-    """The arrays of x, of many samples, as those of `row_of`; with a form that says their types, as they are."""
+    """Return the arrays of x for many samples, of the types that `row_of` gives; unchanged if a form has types."""
     if form is not None:
         return list(arrays)
     if structure is None:
@@ -180,10 +180,10 @@ def features_of(arrays: Sequence[Array], structure: Structure | None, form: Form
 
 
 def fitted(row: SampleRow, forms: Forms) -> SampleRow:
-    """The sample with each array of its field's type.
+    """Return the sample with each array converted to its field's type.
 
     Raises:
-        SampleError: it does not fit.
+        SampleError: the sample does not fit the forms.
     """
     x = row.x if forms.x is None else forms.x.fitted(row.x)
     y = row.y if forms.y is None else forms.y.fitted(row.y)
@@ -191,7 +191,7 @@ def fitted(row: SampleRow, forms: Forms) -> SampleRow:
 
 
 def batch_of_rows(rows: Sequence[SampleRow], *, is_ragged: bool) -> SampleBatch:
-    """The batch of these samples, in order; at least one, of one structure, and of one shape if it is not ragged."""
+    """Return the batch of at least one sample, all of one structure, and of one shape if `is_ragged` is False."""
     weight = None if all(row.weight == 1 for row in rows) else np.array([row.weight for row in rows], np.float32)
     group = None if all(row.group == NO_GROUP for row in rows) else np.array([row.group for row in rows], np.int64)
     if is_ragged:
@@ -204,10 +204,10 @@ def batch_of_rows(rows: Sequence[SampleRow], *, is_ragged: bool) -> SampleBatch:
 
 
 def stacked_features(rows: Sequence[Sequence[Array]], structure: Structure | None) -> list[Array]:
-    """The arrays of x of samples, one after another. A stack of integers and floats is of float64, and becomes float32.
+    """Stack the arrays of x of several samples. Integers and floats together become float64, and then float32.
 
     Raises:
-        SampleError: an integer would become another one.
+        SampleError: the conversion would change an integer.
     """
     arrays = _stacked_leaves("x", rows, structure, np.float32)
     return [array.astype(np.float32) if array.dtype == np.float64 else array for array in arrays]
@@ -221,10 +221,10 @@ def _stacked_leaves(
 
 
 def batch_of(task: Task, samples: Iterable[Sample | list[Sample]], most: int | None = None) -> SampleBatch:
-    """The first `most` of these samples, such as those that a task holds out; of none (0, ...) arrays.
+    """Return the batch of the first `most` samples, such as held-out samples; without samples, arrays (0, ...).
 
     Raises:
-        SampleError, ValueError: they do not fit together.
+        SampleError, ValueError: the samples do not fit together.
     """
     forms = Forms.from_task(task)
     single = (sample for made in samples for sample in (made if isinstance(made, list) else [made]))
@@ -235,7 +235,7 @@ def batch_of(task: Task, samples: Iterable[Sample | list[Sample]], most: int | N
 
 
 def joined(batches: Sequence[SampleBatch]) -> SampleBatch:
-    """The samples of several batches, at least one."""
+    """Join several batches, at least one, into one batch."""
     if len(batches) == 1:
         return batches[0]
     x, y = trees.joined([batch.x for batch in batches]), trees.joined([batch.y for batch in batches])
@@ -246,7 +246,7 @@ def joined(batches: Sequence[SampleBatch]) -> SampleBatch:
 
 
 def _column(parts: Sequence[tuple[Array | None, int]], missing: int, dtype: Any) -> Array | None:
-    """Weights or groups of several batches; None if none of them has some."""
+    """Join the weights or groups of several batches; None if no batch has any."""
     if all(array is None for array, _ in parts):
         return None
     return np.concatenate([np.full(count, missing, dtype) if array is None else array for array, count in parts])

@@ -1,4 +1,4 @@
-"""Tasks that get a record's fields in columns of numpy, decoded a batch at a time with msgspec.
+"""Tasks that get the fields of records as numpy columns. Records are decoded in batches, with msgspec.
 
 import msgspec
 import numpy as np
@@ -45,10 +45,10 @@ _DTYPES: Final[dict[Any, Any]] = {bool: np.bool_, int: np.int64, float: np.float
 
 
 class Columns(dict[str, npt.NDArray[Any]]):
-    """One array for each field of `FieldsTask.record`, by name.
+    """The columns of a batch: one array for each field of `FieldsTask.record`, by name.
 
     Attributes:
-        records: the records themselves, with keys, headers and timestamps if the task sets `whole_records`.
+        records: the records, with keys, headers and timestamps if the task sets `whole_records`.
     """
 
     def __init__(self, columns: dict[str, npt.NDArray[Any]], records: Records | None = None) -> None:
@@ -57,16 +57,16 @@ class Columns(dict[str, npt.NDArray[Any]]):
 
 
 class FieldsTask(Task):
-    """A task on records with fields, in the format that `data.format` says; JSON objects if it says nothing.
-    Subclass it; `record`, `samples` and `build_model` must be written.
+    """A task whose records have fields, in the format that `data.format` sets (default: JSON objects).
+    Subclass it and write `record`, `samples` and `build_model`.
 
-    A record that lacks a field without a default, or has a value of another type in it, is dead-lettered. Fields that
-    `record` does not name are ignored.
+    A record is dead-lettered if it lacks a field that has no default, or has a field with a value of another type.
+    Fields that `record` does not name are ignored.
 
     Attributes:
-        record: a `msgspec.Struct` that names the fields that are used and their types.
-        reader: decodes values; it is set when the task is loaded for a job with `data.format`.
-        targets: fields that the target alone is made of: a record for a prediction may lack them.
+        record: a `msgspec.Struct` with the names and types of the fields that the task uses.
+        reader: the decoder of values; set when the task is loaded for a job with `data.format`.
+        targets: fields that are used only for the target. A record for a prediction may omit them.
     """
 
     record: ClassVar[type[msgspec.Struct]]
@@ -74,16 +74,16 @@ class FieldsTask(Task):
     targets: ClassVar[tuple[str, ...]] = ()
 
     def samples(self, columns: Columns) -> Samples | tuple[Any, Any]:
-        """The samples of n records, n >= 1. Row i must depend on record i only.
+        """Return the samples of n records, n >= 1. Row i must depend only on record i.
 
         Args:
-            columns: one array for each field of `record`: float64 for `float` and `float | None` (NaN if there is
-                None), int64 for `int`, uint64 for `doll.UInt64`, booleans for `bool`, shape (n,); for lists of these,
-                shape (n, length), or n lists as objects if they differ in length; objects for all other types.
+            columns: one array for each field of `record`. Shape (n,): float64 for `float` and for `float | None` (None
+                becomes NaN), int64 for `int`, uint64 for `doll.UInt64`, booleans for `bool`. For lists of these types:
+                shape (n, length), or an array of n list objects if the lengths differ. All other types: objects.
 
         Returns:
-            Arrays: x of shape (n, *input_shape) and y of shape (n, ...), or dicts, tuples and lists of such arrays; or
-            `Samples` if some records are skipped, or give several samples, or samples have weights or groups. A task
+            Arrays: x of shape (n, *input_shape) and y of shape (n, ...), or dicts, tuples and lists of such arrays.
+            `Samples` if some records are skipped or have several samples, or if samples have weights or groups. A task
             that defines `collate` may return arrays of objects: n lists or arrays.
         """
         raise NotImplementedError(f"{type(self).__name__} must define samples(columns)")
@@ -105,7 +105,7 @@ class FieldsTask(Task):
         return self._arrays(self._reader.read(values), values)
 
     def decode_features(self, record: bytes) -> Any:
-        """Decode the features of a record. Whatever the format of the stream, it is a JSON object of the fields."""
+        """Decode the features of a record: a JSON object of the fields, whatever the format of the stream is."""
         if not self.targets:
             return super().decode_features(record)
         event = _features_reader(self.record, self.targets).read_one(record)
@@ -152,7 +152,7 @@ class FieldsTask(Task):
 
 
 class JsonTask(FieldsTask):
-    """A `FieldsTask` whose records are JSON objects in every job."""
+    """A `FieldsTask` whose records always are JSON objects."""
 
     def use_format(self, section: FormatSection, *, load: Callable[[str], Any], path: Callable[[Path], Path]) -> None:
         if section.kind != "json":
@@ -166,7 +166,7 @@ def _json_reader(record: type[msgspec.Struct]) -> FieldReader:
 
 @cache
 def _features_reader(record: type[msgspec.Struct], targets: tuple[str, ...]) -> FieldReader:
-    """Reads JSON objects of which these fields may be missing: something of their type stands for them."""
+    """Return a reader of JSON objects that may lack the fields `targets`; it fills them with values of their types."""
     fields = msgspec.structs.fields(record)
     if unknown := set(targets) - {field.name for field in fields}:
         raise ConfigError(f"{record.__name__}: expected targets among its fields, got {sorted(unknown)}")
@@ -196,12 +196,12 @@ def _stand_in(kind: Any) -> Any:
 
 @cache
 def _fields(record: type[msgspec.Struct]) -> list[tuple[str, Any, Any]]:
-    """Name, getter and numpy's type of each field."""
+    """Return the name, the getter and the numpy type of each field."""
     return [(field.name, attrgetter(field.name), _dtype(field.type)) for field in msgspec.structs.fields(record)]
 
 
 def _dtype(kind: Any) -> Any:
-    """numpy's type of a column for a field of this type; object if no number is declared."""
+    """Return the numpy type of the column for a field of this type; object if the field is not a number."""
     if is_uint64(kind):
         return np.uint64
     kind = _without_bounds(kind)
@@ -214,20 +214,22 @@ def _dtype(kind: Any) -> Any:
 
 
 def _without_bounds(kind: Any) -> Any:
-    """`float` for `Annotated[float, msgspec.Meta(ge=0)]`."""
+    """Return the type without its constraints: `float` for `Annotated[float, msgspec.Meta(ge=0)]`."""
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
 def _column(name: str, values: list[Any], dtype: Any) -> npt.NDArray[Any]:
-    """
+    """Return the column of a field.
+
     Raises:
-        BadRecordsError: some values are beyond the bounds of their type; SampleError, with why, of a single one.
+        BadRecordsError: some values are out of the range of their type.
+        SampleError: the only value is out of the range of its type.
     """
     if dtype is np.object_:
         return objects(values)
     try:
         return np.array(values, dtype)
-    except (ValueError, OverflowError):  # lists of different lengths, or a number beyond the type
+    except (ValueError, OverflowError):  # lists of different lengths, or a number out of the range of the type
         bad = [at for at, value in enumerate(values) if not _holds(dtype, value)]
     if not bad:
         return objects(values)

@@ -1,6 +1,7 @@
 """The form of a sample's arrays: their types and shapes, declared by `Task.spec` or taken from the first samples.
 
-Here values become arrays that torch takes, and a value that does not fit is refused by the name of its field.
+This module converts values to arrays that torch accepts, and refuses a value that does not fit; the error names its
+field.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from doll.task.trees import Array, Structure, Tree
 
 NUMERIC_KINDS: Final = "biufc"  # numpy's kinds: boolean, integer, unsigned, floating, complex
 _MAX_SHOWN: Final = 200
-_EXACT_IN_FLOAT32: Final = 1 << 24  # up to there it holds every integer
+_EXACT_IN_FLOAT32: Final = 1 << 24  # float32 holds every integer up to this one
 NO_GROUP: Final = -(1 << 63)  # id of samples without a group, if others of their batch have one
 
 
@@ -29,12 +30,12 @@ class Field:
     """One array of a sample, in `Task.spec`.
 
     Attributes:
-        dtype: of numpy, such as `float32`, `int64` or `bool`. `float64` in x stands for float32, as everywhere in x.
-            A value is checked before it is converted. To integers it is if it keeps its value: integers within the
-            bounds of the type, and floats that are whole numbers below 2**53 (of float32: 2**24), because larger ones
-            may stand for another integer. `uint64` holds all 64 bits of an id; torch computes little with it:
-            `x["id"].view(torch.int64)` has the same bits.
-        shape: of one sample; None in it: of any length, for a task that defines `collate`.
+        dtype: numpy type, such as `float32`, `int64` or `bool`. In x, `float64` means float32, because x never is
+            float64. A value is checked before it is converted. It is converted to an integer type only if it keeps its
+            value: an integer must be within the range of the type, and a float must be a whole number below 2**53
+            (float32: below 2**24), because a larger float may stand for another integer. `uint64` holds all 64 bits
+            of an id; torch supports few operations on it: `x["id"].view(torch.int64)` has the same bits.
+        shape: shape of one sample. None as a size: any length, for a task that defines `collate`.
     """
 
     dtype: str = "float32"
@@ -57,10 +58,10 @@ class Form:
 
     @classmethod
     def declared(cls, root: str, tree: Tree) -> Form:
-        """The form that `Task.spec` declares.
+        """Return the form that `Task.spec` declares.
 
         Raises:
-            ConfigError: there is something else than fields in it, or a type that is no number's.
+            ConfigError: the tree has a leaf that is not a `Field`, or a type that is not a type of numbers.
         """
         leaves, structure = trees.flat(tree)
         if not leaves or not all(isinstance(leaf, Field) for leaf in leaves):
@@ -82,7 +83,7 @@ class Form:
     def seen(
         cls, root: str, structure: Structure | None, samples: Sequence[Sequence[Array]], *, of_any_length: bool
     ) -> Form:
-        """The form that these samples' arrays have. `of_any_length`: others may differ in each size."""
+        """Return the form of the arrays of these samples. `of_any_length`: each size may differ in other samples."""
         fields = []
         for arrays in zip(*samples, strict=True):
             dtype = np.result_type(*{array.dtype for array in arrays})
@@ -92,10 +93,10 @@ class Form:
         return cls(root, structure, fields)
 
     def taken_apart(self, value: Tree) -> list[Any]:
-        """The values of a sample for each field; a list of numbers may be an array.
+        """Return the values of a sample for each field. A list of numbers is the value of one array.
 
         Raises:
-            SampleError: it has another structure.
+            SampleError: the sample has another structure.
         """
         if self.structure is None:
             return [value]
@@ -105,17 +106,17 @@ class Form:
             raise SampleError(f"{self.root}: expected {self.described()}, got another structure: {exc}") from None
 
     def described(self) -> str:
-        """The names of its arrays, for messages."""
+        """Return the names of the arrays, for messages."""
         return ", ".join(self.names)
 
     def fitted(self, leaves: Sequence[Array], lead: int = 0) -> list[Array]:
-        """The arrays, each of its field's type.
+        """Return the arrays, each converted to its field's type.
 
         Args:
-            lead: dimensions in front of a sample's own: 1 for arrays of many samples.
+            lead: number of dimensions before those of one sample: 1 for arrays of many samples.
 
         Raises:
-            SampleError: one has another shape, or values that its field's type cannot have.
+            SampleError: an array has another shape, or values that its field's type cannot hold.
         """
         return [_fitted(*item, lead) for item in zip(leaves, self.fields, self.names, strict=True)]
 
@@ -129,7 +130,7 @@ def _fitted(array: Array, field: Field, name: str, lead: int) -> Array:
         return array if array.dtype.num == dtype.num else array.view(dtype)  # torch does not take `ulonglong`
     problem = ""
     if fits and not (problem := _misfit(array, dtype)):
-        with np.errstate(over="ignore"):  # it becomes infinite and is refused
+        with np.errstate(over="ignore"):  # a number that is too large becomes infinite, and is refused
             return array.astype(dtype)
     if array.dtype == object:
         problem = "mixed or ragged values"
@@ -137,8 +138,8 @@ def _fitted(array: Array, field: Field, name: str, lead: int) -> Array:
 
 
 def _misfit(array: Array, dtype: np.dtype[Any]) -> str:
-    """Why `array`, at its own precision, may not become `dtype`; "" if it may: of floats and integers, if
-    integers keep their value."""
+    """Return why `array` must not be converted to `dtype`; "" if it may. Floats and integers may be converted to each
+    other if integers keep their value."""
     kinds = array.dtype.kind + dtype.kind
     if kinds[0] not in "iuf" or kinds[1] not in "iufc":
         return "" if kinds[0] == "b" and kinds[1] in "iuf" else f"{array.dtype} of shape {array.shape}"
@@ -147,7 +148,7 @@ def _misfit(array: Array, dtype: np.dtype[Any]) -> str:
     if kinds[0] == "f":
         if not (whole := np.isfinite(array) & (np.floor(array) == array)).all():
             return f"{array[~whole].flat[0]!s} ({array.dtype})"
-        # From here on two whole numbers may have become one float.
+        # From here on, two different whole numbers may have become the same float.
         exact = 1 << (np.finfo(array.dtype).nmant + 1)
         if not (known := np.abs(array) < exact).all():
             return f"{array[~known].flat[0]!s}, which as {array.dtype} may have been another number: send an integer"
@@ -161,15 +162,15 @@ def _misfit(array: Array, dtype: np.dtype[Any]) -> str:
 
 
 def array_of(value: npt.ArrayLike, name: str, rounded: Any = None) -> Array:
-    """`value` as an array in which integers have kept their value.
+    """Convert `value` to an array in which integers keep their value.
 
     Args:
-        name: for messages.
-        rounded: the type that floats of it become later, and with them the integers in a list with floats; None: what
-            its field says.
+        name: name of the value in messages.
+        rounded: type that floats of the value are converted to later; in a list with floats, integers are converted to
+            it, too. None: the type of its field.
 
     Raises:
-        SampleError: an integer in a list would become another number, or has more than 64 bits.
+        SampleError: the conversion would change an integer in a list, or an integer has more than 64 bits.
     """
     array = np.asarray(value)
     kind = array.dtype.kind
@@ -183,7 +184,7 @@ def array_of(value: npt.ArrayLike, name: str, rounded: Any = None) -> Array:
     beyond_64_bits = next((item for item in integers if not -(1 << 63) <= item < 1 << (63 if is_signed else 64)), None)
     if beyond_64_bits is not None:
         raise SampleError(f"{name}: expected integers of 64 bits, got {beyond_64_bits!s:.40}")
-    if len(integers) == len(items) > 0:  # numpy makes floats of integers that int64 does not hold
+    if len(integers) == len(items) > 0:  # numpy converts integers that do not fit into int64 to floats
         return np.array(value, np.uint64)
     if kind == "f" and rounded is not None:
         with np.errstate(over="ignore"):
@@ -197,16 +198,16 @@ def array_of(value: npt.ArrayLike, name: str, rounded: Any = None) -> Array:
 
 
 def as_features(x: npt.ArrayLike, name: str = "x") -> Array:
-    """`x`, one array, as torch takes it: integers stay as they are, all other real numbers become float32."""
+    """Convert `x`, one array, for torch: integers stay unchanged, all other real numbers become float32."""
     array = array_of(x, name, np.float32)
     if array.dtype.kind in "fb" and array.dtype != np.float32:
-        with np.errstate(over="ignore"):  # it becomes infinite and is refused
+        with np.errstate(over="ignore"):  # a number that is too large becomes infinite, and is refused
             return array.astype(np.float32)
     return _for_torch(array, name)
 
 
 def as_feature(x: npt.ArrayLike, name: str = "x") -> Array:
-    """One of several arrays of `x`: its type stays, but float64 becomes float32."""
+    """Convert one of several arrays of `x` for torch: its type stays, but float64 becomes float32."""
     array = array_of(x, name, np.float32)
     if array.dtype in (np.float64, np.longdouble):
         return as_features(array, name)
@@ -214,16 +215,16 @@ def as_feature(x: npt.ArrayLike, name: str = "x") -> Array:
 
 
 def as_target(y: npt.ArrayLike, name: str = "y") -> Array:
-    """`y`, or one of its arrays, as torch takes it; its type stays."""
+    """Convert `y`, or one of its arrays, for torch; its type stays."""
     array = array_of(y, name, np.float64)
     return array.astype(np.float64) if array.dtype == np.longdouble else _for_torch(array, name)
 
 
 def stacked(arrays: Sequence[Array], name: str, rounded: Any) -> Array:
-    """The arrays of samples one after another. `name`, `rounded`: as in `array_of`.
+    """Stack the arrays of samples. `name`, `rounded`: as in `array_of`.
 
     Raises:
-        SampleError: an integer would become another one among floats.
+        SampleError: an array has floats, and the conversion would change an integer.
     """
     array = np.stack(arrays)
     if array.dtype.kind == "f":
@@ -234,21 +235,21 @@ def stacked(arrays: Sequence[Array], name: str, rounded: Any) -> Array:
 
 
 def beyond(integers: Array, rounded: Any) -> int | None:
-    """The first of these integers that floats of this type do not hold."""
+    """Return the first of these integers that the float type `rounded` cannot hold exactly."""
     lost = integers[integers.astype(rounded).astype(np.longdouble) != integers.astype(np.longdouble)]
     return int(lost.flat[0]) if lost.size else None
 
 
 def as_integers(array: Array) -> Array | None:
-    """Floats that are whole numbers, and stand for no other ones, as int64; None: they are not."""
+    """Convert floats to int64 if all are whole numbers that stand for exactly one integer; otherwise None."""
     return None if _misfit(array, np.dtype(np.int64)) else array.astype(np.int64)
 
 
 def weight_of(weight: Any) -> float:
-    """The weight of a sample.
+    """Return the weight of a sample.
 
     Raises:
-        SampleError: it is no finite number of 0 or more.
+        SampleError: `weight` is not a finite number of 0 or more.
     """
     try:
         number = float(weight)
@@ -260,10 +261,10 @@ def weight_of(weight: Any) -> float:
 
 
 def group_of(group: Any) -> int:
-    """The id of a sample's group, an int64: the number itself, or a hash of the text, the same in every process.
+    """Return the id of a sample's group, an int64: the number, or a hash of the text that is equal in every process.
 
     Raises:
-        SampleError: it is neither.
+        SampleError: `group` is neither a valid number nor a text.
     """
     if isinstance(group, str):
         return int.from_bytes(hashlib.blake2b(group.encode(), digest_size=8).digest(), "little", signed=True)
@@ -287,11 +288,11 @@ def _for_torch(array: Array, name: str) -> Array:
 
 
 class Padded(NamedTuple):
-    """n sequences.
+    """n sequences, padded to one length.
 
     Attributes:
-        values: shape (n, longest, ...).
-        mask: booleans, shape (n, longest): whether `values` are those of the sequence.
+        values: values of the sequences, shape (n, longest, ...).
+        mask: booleans, shape (n, longest): True where `values` belongs to the sequence, False where it is padding.
     """
 
     values: npt.NDArray[Any]
@@ -299,21 +300,21 @@ class Padded(NamedTuple):
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """The length of each sequence, shape (n,)."""
+        """Lengths of the sequences, shape (n,)."""
         lengths: npt.NDArray[np.int64] = self.mask.sum(axis=1, dtype=np.int64)
         return lengths
 
 
 def pad(sequences: Sequence[npt.ArrayLike], *, length: int | None = None, value: float = 0) -> Padded:
-    """One array of sequences of different lengths.
+    """Combine sequences of different lengths into one padded array.
 
     Args:
-        sequences: at least one, shapes (m, ...) that differ in m only.
-        length: that all become; None: that of the longest.
-        value: after the end of each.
+        sequences: at least one sequence; the shapes (m, ...) may differ only in m.
+        length: length of all padded sequences. None: the length of the longest sequence.
+        value: value of the padding after the end of each sequence.
 
     Raises:
-        ValueError: one is longer than `length`, or of another shape.
+        ValueError: a sequence is longer than `length`, or has another shape.
     """
     arrays = [np.asarray(sequence) for sequence in sequences]
     if not arrays or any(array.ndim == 0 or array.shape[1:] != arrays[0].shape[1:] for array in arrays):

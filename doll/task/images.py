@@ -1,7 +1,7 @@
 """Images as records of equal length: one label byte, then height x width grey bytes, row by row.
 
-`GreyImageTask` decodes them. `augmented` makes a stream without end of a few images, for a source of kind python: it
-draws originals and transforms each one at random (small affine and perspective transforms), so that none repeats.
+`GreyImageTask` decodes them. `augmented` makes an endless stream from a few images, for a source of kind python: it
+draws originals and transforms each one at random (small affine and perspective transforms), so that no image repeats.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ class GreyImageTask(Task):
             return None
         rows = np.frombuffer(block, np.uint8).reshape(-1, width)
         if len(rows) and rows[:, 0].max() >= self.num_classes:
-            return None  # one by one, `decode` names the record and the reason
-        # A copy: torch refuses to write to the bytes of a record.
+            return None  # `decode` decodes record by record, and names the bad record and the reason
+        # A copy, because torch cannot write to the bytes of a record.
         return rows[:, 1:].copy().reshape(-1, height, columns), rows[:, 0].astype(np.int64)
 
 
 def encode(images: npt.NDArray[np.uint8], labels: npt.NDArray[np.uint8]) -> list[bytes]:
-    """The record values of images of shape (n, height, width) and their labels of shape (n,)."""
+    """Encode images of shape (n, height, width) and their labels of shape (n,) as record values."""
     return values_of(np.column_stack([labels, images.reshape(len(images), -1)]))
 
 
 def augmented(
     images: npt.NDArray[np.uint8], labels: npt.NDArray[np.uint8], rng: np.random.Generator
 ) -> Iterator[bytes]:
-    """Record values without end, as `draw` draws them, a block at a time."""
+    """Yield an endless sequence of record values; they are drawn in blocks with `draw`."""
     count = max(1, _BLOCK_PIXELS // images[0].size)
     while True:
         yield from encode(*draw(images, labels, count, rng))
@@ -63,15 +63,15 @@ def augmented(
 def draw(
     images: npt.NDArray[np.uint8], labels: npt.NDArray[np.uint8], count: int, rng: np.random.Generator
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """`count` random originals, each under its own random transform: (count, height, width) and (count,)."""
+    """Draw `count` random originals, each with its own random transform: shapes (count, height, width) and (count,)."""
     chosen = rng.integers(len(images), size=count)
     return warp(images[chosen], homographies(count, rng)), labels[chosen]
 
 
 def homographies(count: int, rng: np.random.Generator) -> npt.NDArray[np.float32]:
-    """(count, 3, 3) maps from output position to source position, both homogeneous and centred, in half image sides.
+    """Return random maps (count, 3, 3) from output to source positions, homogeneous, centred, in half image sides.
 
-    So the bounds of the uniform draws fit images of every size.
+    In these units, the bounds of the uniform draws fit images of every size.
     """
     angle = rng.uniform(-np.deg2rad(15.0), np.deg2rad(15.0), count)
     scale_x, scale_y = rng.uniform(0.9, 1.1, (2, count))
@@ -89,14 +89,14 @@ def homographies(count: int, rng: np.random.Generator) -> npt.NDArray[np.float32
 
 
 def warp(images: npt.NDArray[np.uint8], maps: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-    """The images seen through their maps, with bilinear sampling; outside an image is 0.
+    """Apply a map to each image, with bilinear sampling; pixels outside of the source image are 0.
 
     Args:
-        images: (n, height, width).
-        maps: (n, 3, 3), see `homographies`.
+        images: images, shape (n, height, width).
+        maps: one map per image, shape (n, 3, 3), see `homographies`.
 
     Returns:
-        (n, height, width).
+        The mapped images, shape (n, height, width).
     """
     import torch
     from torch.nn import functional

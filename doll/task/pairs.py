@@ -1,5 +1,5 @@
-"""Samples as Kafka records in MessagePack, as `doll.train` sends what a program gives it: pairs (x, y) of arrays, or of
-dicts, tuples and lists of arrays, with weight and group."""
+"""Samples as Kafka records in MessagePack. `doll.train` sends the samples of a program in this form: pairs (x, y) of
+arrays, or of dicts, tuples and lists of arrays, with weight and group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from doll.task.forms import NO_GROUP, array_of, group_of, weight_of
 from doll.task.records import Record, Records
 from doll.task.trees import from_plain, objects
 
-KINDS: Final = "biuf"  # of numpy's types: boolean, integer, unsigned, floating
+KINDS: Final = "biuf"  # kinds of numpy types: boolean, integer, unsigned, floating
 
 
 class _Array(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -32,21 +32,21 @@ class _Array(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
             dtype = np.dtype(self.kind)
             if dtype.kind not in KINDS:
                 raise TypeError(f"{self.kind} is no type of numbers")
-            # A copy: torch refuses to write to the bytes of a record.
+            # A copy, because torch cannot write to the bytes of a record.
             return np.frombuffer(self.data, dtype).reshape(self.shape).copy()
         except (TypeError, ValueError) as exc:
             raise SampleError(f"expected an array of numbers: {exc}") from exc
 
 
 class _Pair(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """x and y are one array each, and have neither weight nor group."""
+    """A sample whose x and y are one array each, without weight and group."""
 
     x: _Array
     y: _Array
 
 
 class _Trees(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """x and y as `doll.task.trees.plain_of` has them, whose numbers are places in `arrays`."""
+    """A sample whose x and y are in the form of `doll.task.trees.plain_of`; their numbers are indexes of `arrays`."""
 
     arrays: list[_Array]
     x: Any
@@ -62,21 +62,21 @@ _tree_decoder = msgspec.msgpack.Decoder(_Trees)
 
 
 def encode(x: Any, y: Any, weight: float = 1.0, group: int | str | None = None) -> bytes:
-    """The record of a sample, as `doll.Sample` describes it; named tuples become tuples.
+    """Encode a sample as a record. `doll.Sample` describes the arguments; named tuples are encoded as tuples.
 
     Args:
-        x, y: numbers, or what numpy or torch make an array of numbers of; or dicts, tuples and lists of these.
+        x, y: numbers, or values that numpy or torch convert to an array of numbers; or dicts, tuples and lists of them.
 
     Raises:
-        TypeError: one of them is something else.
-        SampleError: weight or group is none, or an integer in a list would become another number.
+        TypeError: x or y contains a value of another type.
+        SampleError: weight or group is not valid, or the conversion to an array would change an integer in a list.
     """
     (xs, x_structure), (ys, y_structure) = trees.parts_of(x), trees.parts_of(y)
     if x_structure is None and y_structure is None and weight == 1 and group is None:
         return _encoder.encode(_Pair(_array_of(x, "x"), _array_of(y, "y")))
     if group is not None:
         number = group_of(group)
-        group = group if isinstance(group, str) else number  # of numpy, too
+        group = group if isinstance(group, str) else number  # also for integers of numpy types
     names = [*trees.names("x", x_structure), *trees.names("y", y_structure)]
     arrays = [_array_of(leaf, name) for leaf, name in zip((*xs, *ys), names, strict=True)]
     places = range(len(arrays))
@@ -86,7 +86,7 @@ def encode(x: Any, y: Any, weight: float = 1.0, group: int | str | None = None) 
 
 
 def _array_of(value: Any, name: str) -> _Array:
-    if hasattr(value, "detach"):  # a tensor, of whatever device
+    if hasattr(value, "detach"):  # a tensor, on any device
         value = value.detach().cpu().numpy()
     array = array_of(value, name, np.float32 if name[0] == "x" else np.float64)
     if array.dtype.kind not in KINDS:
@@ -95,10 +95,10 @@ def _array_of(value: Any, name: str) -> _Array:
 
 
 def decode(record: bytes) -> Sample:
-    """The sample of a record.
+    """Decode the sample of a record.
 
     Raises:
-        SampleError: `encode` did not make it.
+        SampleError: the record was not made by `encode`.
     """
     try:
         sample = _parsed(record)
@@ -116,9 +116,9 @@ def _parsed(record: bytes) -> _Trees:
 
 
 def decode_many(values: Sequence[bytes], *, is_ragged: bool = False) -> Samples | None:
-    """The samples of records of one structure, whose arrays have one type and shape each; None for other ones.
+    """Decode records of one structure whose arrays have equal types and shapes. Return None for other records.
 
-    `is_ragged`: arrays of different shapes come as one array of objects.
+    `is_ragged`: arrays of different shapes are allowed, and become one array of objects.
     """
     try:
         samples = list(map(_parsed, values))
@@ -145,7 +145,7 @@ def _group(group: int | str | None) -> int:
 
 
 def _column(arrays: Sequence[_Array], is_ragged: bool) -> npt.NDArray[Any] | None:
-    """The arrays of one place in all samples."""
+    """Combine the arrays at one place of all samples."""
     first = arrays[0]
     if any(array.kind != first.kind or array.shape != first.shape for array in arrays):
         return objects([array.array() for array in arrays]) if is_ragged else None
@@ -155,8 +155,8 @@ def _column(arrays: Sequence[_Array], is_ragged: bool) -> npt.NDArray[Any] | Non
 class PairTask(Task):
     """A task whose records are pairs of arrays, for classes that do not decode records themselves."""
 
-    holdout_file: Path | None = None  # records, each after its length, see `write_records`
-    holdout_are_pairs: bool = True  # else the task decodes them
+    holdout_file: Path | None = None  # records with their lengths, see `write_records`
+    holdout_are_pairs: bool = True  # False: the task decodes them
 
     def decode(self, record: bytes) -> Sample:
         return decode(record)
@@ -178,7 +178,7 @@ def write_records(path: Path, records: Iterable[bytes]) -> None:
 
 
 def read_records(path: Path) -> Iterator[bytes]:
-    """The records of such a file."""
+    """Yield the records of a file that `write_records` wrote."""
     with path.open("rb") as file:
         while head := file.read(4):
             yield file.read(int.from_bytes(head, "little"))

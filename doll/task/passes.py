@@ -1,6 +1,6 @@
-"""The passes of a task over a batch: output, loss and metrics, both summed over the samples, each times its weight.
+"""The passes of a task over a batch: output, loss and metrics. Loss and metrics are weighted sums over the samples.
 
-A task's methods say what they need: `weight` and `group` are passed to those that have a parameter of that name.
+The signatures of a task's methods decide what is passed: `weight` and `group` only if a parameter has this name.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from doll.task.trees import Ragged
 
 
 class Inputs(NamedTuple):
-    """A batch as the task's methods get it.
+    """A batch in the form that the task's methods get.
 
     Attributes:
         x, y: trees of tensors.
-        weight, group: as in `SampleBatch`.
-        num_samples: n.
+        weight, group: weights and group ids of the samples, as in `SampleBatch`.
+        num_samples: number of samples.
         total_weight: sum of the weights.
     """
 
@@ -39,7 +39,7 @@ class Inputs(NamedTuple):
     total_weight: float
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
-        """The same with `move` of each tensor, such as to a device."""
+        """Return the same batch with `move` applied to each tensor, such as to copy it to a device."""
         weight = None if self.weight is None else move(self.weight)
         group = None if self.group is None else move(self.group)
         y = None if self.y is None else trees.mapped(move, self.y)
@@ -47,10 +47,10 @@ class Inputs(NamedTuple):
 
 
 def inputs_of(task: Task, batch: SampleBatch) -> Inputs:
-    """The tensors of a batch, in the memory of its arrays if that is possible.
+    """Return the tensors of a batch. They share the memory of its arrays if possible.
 
     Raises:
-        Exception: as `Task.collate` raises it.
+        Exception: any exception of `Task.collate`.
     """
     x, y = collated(task, batch)
     weight, group = (None if part is None else torch.from_numpy(part) for part in (batch.weight, batch.group))
@@ -60,10 +60,10 @@ def inputs_of(task: Task, batch: SampleBatch) -> Inputs:
 
 
 def collated(task: Task, batch: SampleBatch) -> tuple[Any, Any]:
-    """x and y of a batch as trees of arrays.
+    """Return x and y of a batch as trees of arrays.
 
     Raises:
-        Exception: as `Task.collate` raises it.
+        Exception: any exception of `Task.collate`.
     """
     if not isinstance(batch.x, Ragged):
         return batch.x, batch.y
@@ -79,35 +79,35 @@ def _tensor(array: Any) -> torch.Tensor:
 
 
 def forward(task: Task, module: torch.nn.Module, inputs: Inputs) -> Any:
-    """The model's output."""
+    """Compute the model's output."""
     if takes(task, "forward", "group"):
         return task.forward(module, inputs.x, group=inputs.group)  # type: ignore[call-arg]
     return task.forward(module, inputs.x)
 
 
 class Loss(NamedTuple):
-    """The sum of the samples' losses: what is differentiated, a scalar, and its value."""
+    """The sum of the samples' losses: as a scalar tensor that can be differentiated, and as a number."""
 
     total: torch.Tensor
     value: float
 
 
 def loss(task: Task, output: Any, inputs: Inputs) -> Loss:
-    """The loss of a batch.
+    """Compute the loss of a batch.
 
     Raises:
-        TaskError: there are weights, and the task has a mean only; or what it returns is no loss.
+        TaskError: samples have weights and the task only defines a mean; or the task returned a value that is no loss.
     """
-    # Without any weight above 0 a weighted mean is none: the plain one shows whether the samples can be computed.
+    # If no weight is above 0, there is no weighted mean; the plain mean shows whether the samples can be computed.
     weight = inputs.weight if inputs.total_weight else None
-    has_losses_of_groups = takes(task, "losses", "group") and not task.defines("loss")  # `Task.loss` knows no groups
+    has_losses_of_groups = takes(task, "losses", "group") and not task.defines("loss")  # `Task.loss` passes no groups
     if not has_losses_of_groups and (weight is None or takes(task, "loss", "weight")):
         more = {"group": inputs.group} if takes(task, "loss", "group") else {}
         if takes(task, "loss", "weight"):
             more["weight"] = weight
         mean = task.loss(output, inputs.y, **more)
         _expect(task, "loss", mean, "the mean over the batch, a tensor of one number", (), (1,))
-        # The sum costs no pass over the gradient.
+        # The loss is a sum because a sum needs no additional pass over the gradient.
         return Loss(mean * inputs.total_weight, float(mean.detach()) * inputs.total_weight)
     if task.defines("loss") and not task.defines("losses"):
         raise TaskError(
@@ -123,9 +123,10 @@ def loss(task: Task, output: Any, inputs: Inputs) -> Loss:
 
 
 def _expect(task: Task, method: str, loss: Any, what: str, *shapes: tuple[int, ...]) -> None:
-    """
+    """Check the loss that a task returned.
+
     Raises:
-        TaskError: `loss` is no tensor of one of these shapes.
+        TaskError: `loss` is not a tensor of one of these shapes.
     """
     name = f"{type(task).__name__}.{method}()"
     if not isinstance(loss, torch.Tensor):
@@ -138,10 +139,10 @@ def _expect(task: Task, method: str, loss: Any, what: str, *shapes: tuple[int, .
 
 
 def metric_sums(task: Task, output: Any, inputs: Inputs) -> dict[str, float]:
-    """The sums of the samples' metrics, by name.
+    """Return the sums of the samples' metrics, by name.
 
     Raises:
-        TaskError: there are weights, and a metric is a mean only.
+        TaskError: samples have weights, and a metric is only given as a mean.
     """
     more = {"group": inputs.group} if takes(task, "metrics", "group") else {}
     if takes(task, "metrics", "weight"):
@@ -170,7 +171,7 @@ def _metric_sum(task: Task, name: str, value: Any, inputs: Inputs) -> float:
 
 
 def takes(task: Task, method: str, name: str) -> bool:
-    """Whether a method of the task has a parameter of this name."""
+    """Return whether a method of the task has a parameter of this name."""
     return name in _parameters(getattr(type(task), method))
 
 

@@ -1,4 +1,4 @@
-"""The records that a task gets: `Records`, a batch of them in columns, and `Record`, a single one."""
+"""The records that a task gets: `Records`, a batch of records in columns, and `Record`, a single one."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ NO_TIMESTAMP_MS = -1
 
 
 class Envelope(Protocol):
-    """The part of a Kafka record beside its value; the client library's message is one."""
+    """The part of a Kafka record other than its value; the message class of the client library has this interface."""
 
     def key(self) -> Any:
-        """Bytes, or None."""
+        """Return the key: bytes, or None."""
 
     def headers(self) -> Any:
-        """(key, value) in order; None if there is none."""
+        """Return the headers (key, value) in order; None if there are none."""
 
     def timestamp(self) -> tuple[int, int]:
-        """Kind, 0 for none, and Unix milliseconds."""
+        """Return the kind of the timestamp (0: no timestamp) and the timestamp in Unix milliseconds."""
 
 
 class Record(NamedTuple):
     """One Kafka record.
 
     Attributes:
-        value: of a packed record, one sample of it.
-        key: None if the record has none.
+        value: the value; for a packed record, the part of the value with one sample.
+        key: the key. None: the record has none.
         headers: (key, value) in order; a key may occur more than once.
-        timestamp_ms: Unix milliseconds, by the clock of its producer or of the broker, as the topic is configured
-            (`message.timestamp.type`); -1 if it has none.
-        partition, offset: where it stands in its topic.
+        timestamp_ms: Unix milliseconds, from the clock of the producer or of the broker, as the topic is configured
+            (`message.timestamp.type`). -1: the record has none.
+        partition, offset: position of the record in its topic.
     """
 
     value: bytes
@@ -49,16 +49,16 @@ class Record(NamedTuple):
 
 
 class Records(list[bytes]):
-    """Records of one partition, in the order of their offsets: the list of their values, with columns beside it.
+    """Records of one partition, in the order of their offsets: a list of their values, with further columns.
 
-    `keys`, `headers` and `timestamps_ms` are made when they are asked for. Each has one entry for each value; samples
-    of one packed record share theirs.
+    `keys`, `headers` and `timestamps_ms` are computed when they are read. Each has one entry for each value; samples
+    of one packed record have the same entries.
 
     Raises:
-        TaskError: `keys`, `headers` or `timestamps_ms` are asked for, and `Task.whole_records` is not set.
+        TaskError: `keys`, `headers` or `timestamps_ms` was read, but `Task.whole_records` is not set.
 
     Attributes:
-        offsets: int64, shape (n,).
+        offsets: offset of each record, int64, shape (n,).
         partition: number of the partition.
     """
 
@@ -71,7 +71,7 @@ class Records(list[bytes]):
         partition: int = 0,
         envelopes: Sequence[Envelope | None] | None = None,
     ) -> None:
-        """`offsets`: None: 0, 1, 2, ...; `envelopes`: one for each value; None: not known."""
+        """`offsets`: None: 0, 1, 2, ...; `envelopes`: one envelope for each value, or None if they are not known."""
         super().__init__(values)
         self.offsets = np.arange(len(self)) if offsets is None else offsets
         self.partition = partition
@@ -79,14 +79,14 @@ class Records(list[bytes]):
 
     @classmethod
     def from_record(cls, record: Record) -> Records:
-        """The batch that holds one record."""
+        """Return the batch that holds one record."""
         records = cls([record.value], np.array([record.offset]), record.partition)
         records._beside = [(record.key, record.headers, record.timestamp_ms)]
         return records
 
     @property
     def values(self) -> list[bytes]:
-        """The values, which this list holds."""
+        """The values, as a list."""
         return self
 
     @property
@@ -115,19 +115,19 @@ class Records(list[bytes]):
 
 
 def values_of(rows: npt.NDArray[Any]) -> list[bytes]:
-    """The bytes of each row of an array, which are a record value."""
+    """Return the bytes of each row of an array; each row is a record value."""
     block = rows.tobytes()
     width = len(block) // len(rows)
     return [block[at : at + width] for at in range(0, len(block), width)]
 
 
 def record_of(value: bytes, envelope: Envelope | None, partition: int, offset: int) -> Record:
-    """The record with this value."""
+    """Return the record with this value."""
     return Record(value, *_read(envelope), partition, offset)
 
 
 def envelope_bytes(envelope: Envelope) -> int:
-    """Bytes of a record's key and headers."""
+    """Return the size of a record's key and headers in bytes."""
     key, headers, _ = _read(envelope)
     return len(key or b"") + sum(len(name) + len(value or b"") for name, value in headers)
 

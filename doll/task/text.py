@@ -1,7 +1,7 @@
-"""Texts: `TextTask`, whose samples are the ids of a text's tokens, and the records that the source `text` sends to it.
+"""Text samples: `TextTask`, whose samples are the ids of the tokens of a text, and the records of the source `text`.
 
-A token is a maximal run of letters, of any script, in the lower-cased text; everything else separates tokens. Each line
-of a file is a document, and a record `{"text": "..."}` has a limited number of its tokens.
+A token is a maximal run of letters of any script in the lower-cased text; all other characters separate tokens. Each
+line of a file is a document. A record `{"text": "..."}` has a limited number of the tokens of a document.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LONGEST_LINE_BYTES: Final = 1 << 20
 _LETTERS: Final = re.compile(r"[^\W\d_]+")
 _OBJECTS: Final = msgspec.json.Decoder(dict[str, Any])
 
-# Words that say nothing about a text's topic, and what is left of "don't" or "we'll".
+# Words that do not show the topic of a text, and the parts that tokens such as "don't" or "we'll" are split into.
 _ENGLISH: Final = """
 a about above after again against all also am an and any are aren as at be because been before being below between both
 but by can cannot could couldn d did didn do does doesn doing don down during each few for from further had hadn has
@@ -50,20 +50,20 @@ _TEXT: Final = msgspec.json.Decoder(_Text)
 
 
 def tokens(text: str) -> list[str]:
-    """The tokens of a text, in order. Those of `" ".join(tokens(text))` are the same."""
+    """Return the tokens of a text, in order. `" ".join(tokens(text))` has the same tokens."""
     return _LETTERS.findall(text.lower())
 
 
 def read_lines(path: Path, *, skip: int = 0, max_bytes: int) -> Iterator[bytes]:
-    """The lines of `path` in order, without blank ones.
+    """Yield the lines of `path` in order, without blank lines.
 
     Args:
-        skip: number of lines to leave out at the beginning.
+        skip: number of lines at the beginning to leave out.
         max_bytes: as in `lines.read_file`.
 
     Raises:
-        ConfigError: immediately when the file cannot be read, or has no line after `skip`; later when it is damaged
-            further on.
+        ConfigError: immediately if the file cannot be read, or has no line after `skip`; later if a further part of it
+            is damaged.
     """
     documents = itertools.islice(lines.read_file(path, max_bytes=max_bytes), skip, None)
     first = next(documents, None)
@@ -80,16 +80,16 @@ def records(
     max_bytes: int,
     numbers: Iterator[int] | None = None,
 ) -> Iterator[bytes]:
-    """The records of these lines, in order.
+    """Yield the records of these lines, in order.
 
-    A line that cannot be read as text, or is longer than `max_bytes`, is a record as it is: a worker refuses it, and it
-    is kept as a dead letter. A line without any token gives no record.
+    A line that cannot be read as text, or is longer than `max_bytes`, becomes a record without changes: a worker
+    refuses it, and stores it as a dead letter. A line without any token gives no record.
 
     Args:
-        fields: of the JSON object in each line, whose texts are joined; none: a line is plain text in UTF-8.
-        tokens_per_record: a document with more tokens is cut into as few pieces as possible, of equal length except for
-            one token.
-        numbers: of the records that are texts; None: they have none.
+        fields: fields of the JSON object in each line whose texts are joined. Empty: a line is plain text in UTF-8.
+        tokens_per_record: maximum number of tokens of a record. A longer document is cut into as few pieces as
+            possible, whose lengths differ by at most one token.
+        numbers: numbers for the records that contain text. None: the records have no numbers.
     """
     for line in documents:
         text = _text(line, fields) if len(line) <= max_bytes else None
@@ -105,7 +105,7 @@ def records(
 
 
 def _text(line: bytes, fields: Sequence[str]) -> str | None:
-    """The text of a line; None if a field has no text."""
+    """Return the text of a line; None if a field has no text."""
     try:
         if not fields:
             return line.decode()
@@ -117,12 +117,12 @@ def _text(line: bytes, fields: Sequence[str]) -> str | None:
 
 
 class Vocabulary:
-    """The ids of tokens: their lines in a file, or a hash.
+    """The ids of tokens: the line numbers of a vocabulary file, or hash values.
 
     Attributes:
-        size: ids are 0 .. size - 1.
-        counts: float64, shape (size,): how often each token occurs, as the file says; None: it does not say.
-        checksum: of the file's tokens, in their order; 0 if ids are hashed.
+        size: number of ids; ids are 0 .. size - 1.
+        counts: number of occurrences of each token, float64, shape (size,). None: the file has no counts.
+        checksum: checksum of the tokens of the file in their order; 0 if ids are hash values.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Vocabulary:
     ) -> None:
         """
         Args:
-            ids: of the tokens that are known, 0 .. size - 1; None: every token has one, by a hash.
+            ids: ids 0 .. size - 1 of the known tokens. None: every token has an id, which is a hash value.
         """
         self.size = size
         self.counts = counts
@@ -139,10 +139,10 @@ class Vocabulary:
 
     @classmethod
     def from_file(cls, path: Path) -> Vocabulary:
-        """Read a file in UTF-8 with one token in each line, and after it how often it occurs, in all lines or in none.
+        """Read a UTF-8 file with one token per line, in all lines or in none followed by its number of occurrences.
 
         Raises:
-            ConfigError: the file cannot be read, or a line is something else or names a token again.
+            ConfigError: the file cannot be read, or a line is not valid or repeats a token.
         """
         expected = "expected a token (letters in lower case), or a token and how often it occurs"
         ids: dict[str, int] = {}
@@ -164,7 +164,7 @@ class Vocabulary:
         return cls(len(ids), ids, np.array(counts, np.float64) if counts else None)
 
     def ids(self, words: Iterable[str]) -> list[int]:
-        """The ids of these tokens, without unknown tokens."""
+        """Return the ids of these tokens, without unknown tokens."""
         if self._ids is not None:
             known = self._ids
             return [known[word] for word in words if word in known]
@@ -176,20 +176,20 @@ class Vocabulary:
 class TextTask(Task):
     """A task on texts. A record is a JSON object with the text in `text`, as the source `text` sends it.
 
-    x of a sample: int32, shape (max_tokens,): ids of the tokens in order, `PADDING` after the last. y: how many they
-    are; with `texts`, the number of the text. Tokens that are stop words, or not in the vocabulary, are left out. A
-    text may have no token left.
+    x of a sample: ids of the tokens in order, then `PADDING`; int32, shape (max_tokens,). y: number of these tokens; if
+    `texts` is set, the number of the text. Tokens that are stop words or are not in the vocabulary are left out. A text
+    may have no token left.
 
     Args:
-        vocabulary_size: number of ids that tokens are hashed to. Tokens of one id are one to the model.
-        vocabulary_file: `Vocabulary.from_file`, in place of a hash.
-        texts: each record has the number of its text in `number`, 0 .. texts - 1, as with `source.numbered`; 0: it has
-            none.
-        max_tokens: a record of more tokens is refused; at least `source.tokens_per_record`.
-        stop_words: tokens to leave out; `english`: the tokens of `ENGLISH`.
-        holdout_path: a file as that of the source.
-        holdout_lines: its first lines are held out; `source.skip` keeps them out of the stream.
-        fields: of its JSON objects, as in the source.
+        vocabulary_size: number of ids that tokens are hashed to. The model cannot distinguish tokens with equal ids.
+        vocabulary_file: file for `Vocabulary.from_file`, which replaces the hash.
+        texts: number of texts; each record has the number of its text, 0 .. texts - 1, in `number`, as with
+            `source.numbered`. 0: records have no numbers.
+        max_tokens: maximum number of tokens of a record; at least `source.tokens_per_record`. Longer ones are refused.
+        stop_words: tokens to leave out. `english`: the tokens of `ENGLISH`.
+        holdout_path: file of held-out documents, in the format of the source's files.
+        holdout_lines: number of lines at its beginning that are held out; `source.skip` keeps them out of the stream.
+        fields: fields of its JSON objects, as in the source.
     """
 
     def __init__(
@@ -252,10 +252,10 @@ class TextTask(Task):
         return x, np.array(ys, np.int64)
 
     def _parsed(self, record: bytes) -> tuple[list[int], int]:
-        """The ids of a record's tokens, and y.
+        """Return the ids of a record's tokens, and y.
 
         Raises:
-            SampleError: it is not such a record, has too many tokens, or lacks a number.
+            SampleError: the record is not in this format, has too many tokens, or lacks a number.
         """
         try:
             text, number = msgspec.structs.astuple(_TEXT.decode(record))
@@ -280,15 +280,14 @@ class TextTask(Task):
         if path is None:
             return ()
         held_out = itertools.islice(read_lines(Path(path), max_bytes=_LONGEST_LINE_BYTES), count)
-        numbers = itertools.repeat(0) if self.texts else None  # they are never learned from
+        numbers = itertools.repeat(0) if self.texts else None  # held-out documents are never trained on
         pieces = records(
             held_out, fields, tokens_per_record=self.max_tokens, max_bytes=_LONGEST_LINE_BYTES, numbers=numbers
         )
         return [self.decode(piece) for piece in pieces]
 
     def add_checksum(self, model: torch.nn.Module) -> None:
-        """Add the vocabulary's checksum to `model`, as a frozen parameter: the fingerprint tells whether all processes
-        have the same file."""
+        """Add the vocabulary's checksum to `model`, as a frozen parameter: other files give other fingerprints."""
         import torch
 
         if self.vocabulary.checksum:

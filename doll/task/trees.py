@@ -1,10 +1,10 @@
 """Trees of arrays: what `x` and `y` of a sample may be. An array, or dicts, tuples and lists of trees.
 
-The structure is optree's (docs/decisions/0081): the keys of dicts are sorted, named tuples keep their class. A batch
-has the same tree as its samples, with the samples one after another in every array; or `Ragged`, one tree for each
-sample, if the task puts samples of different shapes together itself (`Task.collate`).
+The structure is that of optree (docs/decisions/0081): the keys of dicts are sorted, named tuples keep their class. A
+batch has the same tree as its samples, and every array in it holds the arrays of all samples. If the task combines
+samples of different shapes itself (`Task.collate`), a batch is a `Ragged`: one tree for each sample.
 
-An array by itself takes none of this: it goes through these functions as through numpy's.
+For a single array, these functions do the same as the functions of numpy.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ Tree: TypeAlias = Any
 Array: TypeAlias = npt.NDArray[Any]
 Structure: TypeAlias = optree.PyTreeSpec
 _NUMBERS: Final = frozenset((int, float, bool))
-_MAX_DEPTH: Final = 32  # the maximum number of dimensions of an array of numpy
+_MAX_DEPTH: Final = 32  # the maximum number of dimensions of a numpy array
 
 
 class Ragged(list[Tree]):
-    """One tree for each sample of a batch: they may differ in shape."""
+    """The trees of a batch's samples, one for each sample; they may differ in shape."""
 
 
 def is_container(value: Any) -> bool:
-    """Whether a tree of arrays is more than one array."""
+    """Return whether a tree of arrays is more than one array."""
     return isinstance(value, dict | tuple | list)
 
 
 def are_numbers(items: Sequence[Any], depth: int = _MAX_DEPTH) -> bool:
-    """Whether a list from outside has numbers only, or lists of them. Of texts numpy may make arrays of any size."""
+    """Return whether an untrusted list has only numbers, or lists of them. Texts may give numpy arrays of any size."""
     if _NUMBERS.issuperset(map(type, items)):
         return True
     return depth > 1 and all(isinstance(item, list) and are_numbers(item, depth - 1) for item in items)
 
 
 def is_tree(value: Any) -> bool:
-    """Whether `value` is more than what `numpy.asarray` makes one array of: a dict, or a tuple or list with a dict or
-    an array in it. A list of numbers is an array, and so is a list of such lists."""
+    """Return whether `value` is not a single array for `numpy.asarray`: a dict, or a tuple or list with a dict or an
+    array in it. A list of numbers is an array, and so is a list of such lists."""
     if isinstance(value, dict):
         return True
     if not isinstance(value, tuple | list):
@@ -54,43 +54,43 @@ def is_tree(value: Any) -> bool:
 
 
 def parts_of(value: Tree) -> tuple[list[Any], Structure | None]:
-    """The leaves of a sample's x or y, and the structure around them; None: it is one array."""
+    """Return the leaves of a sample's x or y, and the structure around them; None for the structure of one array."""
     if not is_tree(value):
         return [value], None
     return optree.tree_flatten(value, is_leaf=lambda item: not is_tree(item), none_is_leaf=True)
 
 
 def flat(tree: Tree) -> tuple[list[Any], Structure | None]:
-    """The arrays, or tensors, of a tree, and the structure around them; None: it is one."""
+    """Return the arrays or tensors of a tree, and the structure around them; None for the structure of one array."""
     return optree.tree_flatten(tree, none_is_leaf=True) if is_container(tree) else ([tree], None)
 
 
 def arrays_of(tree: Tree) -> list[Any]:
-    """The arrays, or tensors, of a tree."""
+    """Return the arrays or tensors of a tree."""
     return flat(tree)[0]
 
 
 def tree_of(structure: Structure | None, leaves: Sequence[Any]) -> Tree:
-    """The tree that `flat` takes apart."""
+    """Return the tree of a structure and leaves; the inverse of `flat`."""
     return leaves[0] if structure is None else optree.tree_unflatten(structure, leaves)
 
 
 def mapped(function: Callable[[Any], Any], tree: Tree) -> Tree:
-    """The same tree with `function` of each array; of each sample's, if it is `Ragged`."""
+    """Return the same tree with `function` applied to each array; for `Ragged`, to each array of each sample."""
     if isinstance(tree, Ragged):
         return Ragged(mapped(function, item) for item in tree)
     return optree.tree_map(function, tree, none_is_leaf=True) if is_container(tree) else function(tree)
 
 
 def names(root: str, structure: Structure | None) -> list[str]:
-    """The name of each leaf in messages: `x["user"]["age"]`."""
+    """Return the name of each leaf for messages: `x["user"]["age"]`."""
     if structure is None:
         return [root]
     return [root + "".join(map(_index, path)) for path in structure.paths()]
 
 
 def dotted_names(root: str, structure: Structure | None) -> list[str]:
-    """The name of each leaf in programs that send or get it: `user.age`, or `x.0` in a tuple."""
+    """Return the name of each leaf for other programs: `user.age`, or `x.0` in a tuple."""
     if structure is None:
         return [root]
     paths = [path if path and isinstance(path[0], str) else (root, *path) for path in structure.paths()]
@@ -105,11 +105,11 @@ def _index(key: Any) -> str:
 
 
 def plain_of(tree: Tree) -> Any:
-    """A tree whose leaves are numbers, as MessagePack and JSON have it: a dict as it is, a tuple or list as a list
-    after its kind. Named tuples become tuples.
+    """Return a tree of numbers in a form for MessagePack and JSON: a dict stays a dict; a tuple or list becomes a list
+    that begins with its kind. Named tuples become tuples.
 
     Raises:
-        TypeError: a key of a dict is no text.
+        TypeError: a key of a dict is not a text.
     """
     if isinstance(tree, dict):
         if not all(isinstance(key, str) for key in tree):
@@ -121,10 +121,10 @@ def plain_of(tree: Tree) -> Any:
 
 
 def from_plain(plain: Any, leaves: Sequence[Any]) -> Tree:
-    """The tree that `plain_of` has made plain, with these leaves at its numbers.
+    """Return the tree of a form that `plain_of` made; `leaves` replace its numbers, which are their indexes.
 
     Raises:
-        SampleError: `plain_of` did not make it of a tree with this number of leaves.
+        SampleError: `plain` is not the form of a tree with this number of leaves.
     """
     match plain:
         case dict():
@@ -139,7 +139,7 @@ def from_plain(plain: Any, leaves: Sequence[Any]) -> Tree:
 
 
 def numbered(tree: Tree, begin: int = 0) -> tuple[list[Any], Any]:
-    """The leaves of a tree, and its plain form with their places, counted from `begin`."""
+    """Return the leaves of a tree, and its plain form, in which each leaf is replaced by its index plus `begin`."""
     leaves, structure = flat(tree)
     return leaves, plain_of(tree_of(structure, range(begin, begin + len(leaves))))
 
@@ -148,19 +148,19 @@ def numbered(tree: Tree, begin: int = 0) -> tuple[list[Any], Any]:
 
 
 def count(batch: Tree) -> int:
-    """How many samples the trees of a batch hold."""
+    """Return the number of samples in the trees of a batch."""
     return len(batch) if isinstance(batch, Ragged | np.ndarray) else len(arrays_of(batch)[0])
 
 
 def taken(batch: Tree, places: Any) -> Tree:
-    """The samples at these places, as numpy's indices say."""
+    """Return the samples at these places. `places`: any index of numpy."""
     if isinstance(batch, Ragged):
         return Ragged(batch[at] for at in np.arange(len(batch))[places].tolist())
     return mapped(lambda array: array[places], batch)
 
 
 def rows_of(batch: Tree) -> tuple[list[list[Array]], Structure | None]:
-    """The arrays of each sample, and the structure around them, which all have in common."""
+    """Return the arrays of each sample, and the structure around them, which is the same for all samples."""
     if isinstance(batch, Ragged):
         return [arrays_of(item) for item in batch], flat(batch[0])[1] if batch else None
     columns, structure = flat(batch)
@@ -168,18 +168,18 @@ def rows_of(batch: Tree) -> tuple[list[list[Array]], Structure | None]:
 
 
 def objects(values: Sequence[Any]) -> Array:
-    """One array with an object for each value, also if numpy would take them apart."""
+    """Return one array with an object for each value, also if numpy would convert the values to a larger array."""
     return np.fromiter(values, np.object_, len(values))
 
 
 def taken_apart(batch: Tree, count: int) -> list[Tree]:
-    """The tree of each sample, of arrays that may be of objects."""
+    """Return the tree of each sample; arrays may be arrays of objects."""
     columns, structure = flat(batch)
     return [tree_of(structure, [column[at] for column in columns]) for at in range(count)]
 
 
 def joined(batches: Sequence[Tree]) -> Tree:
-    """The samples of several batches of one structure; at least one."""
+    """Join several batches of one structure, at least one."""
     first = batches[0]
     if isinstance(first, np.ndarray):
         return np.concatenate(batches)
@@ -194,13 +194,13 @@ def joined(batches: Sequence[Tree]) -> Tree:
 
 
 def is_alone(batch: Tree) -> bool:
-    """Whether each sample is one array."""
+    """Return whether each sample is one array."""
     first = batch[0] if isinstance(batch, Ragged) and batch else batch
     return not is_container(first)
 
 
 def rolled(batch: Tree) -> Tree:
-    """Each sample has what the one before it has. If shapes differ, each array is rolled by itself."""
+    """Give each sample the values of the sample before it. If shapes differ, roll each array separately."""
     if not isinstance(batch, Ragged):
         return mapped(lambda array: np.roll(array, 1, axis=0), batch)
     shapes = {tuple(array.shape for array in arrays_of(item)) for item in batch}
@@ -210,12 +210,12 @@ def rolled(batch: Tree) -> Tree:
 
 
 def largest(batch: Tree) -> float:
-    """The largest absolute value of a number in it; 0 without any."""
+    """Return the largest absolute value of a number in the batch; 0 if there are no numbers."""
     items = batch if isinstance(batch, Ragged) else [batch]
     return max((float(np.abs(array).max(initial=0)) for item in items for array in arrays_of(item)), default=0.0)
 
 
 def bytes_of(batch: Tree) -> bytes:
-    """The bytes that distinguish it from others of its form."""
+    """Return bytes that distinguish this batch from others of the same form."""
     items = batch if isinstance(batch, Ragged) else [batch]
     return b"".join(array.tobytes() for item in items for array in arrays_of(item))
