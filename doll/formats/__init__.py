@@ -1,6 +1,6 @@
-"""The way from values of records to the fields that a task learns from, by `data.format`.
+"""Decoding of record values into the fields that a task uses, as `data.format` sets.
 
-`open_reader` makes the `FieldReader` of a format. `registry` is the client of a schema registry.
+`open_reader` makes the `FieldReader` of a format. `registry` is the client for a schema registry.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from doll.formats.registry import RegistryClient
 
 
 def require_format(section: FormatSection | None) -> None:
-    """Check that what decodes a format is installed.
+    """Check that the packages that decode a format are installed.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: a package is missing.
     """
     if isinstance(section, AvroFormat | ProtobufFormat):
         require(f"data.format.kind: {section.kind}", section.kind)
@@ -35,15 +35,16 @@ def open_reader(
     load: Callable[[str], Any],
     path: Callable[[Path], Path],
 ) -> FieldReader:
-    """Open a reader that decodes values of `data.format` into `record`. A registry is asked with the first value.
+    """Open a reader that decodes values of `data.format` into `record`. It asks a registry only for the first value.
 
     Args:
-        section: None: JSON.
-        load: the object that `module:Name` or `file.py:Name` names.
-        path: resolves a path of the job file.
+        section: the section `data.format`. None: JSON.
+        record: the class whose fields are decoded.
+        load: function that returns the object for a name `module:Name` or `file.py:Name`.
+        path: function that resolves a path of the job file.
 
     Raises:
-        ConfigError: the format has not the fields of `record`, a file or class cannot be read, or an extra is missing.
+        ConfigError: the format lacks fields of `record`, a file or class cannot be read, or an extra is not installed.
     """
     require_format(section)
     match section:

@@ -1,6 +1,6 @@
-"""Avro records, each after the id of the schema that it was written with; or all of one schema, without a header.
+"""Avro records: each has a header with the id of its writer's schema, or all have one schema and no header.
 
-Schemas are asked for once and kept. `fastavro` decodes; msgspec checks types and fills in defaults, as for JSON.
+Each schema is requested once and cached. `fastavro` decodes; msgspec checks types and fills in defaults, as for JSON.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from doll.telemetry import get_logger
 
 log = get_logger(__name__)
 
-# Of schemas that cannot be used: a registry that has restarted, or a replica of it, may know them soon.
+# Wait time for schemas that cannot be used: a restarted registry, or a replica of it, may know them soon.
 _REFUSAL_KEPT_S: Final = 30.0
 _MAX_REFUSALS: Final = 1000
-# Kept as the numbers that Avro stores: a task computes with numbers.
+# Kept as the numbers that Avro stores, because a task computes with numbers.
 _TIMES: Final = ("date", "time-", "timestamp-", "local-timestamp-")
-_TEXT: Final = "uuid"  # kept as the text that Avro stores; msgspec makes a UUID of it for a field of that type
+_TEXT: Final = "uuid"  # kept as the text that Avro stores; msgspec converts it for a field of type UUID
 
 
 class _Read:
-    """Decodes values of one schema, resolved to another one if there is one."""
+    """A decoder of values of one schema; if there is a second schema, values are converted to it."""
 
     def __init__(self, schema: Any, resolved: Any = None) -> None:
         self._schema, self._resolved = schema, resolved
-        # The compiled decoder of records in records, 5,000 deep, ends the process; the other one raises RecursionError.
+        # fastavro's compiled decoder crashes on records nested 5,000 deep; its Python decoder raises RecursionError.
         self._decode = _read_py.schemaless_reader if _is_recursive(schema) else fastavro.schemaless_reader
 
     def __call__(self, stream: BytesIO) -> Any:
         return self._decode(stream, self._schema, self._resolved)
 
     def bad_field(self, value: bytes, begin: int) -> str:
-        """The name of the first field that cannot be read; "" if all can."""
+        """Return the name of the first field that cannot be read; "" if all fields can be read."""
         fields = self._schema["fields"]
 
         def fails(count: int) -> bool:
@@ -63,7 +63,7 @@ class _Read:
 
 
 class AvroReader(FieldReader):
-    """Avro records by the schemas of a registry."""
+    """A reader of Avro records whose schemas are in a registry."""
 
     def __init__(
         self,
@@ -75,16 +75,16 @@ class AvroReader(FieldReader):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
-        subject, version: as `data.format`. They are looked up with the first value.
+        subject, version: as in `data.format`. They are looked up when the first value is read.
         """
         super().__init__(record)
         self._registry = registry
         self._subject, self._version = subject, version
         self._clock = clock
-        self._resolved: Any = None  # the schema to which all are resolved
+        self._resolved: Any = None  # the schema to which all values are converted
         self._is_checked = subject is None
         self._readers: dict[bytes, _Read] = {}  # by header
-        self._refusals: dict[bytes, tuple[float, str]] = {}  # until when, and why
+        self._refusals: dict[bytes, tuple[float, str]] = {}  # time until which the header is refused, and the reason
 
     def read_one(self, value: bytes) -> Any:
         check_header(value)
@@ -94,7 +94,7 @@ class AvroReader(FieldReader):
         headers = [value[:HEADER_BYTES] for value in values]
         if len(kinds := set(headers)) == 1:
             return self._read_alike(headers[0], values)
-        # Schemas change seldom: most batches have one.
+        # Schemas change rarely, so most batches have one schema.
         places: dict[bytes, list[int]] = defaultdict(list)
         for place, header in enumerate(headers):
             places[header].append(place)
@@ -110,11 +110,11 @@ class AvroReader(FieldReader):
         return msgspec.convert(read_alike(self._reader(header), values, HEADER_BYTES), self._list)
 
     def _reader(self, header: bytes) -> _Read:
-        """Decodes values with this header.
+        """Return the decoder of values with this header.
 
         Raises:
-            SampleError: none can be decoded.
-            RetryLater: the registry is away.
+            SampleError: values with this header cannot be decoded.
+            RetryLater: the registry is unavailable.
             ConfigError: the subject or its version does not exist, or lacks a field.
         """
         if (read := self._readers.get(header)) is not None:
@@ -172,16 +172,16 @@ class AvroReader(FieldReader):
 
 
 class PlainAvroReader(FieldReader):
-    """Avro records without a header, all of one schema."""
+    """A reader of Avro records without a header, all of one schema."""
 
     def __init__(self, record: type[msgspec.Struct], text: str, name: str) -> None:
         """
         Args:
             text: the schema, as JSON.
-            name: where it comes from.
+            name: source of the schema, for messages.
 
         Raises:
-            ConfigError: it is no schema of a record with the fields.
+            ConfigError: the text is not a schema of a record with these fields.
         """
         super().__init__(record)
         try:
@@ -199,7 +199,7 @@ class PlainAvroReader(FieldReader):
 
 
 def read_alike(read: _Read, values: Sequence[bytes], begin: int) -> list[Any]:
-    """The fields of values of one schema, which begin after `begin` bytes."""
+    """Return the fields of values of one schema; the fields begin after `begin` bytes."""
     events = []
     for value in values:
         stream = BytesIO(value)
@@ -211,10 +211,10 @@ def read_alike(read: _Read, values: Sequence[bytes], begin: int) -> list[Any]:
 
 
 def read_value(read: _Read, value: bytes, begin: int) -> Any:
-    """The fields of a value, which begin after `begin` bytes.
+    """Return the fields of a value; they begin after `begin` bytes.
 
     Raises:
-        SampleError: the value is shorter or longer than its schema says, or one of its fields cannot be read.
+        SampleError: the value is shorter or longer than its schema requires, or a field cannot be read.
     """
     stream = BytesIO(value)
     stream.seek(begin)
@@ -232,7 +232,7 @@ def read_value(read: _Read, value: bytes, begin: int) -> Any:
 
 
 def check_end(stream: BytesIO, value: bytes) -> None:
-    """Refuse a value that has more than its schema says: it was written with another one."""
+    """Refuse a value that has more bytes than its schema describes, because it was written with another schema."""
     if (left := len(value) - stream.tell()) != 0:
         raise SampleError(
             f"expected a record that ends with its fields, got {left} bytes more: is its schema id right?"
@@ -243,7 +243,7 @@ def check_fields(record: type[msgspec.Struct], schema: Any, name: str) -> None:
     """Check that the schema of a record has the fields that `record` requires.
 
     Raises:
-        SampleError: it lacks one.
+        SampleError: the schema lacks such a field.
     """
     names = [field["name"] for field in schema["fields"]]
     if lacking := missing(record, names):
@@ -255,10 +255,10 @@ def check_fields(record: type[msgspec.Struct], schema: Any, name: str) -> None:
 
 
 def parsed_schema(registered: RegisteredSchema, name: str) -> Any:
-    """The schema of a record, ready for use.
+    """Parse the schema of a record.
 
     Raises:
-        SampleError: it is no Avro schema of a record.
+        SampleError: the text is not an Avro schema of a record.
     """
     if registered.kind != "AVRO":
         raise SampleError(f"{name}: expected an Avro schema (data.format.kind), got one of kind {registered.kind}")
@@ -274,9 +274,9 @@ def parsed_schema(registered: RegisteredSchema, name: str) -> Any:
 
 
 def _is_recursive(schema: Any) -> bool:
-    """Whether a parsed schema, or one that it names, holds itself."""
+    """Return whether a parsed schema, or a schema that it names, contains itself."""
     named = schema.get("__named_schemas", {}) if isinstance(schema, dict) else {}
-    seen: set[str] = set()  # types by name that do not hold themselves, or are being looked at
+    seen: set[str] = set()  # names of types that do not contain themselves, or are being checked
 
     def holds(item: Any, around: frozenset[str]) -> bool:
         if isinstance(item, str):

@@ -1,4 +1,4 @@
-"""Lines of CSV, one in each value."""
+"""CSV lines, one line in each value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EXACT: Final = 1 << 53
 
 
 class CsvReader(FieldReader):
-    """Cells by the names of their columns. Text becomes what the type of its field says."""
+    """A reader of cells by the names of their columns. Text is converted to the type of its field."""
 
     def __init__(self, record: type[msgspec.Struct], columns: Sequence[str], delimiter: str) -> None:
         """
@@ -55,7 +55,7 @@ class CsvReader(FieldReader):
 
     def read_all(self, values: Sequence[bytes]) -> list[Any]:
         rows = self._rows(values)
-        # A quote that is not closed takes the lines after it as well.
+        # A quote that is not closed would also include the following lines.
         if len(rows) != len(values) or set(map(len, rows)) != {self._count}:
             raise SampleError("a line has other cells")
         return msgspec.convert(list(map(self._fields, rows)), self._list, strict=False)
@@ -85,7 +85,7 @@ class CsvReader(FieldReader):
 
 
 def _is_inexact(cell: str) -> bool:
-    """Whether it is a float so large that several integers become the same one."""
+    """Return whether the cell is a float so large that several integers become the same float."""
     if cell[1:].isdecimal():
         return False
     try:

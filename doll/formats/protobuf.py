@@ -1,6 +1,6 @@
 """Protobuf messages, decoded by a generated class.
 
-What holds for the fields of a message holds for those of the messages in it, at every depth.
+The rules for the fields of a message also hold for the fields of nested messages, at every depth.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from doll.errors import ConfigError, SampleError
 from doll.formats.reader import HEADER_BYTES, FieldReader, check_header, inner_kinds, missing
 
-_FIRST_MESSAGE: Final = b"\0"  # how serializers write [0]
+_FIRST_MESSAGE: Final = b"\0"  # the form in which serializers write [0]
 _LENGTH_DELIMITED: Final = 2  # the wire type of texts, bytes and messages
 
 
 class ProtobufReader(FieldReader):
-    """Messages of one generated class."""
+    """A reader of messages of one generated class."""
 
     def __init__(self, record: type[msgspec.Struct], message: Any, *, header: bool) -> None:
         """
         Args:
-            message: the class.
-            header: values have a registry's header.
+            record: the class whose fields are decoded.
+            message: the generated class.
+            header: whether values have the header of a registry.
 
         Raises:
-            ConfigError: it is no class of messages, it has not the fields, or a field of it has 64 bits without a sign
-                and that of `record` has not.
+            ConfigError: `message` is not a class of messages, it lacks a field, or a field is unsigned with 64 bits and
+                the field of `record` is not.
         """
         super().__init__(record)
         if not (isinstance(message, type) and issubclass(message, Message)):
@@ -62,7 +63,7 @@ class ProtobufReader(FieldReader):
         return self._fields_of(self._parse(value if self._prefixes is None else value[self._begin(value) :]))
 
     def _bad_field(self, value: bytes) -> str:
-        """The field that cannot be parsed by itself, such as a text that is not UTF-8; "" if none is found."""
+        """Return the name of a field that cannot be parsed on its own, such as a text that is not UTF-8; "" without one."""
         body = value if self._prefixes is None else value[self._begin(value) :]
         try:
             fields = list(UnknownFieldSet(Empty.FromString(body)))
@@ -90,16 +91,16 @@ class ProtobufReader(FieldReader):
 
 
 def _fields_reader(descriptor: Any, record: Any, made: dict[Any, Any]) -> Callable[[Any], dict[str, Any]]:
-    """Make a reader of the fields of a message that `record` names, without those that are not there; if `record` is no
-    Struct, all fields.
+    """Make a reader of the fields of a message that `record` names, without absent fields. If `record` is not a Struct,
+    read all fields.
 
     Args:
-        made: what was made for other messages around this one, by message and record: messages may hold their own kind.
+        made: readers of the messages that contain this one, by message and record: a message may contain its own type.
     """
     key = descriptor.full_name, record
     if key in made:
         return lambda message: made[key](message)
-    made[key] = None  # until it is known
+    made[key] = None  # replaced when the reader is complete
     known = descriptor.fields_by_name
     if record is None:
         wanted: list[tuple[str, Any]] = [(name, None) for name in known]
@@ -131,7 +132,7 @@ def _fields_reader(descriptor: Any, record: Any, made: dict[Any, Any]) -> Callab
 
 
 def _getter(field: Any, record: Any, made: dict[Any, Any]) -> Callable[[Any], Any]:
-    """Make a getter of a message's field; UNSET if it has presence and is not there. `record`: of messages in it."""
+    """Make a getter of a message's field. It returns UNSET if the field has presence and is absent."""
     name, inner = field.name, field.message_type
     if inner is not None and inner.GetOptions().map_entry:
         of_map = inner.fields_by_name["value"]
@@ -158,7 +159,7 @@ def _is_repeated(field: Any) -> bool:
 
 
 def _path(descriptor: Any) -> Iterator[int]:
-    """The place of this message in its file: the number at the top, then the numbers in the messages around it."""
+    """Yield the path of this message in its file: the index of the top message, then those of the nested messages."""
     if (parent := descriptor.containing_type) is not None:
         yield from _path(parent)
         siblings = [item.full_name for item in parent.nested_types]
@@ -168,7 +169,7 @@ def _path(descriptor: Any) -> Iterator[int]:
 
 
 def _zigzag(number: int) -> bytes:
-    """The number as a signed varint of Protobuf."""
+    """Return the number as a signed varint of Protobuf."""
     return _varint(number << 1)
 
 

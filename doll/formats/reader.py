@@ -1,4 +1,4 @@
-"""The common parts of all formats: `FieldReader`, the header of a schema registry, and how bad values are found."""
+"""The common parts of all formats: `FieldReader`, the header of a schema registry, and the search for bad values."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from doll.errors import BadRecordsError, ConfigError, RetryLater, SampleError
 
 HEADER_BYTES: Final = 5
 _MAGIC: Final = b"\0"
-# What decoders raise for bad bytes: msgspec's errors, text that is not UTF-8, lists in lists in lists.
+# Errors that decoders raise for bad bytes: msgspec's errors, text that is not UTF-8, lists that are nested too deep.
 BAD_VALUE: Final = (ValueError, RecursionError)
-# Tokens of JSON, as far as they tell fields apart. A text without an end takes the rest, so that the time is linear.
+# Tokens of JSON that separate fields. A text without an end takes the rest, so that the time is linear.
 _TOKEN: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[\]{}:]', re.DOTALL)
 _LOOKED_AT_BYTES: Final = 65_536
 _DEEP: Final = 500
@@ -27,14 +27,14 @@ is of uint64, and an `int`'s of int64."""
 
 
 def is_uint64(kind: Any) -> bool:
-    """Whether a field's type is `UInt64`."""
+    """Return whether a field's type is `UInt64`."""
     return any(
         (getattr(item, "extra", None) or {}).get("dtype") == "uint64" for item in getattr(kind, "__metadata__", ())
     )
 
 
 def inner_kinds(kind: Any) -> Iterator[Any]:
-    """The types in a type: of `list[Click] | None`, `Click` and None's. `doll.UInt64` stays whole."""
+    """Yield the types in a type: of `list[Click] | None`, `Click` and None's type. `doll.UInt64` is not divided."""
     arguments = () if is_uint64(kind) else [item for item in get_args(kind) if not isinstance(item, msgspec.Meta)]
     if not arguments:
         yield kind
@@ -43,7 +43,7 @@ def inner_kinds(kind: Any) -> Iterator[Any]:
 
 
 def missing(record: type[msgspec.Struct], names: Container[str]) -> str:
-    """The fields that `record` requires and that are not among `names`, with commas between; "" if all are."""
+    """Return the required fields of `record` that are not in `names`, separated by commas; "" if there are none."""
     fields = msgspec.structs.fields(record)
     return ", ".join(field.encode_name for field in fields if field.required and field.encode_name not in names)
 
@@ -57,20 +57,20 @@ class FieldReader(ABC):
 
     @abstractmethod
     def read_one(self, value: bytes) -> Any:
-        """The fields of one value.
+        """Return the fields of one value.
 
         Raises:
-            SampleError, ValueError: the value has not the fields, for this reason.
-            RetryLater: what is needed for decoding is not there yet.
+            SampleError, ValueError: the value does not have the fields; the message is the reason.
+            RetryLater: something that is needed for decoding is not available yet.
             ConfigError: no value can be decoded.
         """
 
     def read(self, values: Sequence[bytes]) -> list[Any]:
-        """The fields of each value.
+        """Return the fields of each value.
 
         Raises:
-            BadRecordsError: some values have not the fields; `read_one` says why.
-            RetryLater, ConfigError: as `read_one`.
+            BadRecordsError: some values do not have the fields; `read_one` raises the reason for each.
+            RetryLater, ConfigError: see `read_one`.
         """
         try:
             return self.read_all(values)
@@ -80,12 +80,12 @@ class FieldReader(ABC):
             raise BadRecordsError(positions_of_bad(self.read_one, values)) from None
 
     def read_all(self, values: Sequence[bytes]) -> list[Any]:
-        """Read values as `read` does if no value is bad; if one is, raise any exception."""
+        """Read values as `read` does, if no value is bad. If a value is bad, raise any exception."""
         return [self.read_one(value) for value in values]
 
 
 def positions_of_bad(read_one: Callable[[bytes], Any], values: Sequence[bytes]) -> list[int]:
-    """The positions of the values that `read_one` refuses."""
+    """Return the positions of the values that `read_one` refuses."""
     bad = []
     for position, value in enumerate(values):
         try:
@@ -98,7 +98,7 @@ def positions_of_bad(read_one: Callable[[bytes], Any], values: Sequence[bytes]) 
 
 
 class JsonReader(FieldReader):
-    """JSON objects; `skip_bytes` of each value are a header."""
+    """A reader of JSON objects; the first `skip_bytes` bytes of each value are a header."""
 
     def __init__(self, record: type[msgspec.Struct], *, has_header: bool = False) -> None:
         super().__init__(record)
@@ -111,7 +111,7 @@ class JsonReader(FieldReader):
             value = value[HEADER_BYTES:]
         try:
             return self._decode(value)
-        except msgspec.ValidationError:  # it names the field
+        except msgspec.ValidationError:  # its message names the field
             raise
         except BAD_VALUE as exc:
             name = self._bad_field(value) or "the value"
@@ -125,7 +125,7 @@ class JsonReader(FieldReader):
         return [decode(memoryview(value)[HEADER_BYTES:]) for value in values]
 
     def _bad_field(self, value: bytes) -> str:
-        """The field that cannot be decoded, as far as it is known: by itself; else the last one, or too deep."""
+        """Return the name of the bad field if it is known: one that fails by itself, else the last or too deep one."""
         try:
             raw = msgspec.json.decode(value, type=dict[str, msgspec.Raw])
         except BAD_VALUE:
@@ -139,7 +139,7 @@ class JsonReader(FieldReader):
 
 
 def _last_field(value: bytes) -> str:
-    """The field of a JSON object in which it becomes too deep, or ends."""
+    """Return the field of a JSON object in which the object becomes too deep, or ends."""
     depth, name, text = 0, b"", b""
     for match in _TOKEN.finditer(value):
         token = match[0]
@@ -162,10 +162,10 @@ def check_headers(values: Sequence[bytes]) -> None:
 
 
 def check_header(value: bytes) -> None:
-    """Refuse a value without the header of a schema registry.
+    """Refuse a value that lacks the header of a schema registry.
 
     Raises:
-        SampleError: it has none.
+        SampleError: the value has no such header.
     """
     if len(value) < HEADER_BYTES or value[:1] != _MAGIC:
         raise SampleError(
@@ -175,5 +175,5 @@ def check_header(value: bytes) -> None:
 
 
 def schema_id(value: bytes) -> int:
-    """The id in the header of a value that has one."""
+    """Return the schema id in the header of a value that has one."""
     return int.from_bytes(value[1:HEADER_BYTES], "big")

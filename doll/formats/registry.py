@@ -1,8 +1,8 @@
-"""A client of schema registries with Confluent's API (also Apicurio's `/apis/ccompat/v7`), as far as reading needs it.
+"""A client for schema registries with Confluent's API (also Apicurio's `/apis/ccompat/v7`), limited to reading.
 
-Only what the registry itself says counts: that a schema or subject does not exist is an answer with an error code of
-the registry. Whatever else happens, it is away: no connection, an error of a server or a proxy, a refused log-in, an
-answer that is not the registry's. Then `RetryLater` says what came and what to do, and the worker waits.
+Only an answer with an error code of the registry means that a schema or subject does not exist. In all other cases the
+registry counts as unavailable: no connection, an error of a server or a proxy, a refused log-in, or an answer in
+another format. Then `RetryLater` reports what was received and what to do, and the worker waits.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ PASSWORD_ENV: Final = "DOLL_REGISTRY_PASSWORD"
 TOKEN_ENV: Final = "DOLL_REGISTRY_TOKEN"
 CA_ENV: Final = "DOLL_REGISTRY_CA"
 _ACCEPTED: Final = "application/vnd.schemaregistry.v1+json, application/json"
-_TIMEOUT_S: Final = 5.0  # without a byte
-_TIME_LIMIT_S: Final = 15.0  # of a whole answer, however it drips
+_TIMEOUT_S: Final = 5.0  # maximum time without a byte
+_TIME_LIMIT_S: Final = 15.0  # maximum time for a whole answer, also if it arrives slowly
 _MAX_ANSWER_BYTES: Final = 4_000_000
 _MAX_REASON_CHARS: Final = 200
 _NOT_FOUND: Final = 404
@@ -41,11 +41,11 @@ _MAX_REFERENCES: Final = 100
 
 
 class NotInRegistryError(Exception):
-    """The registry says that there is no such schema, subject or version."""
+    """The registry answered that there is no such schema, subject or version."""
 
 
 class RegisteredSchema(NamedTuple):
-    """A schema as the registry has it; `references` are the schemas that it names, those that come first first."""
+    """A schema of the registry. `references` are the schemas that it names, each after the schemas that it needs."""
 
     text: str
     kind: str
@@ -53,25 +53,26 @@ class RegisteredSchema(NamedTuple):
 
 
 class RegistryClient:
-    """Reads schemas. Not for use by several threads at once. It keeps nothing: who asks keeps what was answered."""
+    """A client that reads schemas. Do not use it in several threads at once. It caches nothing; its callers do."""
 
     def __init__(
         self, url: str, environment: Mapping[str, str] = os.environ, *, time_limit_s: float = _TIME_LIMIT_S
     ) -> None:
         """
         Args:
-            url: of the registry, without credentials. One on this machine is asked without a proxy.
-            environment: where credentials come from. Those in files are read for each question, so they may change.
-            time_limit_s: of an answer.
+            url: URL of the registry, without credentials. A registry on this machine is asked without a proxy.
+            environment: environment variables with the credentials. Credentials in files are read again for each
+                question, so they may change.
+            time_limit_s: maximum time for an answer, in seconds.
 
         Raises:
-            ConfigError: a file of credentials or of the certificate authority cannot be read.
+            ConfigError: a file with credentials or with the certificate authority cannot be read.
         """
         self.url = url
         self._environment = environment
         _authorization(environment)
         self._time_limit_s = time_limit_s
-        self._sockets: list[socket.socket] = []  # of the question under way
+        self._sockets: list[socket.socket] = []  # sockets of the current question
         context = None
         if ca_file := environment.get(CA_ENV):
             try:
@@ -87,20 +88,20 @@ class RegistryClient:
         self._opener = urllib.request.build_opener(*handlers)
 
     def by_id(self, number: int) -> RegisteredSchema:
-        """The schema with this id.
+        """Return the schema with this id.
 
         Raises:
-            NotInRegistryError: there is none.
-            RetryLater: the registry does not answer, or not as one.
+            NotInRegistryError: there is no such schema.
+            RetryLater: the registry does not answer, or the answer is not that of a registry.
         """
         return self._schema(self._get(f"/schemas/ids/{number}"))
 
     def by_subject(self, subject: str, version: int | None = None) -> RegisteredSchema:
-        """A version of a subject; None: the newest. Raises as `by_id`."""
+        """Return a version of a subject. None: the newest version. Raises the same errors as `by_id`."""
         return self._schema(self._get(f"/subjects/{quote(subject, safe='')}/versions/{version or 'latest'}"))
 
     def similar_subjects(self, subject: str) -> list[str]:
-        """Subjects whose names are like this one. Raises as `by_id`."""
+        """Return the subjects with similar names. Raises the same errors as `by_id`."""
         names = [str(name) for name in self._get("/subjects", list)]
         return difflib.get_close_matches(subject, names) or names[:3]
 
@@ -123,7 +124,7 @@ class RegistryClient:
     def _get(self, path: str, kind: type = dict) -> Any:
         try:
             headers = {"Accept": _ACCEPTED, **_authorization(self._environment)}
-        except ConfigError as exc:  # it could be read at the start
+        except ConfigError as exc:  # the file could be read at the start
             raise RetryLater(str(exc)) from None
         request = urllib.request.Request(self.url + path, headers=headers)
         begun_s = time.monotonic()
@@ -154,11 +155,11 @@ class RegistryClient:
         except urllib.error.HTTPError as exc:
             with exc:
                 raise self._refusal(exc.code, exc.read(_MAX_ANSWER_BYTES)) from None
-        except (OSError, ValueError) as exc:  # no connection, a timeout, TLS, what is not HTTP
+        except (OSError, ValueError) as exc:  # no connection, a timeout, a TLS error, or no HTTP
             reason = getattr(exc, "reason", None) or exc
             text = short(f"{type(exc).__name__}: {reason}", _MAX_REASON_CHARS)
             raise RetryLater(f"the schema registry at {self.url} does not answer ({text})") from None
-        except Exception as exc:  # http.client's errors
+        except Exception as exc:  # errors of http.client
             raise RetryLater(self._no_registry(f"{type(exc).__name__}: {exc}")) from None
         value = _json(body)
         if not isinstance(value, kind):
@@ -188,7 +189,7 @@ class RegistryClient:
 
 
 class _KeepsSockets(urllib.request.AbstractHTTPHandler):
-    """Keeps the sockets of its connections in a list, which is set after construction."""
+    """A handler that keeps the sockets of its connections in a list, which is set after construction."""
 
     sockets: list[socket.socket]
 
@@ -212,7 +213,7 @@ class _Https(_KeepsSockets, urllib.request.HTTPSHandler):
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect would take the credentials to another host."""
+    """A handler that refuses redirects, because a redirect would send the credentials to another host."""
 
     def redirect_request(self, *args: Any) -> None:
         return None
@@ -220,7 +221,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 def _authorization(environment: Mapping[str, str]) -> dict[str, str]:
     if token := secret(TOKEN_ENV, environment):
-        if not (token.isascii() and token.isprintable()):  # urllib's own error would repeat it
+        if not (token.isascii() and token.isprintable()):  # the error message of urllib would contain the token
             raise ConfigError(f"{TOKEN_ENV}: expected printable characters of ASCII, got others")
         return {"Authorization": f"Bearer {token}"}
     if user := secret(USER_ENV, environment):

@@ -1,4 +1,4 @@
-"""The answers of a schema registry to a worker's questions, for `doll doctor`. Nothing is changed."""
+"""Checks of a schema registry for `doll doctor`: it sends the questions that a worker asks, and changes nothing."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _SHOWN_CHARS: Final = 120
 
 
 def ask_registry(section: AvroFormat) -> Iterator[Check]:
-    """The checks of a format's registry but its address, with the credentials of this process.
+    """Yield the checks of a format's registry, except for its address, with the credentials of this process.
 
     Args:
-        section: with a registry.
+        section: the section of a format that has a registry.
     """
     assert section.registry is not None, "the caller has looked"
     subject, begun_s = section.subject, time.perf_counter()
@@ -32,7 +32,7 @@ def ask_registry(section: AvroFormat) -> Iterator[Check]:
     try:
         client = RegistryClient(section.registry)
         try:
-            # Without a subject: any question whose answer, also "not found", only a registry gives.
+            # Without a subject: any question that only a registry answers; "not found" also is such an answer.
             registered = client.by_id(1) if subject is None else client.by_subject(subject, section.version)
         except NotInRegistryError as exc:
             missing = str(exc)
@@ -62,10 +62,10 @@ def ask_registry(section: AvroFormat) -> Iterator[Check]:
 
 
 def fields_of(file: Path) -> tuple[str, ...]:
-    """The fields of the schema in a file.
+    """Return the names of the fields of the schema in a file.
 
     Raises:
-        ConfigError: it cannot be read, or is no schema of a record.
+        ConfigError: the file cannot be read, or is not a schema of a record.
     """
     try:
         return _fields(RegisteredSchema(file.read_text(encoding="utf-8"), "AVRO"), str(file))

@@ -1,1 +1,1 @@
-"""Producers: put samples of a source on the job's `samples` topic, each at its arrival time."""
+"""Producers: they send the samples of a source to the job's `samples` topic, each at its arrival time."""

@@ -1,7 +1,7 @@
-"""When samples arrive and are sent: processes as endless iterators of absolute send times, in seconds from the
-stream's start, and the clock that waits for them. A late sender catches up and never drifts.
+"""The arrival times of samples, and the clock that waits for them. An arrival process is an endless iterator of send
+times, in seconds since the start of the stream. A late sender catches up, so delays do not add up.
 
-Pure: the random generator is an argument. Give each stream its own child generator, and streams are independent.
+Pure: the random generator is an argument. Give each stream its own child generator, so that streams are independent.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from doll.errors import ConfigError
 
 _BLOCK = 1024
 _LONGEST_GAP_S = 1e9
-# Shortest sleep: samples that fall due within it are sent together, at most this much late, which keeps the CPU idle.
+# Shortest sleep: samples that are due within it are sent together, at most this much late, which saves CPU time.
 BURST_S: Final = 0.01
 
 
 def poisson(rate_per_s: float, rng: np.random.Generator) -> Iterator[float]:
-    """Poisson arrivals: independent exponential gaps of mean 1 / `rate_per_s`.
+    """Yield Poisson arrival times, with independent exponential gaps of mean 1 / `rate_per_s`.
 
     Raises:
         ValueError: `rate_per_s` is not positive and finite.
@@ -34,37 +34,37 @@ def poisson(rate_per_s: float, rng: np.random.Generator) -> Iterator[float]:
 
 
 def deterministic(rate_per_s: float, phase: float = 0.0) -> Iterator[float]:
-    """Evenly spaced arrivals, the first `phase` gaps after the start: streams of one rate with phases n/N interleave.
+    """Yield evenly spaced arrival times; the first is `phase` gaps after the start. Phases n/N interleave N streams.
 
     Raises:
         ValueError: `rate_per_s` is not positive and finite.
     """
     rate_per_s = _checked(rate_per_s)
-    # A quotient for each time: a running sum of gaps would drift by its rounding.
+    # Each time is a quotient, because a running sum of gaps would accumulate rounding errors.
     return ((index + phase) / rate_per_s for index in itertools.count())
 
 
 def asap() -> Iterator[float]:
-    """Everything at once: the sender's speed is the rate."""
+    """Yield arrival times that are due immediately, so that the speed of the sender is the rate."""
     return itertools.repeat(0.0)
 
 
 def trace(gaps_s: Sequence[float] | npt.NDArray[np.float64], start: int = 0) -> Iterator[float]:
-    """Arrivals with the given gaps, beginning with gap number `start` and repeated without end.
+    """Yield arrival times with the given gaps, from gap number `start` on, and repeat the gaps endlessly.
 
     Args:
-        gaps_s: seconds between arrivals, none negative, not all zero (see `parse_gaps`).
-        start: first gap to use, modulo their number; different starts keep streams of one trace apart.
+        gaps_s: seconds between arrivals; not negative and not all zero (see `parse_gaps`).
+        start: index of the first gap, modulo the number of gaps. Different values separate the streams of one trace.
     """
     gaps = np.roll(np.asarray(gaps_s, np.float64), -start)
     return _accumulate(itertools.repeat(gaps))
 
 
 def parse_gaps(text: str, origin: str) -> npt.NDArray[np.float64]:
-    """Gaps in seconds, one a line; blank lines and lines that begin with # are skipped.
+    """Parse gaps in seconds, one per line. Blank lines and lines that begin with # are skipped.
 
     Raises:
-        ConfigError: a line is not a number of seconds >= 0, there is no line, or all are zero.
+        ConfigError: a line is not a number of seconds >= 0, there is no gap, or all gaps are zero.
     """
     gaps: list[float] = []
     for number, raw in enumerate(text.splitlines(), 1):
@@ -85,29 +85,29 @@ def parse_gaps(text: str, origin: str) -> npt.NDArray[np.float64]:
 
 
 def merge(streams: Sequence[Iterable[float]]) -> Iterator[tuple[float, int]]:
-    """(time_s, stream) of all streams in time order. At equal times the streams take turns."""
-    # Without the running number, equal times would all come from the first stream (and `asap` knows no other).
+    """Yield (time_s, stream) of all streams in the order of time. At equal times, the streams alternate."""
+    # Without the running number, equal times would all come from the first stream; with `asap` all times are equal.
     numbered = (zip(times, itertools.count(), itertools.repeat(n)) for n, times in enumerate(streams))
     return ((time_s, stream) for time_s, _, stream in heapq.merge(*numbered))
 
 
 class Pacer:
-    """The clock of one run: arrival time t is due at `start_s` + t."""
+    """The clock of one run: a sample with arrival time t is due at `start_s` + t."""
 
     def __init__(self, start_s: float) -> None:
         self._start_s = start_s
 
     def wait_s(self, time_s: float, now_s: float) -> float:
-        """Seconds to sleep before the sample with arrival time `time_s`; 0 when it is due."""
+        """Return the seconds to sleep before the sample with arrival time `time_s`; 0 if the sample is due."""
         ahead_s = self._start_s + time_s - now_s
         return max(ahead_s, BURST_S) if ahead_s > 0 else 0.0
 
     def behind_s(self, time_s: float, now_s: float) -> float:
-        """How late the sample with arrival time `time_s` is."""
+        """Return by how many seconds the sample with arrival time `time_s` is late."""
         return max(0.0, now_s - self._start_s - time_s) if time_s else 0.0
 
     def idle(self, time_s: float, now_s: float) -> None:
-        """The source had nothing for arrival time `time_s`: shift the schedule, so that no backlog builds up."""
+        """Shift the schedule, because the source had no sample for arrival time `time_s`; so no backlog builds up."""
         self._start_s = max(self._start_s, now_s - time_s)
 
 

@@ -1,7 +1,7 @@
-"""Records that a program on this machine makes while the job runs (`doll.train`): the producer's end of its socket.
+"""Records that a program on this machine makes while the job runs (`doll.train`): the producer's end of the socket.
 
-The program keeps what Kafka has not acknowledged. A producer that is started again says what each stream has, and gets
-the rest: no record is lost with a producer, and none is sent twice.
+The program keeps the records that Kafka has not acknowledged. After a restart, the producer reports how many samples
+each stream has, and gets the remaining records: a restart loses no record, and no record is sent twice.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ class Feed:
     """The connection to the program. Use it as a context manager."""
 
     def __init__(self, path: Path, positions: Sequence[int], max_bytes: int) -> None:
-        """Connect, and say where to begin.
+        """Connect, and tell the program where to begin.
 
         Args:
-            path: of the socket.
-            positions: samples that each stream has already.
-            max_bytes: of a record; the program refuses longer ones before it sends them.
+            path: path of the socket.
+            positions: number of samples that each stream already has.
+            max_bytes: maximum size of a record; the program refuses larger records before it sends them.
 
         Raises:
-            ConfigError: nobody listens there.
+            ConfigError: no program listens on the socket.
         """
         self._max_bytes = max_bytes
         self._positions = list(positions)
         self._acknowledged = list(positions)
         self._acknowledged_s = time.monotonic()
-        self.settled: Callable[[], Sequence[int]] = lambda: ()  # samples of each stream since then, delivered or failed
+        self.settled: Callable[[], Sequence[int]] = lambda: ()  # samples per stream since then, delivered or failed
         self._socket = _connected(path)
         try:
             self._socket.sendall(feed.encode_positions(positions))
@@ -55,10 +55,10 @@ class Feed:
         self._socket.close()
 
     def records(self) -> Iterator[tuple[int, bytes] | None]:
-        """(stream, record) as they come; None each 20 ms in which none came. It ends when the program says so.
+        """Yield (stream, record) as records arrive, and None after each 20 ms without a record, until the program ends.
 
         Raises:
-            ConfigError: the program has ended without saying so, or sent what is no frame.
+            ConfigError: the program ended without an end message, or sent bytes that are not a frame.
         """
         self._socket.settimeout(_POLL_S)
         rest = bytearray()
@@ -92,7 +92,7 @@ class Feed:
             rest += data
 
     def acknowledge(self, *, now: bool = False) -> None:
-        """Tell the program what Kafka has by now; at most ten times a second, but `now`."""
+        """Tell the program what Kafka has acknowledged, at most ten times per second. `now`: tell it at once."""
         at_s = time.monotonic()
         if not now and at_s - self._acknowledged_s < _ACKNOWLEDGE_S:
             return
@@ -111,10 +111,10 @@ class Feed:
 
 
 def check_program(path: Path) -> None:
-    """Check that the program which feeds a run listens.
+    """Check that the program that feeds a run listens.
 
     Raises:
-        ConfigError: nobody listens there.
+        ConfigError: no program listens on the socket.
     """
     _connected(path).close()
 

@@ -1,4 +1,4 @@
-"""The producer process: sends the source's samples at their arrival times, and reports once a second."""
+"""The producer process: it sends the source's samples at their arrival times, and reports once per second."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from doll.telemetry import get_logger
 _REPORT_S: Final = 1.0
 _LONGEST_SLEEP_S: Final = 0.25
 _DRAIN_S: Final = 8.0
-_READ_S: Final = 60.0  # one sample from the source: a file on a slow disk may take a while
+_READ_S: Final = 60.0  # limit for one sample from the source, because a file may be on a slow disk
 _NEW_TOPIC_S: Final = 10.0
 
 
@@ -47,19 +47,22 @@ def run_producer(
 ) -> int:
     """Send the job's source until it ends, `source.limit_samples` is reached, or `stop` is set.
 
-    Without `stop`, SIGTERM and SIGINT end it (in the main thread). Either way what was sent is flushed and counted.
+    Without `stop`, SIGTERM and SIGINT end it (in the main thread). In both cases, all sent samples are flushed and
+    counted.
 
     Args:
-        run_folder: where `producer.json`, the final counts of samples, is written.
-        say: called with sentences for people; default: the log.
-        until_finished: end also when the parameter server reports that the job has finished, or has reported it.
+        run_folder: folder for `producer.json`, the final counts of samples. None: the file is not written.
+        stop: event that ends the producer. None: signals end it.
+        say: function that is called with messages for people. None: messages are logged.
+        until_finished: whether to end also when the parameter server reports, or has reported, that the job has
+            finished.
 
     Returns:
-        The exit code of the process: 0 if every sample taken from the source was delivered, else 1.
+        The exit code of the process: 0 if every sample that was taken from the source was delivered, otherwise 1.
 
     Raises:
-        ConfigError: the source is not what was expected; what was sent until then is flushed first. Or the samples
-            topic belongs to somebody else.
+        ConfigError: the source is not valid; samples that were sent before are flushed first. Or the samples topic
+            belongs to another job.
         ServiceUnavailableError: Kafka does not answer at the start, or refused the producer permanently.
     """
     require_own_topic(config, "the producer")
@@ -109,7 +112,7 @@ def run_producer(
 
 @contextlib.contextmanager
 def _fed_by(config: JobConfig, positions: Sequence[int], sender: SampleSender) -> Iterator[Feed | None]:
-    """The connection to the program that feeds the job, if its source is one."""
+    """Open the connection to the program that feeds the job, if its source is such a program; otherwise yield None."""
     if not isinstance(config.source, FeedSource):
         yield None
         return
@@ -119,10 +122,10 @@ def _fed_by(config: JobConfig, positions: Sequence[int], sender: SampleSender) -
 
 
 class LiveWorkers:
-    """Which workers are live, as the parameter server reports once a second: for streams that pause with their worker.
+    """The live workers, as the parameter server reports them every second, for streams that pause with their worker.
 
-    It follows the `metrics` topic. A worker that was never reported is not live. The streams of one that is released go
-    on: others serve them.
+    The class reads the `metrics` topic. A worker that was never reported is not live. The streams of a released worker
+    continue, because other workers take them over.
 
     Raises:
         ServiceUnavailableError: the topic does not exist, or the broker does not answer.
@@ -134,14 +137,14 @@ class LiveWorkers:
         self._live: frozenset[int] = frozenset()
 
     def poll(self) -> None:
-        """Take in what was reported since the last call; does not wait."""
+        """Read the reports that arrived since the last call; does not wait."""
         for timed in self._tail.poll(0.0):
             if isinstance(timed.record, ServerStatus):
                 live = (status.worker for status in timed.record.workers if status.is_live)
                 self._live = frozenset(live).union(timed.record.released)
 
     def is_live(self, stream: int) -> bool:
-        """Whether the worker that serves this stream at first is live, or released."""
+        """Return whether the worker that this stream was first assigned to is live, or released."""
         return stream % self._num_workers in self._live
 
     def close(self) -> None:
@@ -149,10 +152,10 @@ class LiveWorkers:
 
 
 class _PacedLoop:
-    """The loop that sends each sample at its time, and its report.
+    """The loop that sends each sample at its time, and the reports of the producer.
 
     Attributes:
-        unsent: samples taken from the source for which the queue had no room before the end was requested.
+        unsent: number of samples that were taken from the source, but had no room in the queue before the end.
     """
 
     def __init__(
@@ -172,14 +175,14 @@ class _PacedLoop:
         self._per_record = config.data.samples_per_record
         self._limit = config.source.limit_samples if config.source else None
         self._source = source_name(config.source)
-        self._positions = list(positions)  # of a file: samples sent to each stream, or packed for it
+        self._positions = list(positions)  # position in the file: samples sent to each stream, or packed for it
         self._packs: list[list[bytes]] = [[] for _ in range(config.data.num_partitions)]
         self._behind_s = 0.0
         self._reported_s = time.monotonic()
         self._reported_sent = 0
 
     def stop_requested(self) -> bool:
-        """Whether the end was requested. All waits call it, so the heartbeat beats here."""
+        """Return whether the end was requested. All waits call this method, so it also sends the heartbeat."""
         self._heartbeat.beat("loop")
         self._heartbeat.set_waiting_for("Kafka" if self._sender.unreachable else "")
         return self._stop.is_set()
@@ -216,7 +219,7 @@ class _PacedLoop:
                     self._send_pack(stream, pack)
 
     def report(self, now_s: float, *, last: bool = False) -> None:
-        """Put the counts on the `metrics` topic; `last`: this process ends by itself."""
+        """Send the counts to the `metrics` topic. `last`: this process ends on its own."""
         counts = self._sender.counts
         elapsed_s = now_s - self._reported_s
         rate_per_s = (counts.sent - self._reported_sent) / elapsed_s if elapsed_s > 0 else 0.0
@@ -264,7 +267,10 @@ class _PacedLoop:
 
 
 def _report_end(config: JobConfig, services: Services, sender: SampleSender) -> None:
-    """Have all samples learned, also those that fill no batch. If Kafka does not say where the log ends, they wait."""
+    """Report the end of the source, so that all samples are learned, also those of an incomplete batch.
+
+    If Kafka does not return the end offsets, the samples of an incomplete batch wait for more samples.
+    """
     try:
         sender.send_end(_log_ends(config, services))
     except ServiceUnavailableError as exc:
@@ -274,7 +280,7 @@ def _report_end(config: JobConfig, services: Services, sender: SampleSender) -> 
 
 
 def _log_ends(config: JobConfig, services: Services) -> list[int]:
-    """The end of each partition of the samples topic.
+    """Return the end offset of each partition of the samples topic.
 
     Raises:
         ServiceUnavailableError: Kafka does not answer.
@@ -285,7 +291,7 @@ def _log_ends(config: JobConfig, services: Services) -> list[int]:
 
 
 def _samples_in_topic(config: JobConfig, services: Services) -> list[int]:
-    """Samples that each stream holds already (some fewer if a record was packed in part).
+    """Return the number of samples that each stream already holds (too few if the last record was packed only in part).
 
     Raises:
         ServiceUnavailableError: Kafka does not answer.
@@ -295,7 +301,7 @@ def _samples_in_topic(config: JobConfig, services: Services) -> list[int]:
         try:
             ends = _log_ends(config, services)
         except ServiceUnavailableError:
-            # The leader of a topic that was just created may not know it yet.
+            # The leader of a topic that was just created may not know the topic yet.
             if time.monotonic() > deadline_s:
                 raise
             time.sleep(0.1)

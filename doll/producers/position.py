@@ -1,10 +1,11 @@
-"""The place where a file source goes on when its producer starts again: records say how far their stream has read it.
+"""The position at which a file source continues when its producer restarts. The records of a stream carry it.
 
-Offsets cannot say it: other producers, replayed dead letters and markers of transactions take offsets too, and
-retention deletes. So a record of a file carries a header, `doll-position: <source> <next>`: the source's name, and the
-position in the stream's part of the file after the record's last sample. Kafka keeps a producer's records of one
-partition in order and without a gap, so the last header in a partition tells what of its stream has arrived. It
-counts only from the origin of the newest generation on: a new generation has not seen what was sent before.
+Offsets do not give this position: other producers, replayed dead letters and transaction markers also take offsets, and
+retention deletes records. Each record of a file therefore has a header `doll-position: <source> <next>`: the name of
+the source, and the position after the record's last sample in the stream's part of the file. Kafka keeps the records of
+a producer in one partition in order and without gaps, so the last header in a partition shows which samples of its
+stream have arrived. Only headers after the origin of the newest generation count, because a new generation has not
+read earlier records.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ log = get_logger(__name__)
 
 HEADER: Final = "doll-position"
 _VALUE: Final = re.compile(rb"([0-9a-f]{16}) ([0-9]{1,18})")
-_FIRST_WINDOW: Final = 64  # records from the end of a partition; each further window is eight times as wide
+_FIRST_WINDOW: Final = 64  # records before the end of a partition; each further window is eight times as large
 
 
 def source_name(source: SourceConfig | None) -> str:
-    """A name for a source that is read in order from a file; "" for sources that draw at random, and for a pipe."""
+    """Return the name of a source that is read in order from a file; "" for random sources, and for standard input."""
     identity = None if source is None else source.position_identity()
     return "" if identity is None else hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
 
 def position_headers(name: str, position: int) -> list[tuple[str, bytes]]:
-    """The headers of a record after which its stream goes on at `position`; none without a name."""
+    """Return the headers of a record after which its stream continues at `position`; without a name, no headers."""
     return [(HEADER, f"{name} {position}".encode())] if name else []
 
 
 def position_in(name: str, headers: Sequence[tuple[str, bytes | None]]) -> int | None:
-    """The position of this source in a record's headers; None without one."""
+    """Return the position of this source in a record's headers; None if the headers do not have one."""
     for key, value in headers:
         match = _VALUE.fullmatch(value or b"") if key == HEADER else None
         if match is not None and match[1].decode() == name:
@@ -53,18 +54,18 @@ def position_in(name: str, headers: Sequence[tuple[str, bytes | None]]) -> int |
 
 
 def find_positions(config: JobConfig, services: Services) -> list[int]:
-    """Per stream, how many samples of the job's file are in its partition; all 0 for a source that is not a file.
+    """Return, per stream, how many samples of the job's file are in its partition. All are 0 if the source is no file.
 
     Raises:
         ServiceUnavailableError: Kafka does not answer.
-        ConfigError: records of the stream were deleted, and with them the last position.
+        ConfigError: records of the stream were deleted, and the last position with them.
     """
     name, repeats = source_name(config.source), bool(getattr(config.source, "repeat", False))
     streams = range(config.data.num_partitions)
     if not name:
         return [0 for _ in streams]
     origins = read_lineage(config, services).origins
-    if len(origins) < config.data.num_partitions:  # nobody serves the job yet
+    if len(origins) < config.data.num_partitions:  # no parameter server serves the job yet
         origins = tuple(0 for _ in streams)
     topic = config.topic("samples")
     with RangeReader(config, services) as reader:
@@ -75,7 +76,7 @@ def find_positions(config: JobConfig, services: Services) -> list[int]:
 
 
 def _newest_position(reader: RangeReader, topic: str, stream: int, origin: int, name: str, repeats: bool) -> int:
-    """The newest position in one partition, searched from its end."""
+    """Return the newest position in one partition; search from its end."""
     low, high = reader.bounds(topic, stream)
     first = max(low, origin)
     until, width = high, _FIRST_WINDOW

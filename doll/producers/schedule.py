@@ -1,4 +1,4 @@
-"""The schedule of what is sent when and to which stream: the source's samples at the times of the arrival process."""
+"""The schedule of a producer: the source's samples, their streams, and the times of the arrival process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from doll.producers import arrivals, sources
 from doll.producers.feed import Feed
 from doll.records.bounded import MalformedError, read_text
 
-ScheduledSample = tuple[float, int, bytes | None]  # arrival time in seconds, stream, sample; None: nothing arrives then
+ScheduledSample = tuple[float, int, bytes | None]  # arrival time in seconds, stream, sample or None: no sample arrives
 
 _STDIN = 0
 _MAX_TRACE_BYTES = 256_000_000
@@ -27,20 +27,20 @@ def scheduled_samples(
     feed: Feed | None = None,
     paused: Callable[[int], bool] = lambda stream: False,
 ) -> Iterator[ScheduledSample]:
-    """The samples of the job's source in the order of their arrival; ends when the source does.
+    """Yield the samples of the job's source in the order of their arrival, until the source ends.
 
     `source.limit_samples` is not applied here.
 
     Args:
-        starts: samples that each stream holds already (see `sources.open_streams`).
-        positions: samples of the job's file that were sent to each stream before; empty: none.
+        starts: number of samples that each stream already holds (see `sources.open_streams`).
+        positions: number of samples of the job's file that were sent to each stream before; empty: none.
         pipe: file descriptor of standard input.
-        feed: the connection to the program, of a source of that kind.
-        paused: whether nothing arrives at a stream now; its next sample comes when it does again. Of a Poisson stream
-            that is the same as stopping its clock. Standard input cannot be paused.
+        feed: connection to the program, if the source is a program.
+        paused: function that returns whether a stream is paused now. The next sample of a paused stream arrives after
+            the pause. For a Poisson stream, this is equal to stopping its clock. Standard input cannot be paused.
 
     Raises:
-        ConfigError: the source or the trace of gaps is not what was expected.
+        ConfigError: the source or the trace of gaps is not valid.
     """
     if isinstance(config.source, StdinSource | FeedSource):
         if len(set(config.rates_per_s())) > 1:
@@ -55,7 +55,7 @@ def scheduled_samples(
 
 
 def arrival_times(config: JobConfig, starts: Sequence[int]) -> list[Iterator[float]]:
-    """The arrival process of each stream, each with its own child of the job's seed.
+    """Return the arrival process of each stream; each has its own child of the job's seed.
 
     Raises:
         ConfigError: the trace of gaps cannot be read.
@@ -71,7 +71,7 @@ def arrival_times(config: JobConfig, starts: Sequence[int]) -> list[Iterator[flo
             rngs = [sources.child_rng(config.seed, sources.ARRIVALS, n, starts[n]) for n in range(streams)]
             return [arrivals.poisson(rate, rng) for rate, rng in zip(rates, rngs, strict=True)]
         case "trace":
-            assert config.arrivals.trace is not None  # checked with the job file
+            assert config.arrivals.trace is not None  # checked when the job file is read
             path = config.path(config.arrivals.trace)
             try:
                 text = read_text(path, max_bytes=_MAX_TRACE_BYTES)
@@ -112,7 +112,7 @@ def _from_pipe(config: JobConfig, times: Iterator[tuple[float, int]], pipe: int)
 def _in_time(
     times: Iterator[tuple[float, int]], records: Iterator[tuple[int, bytes] | None]
 ) -> Iterator[ScheduledSample]:
-    """The records (stream, value) at these times, whose own streams do not count; None if none has come yet."""
+    """Yield the records (stream, value) at these times; the streams of `times` are ignored. None: no record yet."""
     for time_s, stream in times:
         for record in records:
             if record is not None:

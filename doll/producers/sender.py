@@ -1,4 +1,4 @@
-"""Sends samples to Kafka: acknowledged by all in-sync replicas, in order, none lost without being counted."""
+"""Sends samples to Kafka in order, acknowledged by all in-sync replicas. Every lost sample is counted."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from doll.services import Services
 
 _LINGER_MS: Final = 5
-_QUEUE_KBYTES: Final = 65_536  # samples that wait here while Kafka is unreachable; then the sender waits too
+_QUEUE_KBYTES: Final = 65_536  # samples that wait here while Kafka is unreachable; if it is full, the sender waits
 _FULL_QUEUE_POLL_S: Final = 0.05
 
 
 @dataclass
 class Counts:
-    """Samples by outcome. What is sent and neither delivered nor failed is on its way."""
+    """Numbers of samples by outcome. Samples that are sent, but neither delivered nor failed, are in flight."""
 
     sent: int = 0
     delivered: int = 0
@@ -33,18 +33,19 @@ class Counts:
 
 
 class SampleSender:
-    """Sends samples to their streams' partitions. It connects with the first one.
+    """A sender of samples to the partitions of their streams. It connects when it sends the first sample.
 
     Attributes:
-        unreachable: no broker answers; what is sent waits meanwhile.
+        unreachable: whether no broker answers; sent samples wait in the meantime.
 
     Args:
-        say: called with a sentence when Kafka becomes unreachable or reachable, or refuses a sample (once per reason).
+        say: function that is called with a sentence when Kafka becomes unreachable or reachable, or refuses a sample
+            (once per reason).
     """
 
     def __init__(self, config: JobConfig, services: Services, say: Callable[[str], None]) -> None:
         self.counts = Counts()
-        self.settled = [0] * config.data.num_partitions  # samples of each stream, delivered or failed: the first ones
+        self.settled = [0] * config.data.num_partitions  # samples of each stream that were delivered or failed
         self._config = config
         self._services = services
         self._say = say
@@ -63,13 +64,13 @@ class SampleSender:
         give_up: Callable[[], bool],
         headers: Sequence[tuple[str, bytes]] = (),
     ) -> bool:
-        """Put a record of `samples` samples on partition `stream`; waits for room while the queue is full.
+        """Send a record of `samples` samples to partition `stream`. If the queue is full, wait for room.
 
         Returns:
-            False if `give_up()` came true while it waited: then nothing was sent.
+            True if the record was sent. False if `give_up()` returned True during the wait; then nothing was sent.
 
         Raises:
-            ServiceUnavailableError: the producer cannot go on (a fatal error of the idempotent producer).
+            ServiceUnavailableError: the producer cannot continue (a fatal error of the idempotent producer).
         """
         publisher = self._connected()
         on_delivery = functools.partial(self._on_delivery, stream, samples)
@@ -84,19 +85,19 @@ class SampleSender:
         return True
 
     def send_metric(self, values: Mapping[str, float], time_s: float) -> None:
-        """Put measurements on the `metrics` topic. They are dropped when the queue is full: samples go first."""
+        """Send measurements to the `metrics` topic. If the queue is full, they are dropped: samples have priority."""
         metric = records.Metric(source=PRODUCER, values=values, time_s=time_s)
         self._connected().try_send(self._metrics_topic, metric)
 
     def send_end(self, ends: Sequence[int]) -> None:
-        """Tell the parameter server that the source has ended where the partitions ended there."""
+        """Tell the parameter server that the source has ended, and at which offsets its partitions ended."""
         self._connected().try_send(self._config.topic("events"), records.SourceEnded(ends=tuple(ends)))
 
     def poll(self, timeout_s: float = 0.0) -> None:
-        """Take in what Kafka has acknowledged, waiting up to `timeout_s` for it.
+        """Process the acknowledgements of Kafka; wait up to `timeout_s` for them.
 
         Raises:
-            ServiceUnavailableError: as in `send`.
+            ServiceUnavailableError: see `send`.
         """
         if self._publisher is not None:
             self._publisher.poll(timeout_s)
@@ -107,9 +108,10 @@ class SampleSender:
             )
 
     def drain(self, give_up: Callable[[], bool], grace_s: float) -> None:
-        """Wait until every sample sent is delivered or failed.
+        """Wait until every sent sample is delivered or failed.
 
-        Once `give_up()` is true, or after a fatal error, it waits `grace_s` more; what is left then is failed.
+        When `give_up()` returns True, or after a fatal error, wait at most `grace_s` more seconds; then the remaining
+        samples count as failed.
         """
         if self._publisher is None:
             return
@@ -120,7 +122,7 @@ class SampleSender:
             if deadline_s is None and (give_up() or self._fatal is not None):
                 deadline_s = now_s + grace_s
             if deadline_s is not None and now_s >= deadline_s:
-                self._publisher.discard()  # each record comes back through `_on_delivery` as failed
+                self._publisher.discard()  # each record is then reported to `_on_delivery` as failed
                 return
 
     def _connected(self) -> Publisher:
@@ -131,7 +133,7 @@ class SampleSender:
                 on_error=self._on_error,
                 linger_ms=_LINGER_MS,
                 queue_buffering_max_kbytes=_QUEUE_KBYTES,
-                compression_type="none",  # samples are the user's bytes, and many are numbers
+                compression_type="none",  # samples are the user's bytes, and many are numbers, which compress badly
                 message_max_bytes=int(plan_topics(self._config)[0].settings["max.message.bytes"]),
             )
         return self._publisher

@@ -1,6 +1,6 @@
-"""Sources: iterators of record values (bytes), one per stream, chosen by the job file.
+"""Sources: iterators of record values (bytes), one per stream. The job file chooses the source.
 
-A new source is a section in `doll.config.source`, and its opener in `OPENERS`.
+To add a source, add a section to `doll.config.source` and its opener to `OPENERS`.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from doll.config.source import (
 from doll.errors import ConfigError
 from doll.extras import lacking
 
-# Which child of the job's seed feeds what: another draw can be added without changing these.
+# The children of the job's seed, by purpose; a purpose that is added does not change the others.
 ARRIVALS, SAMPLES, CONCEPT, ORDER = range(4)
 
 
 def child_rng(seed: int, *key: int) -> np.random.Generator:
-    """The generator of one purpose: independent of those with another key, equal in every run of one seed."""
+    """Return the generator of one purpose: independent of generators with another key, equal in every run of a seed."""
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=key))
 
 
 @dataclass(frozen=True)
 class Stream:
-    """One stream of a source; the first argument of the function of a source of kind python.
+    """One stream of a source. It is the first argument of the function of a source of kind python.
 
     Attributes:
-        number, count: it is stream `number` of 0 .. count - 1.
-        sent: samples that the stream holds already.
-        seed: of the job.
-        max_record_bytes: a longer record would be refused.
-        position: samples of the source that the stream was given before; 0 for sources without positions.
+        number, count: number of the stream, 0 .. count - 1, and number of streams.
+        sent: number of samples that the stream already holds.
+        seed: seed of the job.
+        max_record_bytes: maximum size of a record; a larger record is refused.
+        position: number of samples of the source that the stream got before; 0 for sources without positions.
     """
 
     number: int
@@ -56,32 +56,32 @@ class Stream:
 
     @property
     def first_place(self) -> int:
-        """The place where the stream goes on in a file whose sample i is that of stream i mod N."""
+        """The place where the stream continues in a file whose sample i belongs to stream i mod N."""
         return self.number + self.position * self.count
 
     def rng(self) -> np.random.Generator:
-        """The generator of this stream, which draws other numbers after other `sent`."""
+        """Return the generator of this stream. It draws other numbers for other values of `sent`."""
         return child_rng(self.seed, SAMPLES, self.number, self.sent)
 
     def shared_rng(self) -> np.random.Generator:
-        """A generator that is the same in all streams and at each start: of what all streams have in common."""
+        """Return a generator that is equal in all streams and at each start, for draws that all streams share."""
         return child_rng(self.seed, CONCEPT)
 
     def order_rng(self, number: int) -> np.random.Generator:
-        """A generator that is shared as `shared_rng` is, for the order of pass `number` over a file."""
+        """Return a generator that is equal in all streams and at each start: for the order of pass `number` of a file."""
         return child_rng(self.seed, ORDER, number)
 
 
 def open_streams(config: JobConfig, starts: Sequence[int], positions: Sequence[int] = ()) -> list[Iterator[bytes]]:
-    """One iterator of record values per stream.
+    """Return one iterator of record values per stream.
 
     Args:
-        starts: samples that each stream holds already. Random sources go on from there with fresh draws, so a producer
-            that is started again repeats nothing.
-        positions: samples of the file that each stream was given before; it goes on after them. Empty: none.
+        starts: number of samples that each stream already holds. Random sources continue from there with new draws, so
+            a restarted producer repeats no sample.
+        positions: number of samples of the file that each stream got before; the stream continues after them. Empty: 0.
 
     Raises:
-        ConfigError: no source, a source that is no set of streams (`stdin`), or a file that is not what was expected.
+        ConfigError: there is no source, the source has no streams of its own (`stdin`), or a file is not valid.
     """
     source, count = config.source, config.data.num_partitions
     if source is None:
@@ -107,7 +107,7 @@ def _open_lines(config: JobConfig, source: CsvSource | JsonlSource, streams: Seq
     path, has_header = config.path(source.path), isinstance(source, CsvSource) and source.header
 
     def lines_of(stream: Stream) -> Iterator[bytes]:
-        # Each stream reads the file for itself: streams of different rates need no buffer between them.
+        # Each stream reads the file separately, so streams of different rates need no buffer between them.
         following = lines.read_file(
             path, header=has_header, repeat=source.repeat, skip=stream.first_place, max_bytes=stream.max_record_bytes
         )

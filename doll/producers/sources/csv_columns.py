@@ -1,4 +1,4 @@
-"""Lines of CSV with some of a file's columns, which are named by the file's header."""
+"""CSV lines with some columns of a file; the header of the file names the columns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from doll.telemetry import get_logger
 
 log = get_logger(__name__)
 
-_MOST_LOGGED: Final = 20  # rows of each stream
+_MOST_LOGGED: Final = 20  # maximum number of rows that are logged for each stream
 _SHOWN_CHARS: Final = 200
 
 
@@ -24,10 +24,10 @@ class CsvColumns:
     def __init__(self, path: Path, header: bytes, columns: Sequence[str], delimiter: str) -> None:
         """
         Args:
-            header: the file's first line.
+            header: first line of the file.
 
         Raises:
-            ConfigError: it does not name the columns, or one of them twice.
+            ConfigError: the header does not name all columns, or names a column twice.
         """
         self._path, self._delimiter = path, delimiter
         try:
@@ -45,13 +45,14 @@ class CsvColumns:
         self._places = [names.index(name) for name in columns]
 
     def records(self, lines: Iterable[bytes], rows: Iterator[int]) -> Iterator[bytes]:
-        """The lines of the columns, in order.
+        """Yield the lines, reduced to the columns, in order.
 
-        A line that has not the file's columns is logged with its row, and is a record that no reader of these columns
-        takes: a worker refuses it, and it is kept as a dead letter.
+        A line that does not have the file's columns is logged with its row. It becomes a record that no reader of these
+        columns accepts: a worker refuses it and stores it as a dead letter.
 
         Args:
-            rows: the number of each line, counted over all repetitions, for the log.
+            lines: lines of the file.
+            rows: number of each line, counted over all repetitions, for the log.
         """
         logged = 0
         for line, row in zip(lines, rows, strict=False):
@@ -69,7 +70,7 @@ class CsvColumns:
             if logged < _MOST_LOGGED:
                 log.warning("row_unusable", file=str(self._path), row=row, reason=problem)
             logged += 1
-            # With as many cells as there are columns, it would be taken for one of their lines.
+            # If it had as many cells as there are columns, a reader would accept it as a valid line.
             yield line + self._delimiter.encode() if len(cells) == len(self._places) else line
 
     @long_cells()

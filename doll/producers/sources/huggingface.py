@@ -1,4 +1,4 @@
-"""Rows of data sets of Hugging Face on disk (`Dataset.save_to_disk`). They are mapped into memory, not read into it."""
+"""Rows of Hugging Face data sets on disk (`Dataset.save_to_disk`). They are mapped into memory, not read into it."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from doll.producers.sources.table_rows import BLOCK_ROWS, check_columns
 
 
 class DatasetRows:
-    """See `table_rows.TableRows`.
+    """The rows of a data set. See `table_rows.TableRows`.
 
     Attributes:
-        count: of rows.
+        count: number of rows.
     """
 
     def __init__(self, path: Path, split: str | None, columns: Sequence[str]) -> None:
         """
         Args:
-            split: of a `DatasetDict`; None: the folder is of one data set.
-            columns: that are read; none: all.
+            path: folder of the data set.
+            split: name of the split in a `DatasetDict`. None: the folder contains a single data set.
+            columns: names of the columns to read; empty: all.
 
         Raises:
-            ConfigError: the folder holds no such data set, or it lacks a column or any row.
+            ConfigError: the folder contains no such data set, or the data set lacks a column or has no rows.
         """
         self._path = str(path)
         try:
             loaded = datasets.load_from_disk(self._path)
-        except Exception as exc:  # of many kinds: no folder, no JSON, no Arrow
+        except Exception as exc:  # many types: no folder, no JSON, no Arrow file
             raise ConfigError(f"{path}: expected a data set that save_to_disk has written: {exc}") from exc
         if isinstance(loaded, datasets.DatasetDict):
             if split not in loaded:

@@ -1,4 +1,4 @@
-"""Rows of Parquet files: a row group at a time, whose bounds are in the files' footers, so that none before is read."""
+"""Rows of Parquet files, read by row group. The footers contain the row counts, so earlier row groups are not read."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ import pyarrow.parquet as pq
 from doll.errors import ConfigError
 from doll.producers.sources.table_rows import BLOCK_ROWS, check_columns
 
-_HIDDEN: Final = "._"  # first letters of what other programs leave there: `._a.parquet` of macOS, `_metadata` of Spark
+_HIDDEN: Final = "._"  # first letters of files that other programs write: `._a.parquet` of macOS, `_metadata` of Spark
 
 
 class _File(NamedTuple):
     path: Path
-    begin: int  # its first row, of all files
-    groups: tuple[int, ...]  # rows of each row group
+    begin: int  # number of its first row, counted over all files
+    groups: tuple[int, ...]  # number of rows of each row group
 
 
 class ParquetFiles:
     """One file, or the files of a folder in the order of their names. See `table_rows.TableRows`.
 
     Attributes:
-        count: of all rows.
+        count: number of rows of all files.
     """
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
         """
         Args:
-            columns: that are read; none: all.
+            path: the file or the folder.
+            columns: names of the columns to read; empty: all.
 
         Raises:
-            ConfigError: there is no file, one cannot be read or lacks a column, or they have no row.
+            ConfigError: there is no file, a file cannot be read or lacks a column, or the files have no rows.
         """
         self._columns = list(columns) or None
         self._files: list[_File] = []

@@ -1,4 +1,4 @@
-"""Rows of Arrow's tables as JSON objects, dealt out to the streams of a job: row i goes to stream i mod N."""
+"""Rows of Arrow tables as JSON objects, distributed over the streams of a job: row i goes to stream i mod N."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from doll.telemetry import get_logger
 log = get_logger(__name__)
 
 BLOCK_ROWS: Final = 1024
-_MOST_LOGGED: Final = 20  # rows of each stream
+_MOST_LOGGED: Final = 20  # maximum number of rows that are logged for each stream
 _SHOWN_CHARS: Final = 200
 _encode: Final = msgspec.json.Encoder(decimal_format="number").encode
 
 
 class TableRows(Protocol):
-    """Rows that can be read from any one on."""
+    """Rows that can be read from any row on."""
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of rows."""
 
     def blocks(self, first: int) -> Iterator[tuple[int, str, int, Any]]:
-        """Tables that follow each other, the first with row `first` in it.
+        """Yield consecutive tables; the first one contains row `first`.
 
         Returns:
-            For each: its first row, the file that it is from, its first row in that file, and the table.
+            For each table: the number of its first row, its file, the number of its first row in this file, and the
+            table.
 
         Raises:
             ConfigError: a file is damaged.
@@ -39,13 +40,15 @@ class TableRows(Protocol):
 
 
 def records(rows: TableRows, first: int, step: int, repeat: bool, max_bytes: int) -> Iterator[bytes]:
-    """Every `step`-th row from `first` on, counted over all repetitions, as a JSON object.
+    """Yield every `step`-th row from `first` on as a JSON object. Rows are counted over all repetitions.
 
-    A row that cannot be read is logged, and its record says why: a worker refuses it, and it is kept as a dead letter.
+    A row that cannot be read is logged, and its record contains the reason: a worker refuses it and stores a dead
+    letter.
 
     Args:
-        repeat: begin again at the end.
-        max_bytes: of a longer record one byte more than that is kept, so that a check of the length refuses it.
+        repeat: whether to begin again at the end.
+        max_bytes: maximum size of a record. A larger record is cut to one byte more, so that a check of its length
+            fails.
 
     Raises:
         ConfigError: a file is damaged, or has fewer rows than before.
@@ -54,7 +57,7 @@ def records(rows: TableRows, first: int, step: int, repeat: bool, max_bytes: int
     while repeat or place < rows.count:
         if place == reached:
             raise ConfigError(f"source.path: expected {rows.count} rows, got fewer: was a file changed meanwhile?")
-        begin, reached = place - place % rows.count, place  # of this pass
+        begin, reached = place - place % rows.count, place  # begin of this pass
         for at, file, at_in_file, table in rows.blocks(place - begin):
             own = range(place - begin - at, len(table), step)
             if not own:
@@ -73,7 +76,7 @@ def records(rows: TableRows, first: int, step: int, repeat: bool, max_bytes: int
 
 
 def _without_views(table: Any) -> Any:
-    """The table with views of texts and bytes as plain ones: Arrow takes no rows of views."""
+    """Return the table with plain texts and bytes instead of views, because Arrow cannot convert views to rows."""
     for at, field in enumerate(table.schema):
         if "_view" in str(field.type):
             plain = table.column(at).cast(_plain(field.type), safe=False)
@@ -90,7 +93,7 @@ def _values(table: Any) -> Sequence[bytes | _Unreadable]:
     names = table.column_names
     try:
         return [_encode(dict(zip(names, row, strict=True))) for row in zip(*map(_column, table.columns), strict=True)]
-    except Exception:  # text that is not UTF-8, a date that Python has not: which row's, is looked for
+    except Exception:  # text that is not UTF-8, or a date that Python cannot represent: search for its row
         return [_value(table.slice(row, 1)) for row in range(len(table))]
 
 
@@ -115,10 +118,10 @@ def _column(column: Any) -> list[Any]:
 
 
 def _plain(kind: Any) -> Any:
-    """The type of the same values that Python and JSON have: times to a microsecond, floats of 32 or 64 bits.
+    """Return the type that Python and JSON use for the same values: times to a microsecond, floats of 32 or 64 bits.
 
     Raises:
-        TypeError: they have none.
+        TypeError: there is no such type.
     """
     types = pa.types
     if types.is_timestamp(kind):
@@ -147,14 +150,14 @@ def _plain(kind: Any) -> Any:
 
 
 def check_columns(origin: str, schema: Any, columns: Sequence[str]) -> None:
-    """Check that the columns are there, and can be written as JSON.
+    """Check that the columns exist, and can be written as JSON.
 
     Args:
-        origin: where the schema is from.
-        columns: none: all of the schema.
+        origin: source of the schema, for messages.
+        columns: names of the columns; empty: all columns of the schema.
 
     Raises:
-        ConfigError: one is not so.
+        ConfigError: a column does not exist, or cannot be written as JSON.
     """
     if lacking := [name for name in columns if name not in schema.names]:
         raise ConfigError(
