@@ -63,7 +63,7 @@ class ProtobufReader(FieldReader):
         return self._fields_of(self._parse(value if self._prefixes is None else value[self._begin(value) :]))
 
     def _bad_field(self, value: bytes) -> str:
-        """Return the name of a field that cannot be parsed on its own, such as a text that is not UTF-8; "" without one."""
+        """Return the name of a field that cannot be parsed on its own, such as a text that is not UTF-8; "" if none."""
         body = value if self._prefixes is None else value[self._begin(value) :]
         try:
             fields = list(UnknownFieldSet(Empty.FromString(body)))

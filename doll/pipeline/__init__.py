@@ -1,1 +1,1 @@
-"""Pipelines inside a virtual worker (HetPipe): a model cut into stages, each in a process of its own."""
+"""Pipelines inside a virtual worker (HetPipe): a model is cut into stages, each in its own process."""

@@ -1,4 +1,4 @@
-"""The device of a stage: copies between its memory and that of the machine, and what may cross a cut."""
+"""The device of a stage: copies between its memory and that of the machine, and the outputs that can cross a cut."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ CROSSING_TYPES: Final = (
 
 
 class StageDevice:
-    """The CPU: arrays are used where they are."""
+    """The CPU as a device: arrays are used without a copy."""
 
     name = "cpu"
 
     def put(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        """`array` on the device, without its memory if that is possible: it must not be changed."""
+        """Return `array` on the device, in the same memory if possible. Do not change it."""
         return _tensor_of(array)
 
     def get(self, tensor: torch.Tensor) -> npt.NDArray[Any]:
-        """`tensor` in the machine's memory, complete."""
+        """Return a complete copy of `tensor` in the machine's memory."""
         return _array_of(_plain(tensor))
 
     def finish(self) -> None:
-        """Wait for the work that was begun."""
+        """Wait until the started work is complete."""
 
 
 class CudaDevice(StageDevice):
-    """A GPU: copies go through pinned memory, in a stream of their own."""
+    """A GPU as a device: copies go through pinned memory and run in a separate stream."""
 
     def __init__(self, name: str) -> None:
-        """`name`: such as `cuda:0`, of a device that is there."""
+        """`name`: name of an existing device, such as `cuda:0`."""
         self.name = name
         torch.cuda.set_device(name)
         self._copies = torch.cuda.Stream(device=name)  # type: ignore[no-untyped-call]
@@ -71,19 +71,19 @@ class CudaDevice(StageDevice):
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in C order, with no conjugation or sign that is still to be applied."""
+    """Return the tensor in C order, with pending conjugations and negations applied."""
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def _array_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """The same memory."""
+    """Return an array with the memory of the tensor."""
     is_bfloat16 = tensor.dtype is torch.bfloat16
     array: npt.NDArray[Any] = tensor.view(torch.int16).numpy().view(BFLOAT16) if is_bfloat16 else tensor.numpy()
     return array
 
 
 def _tensor_of(array: npt.NDArray[Any]) -> torch.Tensor:
-    """The same memory if `array` is in C order."""
+    """Return a tensor with the memory of the array if it is in C order; otherwise with a copy."""
     array = np.asarray(array, order="C")  # not ascontiguousarray, which makes a 0-d array 1-d
     if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
@@ -91,8 +91,7 @@ def _tensor_of(array: npt.NDArray[Any]) -> torch.Tensor:
 
 
 def crossing_problem(output: Any) -> str:
-    """Why `output` cannot be sent from one stage to the next; "" if it can: a tensor, or dicts, tuples and lists of
-    tensors."""
+    """Return why `output` cannot be sent to the next stage; "" for a tensor, or dicts, tuples and lists of tensors."""
     leaves, _ = trees.flat(output)
     if len(leaves) > MAX_CROSSING:
         return f"returns {len(leaves)} tensors, expected at most {MAX_CROSSING}"
@@ -117,12 +116,12 @@ def _problem(output: Any) -> str:
 
 
 def is_differentiable(tensor: torch.Tensor) -> bool:
-    """Whether there is a gradient by numbers of this type."""
+    """Return whether gradients exist for the numeric type of this tensor."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 class _Received(torch.autograd.Function):
-    """The same memory, as a tensor that autograd lets a layer change in place."""
+    """A function that returns the same memory, as a tensor that a layer may change in place under autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -135,24 +134,24 @@ class _Received(torch.autograd.Function):
 
 
 def as_received(x: torch.Tensor) -> torch.Tensor:
-    """`x`, which autograd differentiates by, for a layer that may change it in place, as `nn.ReLU(inplace=True)` does.
+    """Return `x`, with a gradient, for a layer that may change it in place, such as `nn.ReLU(inplace=True)`.
 
-    Nothing is copied: `x` has the changed numbers too, and only its gradient may be used further on.
+    Nothing is copied, so the layer changes the numbers of `x`, too. Afterwards, use only the gradient of `x`.
     """
     output: torch.Tensor = _Received.apply(x)
     return output
 
 
 class _JoinedOutputs(torch.autograd.Function):
-    """One number after `outputs`. Its gradient is not used: those in `gradients` are passed on.
+    """A function that joins `outputs` into one number. Its gradient is not used; `gradients` are passed on instead.
 
-    What `torch.autograd.graph.get_gradient_edge` is for; `backward` of torch 2.6 takes no edges.
+    It replaces `torch.autograd.graph.get_gradient_edge`, because `backward` of torch 2.6 does not accept edges.
     """
 
     @staticmethod
     def forward(ctx: Any, gradients: list[torch.Tensor | None], *outputs: torch.Tensor) -> torch.Tensor:
         ctx.gradients = gradients
-        return torch.zeros((), device=outputs[0].device)  # of a real type, whatever `outputs` are
+        return torch.zeros((), device=outputs[0].device)  # of a real type, whatever the types of `outputs` are
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -162,7 +161,7 @@ class _JoinedOutputs(torch.autograd.Function):
 
 
 class SentOutputs:
-    """How to differentiate outputs that the next stage has, without keeping their memory here."""
+    """The outputs that were sent to the next stage: they can be differentiated, but their memory is not kept here."""
 
     def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
         self._count = len(outputs)
@@ -170,28 +169,29 @@ class SentOutputs:
         self._root = _JoinedOutputs.apply(self._gradients, *outputs)
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """`gradients`: of the first outputs, in their shapes; the others have none. A second call is an error of
-        autograd, as everywhere."""
+        """Run the backward pass, only once. `gradients`: gradients of the first outputs; further outputs have none."""
         if self._root.requires_grad:
             self._gradients.extend([*gradients, *[None] * (self._count - len(gradients))])
             torch.autograd.backward(self._root)
 
 
 def check_device(name: str) -> None:
-    """
+    """Check that this machine has a device.
+
     Raises:
         ConfigError: this machine has no such device.
     """
     if not re.fullmatch(r"cpu|cuda:\d{1,3}", name):
         raise ConfigError(f"device: expected cpu or cuda:N (such as cuda:0), got {name!r}")
-    # Counted without CUDA's own start, after which this process could not fork stages that use it.
+    # The devices are counted without initializing CUDA: after that, this process could not fork stages that use it.
     count = torch.cuda.device_count()
     if name != "cpu" and int(name.partition(":")[2]) >= count:
         raise ConfigError(f"device {name}: expected cpu, or one of the {count} CUDA devices of this machine")
 
 
 def open_device(name: str) -> StageDevice:
-    """
+    """Open a device of this machine.
+
     Raises:
         ConfigError: this machine has no such device.
     """

@@ -1,7 +1,7 @@
 """The form of a message between stages: a header and arrays. Pure.
 
-A frame is a prefix, a table with type and shape of each array, the header, and the bytes of the arrays in C order, one
-after the other; numbers are little-endian. What comes from outside is checked before memory is taken for it.
+A frame consists of a prefix, a table with the type and shape of each array, the header, and the bytes of the arrays in
+C order, one array after the other. Numbers are little-endian. A received frame is checked before memory is allocated.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from doll.errors import DollError
 Array = npt.NDArray[Any]
 
 MAX_ARRAYS: Final = 130
-MAX_CROSSING: Final = 64  # tensors between two stages; as many of y, the weights and the groups go with them
+MAX_CROSSING: Final = 64  # tensors between two stages; up to 64 arrays of y, the weights and the groups are added
 MAX_DIMENSIONS: Final = 8
 MAX_HEADER_BYTES: Final = 1 << 16
 # numpy has no such type: a field of this name holds the 16 bits of each number.
 BFLOAT16: Final = np.dtype([("bfloat16", "<u2")])
-# A code on the wire is a place in this tuple: add at the end only.
+# The code of a type is its index in this tuple, so append new types at the end.
 DTYPES: Final = (
     *(np.dtype(name) for name in ("<f4", "<f8", "<f2", "<i8", "<i4", "|u1", "|b1", "<i2", "|i1", "<c8", "<c16")),
     BFLOAT16,
 )
 
 _MAGIC: Final = b"dpl1"
-_PREFIX: Final = struct.Struct("<4sHHIQ")  # magic, arrays, place, bytes of the header, bytes of the arrays
-_ARRAY: Final = struct.Struct(f"<HH4x{MAX_DIMENSIONS}Q")  # code of the type, dimensions, shape; 0 for those it lacks
-_PLACE: Final = 6  # where it is in the prefix
+_PREFIX: Final = struct.Struct("<4sHHIQ")  # magic, number of arrays, place, bytes of header, bytes of arrays
+_ARRAY: Final = struct.Struct(f"<HH4x{MAX_DIMENSIONS}Q")  # code of the type, number of dimensions, shape padded with 0
+_PLACE: Final = 6  # offset of the place in the prefix
 PREFIX_BYTES: Final = _PREFIX.size
 _CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
 _NAMES: Final = ", ".join("bfloat16" if dtype == BFLOAT16 else dtype.name for dtype in DTYPES)
 
 
 class LinkFrameError(DollError):
-    """An error in a message between stages, received or to be sent: it is none, or beyond the limits."""
+    """A message between stages, received or to be sent, is not valid or exceeds a limit."""
 
 
 class Prefix(NamedTuple):
     """The first `PREFIX_BYTES` of a frame.
 
     Attributes:
-        place: where the bytes of the arrays are; 0: in the frame. Other values have a meaning for some links only.
+        place: location of the bytes of the arrays; 0: in the frame. Only some links give a meaning to other values.
     """
 
     arrays: int
@@ -57,7 +57,7 @@ class Prefix(NamedTuple):
 
     @property
     def rest_bytes(self) -> int:
-        """The size of the table and the header, which follow the prefix."""
+        """The size of the table and of the header, which follow the prefix."""
         return self.arrays * _ARRAY.size + self.header_bytes
 
 
@@ -73,10 +73,10 @@ class ArraySpec(NamedTuple):
 
 
 def as_sent(array: Array) -> Array:
-    """`array` in C order and little-endian: itself, or a copy.
+    """Return `array` in C order and little-endian: the same array, or a copy if a conversion is needed.
 
     Raises:
-        LinkFrameError: its type is not in `DTYPES`.
+        LinkFrameError: the type of the array is not in `DTYPES`.
     """
     dtype = array.dtype.newbyteorder("<")
     if dtype not in _CODES:
@@ -85,16 +85,17 @@ def as_sent(array: Array) -> Array:
 
 
 def bytes_of(array: Array) -> memoryview:
-    """The memory of an array in C order, writable if the array is."""
+    """Return the memory of an array in C order; it is writable if the array is."""
     return array.reshape(-1).view(np.uint8).data
 
 
 def encode(header: bytes, arrays: Sequence[Array], max_message_bytes: int) -> bytes:
-    """Prefix, table and header of a frame.
+    """Return the prefix, the table and the header of a frame.
 
     Args:
-        arrays: as `as_sent` returns them.
-        max_message_bytes: limit of the bytes of all arrays together.
+        header: header of the message.
+        arrays: arrays as `as_sent` returns them.
+        max_message_bytes: maximum size of all arrays together.
 
     Raises:
         LinkFrameError: a limit is exceeded.
@@ -111,14 +112,15 @@ def encode(header: bytes, arrays: Sequence[Array], max_message_bytes: int) -> by
 
 
 def at_place(head: bytes, place: int) -> bytes:
-    """`head`, which `encode` has returned, with another place."""
+    """Return `head`, a result of `encode`, with another place."""
     return head[:_PLACE] + place.to_bytes(2, "little") + head[_PLACE + 2 :]
 
 
 def decode_prefix(data: bytes | bytearray, max_message_bytes: int) -> Prefix:
-    """
+    """Decode the prefix of a frame.
+
     Raises:
-        LinkFrameError: `data` is no prefix of a frame, or announces more than the limits allow.
+        LinkFrameError: `data` is not a prefix, or the announced sizes exceed a limit.
     """
     magic, *fields = _PREFIX.unpack(data)
     if magic != _MAGIC:
@@ -131,14 +133,15 @@ def decode_prefix(data: bytes | bytearray, max_message_bytes: int) -> Prefix:
 
 
 def decode_rest(prefix: Prefix, data: bytes | bytearray) -> tuple[bytes, list[ArraySpec]]:
-    """Header and arrays from the `prefix.rest_bytes` after the prefix.
+    """Decode the header and the specifications of the arrays from the `prefix.rest_bytes` bytes after the prefix.
 
     Raises:
-        LinkFrameError: an array of unknown type or impossible shape, or arrays of another size than announced.
+        LinkFrameError: an array has an unknown type or impossible shape, or the arrays have another size than
+            announced.
     """
     table_bytes = prefix.arrays * _ARRAY.size
     specs = [_spec(*fields) for fields in _ARRAY.iter_unpack(memoryview(data)[:table_bytes])]
-    # A dimension of 0 must not hide another one that no array can have.
+    # A dimension of 0 must not hide another dimension that is impossible.
     for spec in specs:
         if math.prod(max(size, 1) for size in spec.shape) * spec.dtype.itemsize >= 1 << 63:
             raise LinkFrameError(f"expected the shape of an array, got {spec.shape}")

@@ -1,8 +1,8 @@
-"""Links between neighbours of a pipeline: the port, and stream sockets, with or without shared memory (ADR 0040).
+"""Links between neighbours of a pipeline: stream sockets, with or without shared memory (ADR 0040).
 
-Neighbours send each other activations forward and gradients backward at the same time. Each end has one thread that
-receives at all times, so that a sender waits for a copy, never for the other end's computation. Without that thread
-two ends that send more than the buffers of the sockets hold wait for each other.
+Neighbours send activations forward and gradients backward at the same time. Each end has a thread that always receives,
+so a sender waits only for a copy, never for the computation of the other end. Without this thread, two ends that send
+more than the buffers of the sockets hold would wait for each other.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from doll.pipeline.links.frames import Array, LinkFrameError
 from doll.pipeline.links.segments import MIN_BYTES, LinkSegments, segments_pair
 
 DEFAULT_MAX_MESSAGE_BYTES: Final = 1 << 30
-# Beyond net.core.wmem_max the kernel takes less.
+# Above net.core.wmem_max, the kernel uses a smaller buffer.
 _BUFFER_BYTES: Final = 1 << 20
 
 
 class LinkClosedError(DollError):
-    """The link has ended: the other end is closed or its process has died, or this end is closed."""
+    """The link has ended: the other end is closed, its process has died, or this end is closed."""
 
 
 class StageLink:
     """One end of a link between two processes, over a connected stream socket: a pair of Unix sockets, or TCP.
 
-    Messages arrive whole and in order, or the link ends. One thread at a time sends (others wait for it), and one
-    thread at a time receives.
+    Messages arrive complete and in order, or the link ends. Only one thread at a time sends, other senders wait; only
+    one thread at a time may receive.
 
     Args:
-        connection: the link's from now on.
-        max_message_bytes: limit of the arrays of a message, in both directions.
-        segments: for large messages; one that is kept by the receiver keeps its segment, and when none is free or a
-            message is larger than a segment, it goes through the socket. None: all go through the socket.
+        connection: the socket; the link owns it from now on.
+        max_message_bytes: maximum size of the arrays of a message, in both directions.
+        segments: shared memory for large messages. A segment stays in use while the receiver keeps its message. If no
+            segment is free, or a message is larger than a segment, the message goes through the socket. None: all
+            messages go through the socket.
     """
 
     def __init__(
@@ -58,26 +59,26 @@ class StageLink:
         self._segments = segments
         self._max_message_bytes = max_message_bytes
         self._is_closed = False
-        self._is_cut = False  # what is still to be read does not begin with a message
-        # Reentrant: a signal handler may call `close` in the thread that sends.
+        self._is_cut = False  # True: the remaining bytes do not begin with a message
+        # Reentrant, because a signal handler may call `close` in the thread that sends.
         self._sending = threading.RLock()
         self._receiving = threading.RLock()
 
     def limit_sending(self, seconds: float) -> None:
-        """Limit `send`: it ends the link when the other end takes nothing for so long; at first it waits."""
-        timeval = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))  # of the kernel: the socket still blocks
+        """Limit the wait of `send`: it ends the link if the other end reads nothing for this time. Default: no limit."""
+        timeval = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))  # for the kernel; the socket stays blocking
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
     def send(self, header: bytes, arrays: Sequence[Array] = ()) -> None:
-        """Send a message; the arrays may be changed afterwards. Waits while the buffers between the ends are full.
+        """Send a message; the arrays may be changed afterwards. Wait while the buffers between the ends are full.
 
         Args:
-            header: at most `frames.MAX_HEADER_BYTES`.
-            arrays: at most `frames.MAX_ARRAYS`, of any shape and strides, of the types `frames.DTYPES`.
+            header: header of at most `frames.MAX_HEADER_BYTES`.
+            arrays: at most `frames.MAX_ARRAYS` arrays of any shape and strides, with the types `frames.DTYPES`.
 
         Raises:
-            LinkClosedError: nobody will receive it.
-            LinkFrameError: it is beyond a limit. Nothing was sent, and the link goes on.
+            LinkClosedError: the link has ended, so nobody will receive the message.
+            LinkFrameError: the message exceeds a limit. Nothing was sent, and the link stays open.
         """
         sent = [frames.as_sent(np.asarray(array)) for array in arrays]
         head = frames.encode(header, sent, self._max_message_bytes)
@@ -87,7 +88,7 @@ class StageLink:
                     head, sent = frames.at_place(head, place), []
                 self._write([memoryview(head), *(frames.bytes_of(array) for array in sent)])
             except BaseException as exc:
-                self._end()  # the message is cut: nothing may follow it
+                self._end()  # the message is incomplete, so no other message may follow it
                 if isinstance(exc, BlockingIOError):
                     raise self._closed("it has taken nothing for as long as a sender waits") from exc
                 if isinstance(exc, OSError):
@@ -95,11 +96,11 @@ class StageLink:
                 raise
 
     def receive(self) -> tuple[bytes, list[Array]]:
-        """The next message: its header and arrays, which are the caller's, to change and to keep. Waits for it.
+        """Wait for the next message. Return its header and arrays; the caller may change and keep the arrays.
 
         Raises:
-            LinkClosedError: there will be none. Messages that came before were returned.
-            LinkFrameError: what came is no message. The link has ended, at both ends.
+            LinkClosedError: the link has ended. All messages that arrived before were returned.
+            LinkFrameError: the received bytes are not a message. The link has ended, at both ends.
         """
         with self._receiving:
             if self._is_cut:
@@ -110,28 +111,28 @@ class StageLink:
                 raise self._closed(exc.strerror or str(exc)) from exc
             except LinkClosedError:
                 raise
-            except BaseException:  # where the next message begins is unknown
+            except BaseException:  # the begin of the next message is unknown
                 self._is_cut = True
                 self._end()
                 raise
 
     def fileno(self) -> int:
-        """Readable when `receive` would return or raise; -1 after `close`."""
+        """Return the file descriptor of the socket; readable when `receive` would return or raise. -1 after `close`."""
         return self._socket.fileno()
 
     def close(self) -> None:
-        """End the link at both ends; threads that send or receive get a LinkClosedError. May be repeated."""
+        """End the link at both ends. Threads that send or receive get a LinkClosedError. May be called again."""
         self._is_closed = True
         self._end()
-        # They end now. Without waiting for them, a file that is opened next could get the number that they use.
+        # They end now. Wait for them; otherwise a newly opened file could get the file descriptor that they use.
         with self._sending, self._receiving:
             self._forget()
 
     def forget(self) -> None:
-        """Close what this process has of this end, which another process goes on using.
+        """Close this process's copy of this end; another process continues to use the end.
 
-        A process that is forked has copies of all open ends. Each process must forget the ends that are not its own: as
-        long as one has a copy, the other end does not see that the owner has died.
+        A forked process has copies of all open ends. Each process must forget the ends that it does not own: while it
+        has such a copy, the other end does not notice the death of the owner.
         """
         # Another thread may have held a lock when this process was forked.
         self._is_closed = True
@@ -173,7 +174,8 @@ class StageLink:
     def _fill(self, view: memoryview, read_bytes: int) -> None:
         """
         Args:
-            read_bytes: of the message so far.
+            view: memory to fill.
+            read_bytes: number of bytes of the message that were already read.
         """
         while view:
             count = self._socket.recv_into(view, len(view), socket.MSG_WAITALL)
@@ -194,7 +196,7 @@ class StageLink:
 
 
 def socket_pair(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> tuple[StageLink, StageLink]:
-    """Both ends of a link between processes of this machine; create it before the fork (see `StageLink.forget`)."""
+    """Create both ends of a link between local processes. Call it before the fork (see `StageLink.forget`)."""
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     return StageLink(one, max_message_bytes), StageLink(other, max_message_bytes)
 
@@ -205,15 +207,15 @@ def shared_pair(
     max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     min_bytes: int = MIN_BYTES,
 ) -> tuple[StageLink, StageLink]:
-    """Make a pair as `socket_pair` does, with large messages in shared memory.
+    """Create both ends of a link, as `socket_pair` does; large messages go through shared memory.
 
     Args:
-        segments: in each direction. A stage keeps what it has received until the backward pass: one for each minibatch
-            in flight, and one or two on their way.
-        segment_bytes, min_bytes: as of `segments_pair`.
+        segments: number of segments in each direction. A stage keeps received messages until the backward pass: one
+            segment for each minibatch in flight, and one or two for messages in transit.
+        segment_bytes, min_bytes: as in `segments_pair`.
 
     Raises:
-        DollError: the system has no address space for them.
+        DollError: the system has no address space for the segments.
     """
     shared = segments_pair(segments, segment_bytes, min_bytes)
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -1,8 +1,8 @@
-"""Shared memory for the large arrays of a link: segments that are used again, with no copy at the receiver (ADR 0040).
+"""Shared memory for the large arrays of a link: segments that are reused, without a copy at the receiver (ADR 0040).
 
-The sender copies arrays into a free segment, and the frame says into which one. The arrays that are received are views
-of it. When the last view is gone, the receiver returns the segment. A frame and a return are system calls each, and
-these order the accesses of both processes to the memory, on any processor.
+The sender copies arrays into a free segment; the frame names the segment. The received arrays are views of it. When the
+last view is deleted, the receiver returns the segment. Sending a frame and returning a segment are system calls; they
+order the memory accesses of both processes on any processor.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from doll.errors import DollError
 from doll.pipeline.links.frames import Array, ArraySpec, LinkFrameError
 
 MAX_SEGMENTS: Final = 255
-# Of 64 KiB a copy through the socket takes as much processor time.
+# From 64 KiB on, a copy through the socket takes as much processor time.
 MIN_BYTES: Final = 1 << 17
-_ALIGNMENT_BYTES: Final = 64  # of each array: a cache line, and the widest vector registers
+_ALIGNMENT_BYTES: Final = 64  # alignment of each array: a cache line, and the widest vector registers
 _Bytes = npt.NDArray[np.uint8]
 
 
 class LinkSegments:
-    """One end's access to the segments of both directions. Made by `segments_pair`.
+    """The access of one end to the segments of both directions. Created by `segments_pair`.
 
-    `store` is called by one thread at a time, and so is `load`. Views may end in any thread.
+    Only one thread at a time may call `store`, and only one may call `load`. Views may be deleted in any thread.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LinkSegments:
         self._segment_bytes = segment_bytes
         self._count = len(own) // segment_bytes
         self._min_bytes = min_bytes
-        # The last one that was used is used next: no more pages are ever written than are needed at once.
+        # The most recently used segment is used next, so that no more pages are written than are needed at once.
         self._free = list(range(self._count))[::-1]
         self._lent: set[int] = set()
 
@@ -51,10 +51,11 @@ class LinkSegments:
         """Copy arrays in C order into a segment.
 
         Returns:
-            Its place, from 1; 0: they are smaller than `min_bytes`, larger than a segment, or no segment is free.
+            Place of the segment, from 1 on. 0: the arrays are smaller than `min_bytes` or larger than a segment, or no
+            segment is free.
 
         Raises:
-            LinkFrameError: the other end has returned what it does not have.
+            LinkFrameError: the other end has returned a segment that it does not have.
         """
         *starts, total_bytes = _starts([array.nbytes for array in arrays])
         if not max(self._min_bytes, 1) <= total_bytes <= self._segment_bytes:
@@ -70,10 +71,10 @@ class LinkSegments:
         return number + 1
 
     def load(self, place: int, specs: Sequence[ArraySpec]) -> list[Array]:
-        """The arrays at a place: views, whose segment is not written to as long as one of them exists.
+        """Return the arrays at a place. They are views; their segment is not written to while one of them exists.
 
         Raises:
-            LinkFrameError: there is no such segment, its views are still there, or the arrays do not fit into it.
+            LinkFrameError: there is no such segment, it still has views, or the arrays do not fit into it.
         """
         number = place - 1
         *starts, total_bytes = _starts([spec.size_bytes for spec in specs])
@@ -84,19 +85,19 @@ class LinkSegments:
             raise LinkFrameError(f"expected arrays in a segment of {self._segment_bytes} bytes, got {total_bytes}")
         memory = self._view(self._far, number)
         self._lent.add(number)
-        # Views of a view keep the array alive whose memory they use. That is `memory`: it is not made by a view.
+        # A view of a view keeps the array that owns the memory alive: `memory`, which is not itself made as a view.
         weakref.finalize(memory, self._give_back, number, os.getpid()).atexit = False
         return [_as(memory, start, spec) for start, spec in zip(starts, specs, strict=True)]
 
     def forget(self) -> None:
-        """Give up this process's access. Views stay as they are."""
+        """Release this process's access. Existing views stay valid."""
         self._returns.close()
 
     def _view(self, memory: mmap.mmap, number: int) -> _Bytes:
         return np.frombuffer(memory, np.uint8, self._segment_bytes, number * self._segment_bytes)
 
     def _give_back(self, number: int, pid: int) -> None:
-        if pid != os.getpid():  # a process was forked that has views too: the segment is its parent's
+        if pid != os.getpid():  # a forked process has views, too; only its parent may return the segment
             return
         self._lent.discard(number)
         with contextlib.suppress(OSError):  # the link has ended
@@ -111,17 +112,17 @@ class LinkSegments:
 
 
 def segments_pair(count: int, segment_bytes: int, min_bytes: int = MIN_BYTES) -> tuple[LinkSegments, LinkSegments]:
-    """The segments of a link, for its two ends; create them before the fork.
+    """Create the segments of a link, for both of its ends; call it before the fork.
 
-    Memory is taken when a segment is first written to, as much as is written, and is kept until the link ends.
+    Memory is allocated when a segment is first written to, for the written part, and is kept until the link ends.
 
     Args:
-        count: segments in each direction, 1 to `MAX_SEGMENTS`.
-        segment_bytes: largest message in a segment; rounded up to whole pages.
-        min_bytes: smaller messages are not stored.
+        count: number of segments in each direction, 1 to `MAX_SEGMENTS`.
+        segment_bytes: size of the largest message in a segment; rounded up to whole pages.
+        min_bytes: size below which messages are not stored in segments.
 
     Raises:
-        DollError: the system has no address space for them.
+        DollError: the system has no address space for the segments.
     """
     if not 1 <= count <= MAX_SEGMENTS or segment_bytes < 1:
         raise ValueError(
@@ -143,7 +144,7 @@ def segments_pair(count: int, segment_bytes: int, min_bytes: int = MIN_BYTES) ->
 
 
 def _starts(sizes_bytes: Sequence[int]) -> list[int]:
-    """The start of each array of these sizes in a segment, and the end of the last one."""
+    """Return the start of each array of these sizes in a segment, and the end of the last array."""
     starts, end = [], 0
     for size_bytes in sizes_bytes:
         start = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

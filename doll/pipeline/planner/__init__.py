@@ -1,1 +1,1 @@
-"""Which layers each stage gets, and on which device: partition, schedule, allocation of a fleet, predictions."""
+"""Planning of stages, their layers and their devices: partition, schedule, allocation of a fleet, predictions."""

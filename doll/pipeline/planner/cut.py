@@ -1,4 +1,4 @@
-"""Which layers each stage of a job's virtual workers has."""
+"""The layers of each stage of a job's virtual workers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from doll.task.batches import SampleBatch
 
 
 def cut(config: JobConfig, task: Task, model: torch.nn.Module, worker: int) -> list[list[Layer]]:
-    """The layers of each stage of one worker, first stage first.
+    """Return the layers of each stage of one worker, in the order of the stages.
 
     Raises:
-        ConfigError: the model cannot be cut so.
+        ConfigError: the model cannot be cut as the job file requires.
     """
     pipeline = config.worker.pipeline
     assert pipeline is not None
@@ -62,11 +62,11 @@ def check_parts(task: Task, model: torch.nn.Module, parts: Sequence[Sequence[Lay
 def check_with_samples(
     task: Task, model: torch.nn.Module, parts: Sequence[Sequence[Layer]], samples: SampleBatch, *, batch: int
 ) -> None:
-    """Check the stages of `cut` with samples of the stream, at least one: random numbers may have another effect in the
-    model, or it takes none.
+    """Check the stages of `cut` with samples of the stream, at least one: the model may behave differently on random
+    numbers, or not accept them.
 
     Raises:
-        TaskError: the stages compute something else than the model. A restart would find the same.
+        TaskError: the stages compute another result than the model. A restart would not change this.
     """
     try:
         check_parts(task, model, parts, passes.inputs_of(task, samples))
@@ -75,10 +75,10 @@ def check_with_samples(
 
 
 def even_stops(sizes: Sequence[int], parts: int) -> list[int]:
-    """Cut `sizes` into `parts` runs of one or more, such that the largest sum is as small as possible, and the others
-    are about even. Returns the end of each."""
+    """Cut `sizes` into `parts` runs of at least one element, so that the largest sum is as small as possible and the
+    other sums are about equal. Return the end of each run."""
     sums = list(accumulate(sizes, initial=0))
-    # best[n]: the smallest largest sum of the first n in this many runs, the sum of squares, the begin of the last run.
+    # best[n]: smallest largest sum of the first n elements in this many runs, sum of squares, begin of the last run.
     best = [(sums[n], sums[n] ** 2, 0) for n in range(len(sums))]
     begins = []
     for part in range(2, parts + 1):
@@ -101,10 +101,10 @@ def _few(profile: Profile) -> str:
 
 
 def _named_stops(names: Sequence[str], wanted: Sequence[Sequence[str]]) -> list[int]:
-    """The end of each stage of `wanted`.
+    """Return the end of each stage of `wanted`.
 
     Raises:
-        ConfigError: a layer is missing, unknown, named twice, or not after the one before it.
+        ConfigError: a layer is missing, unknown, named twice, or not directly after the layer before it.
     """
     at = 0
     stops = []

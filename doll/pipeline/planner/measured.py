@@ -1,4 +1,4 @@
-"""The log of what the stages of a virtual worker do, a file of the run folder. doll-lab reads it."""
+"""The log of the tasks of a virtual worker's stages, a file in the run folder. doll-lab reads it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_BATCHES: Final = 1_000
 
 
 class TaskLog:
-    """Writes the tasks of the first batches of a process, a line of JSON for each batch; a new process begins again."""
+    """A log of the tasks of a process's first batches, one line of JSON per batch; a new process overwrites it."""
 
     def __init__(self, path: Path, max_batches: int = MAX_BATCHES) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -23,7 +23,7 @@ class TaskLog:
         self._encoder = msgspec.json.Encoder()
 
     def add(self, tasks: Sequence[StageTask]) -> None:
-        """The tasks of one batch, at all stages."""
+        """Add the tasks of one batch, at all stages."""
         if self._left and not self._file.closed:
             self._left -= 1
             self._file.write(self._encoder.encode(tasks) + b"\n")

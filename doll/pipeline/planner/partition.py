@@ -1,8 +1,8 @@
-"""The cut of a model's layers into the stages of one virtual worker, on devices in a given order. Pure.
+"""Partition of a model's layers into the stages of one virtual worker, on devices in a given order. Pure.
 
-Stages are contiguous. The best cut has the least bottleneck, the time of its slowest stage, within the memory of the
-devices (the HetPipe paper, section 5). Links take no time here. doll-lab's planner of a fleet also chooses devices and
-their order, and counts transfers (`doll_lab.pipelines.partition`).
+Stages are contiguous. The best partition has the smallest bottleneck, which is the time of its slowest stage, within
+the memory of the devices (the HetPipe paper, section 5). Transfer times of links are ignored. The fleet planner of
+doll-lab also chooses devices and their order, and includes transfers (`doll_lab.pipelines.partition`).
 
 >>> from doll.pipeline.profiling.profile import LayerProfile
 >>> layers = tuple(LayerProfile(name, 1.0, 2.0, 10, 4, 100) for name in "abcdef")
@@ -30,8 +30,8 @@ class DoesNotFitError(ConfigError):
     """No partition fits into the memory of the devices, or there are too few devices or layers.
 
     Attributes:
-        layer: name of the layer that does not fit; "" if the number of layers or of devices is the reason.
-        devices: names of the devices that it does not fit on.
+        layer: name of the layer that does not fit; "" if the number of layers or devices is the cause.
+        devices: names of the devices that the layer does not fit on.
     """
 
     def __init__(self, message: str, *, layer: str = "", devices: Sequence[str] = ()) -> None:
@@ -42,17 +42,18 @@ class DoesNotFitError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class MemoryRule:
-    """Memory of a stage with weights of W bytes and activations of A: W (1 + opt) + m (W + A), and, if a rule has
-    them, inputs, temporaries and reserved bytes.
+    """The memory of a stage with W bytes of weights and A bytes of activations: W (1 + opt) + m (W + A), plus inputs,
+    temporaries and reserved bytes if the rule has them.
 
-    m is the number of minibatches between their forward and backward pass: N_m, and 1 at the last stage, which does
-    both at once. N_m is reached at the other stages with some times of theirs.
+    m is the number of minibatches that are between their forward and backward pass. It is 1 at the last stage, which
+    runs both passes in one step, and at most N_m at the other stages; whether it reaches N_m depends on their times.
 
     Attributes:
-        optimizer_multiplier: opt, arrays of the weights' size besides the weights: gradients, the optimizer's state.
-        inputs: whether the inputs of N_m minibatches are counted, which wait or are kept; not in the paper.
-        temporaries: arrays of the size of the largest input or output of the stage's layers.
-        reserved_bytes: what each stage takes besides.
+        optimizer_multiplier: opt, number of arrays of the weights' size besides the weights: gradients, optimizer
+            state.
+        inputs: whether to count the inputs of N_m minibatches, which wait or are kept; not in the paper.
+        temporaries: number of arrays with the size of the largest input or output of the stage's layers.
+        reserved_bytes: additional memory of each stage, in bytes.
     """
 
     optimizer_multiplier: float
@@ -61,10 +62,12 @@ class MemoryRule:
     reserved_bytes: float = 0.0
 
     def stage_bytes(self, size: StageSize, *, in_flight: int, is_last: bool) -> Any:
-        """Memory of one stage, in bytes; an array if `size` has arrays.
+        """Return the memory of one stage in bytes; an array if `size` contains arrays.
 
         Args:
-            in_flight: N_m.
+            size: sizes of the stage's layers.
+            in_flight: N_m, the number of minibatches in flight.
+            is_last: whether it is the last stage.
         """
         kept = 1 if is_last else in_flight
         weights = (1.0 + self.optimizer_multiplier + kept) * size.parameter_bytes
@@ -73,14 +76,16 @@ class MemoryRule:
 
 
 def stops_in_order(profile: Profile, devices: Sequence[Device], *, in_flight: int, memory: MemoryRule) -> list[int]:
-    """The end of each stage in the cut with the least bottleneck; of equal cuts, one with the least sum of times.
+    """Return the end of each stage in the partition with the smallest bottleneck, then the smallest sum of times.
 
     Args:
-        devices: one for each stage, first stage first, and not more than there are layers.
-        in_flight: N_m.
+        profile: profile of the model's layers.
+        devices: one device for each stage, in the order of the stages; at most as many as layers.
+        in_flight: N_m, the number of minibatches in flight.
+        memory: rule for the memory of a stage.
 
     Raises:
-        DoesNotFitError: no cut fits.
+        DoesNotFitError: no partition fits.
     """
     end = len(profile.layers)
     seconds = _stage_seconds(profile, devices, in_flight, memory)
@@ -96,9 +101,9 @@ def stops_in_order(profile: Profile, devices: Sequence[Device], *, in_flight: in
 
 
 def stage_needs(profile: Profile, in_flight: int, memory: MemoryRule) -> tuple[Floats, Floats]:
-    """Memory of layers i to j - 1 at [i, j] in a stage before the last one, and in the last one: shape (L + 1, L + 1).
+    """Return the memory of layers i to j - 1 at [i, j], for a stage before the last and for the last: (L + 1, L + 1).
 
-    Only what is above the diagonal is a stage.
+    Only entries above the diagonal are stages.
     """
     layers = profile.layers
     parameters = np.cumsum([0.0, *(layer.parameter_bytes for layer in layers)])
@@ -113,7 +118,7 @@ def stage_needs(profile: Profile, in_flight: int, memory: MemoryRule) -> tuple[F
 
 
 def _stage_seconds(profile: Profile, devices: Sequence[Device], in_flight: int, memory: MemoryRule) -> list[Floats]:
-    """Seconds of layers i to j - 1 at [i, j] on each device; infinite if they are no stage or do not fit."""
+    """Return the seconds of layers i to j - 1 at [i, j] on each device; infinite without such a stage or memory."""
     needs = stage_needs(profile, in_flight, memory)
     tables = []
     for number, device in enumerate(devices, 1):
@@ -125,7 +130,7 @@ def _stage_seconds(profile: Profile, devices: Sequence[Device], in_flight: int, 
 
 
 def _least(seconds: Sequence[Floats], join: Callable[[Floats, Floats], Floats]) -> list[Floats]:
-    """At [q][j] the least value of layers 0 to j - 1 in the first q stages: the `join` of the times of these stages."""
+    """Return, at [q][j], the smallest value of layers 0 to j - 1 in the first q stages; `join` combines stage times."""
     values = [np.full(len(seconds[0]), np.inf)]
     values[0][0] = 0.0
     for table in seconds:
@@ -134,7 +139,7 @@ def _least(seconds: Sequence[Floats], join: Callable[[Floats, Floats], Floats]) 
 
 
 def _explain(profile: Profile, devices: Sequence[Device], in_flight: int, memory: MemoryRule) -> DoesNotFitError:
-    """The error if no cut fits: a layer that fits on no device, or how far the first stages come at best."""
+    """Return the error if no partition fits: a layer that fits on no device, or the layers that the stages hold."""
     end, k = len(profile.layers), len(devices)
     names = [layer.name for layer in profile.layers]
     needs = stage_needs(profile, in_flight, memory)
@@ -154,7 +159,7 @@ def _explain(profile: Profile, devices: Sequence[Device], in_flight: int, memory
             return error(
                 f"layer {names[n]!r} fits on no device: it needs", n, needs[is_last][n, n + 1], devices, is_last
             )
-    # After these stages, each other one needs a layer.
+    # Each stage after these needs a layer.
     rooms = [np.isfinite(values[: end - (k - q) + 1]) for q, values in enumerate(reached(in_flight)[:-1])]
     stage = next((q for q, room in enumerate(rooms) if not room.any()), k) - 1
     first = int(np.flatnonzero(rooms[stage])[-1])
@@ -168,10 +173,13 @@ def _explain(profile: Profile, devices: Sequence[Device], in_flight: int, memory
 
 
 def furthest_text(names: Sequence[str], first: int, stop: int, over: int, used: Sequence[str]) -> str:
-    """The sentence on a cut that comes to layer `first` on the devices `used`, so that layers [first, stop) are left.
+    """Describe a partition that reaches layer `first` on the devices `used`, so that layers [first, stop) are left.
 
     Args:
-        over: the first of these layers that is too many for its device.
+        names: names of the layers.
+        first, stop: the layers that are left.
+        over: index of the first of these layers that is too large for its device.
+        used: names of the devices.
     """
     at_best = f" at best, {_layers(names[:first])} on {', '.join(used)}; then" if used else ""
     too_many = f" ({names[over]!r} is the first too many)" if stop > first + 1 else ""
@@ -184,12 +192,12 @@ def misfit(
     what: str, layer: str, need_bytes: float, devices: Sequence[Device], in_flight: int, fewer: int, *, is_last: bool,
     is_only: bool,
 ) -> DoesNotFitError:  # fmt: skip
-    """The error that layers do not fit, with the need, the memory of `devices`, and a remedy.
+    """Return the error for layers that do not fit, with their need, the memory of `devices`, and a solution.
 
     Args:
-        what: the begin of the sentence, up to "needs".
-        fewer: a smaller number of minibatches in flight with which a partition fits; 0: there is none.
-        is_last, is_only: whether the layers would be in the last stage, and whether it is the only one.
+        what: begin of the sentence, up to "needs".
+        fewer: a smaller number of minibatches in flight with which a partition fits; 0: there is no such number.
+        is_last, is_only: whether the layers would be in the last stage, and whether this stage is the only one.
     """
     has = list(dict.fromkeys(f"{device.name} has {gigabytes(device.memory_bytes)}" for device in devices))
     remedy = f"{_minibatches(fewer)} in flight would fit" if fewer else "use more stages or devices with more memory"

@@ -1,6 +1,6 @@
-"""The cut of a job's virtual workers that follows from a profile of its model, and the memory of a stage.
+"""The partition of a job's virtual workers by a profile of its model, and the memory of a stage.
 
-Without torch.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from doll.errors import ConfigError
 from doll.pipeline.planner.partition import MemoryRule, stops_in_order
 from doll.pipeline.profiling.profile import Device, Profile
 
-# Arrays of the size of the stage's weights, beside the weights and their copies for minibatches in flight, of a stage
-# whose memory is limited: the gradient, in which the optimizer's sum is too, and one layer's on its way into it.
+# Number of arrays of the size of the stage's weights, besides the weights and their copies for minibatches in flight,
+# for a stage with limited memory: the gradient, which also holds the optimizer's sum, and one layer's gradient.
 _COPIES: Final = 2
-# Of the largest input or output of a layer, beside what is kept for the backward pass: the output, gradients on their
-# way through a layer (3), and two messages in each direction on both links, of which the neighbours have half (4).
+# Number of arrays of the size of the largest input or output of a layer, besides the memory kept for the backward pass:
+# the output, gradients inside a layer (3), two messages per direction and link, half of them at the neighbours (4).
 _TEMPORARIES: Final = 8
-_SCRATCH_BYTES: Final = 24_000_000  # what BLAS keeps, and small arrays
+_SCRATCH_BYTES: Final = 24_000_000  # memory that BLAS keeps, and small arrays
 
 
 def live_rule(optimizer: OptimizerConfig) -> MemoryRule:
-    """The rule for the maximum memory of a stage whose memory is limited.
+    """Return the rule for the maximum memory of a stage whose memory is limited.
 
-    The last stage keeps one copy of its weights, as in the paper. The inputs of N_m minibatches may wait at each stage.
+    As in the paper, the last stage keeps one copy of its weights. The inputs of N_m minibatches may wait at each stage.
     """
     return MemoryRule(
         _COPIES + num_states(optimizer), inputs=True, temporaries=_TEMPORARIES, reserved_bytes=_SCRATCH_BYTES
@@ -33,7 +33,7 @@ def live_rule(optimizer: OptimizerConfig) -> MemoryRule:
 
 
 def num_states(optimizer: OptimizerConfig) -> int:
-    """Arrays of the weights' size that the optimizer keeps."""
+    """Return the number of arrays of the weights' size that the optimizer keeps."""
     match optimizer:
         case AdamConfig():
             return 2
@@ -46,10 +46,10 @@ def num_states(optimizer: OptimizerConfig) -> int:
 
 
 def load_profile(config: JobConfig) -> Profile:
-    """The profile that the job file names.
+    """Load the profile that the job file names.
 
     Raises:
-        ConfigError: `worker.pipeline.profile` cannot be read, or is of another batch size.
+        ConfigError: `worker.pipeline.profile` cannot be read, or was made with another batch size.
     """
     assert config.worker.pipeline is not None
     assert config.worker.pipeline.profile is not None
@@ -64,10 +64,10 @@ def load_profile(config: JobConfig) -> Profile:
 
 
 def stops_by_profile(config: JobConfig, profile: Profile, worker: int) -> list[int]:
-    """The end of each stage in the cut with the least bottleneck, on this worker's devices in their order.
+    """Return the end of each stage in the partition with the smallest bottleneck, on this worker's devices in order.
 
     Raises:
-        ConfigError: a stage does not fit its device.
+        ConfigError: a stage does not fit on its device.
     """
     assert config.worker.pipeline is not None
     devices = [

@@ -1,1 +1,1 @@
-"""The layers of a model, and what each takes: the input of the planner."""
+"""The layers of a model, and the time and memory that each needs: the input of the planner."""

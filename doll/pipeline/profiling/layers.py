@@ -1,11 +1,11 @@
 """The layers of a model, between which it may be cut into stages.
 
-Three ways, in this order: the layers that the task names (`Task.stages`); the layers of a `torch.nn.Sequential`, nested
-ones too; of other modules the nodes of the graph (`torch.fx`), which is cut wherever one tensor alone goes on, such as
-between the blocks of a residual network.
+The layers are found in three ways, in this order: the layers that the task names (`Task.stages`); the layers of a
+`torch.nn.Sequential`, also nested ones; for other modules, the nodes of the graph (`torch.fx`), which is cut where only
+one tensor is passed on, such as between the blocks of a residual network.
 
-`torch.distributed.pipelining` cuts graphs as well, by `torch.export`: that fixes the number of samples of a batch,
-which differs if samples are refused.
+`torch.distributed.pipelining` also cuts graphs, but with `torch.export`, which fixes the number of samples of a batch;
+this number varies if samples are refused.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from doll.task.batches import batch_of
 
 _TOLERANCE: Final = 1e-6
 _GRADIENT_TOLERANCE: Final = 1e-4
-_PIECE: Final = 1 << 18  # numbers; their float64 fit into a cache
+_PIECE: Final = 1 << 18  # numbers per piece; as float64, they fit into a cache
 
 
 class Layer(NamedTuple):
-    """A part of a model that takes what the one before returns. `module` shares the model's parameters."""
+    """A part of a model; its input is the output of the layer before. `module` shares the model's parameters."""
 
     name: str
     module: torch.nn.Module
 
 
 def layers_of(task: Task, model: torch.nn.Module) -> list[Layer]:
-    """Layers that give the model's output one after the other, the first by `task.forward`.
+    """Return layers that together compute the model's output; `task.forward` calls the first one.
 
     Raises:
         ConfigError: the model cannot be cut.
@@ -57,7 +57,7 @@ def layers_of(task: Task, model: torch.nn.Module) -> list[Layer]:
     named = task.stages(model)
     if named is not None:
         layers = [Layer(*item) for item in named]
-    elif type(model) is torch.nn.Sequential:  # another class may have its own forward
+    elif type(model) is torch.nn.Sequential:  # a subclass may have its own forward
         layers = _flattened(model)
     else:
         layers = _of_graph(model)
@@ -66,19 +66,19 @@ def layers_of(task: Task, model: torch.nn.Module) -> list[Layer]:
 
 
 def chain(layers: Sequence[Layer]) -> torch.nn.Sequential:
-    """Layers as one module."""
+    """Combine layers into one module."""
     return torch.nn.Sequential(*(layer.module for layer in layers))
 
 
 class Trial(NamedTuple):
-    """Samples that the model takes, as `Task.forward` gets them; or None, and why it does not take random ones."""
+    """Samples that the model accepts, in the form for `Task.forward`; or None, and why it accepts no random ones."""
 
     inputs: passes.Inputs | None
     reason: str = ""
 
 
 def trial_input(task: Task, model: torch.nn.Module, samples: int) -> Trial:
-    """Random numbers of the model's shape, else zeros as integers; held-out ones if it has no shape."""
+    """Return random numbers of the model's shape, else integer zeros; held-out samples if the task has no shape."""
     reasons: list[str] = []
     tried: list[passes.Inputs] = []
     if task.input_shape is not None:
@@ -103,14 +103,14 @@ def trial_input(task: Task, model: torch.nn.Module, samples: int) -> Trial:
 
 
 def inputs_for(x: Any) -> passes.Inputs:
-    """Samples x, without targets, weights and groups."""
+    """Return inputs with the samples x, without targets, weights and groups."""
     count = len(trees.arrays_of(x)[0])
     return passes.Inputs(x, None, None, None, count, float(count))
 
 
 def only_calls(task: Task, module: torch.nn.Module, inputs: passes.Inputs) -> tuple[Any, bool]:
-    """`task.forward(module, x)`, and whether that is what `module` has returned, unchanged: of a part of the model,
-    anything else belongs after the last one."""
+    """Return `task.forward(module, x)`, and whether it is the unchanged output of `module`: for a part of the model,
+    any other computation belongs after the last part."""
     returned: list[tuple[Any, int]] = []
     hook = module.register_forward_hook(lambda _, __, output: returned.append((output, _version_of(output))))
     try:
@@ -121,25 +121,26 @@ def only_calls(task: Task, module: torch.nn.Module, inputs: passes.Inputs) -> tu
 
 
 def _version_of(value: Any) -> int:
-    """The version of a value, which rises with each change in place."""
+    """Return the version of a value; each change in place increases it."""
     return sum(leaf._version for leaf in trees.flat(value)[0] if isinstance(leaf, torch.Tensor))
 
 
 def check_cut(
     task: Task, model: torch.nn.Module, layers: Sequence[Layer], inputs: passes.Inputs
 ) -> None:  # fmt: skip
-    """Compare the layers with the model, for samples: output, gradient and buffers, in
-    evaluation mode and, if there are two samples or more, in training mode with the same random numbers. Model and
-    layers are left as they were.
+    """Compare the layers with the model on samples: output, gradient and buffers.
+
+    The comparison uses evaluation mode and, with two samples or more, training mode with the same random numbers. Model
+    and layers are not changed.
 
     Raises:
-        ConfigError: they differ, a layer fails on the output of the one before, or what is between two layers cannot be
-            sent from one process to another.
+        ConfigError: the results differ, a layer fails on the output of the layer before, or the values between two
+            layers cannot be sent from one process to another.
     """
     name = type(model).__name__
 
     def copied() -> passes.Inputs:
-        return inputs.moved(torch.clone)  # a module may change it in place
+        return inputs.moved(torch.clone)  # because a module may change it in place
 
     def run_whole(training: bool) -> _Outcome:
         return _outcome(model, [model], training, lambda: passes.forward(task, model, copied()))
@@ -150,7 +151,7 @@ def check_cut(
         )
 
     is_compared = False
-    for training in (False, True)[: inputs.num_samples]:  # batch norm takes no single sample
+    for training in (False, True)[: inputs.num_samples]:  # batch norm does not accept a single sample
         try:
             whole = run_whole(training)
         except Exception as exc:  # the user's module may raise anything
@@ -160,7 +161,7 @@ def check_cut(
             raise _cannot(name, f"it returns {type(whole.output).__name__}, expected tensors")
         difference = whole.difference(run_layers(training))
         if difference and whole.difference(run_whole(training)):
-            # A generator of its own. The comparison in evaluation mode holds in training mode too, up to noise.
+            # Use a separate generator. The comparison in evaluation mode also holds in training mode, except for noise.
             problem = "its output for the same input differs from call to call"
             continue
         if difference:
@@ -171,12 +172,12 @@ def check_cut(
 
 
 class _Outcome(NamedTuple):
-    """The outcome of one pass.
+    """The result of one pass.
 
     Attributes:
-        output: of the whole model or of its layers.
-        gradient: norm and sum by name, of each parameter that a backward pass reaches.
-        buffers: values after the pass, by name.
+        output: output of the whole model or of its layers.
+        gradient: norm and sum of the gradient of each parameter that the backward pass reaches, by name.
+        buffers: values of the buffers after the pass, by name.
     """
 
     output: Any
@@ -184,7 +185,7 @@ class _Outcome(NamedTuple):
     buffers: dict[str, torch.Tensor]
 
     def difference(self, layers: _Outcome) -> str:
-        """The difference from `layers`, as the reason of an error; "": none. `self`: of the whole model."""
+        """Describe how `layers` differ from `self`, the whole model, for an error message; "": no difference."""
         (owns, structure), (outputs, other) = trees.flat(self.output), trees.flat(layers.output)
         if structure != other:
             return f"its layers give {other}, the whole model {structure}"
@@ -218,8 +219,8 @@ class _Outcome(NamedTuple):
 def _outcome(
     model: torch.nn.Module, roots: Sequence[torch.nn.Module], training: bool, run: Callable[[], Any]
 ) -> _Outcome:  # fmt: skip
-    """Run a pass of `roots`, which are `model` or its layers, with the same random numbers each time; they are left as
-    they were."""
+    """Run a pass of `roots`, which are `model` or its layers, with the same random numbers each time. Their state is
+    restored afterwards."""
     owners = {module: module.training for root in roots for module in root.modules()}
     before = [
         (owner, name, buffer, buffer.clone())
@@ -234,7 +235,7 @@ def _outcome(
             random.seed(0)
             np.random.seed(0)
             for root in roots:
-                root.train(training)  # which a module may have overridden
+                root.train(training)  # a module may have overridden it
             output = run()
             gradient = _gradient(model, output)
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
@@ -249,7 +250,7 @@ def _outcome(
         with torch.no_grad():
             for owner, name, buffer, values in before:
                 buffer.copy_(values)
-                owner._buffers[name] = buffer  # it may have been replaced
+                owner._buffers[name] = buffer  # the pass may have replaced it
 
 
 def _gradient(model: torch.nn.Module, output: Any) -> dict[str, tuple[float, float]]:
@@ -257,7 +258,7 @@ def _gradient(model: torch.nn.Module, output: Any) -> dict[str, tuple[float, flo
     outputs = [part for part in trees.flat(output)[0] if isinstance(part, torch.Tensor) and part.requires_grad]
     if not outputs or not parameters:
         return {}
-    # Not ones: after a softmax the sum is always the same.
+    # Random numbers instead of ones: after a softmax, the sum is always the same.
     weights = [
         torch.linspace(0.5, 1.5, part.numel(), dtype=torch.float64).reshape(part.shape).to(part.dtype)
         for part in outputs
@@ -298,7 +299,7 @@ def _are_tensors(output: Any) -> bool:
 
 
 def _through(task: Task, name: str, layers: Sequence[Layer], inputs: passes.Inputs) -> Any:
-    """Output of the layers, one after the other."""
+    """Compute the output of the layers, one after the other."""
     h: Any = None
     for number, layer in enumerate(layers):
         is_all = True
@@ -327,7 +328,7 @@ def _through(task: Task, name: str, layers: Sequence[Layer], inputs: passes.Inpu
 
 
 def _distance(expected: torch.Tensor, actual: torch.Tensor) -> float:
-    """The largest difference; 0 if it is no more than rounding. If one is not finite, the other is the same."""
+    """Return the largest difference; 0 if it is at most rounding. A value that is not finite must be equal in both."""
     if torch.equal(expected, actual) or not expected.numel():
         return 0.0
     if not is_differentiable(expected):
@@ -342,7 +343,7 @@ def _distance(expected: torch.Tensor, actual: torch.Tensor) -> float:
 
 def _flattened(model: torch.nn.Sequential, prefix: str = "") -> list[Layer]:
     layers: list[Layer] = []
-    for name, module in model._modules.items():  # named_children leaves out a module that comes again
+    for name, module in model._modules.items():  # named_children leaves out repeated modules
         if module is None:
             continue
         full = f"{prefix}{name}"
@@ -354,7 +355,7 @@ def _flattened(model: torch.nn.Sequential, prefix: str = "") -> list[Layer]:
 
 
 def _check(name: str, model: torch.nn.Module, layers: Sequence[Layer]) -> None:
-    """Each parameter and buffer of the model must be in one layer."""
+    """Check that each parameter and buffer of the model is in exactly one layer."""
     for layer in layers:
         if not isinstance(layer.module, torch.nn.Module) or not isinstance(layer.name, str):
             raise _cannot(name, f"stages(): expected pairs of a name and a module, got {tuple(layer)!r:.100}")
@@ -374,7 +375,7 @@ def _check(name: str, model: torch.nn.Module, layers: Sequence[Layer]) -> None:
 
 
 def _of_graph(model: torch.nn.Module) -> list[Layer]:
-    """Cut the graph of a module after each node whose value alone is used further on."""
+    """Cut the graph of a module after each node that is the only value used further on."""
     name = type(model).__name__
     try:
         evaluating = _traced(model.eval()).code
@@ -408,12 +409,12 @@ def _of_graph(model: torch.nn.Module) -> list[Layer]:
 
 
 def _is_taken_apart(node: fx.Node) -> bool:
-    """Whether it may be a tuple, which cannot be sent."""
+    """Return whether the node may be a tuple, which cannot be sent."""
     return all(user.op == "call_function" and user.target is operator.getitem for user in node.users)
 
 
 def _traced(model: torch.nn.Module) -> fx.GraphModule:
-    """The graph of a model. `fx` leaves tensors that forward() makes at the model: without them, it is as it was."""
+    """Return the graph of a model. `fx` adds tensors that forward() makes to the model; they are removed again."""
     before = set(vars(model))
     try:
         return fx.symbolic_trace(model)
@@ -423,7 +424,7 @@ def _traced(model: torch.nn.Module) -> fx.GraphModule:
 
 
 class _Value(torch.nn.Module):
-    """A parameter or buffer that a module uses by itself, or a constant that its forward() makes."""
+    """A parameter or buffer that a module uses directly, or a constant that its forward() makes."""
 
     def __init__(self, value: torch.Tensor, *, is_buffer: bool) -> None:
         super().__init__()
@@ -437,10 +438,10 @@ class _Value(torch.nn.Module):
 
 
 def _own_parameters_as_modules(traced: fx.GraphModule, buffers: Set[int]) -> dict[fx.Node, fx.Node]:
-    """Replace each use of a parameter by a module that returns it: `split_module` would pass it from part to part.
+    """Replace each use of a parameter with a module that returns it: `split_module` would pass it from part to part.
 
     Returns:
-        The nodes of these modules, with the node that uses each.
+        The nodes of these modules, each with the node that uses it.
     """
     values: dict[fx.Node, fx.Node] = {}
     for node in [node for node in traced.graph.nodes if node.op == "get_attr"]:
@@ -460,7 +461,7 @@ def _own_parameters_as_modules(traced: fx.GraphModule, buffers: Set[int]) -> dic
 
 
 def _joined(layers: Sequence[Layer]) -> list[Layer]:
-    """Names that no other layer has."""
+    """Join layers with equal names, so that each name is unique."""
     seen: dict[str, int] = {}
     joined = []
     for layer in layers:
@@ -470,7 +471,7 @@ def _joined(layers: Sequence[Layer]) -> list[Layer]:
 
 
 def _name_of(nodes: Sequence[fx.Node]) -> str:
-    """The name of a layer: the modules of the model that it calls, or its last function."""
+    """Return the name of a layer: the modules of the model that it calls, or its last function."""
     called = [str(node.target) for node in nodes if node.op == "call_module"]
     if not called:
         return nodes[-1].name

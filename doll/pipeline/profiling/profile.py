@@ -17,12 +17,12 @@ FORMAT: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class LayerProfile:
-    """One layer, for one minibatch on the device that was profiled.
+    """The costs of one layer, for one minibatch on the profiled device.
 
     Attributes:
-        activation_bytes: kept between the forward and the backward pass, the output too if this layer or the next one
-            needs it then; not the input.
-        output_bytes: sent to the next layer; the gradient that comes back has the same size.
+        activation_bytes: memory that is kept between the forward and the backward pass, without the input. It includes
+            the output if this layer or the next one needs the output in the backward pass.
+        output_bytes: size of the output that is sent to the next layer; the returned gradient has the same size.
     """
 
     name: str
@@ -34,18 +34,18 @@ class LayerProfile:
 
     @property
     def compute_s(self) -> float:
-        """Forward and backward."""
+        """Seconds of the forward and backward pass together."""
         return self.forward_s + self.backward_s
 
 
 class StageSize(NamedTuple):
-    """Bytes of some layers, one after the other: numbers, or arrays.
+    """Sizes of consecutive layers in bytes: numbers, or arrays.
 
     Attributes:
-        parameter_bytes: W.
-        activation_bytes: A, of one minibatch; without the input.
-        input_bytes: of one minibatch.
-        largest_bytes: the largest of what these layers take and give.
+        parameter_bytes: W, size of the parameters.
+        activation_bytes: A, size of the activations of one minibatch, without the input.
+        input_bytes: size of the input of one minibatch.
+        largest_bytes: size of the largest input or output of these layers.
     """
 
     parameter_bytes: Any
@@ -59,8 +59,8 @@ class Device:
     """One machine or accelerator.
 
     Attributes:
-        speed: times that of the device that was profiled.
-        node: devices of one node are connected faster.
+        speed: speed relative to the profiled device.
+        node: name of the node; devices of one node have a faster connection.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Device:
 
     @property
     def kind(self) -> tuple[str, float, float]:
-        """Devices of one kind and one node are interchangeable for a partition: layers take the same time on them."""
+        """The key of interchangeable devices: a partition takes the same time on devices of one kind and one node."""
         return (self.name, self.speed, self.memory_bytes)
 
 
@@ -81,10 +81,10 @@ class Profile:
     """The layers of one model, first layer first.
 
     Attributes:
-        batch_size: samples of the minibatch.
-        device: that was profiled.
-        input_bytes: of the minibatch.
-        times_by_device: (forward_s, backward_s) of each layer, by the name of a device on which they were measured.
+        batch_size: number of samples of the minibatch.
+        device: name of the profiled device.
+        input_bytes: size of the minibatch's input.
+        times_by_device: (forward_s, backward_s) of each layer, by the name of the device on which they were measured.
     """
 
     model: str
@@ -95,14 +95,14 @@ class Profile:
     times_by_device: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
 
     def times_on(self, device: Device) -> list[tuple[float, float]]:
-        """(forward_s, backward_s) of each layer on `device`: as measured there, else scaled by its speed."""
+        """Return (forward_s, backward_s) of each layer on `device`: measured times, or times scaled by its speed."""
         measured = self.times_by_device.get(device.name)
         if measured is not None:
             return list(measured)
         return [(layer.forward_s / device.speed, layer.backward_s / device.speed) for layer in self.layers]
 
     def size_of(self, first: int, stop: int) -> StageSize:
-        """The size of layers [first, stop)."""
+        """Return the size of the layers [first, stop)."""
         layers = self.layers[first:stop]
         taken = self.layers[first - 1].output_bytes if first else self.input_bytes
         return StageSize(
@@ -115,9 +115,10 @@ class Profile:
 
     @classmethod
     def from_json(cls, data: bytes, origin: str = "profile") -> Profile:
-        """
+        """Parse a profile.
+
         Raises:
-            ConfigError: not a profile, with the field that is wrong.
+            ConfigError: the data is not a profile; the message names the wrong field.
         """
         try:
             file = msgspec.json.decode(data, type=_ProfileFile)
@@ -130,7 +131,8 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        """
+        """Load a profile from a file.
+
         Raises:
             ConfigError: the file cannot be read, or is not a profile.
         """

@@ -1,4 +1,4 @@
-"""Measures what each layer of a model takes: the profile that the partitioner reads (the HetPipe paper, section 4)."""
+"""Measures the time and memory of a model's layers: the profile for the partitioner (the HetPipe paper, section 4)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _WARM_UP: Final = 2
 
 
 def sample_batch(task: Task, model: torch.nn.Module, size: int, rng: np.random.Generator) -> SampleBatch:
-    """`size` samples: held-out ones of the task, repeated if there are fewer; else random ones of its shape.
+    """Return `size` held-out samples of the task, repeated if there are fewer; if there are none, random samples.
 
     Raises:
-        ConfigError: the task has no held-out samples, and its model takes no numbers of the task's shape.
+        ConfigError: the task has no held-out samples, and its model does not accept random numbers of the task's shape.
     """
     held_out = batch_of(task, task.holdout(), size)
     if count := held_out.num_samples:
@@ -48,13 +48,13 @@ def profile_layers(
     task: Task, layers: Sequence[Layer], batch: SampleBatch, *, model: str, device: str = "cpu", repeats: int = 5,
     clock: Callable[[], float] = time.perf_counter, progress: Callable[[int], None] = lambda done: None,
 ) -> Profile:  # fmt: skip
-    """Measure each layer on this machine, medians of `repeats` runs after two that do not count.
+    """Measure each layer on this machine: medians of `repeats` runs after two runs that are not counted.
 
-    The loss is part of the last layer. Layers are moved to `device`.
+    The loss is measured with the last layer. Layers are moved to `device`.
 
     Args:
-        model: its name, for the file.
-        progress: is told how many layers are done.
+        model: name of the model, for the file.
+        progress: function that is called with the number of measured layers.
 
     Raises:
         ConfigError: there is no such device, or a layer fails.
@@ -64,7 +64,7 @@ def profile_layers(
     input_bytes = _bytes_of_arrays(received)
     weight, group = (None if part is None else on.put(part) for part in (batch.weight, batch.group))
     inputs = passes.Inputs(None, trees.mapped(on.put, y), weight, group, batch.num_samples, batch.total_weight)
-    results: list[tuple[_Measurement, int]] = []  # and the bytes that are sent to the next layer
+    results: list[tuple[_Measurement, int]] = []  # with the number of bytes that are sent to the next layer
     for number, layer in enumerate(layers):
         module = layer.module.to(device).train()
         is_first, is_last = number == 0, number == len(layers) - 1
@@ -96,12 +96,12 @@ def profile_layers(
 
 
 class _KeptMemory(NamedTuple):
-    """Memory that autograd keeps of one layer, from its forward to its backward pass.
+    """The memory of one layer that autograd keeps from its forward to its backward pass.
 
     Attributes:
-        inside_bytes: neither input nor output.
-        output_bytes: memory of the output, kept or not.
-        is_view: the output is in the memory of the input.
+        inside_bytes: memory that is neither input nor output.
+        output_bytes: memory of the output, whether it is kept or not.
+        is_view: whether the output shares the memory of the input.
     """
 
     inside_bytes: int
@@ -112,9 +112,9 @@ class _KeptMemory(NamedTuple):
 
 
 def _each_once(kept: Sequence[_KeptMemory]) -> list[int]:
-    """The memory that each layer adds: an output counts with its layer, if this layer or a later one keeps it."""
+    """Return the memory that each layer adds: an output counts for its layer, if this or a later layer keeps it."""
     sizes: list[int] = []
-    is_needed = False  # by a later layer
+    is_needed = False  # whether a later layer needs it
     for layer in reversed(kept):
         has_output = layer.keeps_output or is_needed
         sizes.append(layer.inside_bytes + (layer.output_bytes if has_output and not layer.is_view else 0))
@@ -135,7 +135,7 @@ def _measure(
     forward_s, backward_s = [], []
     largest = _KeptMemory(0, 0, False, False, False)
     for repeat in range(_WARM_UP + repeats):
-        x = trees.mapped(lambda array: on.put(array.copy()), received)  # a layer may change it in place
+        x = trees.mapped(lambda array: on.put(array.copy()), received)  # copied, because a layer may change it in place
         if not is_first:
             for tensor in filter(is_differentiable, trees.arrays_of(x)):
                 tensor.requires_grad_(True)
@@ -158,7 +158,7 @@ def _measure(
         if repeat >= _WARM_UP:
             forward_s.append(forward_end_s - begin_s)
             backward_s.append(end_s - middle_s)
-        # While x and output are there, no other memory has their addresses.
+        # While x and output exist, no other memory has their addresses.
         begins, ends = _memory_of(x), _memory_of(output)
         inside_bytes = sum(size for at, size in kept.items() if at not in begins and at not in ends)
         largest = max(
@@ -172,7 +172,7 @@ def _measure(
 
 
 def _memory_of(tree: Tree) -> dict[int, int]:
-    """Bytes of the memory of its tensors, by address."""
+    """Return the number of bytes of the memory of the tree's tensors, by address."""
     storages = [tensor.untyped_storage() for tensor in trees.arrays_of(tree)]
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
@@ -182,7 +182,7 @@ def _bytes_of_arrays(tree: Tree) -> int:
 
 
 def _collect(kept: dict[int, int], module: torch.nn.Module) -> Any:
-    """Collect the memory that autograd keeps for the backward pass, without that of parameters and buffers."""
+    """Collect the memory that autograd keeps for the backward pass, without parameters and buffers."""
     own = {tensor.untyped_storage().data_ptr() for tensor in _tensors(module)}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

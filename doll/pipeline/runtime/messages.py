@@ -1,7 +1,7 @@
 """Records between a virtual worker's coordinator and its stages.
 
-`Forward` and `StageOrders` go down the chain, from the coordinator to the last stage, and `Backward` comes up again;
-arrays travel after them. Each stage takes what it receives in the order in which it comes, so all stages make the same
+`Forward` and `StageOrders` go from the coordinator down the chain to the last stage; `Backward` goes back up the chain.
+Arrays follow these records. Each stage processes records in the order of their arrival, so all stages take the same
 steps in the same order. The other records go between the coordinator and one stage.
 """
 
@@ -18,14 +18,14 @@ from doll.task.trees import Array, Tree
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A minibatch is complete: each stage steps on its gradient, or drops it, and its slot is free.
+    """A minibatch is complete: each stage applies its gradient as a step, or drops it, and frees its slot.
 
     Attributes:
-        batch: its number in the worker's stream.
-        slot: where its gradient is; -1: no gradient.
-        scale: what the gradient is multiplied by, so that it is the mean; 0: it is dropped.
+        batch: number of the minibatch in the worker's stream.
+        slot: slot of its gradient; -1: no gradient.
+        scale: factor that makes the gradient the mean; 0: the gradient is dropped.
         weight: sum of the weights of the minibatch's samples.
-        ends_wave: it is the last of its wave.
+        ends_wave: whether it is the last minibatch of its wave.
     """
 
     batch: int
@@ -40,20 +40,20 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Forward(_Message, frozen=True):
-    """Compute this minibatch, on the weights of `version` with the worker's own steps that these do not hold.
+    """Compute this minibatch on the weights of `version`, plus the worker's own steps that `version` does not include.
 
-    Arrays: those of x for the first stage, or the activations of the stage before for the others; those of y; weights
-    and groups if there are any.
+    The arrays are x for the first stage, or the activations of the stage before for other stages; then y; then weights
+    and groups, if there are any.
 
     Attributes:
-        received, target: x or activations, and y, as `doll.task.trees.plain_of` has them: their numbers are places
-            among the arrays.
+        received, target: x or activations, and y, in the form of `doll.task.trees.plain_of`: their numbers are indexes
+            of the arrays.
         weight: sum of the weights of the samples.
-        has_weights, has_groups: what follows them.
-        slot: of the N_m in which its weights are kept until its backward pass.
-        included: batches of this worker's stream that `version` holds.
-        commits: come before it.
-        seed: of its random numbers; each stage has its own of it.
+        has_weights, has_groups: whether arrays of weights and groups follow.
+        slot: one of the N_m slots; it keeps the weights of this minibatch until its backward pass.
+        included: number of batches of this worker's stream that `version` includes.
+        commits: commits to apply before this minibatch.
+        seed: seed of its random numbers; each stage derives its own seed from it.
     """
 
     batch: int
@@ -74,12 +74,12 @@ class StageOrders(_Message, frozen=True):
     """The orders between two minibatches.
 
     Attributes:
-        commits: come first.
-        forget_from: the steps of this batch and later ones are void; None: none are.
-        store: write the sum of the steps of the wave that ends below this batch to the shared file; None: nothing.
-        show: write the weights with all own steps there.
-        version, included: as in `Forward`, if a stage before has failed on a minibatch that was to be computed on
-            them; -1: none has.
+        commits: commits to apply first.
+        forget_from: the steps of this batch and of later ones are void; None: no steps are void.
+        store: write the sum of the steps of the wave that ends below this batch to the shared file; None: write none.
+        show: write the weights, with all own steps, to the shared file.
+        version, included: as in `Forward`, if a stage before failed on a minibatch that introduces this version; -1: no
+            stage failed.
     """
 
     commits: tuple[Commit, ...] = ()
@@ -91,7 +91,7 @@ class StageOrders(_Message, frozen=True):
 
 
 class StageTask(msgspec.Struct, frozen=True, array_like=True):
-    """The work of one stage, in seconds of the machine's monotonic clock. `kind`: F, B, or FB."""
+    """The work of one stage, in seconds of the machine's monotonic clock. `kind`: F (forward), B (backward), or FB."""
 
     stage: int
     kind: str
@@ -101,18 +101,18 @@ class StageTask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Backward(_Message, frozen=True):
-    """The gradient of this minibatch is in its slot at the stage that sends this, and at all after it.
+    """The gradient of this minibatch is in its slot, at the stage that sends this message and at all later stages.
 
-    Arrays: the gradients of the activations that the receiver had sent, of those that have one.
+    The arrays are the gradients of the activations that the receiver sent, without activations that have no gradient.
 
     Attributes:
-        of: which of the activations these are of.
+        of: indexes of the activations that these gradients belong to.
         weight: as in `Forward`.
-        loss_sum, metric_sums: over the samples.
-        squares: sum of the squares of the gradient's numbers so far.
-        buffer_squares: of the changes of the float buffers.
-        problem: why there is no gradient; "": there is one.
-        tasks: of all stages that have computed it.
+        loss_sum, metric_sums: sums over the samples.
+        squares: sum of the squares of the gradient's numbers at these stages.
+        buffer_squares: sum of the squares of the changes of the float buffers.
+        problem: reason why there is no gradient; "": there is a gradient.
+        tasks: tasks of all stages that have computed the minibatch.
     """
 
     batch: int
@@ -133,21 +133,21 @@ class StopStage(_Message, frozen=True):
 
 
 class Ready(_Message, frozen=True):
-    """A stage is there: what it runs, which must be what the coordinator runs."""
+    """A stage is ready. It reports what it runs, which must be equal to what the coordinator runs."""
 
     stage: int
     fingerprint: str
 
 
 class Adopted(_Message, frozen=True):
-    """The weights in the shared file are in use at this stage: it does not read them there again."""
+    """This stage uses the weights in the shared file, and does not read them from the file again."""
 
     stage: int
     version: int
 
 
 class Stored(_Message, frozen=True):
-    """The answer to `StageOrders`: all is in the shared file; `until` is its `store`, None for `show`."""
+    """The answer to `StageOrders`: all data is in the shared file; `until` is the value of `store`, None for `show`."""
 
     stage: int
     until: int | None
@@ -158,7 +158,7 @@ class StageAlive(_Message, frozen=True):
 
 
 class Leaving(_Message, frozen=True):
-    """The machine of this stage goes away: the virtual worker has this long."""
+    """The machine of this stage will be taken away: the virtual worker has this many seconds to leave."""
 
     stage: int
     within_s: float
@@ -166,7 +166,7 @@ class Leaving(_Message, frozen=True):
 
 
 class Failed(_Message, frozen=True):
-    """This stage cannot go on. `is_task`: the fault is the task's or the model's; else it is this machine's."""
+    """This stage cannot continue. `is_task`: the cause is the task or the model; otherwise it is this machine."""
 
     stage: int
     error: str
@@ -180,12 +180,12 @@ AnyMessage: TypeAlias = Down | Backward | ToStage | FromStage
 
 
 class Payload(NamedTuple):
-    """The payload that goes down the chain with a minibatch; trees of arrays, see `doll.task.trees`.
+    """The data that goes down the chain with a minibatch: trees of arrays, see `doll.task.trees`.
 
     Attributes:
         received: x, or the activations of the stage before.
         target: y.
-        weight, group: of each sample, as in `doll.task.batches.SampleBatch`.
+        weight, group: weights and groups of the samples, as in `doll.task.batches.SampleBatch`.
     """
 
     received: Tree
@@ -194,7 +194,7 @@ class Payload(NamedTuple):
     group: Array | None = None
 
     def to_message(self, message: Forward) -> tuple[Forward, list[Array]]:
-        """The message with this payload, and the arrays that follow it."""
+        """Return the message with this payload, and the arrays that follow the message."""
         received, received_plain = trees.numbered(self.received)
         target, target_plain = trees.numbered(self.target, len(received))
         more = [part for part in (self.weight, self.group) if part is not None]
@@ -206,9 +206,10 @@ class Payload(NamedTuple):
 
     @classmethod
     def from_message(cls, message: Forward, arrays: Sequence[Array]) -> Payload:
-        """
+        """Return the payload of a message.
+
         Raises:
-            ValueError: these are not the arrays of this message.
+            ValueError: the arrays do not belong to this message.
         """
         left = list(arrays)
         try:
@@ -228,9 +229,10 @@ def encode(message: AnyMessage) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> AnyMessage:
-    """
+    """Decode a record.
+
     Raises:
-        ValueError: not one of these records.
+        ValueError: the data is not one of these records.
     """
     try:
         return _decoder.decode(data)

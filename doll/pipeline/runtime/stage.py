@@ -1,13 +1,14 @@
 """One stage of a virtual worker: a part of the model, on one device, with the weights of the minibatches in flight.
 
-The stage's own weights are the last version that was adopted, with the worker's own steps. A minibatch gets a copy of
-them, a replica, so that its backward pass uses what its forward pass used. After it, the gradient waits in the
-minibatch's slot until the coordinator has judged the minibatch and each stage steps on its part. All stages step in the
-same order, so a minibatch sees one version of the weights at all of them (vertical sync; the HetPipe paper, section 4).
+The stage's own weights are the last adopted version plus the worker's own steps. Each minibatch gets a copy of them (a
+replica), so that its backward pass uses the same weights as its forward pass. After the backward pass, the gradient
+waits in the minibatch's slot until the coordinator has accepted or refused the minibatch; then each stage steps on its
+part. All stages step in the same order, so a minibatch uses the same version of the weights at all stages (vertical
+sync; the HetPipe paper, section 4).
 
-Memory: the weights, the gradient, the optimizer's state, and a replica for each minibatch between its two passes, as
-the paper counts; the last stage, and each with one minibatch in flight, needs no replica. Gradients that wait and the
-steps of waves are in `doll.pipeline.runtime.vectors`.
+Memory: the weights, the gradient, the optimizer's state, and a replica for each minibatch between its two passes, as in
+the paper. The last stage, and a stage with one minibatch in flight, need no replica. Waiting gradients and the steps of
+waves are in `doll.pipeline.runtime.vectors`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _NOTHING: Final = torch.zeros(0)
 
 
 class VectorRange(NamedTuple):
-    """`length` numbers at `here` of a stage's vector and at `there` of the model's."""
+    """A range of `length` numbers that begins at `here` in a stage's vector and at `there` in the model's vector."""
 
     here: int
     there: int
@@ -48,10 +49,11 @@ class VectorRange(NamedTuple):
 
 
 def ranges_of(stage: FlatModel, homes: dict[str, int]) -> tuple[VectorRange, ...]:
-    """The parts of `stage.flat` that are runs of the model's vector, in order.
+    """Return the parts of `stage.flat` that are contiguous in the model's vector, in order.
 
     Args:
-        homes: `home` of each tensor of the stage's module, by its name there.
+        stage: the stage's weights.
+        homes: index in the model's vector (`home`) of each tensor of the stage's module, by its name in this module.
 
     Raises:
         ConfigError: a tensor of the stage is not in the model's vector.
@@ -71,15 +73,15 @@ def ranges_of(stage: FlatModel, homes: dict[str, int]) -> tuple[VectorRange, ...
 
 
 def homes_of(module: torch.nn.Module, whole: FlatModel) -> dict[str, int]:
-    """Index in `whole.flat` of each trainable parameter and buffer of `module`, a part of its module, by its name."""
+    """Return the index in `whole.flat` of each trainable parameter and buffer of `module`, a part of its module."""
     return {name: home(tensor, whole.flat) for name, tensor in _tensors(module)}
 
 
 def home(tensor: torch.Tensor, flat: torch.Tensor) -> int:
-    """Index in `flat`, float32, of the first number of `tensor`, which is a view of it.
+    """Return the index in `flat`, float32, of the first number of `tensor`, which must be a view of `flat`.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: `tensor` is not a view of `flat`.
     """
     at, odd = divmod(tensor.data_ptr() - flat.data_ptr(), 4)
     if odd or not 0 <= at <= len(flat):
@@ -88,7 +90,7 @@ def home(tensor: torch.Tensor, flat: torch.Tensor) -> int:
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in the order in which `FlatModel` lays them out, without empty ones."""
+    """Yield the tensors in the order of `FlatModel`, without empty tensors."""
     parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     buffers = sorted(module.named_buffers(), key=lambda item: not item[1].is_floating_point())
     return ((name, tensor) for name, tensor in (*parameters, *buffers) if tensor.numel())
@@ -102,12 +104,12 @@ class StageLoss(NamedTuple):
 
 
 class StageGradient(NamedTuple):
-    """The facts that a stage knows of a minibatch's gradient.
+    """The results of a stage's backward pass for one minibatch.
 
     Attributes:
-        of_input: of each of the activations that it received; None: this one has no gradient. Empty: none has.
-        squares: sum of the squares of its numbers, of this stage.
-        buffer_squares: of the change of the float buffers, of this stage.
+        of_input: gradient of each received activation; None: this activation has no gradient. Empty: none has one.
+        squares: sum of the squares of the gradient's numbers at this stage.
+        buffer_squares: sum of the squares of the changes of the float buffers at this stage.
     """
 
     of_input: tuple[torch.Tensor | None, ...]
@@ -116,7 +118,7 @@ class StageGradient(NamedTuple):
 
 
 class _Wave(NamedTuple):
-    """The sum of the steps of a wave, below batch `until`, in vector `number`."""
+    """The sum of the steps of a wave, below batch `until`, stored in vector `number`."""
 
     until: int
     number: int
@@ -127,9 +129,9 @@ class _InFlight:
     """The state of one minibatch between its passes."""
 
     replica: FlatModel
-    buffers: torch.Tensor  # before its forward pass
+    buffers: torch.Tensor  # values before its forward pass
     input: list[torch.Tensor]
-    output: Any  # `SentOutputs`; of the last stage: its own, then the loss
+    output: Any  # `SentOutputs`; at the last stage the output, later the loss
     num_samples: int
     weight: float
 
@@ -143,9 +145,11 @@ class Stage:
     ) -> None:  # fmt: skip
         """
         Args:
-            whole: the undivided model; `layers` are a part of its module, and leave it.
-            slots: N_m, minibatches in flight.
-            is_limited: the device's memory is: what the stage does not compute with is in a file.
+            task: the task.
+            whole: the undivided model; `layers` are a part of its module, and are removed from it.
+            layers: layers of this stage.
+            slots: N_m, the number of minibatches in flight.
+            is_limited: whether the device's memory is limited; data that is not needed for computing is then in a file.
 
         Raises:
             ConfigError: a parameter is not in the model's vector.
@@ -155,39 +159,39 @@ class Stage:
         module = torch.nn.Sequential(*layers)
         homes = homes_of(module, whole)
         for parameter in module.parameters():
-            parameter.grad = None  # it leaves the whole model's gradient; `to` takes the parameter out of its vector
+            parameter.grad = None  # removes it from the whole model's gradient; `to` removes it from the model's vector
         module = module.to(device.name)
         self._local = FlatModel(module, device=device.name, may_be_empty=True)
         self.ranges: tuple[VectorRange, ...] = ranges_of(self._local, homes)
         self._optimizer = Optimizer(self._local, training.optimizer, sum_in=self._local.grad)
-        # Free ones; there are as many as were needed at once. A minibatch needs no copy if nothing steps on the
-        # weights or adopts others between its passes: the last stage does both at once.
+        # Free replicas; at most as many as were needed at once. A minibatch needs no replica if no step and no adoption
+        # happens between its passes: the last stage runs both passes in one step.
         self._replicas = [self._local] if slots == 1 or is_last else []
         self._in_flight: dict[int, _InFlight] = {}
         self._buffer_squares: dict[int, float] = {}
-        self._absent: dict[int, int] = {}  # by slot, of the gradients there: see `FlatModel.absent`
-        # By number: a slot's gradient below `slots`, then the steps of waves.
+        self._absent: dict[int, int] = {}  # by slot, for its gradient: see `FlatModel.absent`
+        # Vectors by number: the gradients of slots (numbers below `slots`), then the steps of waves.
         numel = self._local.flat.numel()
         self._vectors: Vectors = VectorsInFile(numel) if is_limited else VectorsInMemory(numel, device.name)
         self._piece = torch.empty(min(PIECE, numel), dtype=torch.float32, device=device.name)
-        self._first_wave = slots  # number of a vector
-        self._wave: int | None = None  # of the wave under way; None: it has no steps
-        self._waves: deque[_Wave] = deque()  # whole ones that the weights in use need not hold
+        self._first_wave = slots  # number of the first vector for waves
+        self._wave: int | None = None  # vector of the current wave; None: it has no steps
+        self._waves: deque[_Wave] = deque()  # complete waves that the weights in use may not include
         _warm_up()
 
     @property
     def weights(self) -> torch.Tensor:
-        """The stage's own weights: float32, shape (numel,), laid out as `doll.model.flat_model` says for its layers."""
+        """The stage's own weights: float32, shape (numel,), in the layout of `doll.model.flat_model` for its layers."""
         return self._local.flat.detach()
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def adopt(self, shared: VectorFile, included: int) -> None:
-        """Use this stage's part of `shared`, with the own steps that it does not hold.
+        """Use this stage's part of `shared`, plus the own steps that `shared` does not include.
 
         Args:
-            shared: as long as the whole model's vector.
-            included: how many batches of this worker's stream it holds.
+            shared: vector of the whole model.
+            included: number of batches of this worker's stream that `shared` includes.
         """
         flat = self._local.flat.detach()
         for part in self.ranges:
@@ -200,7 +204,7 @@ class Stage:
                 flat[piece] += self._read(number, piece)
 
     def commit(self, commit: Commit) -> None:
-        """Step on the gradient in the slot, or drop it; end the wave.
+        """Apply the gradient in the slot as a step, or drop it; end the wave if the commit does.
 
         Raises:
             DivergedError: a number of the weights or of the optimizer's state is not finite.
@@ -209,8 +213,8 @@ class Stage:
             weights, n = self.weights, self._local.num_parameters
             gradient = self._local.grad
             self._vectors.read(commit.slot, 0, gradient)
-            self._optimizer.add(gradient)  # where it is
-            # The slot has the weights before the step now, and after them the buffers of the minibatch.
+            self._optimizer.add(gradient)  # the optimizer reads it in place
+            # The slot now has the weights before the step, followed by the buffers of the minibatch.
             self._vectors.write(commit.slot, 0, weights[:n])
             self._optimizer.apply([], commit.scale, commit.weight, absent=self._absent[commit.slot])
             self._add_to_wave(commit.slot)
@@ -221,7 +225,7 @@ class Stage:
             self._wave = None
 
     def _add_to_wave(self, before: int) -> None:
-        """Add the step to the wave's: from the parameters in vector `before` to those in use, and its buffers."""
+        """Add the step to the wave: from the parameters in vector `before` to those in use, and the step's buffers."""
         is_first = self._wave is None
         if self._wave is None:
             taken = {wave.number for wave in self._waves}
@@ -235,17 +239,17 @@ class Stage:
             self._vectors.write(
                 self._wave, part.start, values if is_first else values.clone().add_(self._read(self._wave, part))
             )
-        for part in pieces(floats, numel):  # bytes: the last minibatch's
+        for part in pieces(floats, numel):  # bytes: the values of the last minibatch
             self._vectors.write(self._wave, part.start, self._read(before, part))
 
     def _read(self, number: int, part: slice) -> torch.Tensor:
-        """`part` of vector `number`, until the next call."""
+        """Return `part` of vector `number`; it is valid until the next call."""
         piece = self._piece[: part.stop - part.start]
         self._vectors.read(number, part.start, piece)
         return piece
 
     def forget(self, batch: int) -> None:
-        """The steps of this batch and later ones are void. The weights are right again when a version is adopted."""
+        """Mark the steps of this batch and later ones as void. The next `adopt` makes the weights correct again."""
         while self._waves and self._waves[-1].until > batch:
             self._vectors.free(self._waves.pop().number)
         if self._wave is not None:
@@ -271,18 +275,20 @@ class Stage:
         self, slot: int, x: Tree, num_samples: int, weight: float = -1.0, group: Array | None = None, *,
         seed: int | None = None,
     ) -> Tree:  # fmt: skip
-        """Output of this stage for `x`: samples of shape (num_samples, ...) at the first stage, else activations, whose
-        leading dimension may be any: (time, samples, ...), or samples and time in one. Each is an array, or dicts,
-        tuples and lists of arrays.
+        """Compute the output of this stage for `x`. `x` has samples of shape (num_samples, ...) at the first stage,
+        otherwise activations with any leading dimension: (time, samples, ...), or samples and time in one dimension.
+        `x` and the output are arrays, or dicts, tuples and lists of arrays.
 
         Args:
-            weight: sum of the samples' weights; -1: their number.
-            group: of the samples, see `Task.forward`.
-            seed: of the random numbers of this pass and of the loss; None: they go on.
+            slot: slot of the minibatch.
+            num_samples: number of samples of the minibatch.
+            weight: sum of the samples' weights; -1: the number of samples.
+            group: groups of the samples, see `Task.forward`.
+            seed: seed of the random numbers of this pass and of the loss. None: the generators are not seeded again.
 
         Raises:
-            TaskError: the output is nothing that the next stage can take, or `Task.forward` does something with it that
-                belongs after the last stage.
+            TaskError: the next stage cannot use the output, or `Task.forward` changes the output, which it may do only
+                after the last stage.
         """
         self.drop(slot)
         replica = self._take_replica()
@@ -324,10 +330,10 @@ class Stage:
         return trees.mapped(torch.Tensor.detach, output)
 
     def loss(self, slot: int, y: Tree, weight: Array | None = None, group: Array | None = None) -> StageLoss:
-        """Compute the loss, at the last stage; `backward` then takes its gradient, before the next `forward`.
+        """Compute the loss at the last stage. `backward` then computes its gradient, before the next `forward`.
 
         Args:
-            weight, group: of the samples, as in `doll.task.batches.SampleBatch`.
+            weight, group: weights and groups of the samples, as in `doll.task.batches.SampleBatch`.
         """
         item = self._in_flight[slot]
         weights, groups = (None if part is None else self.device.put(part) for part in (weight, group))
@@ -341,10 +347,11 @@ class Stage:
         return StageLoss(loss.value, metrics)
 
     def backward(self, slot: int, gradients_of: Sequence[Array | None] = ()) -> StageGradient:
-        """Backward pass; then the slot holds the gradient instead of the weights.
+        """Run the backward pass. Afterwards the slot holds the gradient instead of the weights.
 
         Args:
-            gradients_of: of each output; empty at the last stage, and if no output has a gradient.
+            slot: slot of the minibatch.
+            gradients_of: gradient of each output; empty at the last stage, or if no output has a gradient.
         """
         item = self._in_flight[slot]
         replica = item.replica
@@ -367,7 +374,7 @@ class Stage:
         return result
 
     def drop(self, slot: int) -> None:
-        """Drop a slot that needs no backward pass (any more)."""
+        """Drop a slot that needs no backward pass, or no further one."""
         item = self._in_flight.pop(slot, None)
         if item is not None:
             self._replicas.append(item.replica)
@@ -378,19 +385,19 @@ class Stage:
     def _take_replica(self) -> FlatModel:
         if self._replicas:
             return self._replicas.pop()
-        # One backward pass at a time: they share the gradient.
+        # There is only one backward pass at a time, so replicas share the gradient.
         module = _replica(self._local.module)
         return FlatModel(module, device=self.device.name, may_be_empty=True, grad=self._local.grad)
 
 
 def _warm_up() -> None:
-    """The first backward pass of a process takes some milliseconds more than the next."""
+    """Run a backward pass, because the first one of a process takes some milliseconds more than later ones."""
     weights = torch.ones(2, 2, requires_grad=True)
     torch.autograd.backward(torch.nn.functional.linear(torch.ones(2, 2), weights), torch.ones(2, 2))
 
 
 def _replica(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy whose tensors have the same memory: frozen parameters keep it, and `FlatModel` moves the others."""
+    """Return a copy whose tensors share memory: frozen parameters keep it, and `FlatModel` moves the others."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         is_trained = parameter.requires_grad
@@ -401,7 +408,7 @@ def _replica(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _use_running_stats(module: torch.nn.Module) -> None:
-    """Use the statistics so far for normalisation: one sample has no variance."""
+    """Normalise with the statistics so far, because one sample has no variance."""
     for part in module.modules():
         if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
             part.eval()

@@ -1,7 +1,7 @@
-"""The process of one stage: it takes messages in the order in which they come, until its links end.
+"""The process of one stage: it processes messages in the order of their arrival, until its links end.
 
-One thread receives, so that no neighbour waits for this stage's computation, and reports that the process runs; the
-other one computes.
+One thread receives, so that no neighbour waits for the computation of this stage; it also reports that the process
+runs. The other thread computes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MAX_REASON_CHARS: Final = 300
 
 @dataclass(frozen=True)
 class Links:
-    """A stage's links. `following`: None at the last stage."""
+    """The links of a stage. `following`: None at the last stage."""
 
     control: StageLink
     before: StageLink
@@ -69,14 +69,14 @@ class Links:
 
 @dataclass(frozen=True)
 class SharedVectors:
-    """Vectors of the whole model, shared by all processes of a virtual worker: what is pulled, and what is pushed."""
+    """Vectors of the whole model that all processes of a virtual worker share: the pulled and the pushed vector."""
 
     pulled: VectorFile
     pushed: VectorFile
 
 
 class StageProcess:
-    """Runs one stage. `run` returns when the virtual worker has ended."""
+    """The process of one stage. `run` returns when the virtual worker has ended."""
 
     def __init__(
         self, make_stage: Callable[[], Stage], links: Links, shared: SharedVectors, *, number: int, fingerprint: str,
@@ -84,22 +84,24 @@ class StageProcess:
     ) -> None:  # fmt: skip
         """
         Args:
-            make_stage: makes the stage, in this process.
-            number: of the stage, from 0.
-            fingerprint: of what this process runs.
-            slowdown: each task takes so many times as long.
+            make_stage: function that creates the stage, called in this process.
+            links: links of the stage.
+            shared: vectors that are shared with the other processes.
+            number: number of the stage, from 0.
+            fingerprint: fingerprint of the model and settings that this process runs.
+            slowdown: factor by which each task is slowed down.
         """
         self._make_stage, self._links, self._shared = make_stage, links, shared
         self._number, self._fingerprint = number, fingerprint
         self._slowdown, self._clock, self._sleep = slowdown, clock, sleep
         self._inbox: queue.SimpleQueue[tuple[AnyMessage, list[Array]] | None] = queue.SimpleQueue()
         self._version = -1
-        self._tasks: dict[int, list[StageTask]] = {}  # of this stage, of the minibatches in flight
+        self._tasks: dict[int, list[StageTask]] = {}  # tasks of this stage for the minibatches in flight
         self._leaving: Leaving | None = None
         self._stage: Stage
 
     def run(self) -> int:
-        """Returns: 0 if the coordinator has ended the stage, 1 after a failure."""
+        """Run the stage. Return 0 if the coordinator has ended the stage, and 1 after a failure."""
         try:
             self._stage = self._make_stage()
             self._links.control.send(encode(Ready(stage=self._number, fingerprint=self._fingerprint)))
@@ -126,8 +128,8 @@ class StageProcess:
         return 1
 
     def leave_within(self, within_s: float, cause: str) -> None:
-        """Leave with the virtual worker, as this stage's machine goes away. A signal handler may call it."""
-        # The thread that receives sends it: a handler may have interrupted another message.
+        """Leave with the virtual worker, because this stage's machine is taken away. A signal handler may call it."""
+        # The receiving thread sends the message, because the handler may have interrupted another message.
         self._leaving = Leaving(stage=self._number, within_s=within_s, cause=cause)
 
     def _log(self, exc: Exception) -> str:
@@ -155,7 +157,7 @@ class StageProcess:
                         self._deliver(*key.fileobj.receive())  # type: ignore[union-attr]
                     if self._clock() - alive_at_s >= ALIVE_EVERY_S:
                         alive_at_s = self._clock()
-                        # A coordinator that waits for its server does not read: never wait for it.
+                        # A coordinator that waits for its server does not read, so never block on sending to it.
                         if room.select(0):
                             self._links.control.send(encode(StageAlive(stage=self._number)))
                     if self._leaving is not None:
@@ -202,7 +204,7 @@ class StageProcess:
         except Exception as exc:
             self._report(message, (), _problem(exc))
             if following is not None:
-                # What came with the minibatch goes on without it.
+                # The commits and orders of the minibatch are processed even without it.
                 rest = StageOrders(commits=message.commits, version=message.version, included=message.included)
                 following.send(encode(rest))
             return
@@ -236,7 +238,7 @@ class StageProcess:
     def _send_back(
         self, message: Backward, of_outputs: Sequence[Array | None], own: list[StageTask], kind: str, start_s: float
     ) -> None:
-        """Compute the gradient of this stage, and send it on with what `message` has of the later stages."""
+        """Compute the gradient of this stage, and send it back with the results of the later stages in `message`."""
         try:
             gradient = self._stage.backward(message.slot, of_outputs)
             sent = {at: self._stage.device.get(part) for at, part in enumerate(gradient.of_input) if part is not None}
@@ -251,7 +253,7 @@ class StageProcess:
         self._links.before.send(encode(whole), list(sent.values()))
 
     def _report(self, message: Forward | Backward, tasks: tuple[StageTask, ...], problem: str) -> None:
-        """There is no gradient of this minibatch."""
+        """Report that there is no gradient of this minibatch."""
         self._stage.drop(message.slot)
         self._links.before.send(encode(Backward(
             batch=message.batch, slot=message.slot, num_samples=message.num_samples, problem=problem, tasks=tasks,
@@ -276,7 +278,7 @@ class StageProcess:
             self._links.following.send(encode(message))
 
     def _task(self, kind: str, batch: int, start_s: float) -> StageTask:
-        """The work since `start_s`; a slow device takes longer."""
+        """Return the task for the work since `start_s`; wait first if the device is slowed down."""
         self._stage.device.finish()
         if self._slowdown > 1:
             self._sleep((self._slowdown - 1) * (self._clock() - start_s))
@@ -284,10 +286,10 @@ class StageProcess:
 
 
 def _problem(exc: Exception) -> str:
-    """The problem of a minibatch, if the fault may be its samples'.
+    """Return the problem of a minibatch, if its samples may be the cause.
 
     Raises:
-        Exception: `exc`, if it is this machine's fault, or the task's whatever the samples are.
+        Exception: `exc`, if the cause is this machine, or the task whatever the samples are.
     """
     if isinstance(exc, MemoryError | OSError | LinkClosedError | TaskError):
         raise exc

@@ -1,7 +1,7 @@
-"""Vectors that a stage keeps beside its weights, in memory or in files.
+"""Vectors that a stage keeps in addition to its weights, in memory or in files.
 
-A file is for a stage whose memory is limited: no process holds what is in it. The kernel keeps its pages while there is
-room, and writes them to the disk if there is none.
+Files are for a stage with limited memory: no process holds their content. The kernel caches their pages while memory is
+free, and otherwise writes them to disk.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ mapped again each time freed memory is returned (`doll.process.memory`)."""
 
 
 def pieces(begin: int, end: int) -> Iterator[slice]:
-    """`begin` to `end` in pieces."""
+    """Yield slices that divide `begin` to `end` into pieces."""
     return (slice(at, min(at + PIECE, end)) for at in range(begin, end, PIECE))
 
 
 class VectorFile:
-    """float32, shape (numel,), in a file without a name, zeros at first: of this process and of those that it forks.
+    """A float32 vector, shape (numel,), in a file without a name, zero at first. Forked processes share it.
 
     Raises:
-        OSError: the folder for temporary files cannot be written, or its disk is full; from all methods.
+        OSError: the folder for temporary files is not writable, or its disk is full. Any method may raise it.
     """
 
     def __init__(self, numel: int) -> None:
@@ -42,7 +42,7 @@ class VectorFile:
         os.ftruncate(self._fd, 4 * numel)
 
     def read(self, at: int, into: torch.Tensor) -> None:
-        """Copy the values at `at` into `into`, float32, shape (n,), on any device."""
+        """Copy the values from position `at` into `into`, float32, shape (n,), on any device."""
         for part in pieces(0, len(into)):
             if into.device.type == "cpu":
                 self._read(at + part.start, into[part].numpy())
@@ -52,7 +52,7 @@ class VectorFile:
                 into[part].copy_(torch.from_numpy(piece))
 
     def write(self, at: int, values: torch.Tensor) -> None:
-        """Copy `values`, float32, shape (n,), on any device, to `at`; the file grows if it is too short."""
+        """Copy `values`, float32, shape (n,), on any device, to position `at`. If the file is too short, it grows."""
         for part in pieces(0, len(values)):
             view = values[part].cpu().numpy().view(np.uint8).data
             offset = 4 * (at + part.start)
@@ -61,7 +61,7 @@ class VectorFile:
                 view, offset = view[written:], offset + written
 
     def mapped(self) -> npt.NDArray[np.float32]:
-        """The vector as an array, whose pages are the file's."""
+        """Return the vector as an array that shares the pages of the file."""
         if not self._numel:
             return np.zeros(0, np.float32)
         return np.frombuffer(mmap.mmap(self._fd, 4 * self._numel), np.float32)
@@ -76,20 +76,20 @@ class VectorFile:
 
 
 class Vectors(Protocol):
-    """Vectors of one length, by number. They are written before they are read."""
+    """Vectors of equal length, by number. Each is written before it is read."""
 
     def write(self, number: int, at: int, values: torch.Tensor) -> None:
-        """Copy `values`, float32, shape (n,), to `at` of vector `number`."""
+        """Copy `values`, float32, shape (n,), to position `at` of vector `number`."""
 
     def read(self, number: int, at: int, into: torch.Tensor) -> None:
-        """Copy the values at `at` of vector `number` into `into`, float32, shape (n,)."""
+        """Copy the values from position `at` of vector `number` into `into`, float32, shape (n,)."""
 
     def free(self, number: int) -> None:
-        """Vector `number` is not read before it is written again."""
+        """Free vector `number`: it is not read again before it is written."""
 
 
 class VectorsInMemory:
-    """`Vectors` on a stage's device."""
+    """`Vectors` in the memory of a stage's device."""
 
     def __init__(self, numel: int, device: str) -> None:
         self._numel, self._device = numel, device
@@ -121,4 +121,4 @@ class VectorsInFile:
         self._file.read(number * self._numel + at, into)
 
     def free(self, number: int) -> None:
-        """Do nothing: the next vector of this number is written to the same place."""
+        """Do nothing: the next vector with this number overwrites the old one."""

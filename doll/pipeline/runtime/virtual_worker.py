@@ -1,11 +1,10 @@
-"""A virtual worker's protocol with its stages: which minibatch starts when, on which weights; pure (the HetPipe paper,
-section 4).
+"""A virtual worker's protocol with its stages: order and weights of minibatches; pure (the HetPipe paper, section 4).
 
-N_m minibatches are in flight. Minibatch p starts when p - N_m is complete, on one version of the weights at all stages:
-those that were pulled last, with the worker's own steps that they do not hold. Minibatches are complete in order. The
-steps of a wave, N_m minibatches, are pushed as one.
+N_m minibatches are in flight. Minibatch p starts when minibatch p - N_m is complete. All stages compute it on the same
+version of the weights: the version that was pulled last, plus the worker's own steps that this version does not
+include. Minibatches complete in order. The steps of a wave, which is N_m minibatches, are pushed together.
 
-Stages have memory for one version beside that in use, so that another one is pulled while they compute.
+Stages have memory for one more version than the version in use, so the next version is pulled while they compute.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from doll.errors import DollError
 from doll.pipeline.runtime.messages import Commit, Forward, StageOrders
 
 NO_SLOT: Final = -1
-# Own waves that the weights in use may lack. A grant names weights that lack two at most.
+# Number of own waves that the weights in use may lack. The weights of a grant lack at most two waves.
 MAX_WAVES_BEHIND: Final = 3
 
 
 class Weights(NamedTuple):
-    """A published version: `included` says how many batches of this worker's stream are in it."""
+    """A published version. `included`: number of batches of this worker's stream that it includes."""
 
     term: int
     version: int
@@ -34,7 +33,7 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A minibatch to compute, on weights of its term that are not older than `min_version`. `token` is the caller's."""
+    """A minibatch to compute on weights of its term, `min_version` or newer. `token` is a value of the caller."""
 
     batch: int
     term: int
@@ -44,8 +43,8 @@ class Submission:
 
 
 class WaveSplitError(DollError):
-    """Batches inside a wave are to be computed again, and the others of the wave are not: a new process computes all
-    that is not durable."""
+    """Some batches of a wave must be computed again, and others must not: a new process computes all batches that are
+    not durable."""
 
 
 # --- actions ----------------------------------------------------------------------------------------------------------
@@ -53,22 +52,22 @@ class WaveSplitError(DollError):
 
 @dataclass(frozen=True, slots=True)
 class PullWeights:
-    """Bring these weights into the file that all stages read; report `pulled`. No stage reads older ones there."""
+    """Copy these weights to the file that all stages read, then report `pulled`. No stage needs its old content."""
 
     weights: Weights
 
 
 @dataclass(frozen=True, slots=True)
 class StartBatch:
-    """Send this down the chain, with the samples of `submitted` after it."""
+    """Send this message down the chain, followed by the samples of `submitted`."""
 
     message: Forward
     submitted: Submission
 
 
 class Wave(NamedTuple):
-    """Steps that are pushed as one: of batches below `until`, the last of which was computed on `version`; the push is
-    of that version too. `members`: all that the sum holds, in order, also those without a usable sample."""
+    """Steps that are pushed together: of the batches below `until`. The push has the version that the last of these
+    batches was computed on. `members`: all batches of the sum in order, also batches without a usable sample."""
 
     until: int
     last: Submission
@@ -78,10 +77,10 @@ class Wave(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SendDown:
-    """Send this down the chain. If it asks for something to be stored, report `stored` when all stages have.
+    """Send this message down the chain. If it orders to store something, report `stored` when all stages have done so.
 
     Attributes:
-        wave: what is to be stored, if it is steps.
+        wave: the wave whose steps are to be stored; None: it stores no steps.
     """
 
     message: StageOrders
@@ -90,8 +89,8 @@ class SendDown:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """This minibatch is computed, in order. `wave`: the steps of the wave that ends with it are stored, below that
-    batch; None: it is not the last of its wave, or its wave has no steps. `members`: of the wave that ends with it."""
+    """This minibatch is computed; reported in order. `wave`: the steps of the wave that this minibatch ends are stored;
+    None: it ends no wave, or its wave has no steps. `members`: the minibatches of the wave that it ends."""
 
     submitted: Submission
     version: int
@@ -101,14 +100,14 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Void:
-    """This minibatch has no part in any push: nobody waits for it any more, or it was not begun."""
+    """This minibatch is in no push, because nobody waits for it any longer, or it was not started."""
 
     submitted: Submission
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """The weights that this minibatch may be computed on are not available."""
+    """No version of the weights that this minibatch may be computed on is available."""
 
     submitted: Submission
 
@@ -128,35 +127,35 @@ class _Computing:
 
 
 class VirtualWorkerCore:
-    """One virtual worker. Each call returns the actions to take, in order."""
+    """The state of one virtual worker. Each call returns the actions to take, in order."""
 
     def __init__(self, in_flight: int, wave_batches: int) -> None:
         """
         Args:
-            in_flight: N_m >= 1, minibatches in flight.
-            wave_batches: of a push; waves end after batches k n - 1 of the stream.
+            in_flight: N_m >= 1, the number of minibatches in flight.
+            wave_batches: n, the number of batches of a push; waves end after the batches k n - 1 of the stream.
         """
         self._in_flight = in_flight
         self._wave = wave_batches
-        self._slots = deque(range(in_flight))  # free
+        self._slots = deque(range(in_flight))  # free slots
         self._waiting: deque[Submission] = deque()
         self._computing: deque[_Computing] = deque()
         self._commits: list[Commit] = []  # not sent yet
-        self._results: deque[Done | Void] = deque()  # in order; `Done` of a wave that is not stored holds the rest up
-        self._to_store: deque[Wave] = deque()  # waves that are complete; the first one may be under way
-        self._storing: Wave | None = None  # in the shared file; not in `_to_store` any more if it is void
+        self._results: deque[Done | Void] = deque()  # in order; a `Done` whose wave is not stored delays the others
+        self._to_store: deque[Wave] = deque()  # complete waves; the first one may be in the process of being stored
+        self._storing: Wave | None = None  # wave in the shared file; a void wave is no longer in `_to_store`
         self._is_showing = False
-        self._has_steps = False  # the wave under way
-        self._members: list[Submission] = []  # of the wave under way: the committed ones
+        self._has_steps = False  # whether the current wave has steps
+        self._members: list[Submission] = []  # committed minibatches of the current wave
         self._term = -1
-        self._next: int | None = None  # batch that comes next
-        self._first = 0  # batch of this term
+        self._next: int | None = None  # number of the next batch
+        self._first = 0  # first batch of this term
         self._committed_until = 0
-        self._last: tuple[Submission, int] | None = None  # that was committed, and its version
+        self._last: tuple[Submission, int] | None = None  # last committed minibatch and its version
         self._forget_from: int | None = None
-        self._known: Weights | None = None  # the newest of this term
-        self._spare: Weights | None = None  # in the file that the stages read, not in use
-        self._base: Weights | None = None  # of the minibatch that started last
+        self._known: Weights | None = None  # newest version of this term
+        self._spare: Weights | None = None  # version in the file that the stages read; not yet in use
+        self._base: Weights | None = None  # version of the minibatch that started last
         self._pulling: Weights | None = None
         self._is_adopted = True
         self._is_stopped = False
@@ -164,16 +163,16 @@ class VirtualWorkerCore:
 
     @property
     def num_computing(self) -> int:
-        """Minibatches at the stages."""
+        """Return the number of minibatches at the stages."""
         return sum(1 for item in self._computing if item.slot != NO_SLOT and not item.is_complete)
 
     def version_of(self, batch: int) -> int:
-        """The version that a minibatch in flight is computed on."""
+        """Return the version that a minibatch in flight is computed on."""
         return next((item.version for item in self._computing if item.submitted.batch == batch), 0)
 
     @property
     def is_storing(self) -> bool:
-        """The shared file is in use."""
+        """Whether the shared file is in use."""
         return self._storing is not None or self._is_showing
 
     @property
@@ -181,21 +180,24 @@ class VirtualWorkerCore:
         return next((item for item in self._computing if not item.is_complete), None)
 
     def is_void(self, batch: int) -> bool:
-        """Nobody waits for the first minibatch in flight, which is `batch`."""
+        """Return whether nobody waits for the minibatch `batch`, the first one in flight."""
         item = self._first_in_flight
         return item is None or item.submitted.batch != batch or item.is_void
 
     # --- what is to be computed -------------------------------------------------------------------------------------
 
     def submit(self, submitted: Submission, weights: Weights) -> list[Action]:
-        """
-        It is missing if those before it are: it was granted with them, and is granted again with them.
+        """Accept a minibatch to compute.
+
+        It is missing if the minibatches before it are missing: they were granted together, and are granted again
+        together.
 
         Args:
-            weights: the newest that its grant names.
+            submitted: the minibatch.
+            weights: newest version that its grant names.
 
         Raises:
-            WaveSplitError: a batch inside a wave is to be computed again, whose others are not.
+            WaveSplitError: a batch of a wave must be computed again, but the other batches of the wave must not.
         """
         if submitted.term != self._term:
             self._begin_term(submitted)
@@ -209,21 +211,21 @@ class VirtualWorkerCore:
         return self._advance()
 
     def offer(self, weights: Weights) -> list[Action]:
-        """Take newer weights."""
+        """Accept newer weights."""
         self._learn_of(weights)
         return self._advance()
 
     def stop(self) -> list[Action]:
-        """Begin nothing more: the worker leaves."""
+        """Start no more minibatches, because the worker leaves."""
         self._is_stopped = True
         return self._advance()
 
     def hold(self) -> None:
-        """Begin nothing more for now: a minibatch is inspected."""
+        """Start no minibatches for now, because one is being inspected."""
         self._is_held = True
 
     def go_on(self) -> list[Action]:
-        """Begin minibatches again."""
+        """Start minibatches again."""
         self._is_held = False
         return self._advance()
 
@@ -232,7 +234,7 @@ class VirtualWorkerCore:
             self._known = weights
 
     def _begin_term(self, submitted: Submission) -> None:
-        """Follow another server: results for the one before are in its checkpoint, or computed again."""
+        """Follow a new server: results for the server before are in its checkpoint, or are computed again."""
         self._term = submitted.term
         self._void_from(0)
         if self._next is not None:
@@ -242,7 +244,7 @@ class VirtualWorkerCore:
         self._members = []
 
     def _rewind(self, batch: int) -> None:
-        """Batch `batch` and those after it are computed again."""
+        """Go back to `batch`: this batch and later batches are computed again."""
         self._void_from(batch)
         if batch < self._committed_until:
             if batch % self._wave and batch > self._first:
@@ -254,13 +256,13 @@ class VirtualWorkerCore:
             self._forget_from = batch
             self._committed_until = batch
             self._members = [item for item in self._members if item.batch < batch]
-            self._known = self._spare = self._base = None  # the weights in use hold the steps that are void
+            self._known = self._spare = self._base = None  # the weights in use include the void steps
 
     def _void_from(self, batch: int) -> None:
         for item in self._computing:
             if item.submitted.batch >= batch:
                 item.is_void = True
-        # Of a wave that is not stored yet: it will not be.
+        # A wave that is not stored yet: it will not be stored.
         self._results = deque(
             Void(item.submitted) if isinstance(item, Done) and item.submitted.batch >= batch else item
             for item in self._results
@@ -271,7 +273,7 @@ class VirtualWorkerCore:
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def pulled(self, weights: Weights, *, is_there: bool) -> list[Action]:
-        """The file that all stages read holds these weights; or the blob store does not have them any more."""
+        """Report that the file for all stages holds these weights; `is_there` False: they are not in the blob store."""
         self._pulling = None
         if is_there and weights.term == self._term and self._known is not None:
             self._spare = weights
@@ -280,13 +282,13 @@ class VirtualWorkerCore:
         return self._advance()
 
     def adopted(self, version: int) -> list[Action]:
-        """All stages use the weights that came with the minibatch that used them first."""
+        """Report that all stages use the weights that arrived with the first minibatch that needs them."""
         if self._base is None or version == self._base.version:
             self._is_adopted = True
         return self._advance()
 
     def _give_up_waiting(self) -> list[Action]:
-        """The newest weights are gone: grants that the weights in use do not satisfy cannot be answered."""
+        """Give up grants that the weights in use do not satisfy, because the newest weights are not available."""
         base = self._spare or self._base
         first = next((item.batch for item in self._waiting if not self._is_answered_by(base, item)), None)
         if first is None:
@@ -299,14 +301,16 @@ class VirtualWorkerCore:
     # --- completion -------------------------------------------------------------------------------------------------
 
     def completed(self, batch: int, *, scale: float, weight: float, is_void: bool = False) -> list[Action]:
-        """The gradient of this minibatch is at all stages.
+        """Report that the gradient of this minibatch is at all stages.
 
         Args:
-            scale: what it is multiplied by; 0: it is dropped, since no sample is usable.
+            batch: number of the minibatch.
+            scale: factor for the gradient; 0: the gradient is dropped, because no sample is usable.
             weight: sum of the weights of the usable samples.
+            is_void: whether nobody waits for the minibatch.
 
         Raises:
-            ValueError: it is not the first that is in flight.
+            ValueError: the minibatch is not the first one in flight.
         """
         item = self._first_in_flight
         if item is None or item.submitted.batch != batch:
@@ -316,13 +320,13 @@ class VirtualWorkerCore:
         return self._advance()
 
     def stored(self, until: int | None) -> list[Action]:
-        """All stages have stored as asked: the steps of the wave below `until`; None: the weights."""
+        """Report that all stages have stored the steps of the wave below `until`; None: the weights."""
         if until is None:
             self._is_showing = False
         return self._advance()
 
     def pushed(self, until: int) -> list[Action]:
-        """The steps of this wave are in the blob store: the shared file is free."""
+        """Report that the steps of this wave are in the blob store, so the shared file is free."""
         if self._storing is None or self._storing.until != until:
             raise ValueError(f"expected the wave that is stored, {self._storing}, to be pushed; got {until}")
         if self._to_store and self._to_store[0] is self._storing:
@@ -331,15 +335,15 @@ class VirtualWorkerCore:
         return self._advance()
 
     def show(self) -> list[Action]:
-        """Have the weights stored, with all own steps; only while no stage computes, and not while `is_storing`."""
+        """Order the stages to store the weights with all own steps; only if no stage computes and not `is_storing`."""
         self._is_showing = True
         return [SendDown(StageOrders(commits=self._take_commits(), show=True))]
 
     def again(self, batch: int, num_samples: int) -> Forward:
-        """Compute a minibatch again that is the first of those in flight, with other samples: what to send down.
+        """Return the message that computes the first minibatch in flight again, with other samples.
 
         Raises:
-            ValueError: it is not the first that is in flight.
+            ValueError: `batch` is not the first one in flight.
         """
         item = self._first_in_flight
         if item is None or item.submitted.batch != batch or self._base is None:
@@ -351,10 +355,11 @@ class VirtualWorkerCore:
         )  # fmt: skip
 
     def close_wave(self) -> tuple[int | None, list[Action]]:
-        """Store the steps of the wave under way, whose other minibatches are not computed here.
+        """Store the steps of the current wave; its other minibatches are not computed here.
 
         Returns:
-            Below which batch they are, and what to do; None: no such steps.
+            The batch that ends the stored steps (they are below it), and the actions to take. None: there are no such
+            steps.
         """
         if not self._has_steps or self._last is None:
             return None, []
@@ -382,7 +387,7 @@ class VirtualWorkerCore:
         if self._is_stopped:
             self._results += (Void(item) for item in self._waiting)
             self._waiting.clear()
-        actions += self._store()  # of a wave that ends with a batch without samples
+        actions += self._store()  # a wave may end with a batch without samples
         actions += self._release()
         if self._known is None and self._pulling is None and self._forget_from is None:
             actions += self._give_up_waiting()
@@ -446,15 +451,14 @@ class VirtualWorkerCore:
         return bool(self._slots) and self._is_answered_by(self._spare or self._base, self._waiting[0])
 
     def _is_answered_by(self, base: Weights | None, item: Submission) -> bool:
-        """`item` may be computed on these weights: not on older ones than it says, nor on ones that lack the steps of
-        more waves than the stages keep."""
+        """Return whether `item` may be computed on these weights: they are new enough, and lack few enough waves."""
         if base is None or base.version < item.min_version:
             return False
         return self._committed_until - base.included <= MAX_WAVES_BEHIND * self._wave
 
     def _start(self, submitted: Submission) -> Sequence[Action]:
         if not submitted.num_samples:
-            # Its push is of this version if it ends a wave, and must be of one that its grant allows.
+            # If it ends a wave, its push has this version, which its grant must allow.
             version = max(submitted.min_version, -1 if self._base is None else self._base.version)
             self._computing.append(_Computing(submitted, NO_SLOT, version, is_complete=True))
             return ()

@@ -68,7 +68,7 @@ class Stream:
         return child_rng(self.seed, CONCEPT)
 
     def order_rng(self, number: int) -> np.random.Generator:
-        """Return a generator that is equal in all streams and at each start: for the order of pass `number` of a file."""
+        """Return a generator for the order of pass `number` over a file, equal in all streams and at each start."""
         return child_rng(self.seed, ORDER, number)
 
 
