@@ -1,1 +1,1 @@
-"""What studies, comparisons and reproductions with DOLL use, and a running job does not."""
+"""Code for studies, comparisons and reproductions with DOLL. Running jobs do not use it."""

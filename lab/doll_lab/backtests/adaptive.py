@@ -1,4 +1,4 @@
-"""The production planner as a market policy of the backtest: one planner state per job and tick."""
+"""The production planner as a market policy of the backtest. One planner state serves a job at all ticks."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from doll_lab.backtests.baselines import (
     baselines,
 )
 
-# Half a machine-hour up and half down before anything has been seen (Jeffreys' prior, weighed in hours).
+# Half a machine-hour up and half down before any observation (Jeffreys' prior, weighted in hours).
 _PRIOR_S = 1800.0
-# Live, the planner is asked every 30 s at most: so long an outage may go unseen, however long a tick is.
+# In a real job, the planner runs at most every 30 s: an outage of this length may be missed, whatever the tick is.
 LIVE = PlannerSettings(samples=1, batch_size=1, deadline_s=1.0, replan_s=30.0)
 ADAPTIVE = "adaptive"
 
 
 class Adaptive:
-    """`doll.provisioner.planning.planner`, asked at every tick for every job.
+    """`doll.provisioner.planning.planner` as a policy: it is asked at every tick for every job.
 
-    Availability is up-time over time on spot, of all jobs at once: the point estimate of
-    `estimators.AvailabilityEstimator`. Its interval is left out, as no rule of the planner uses it.
+    Availability is the up time divided by the time on spot, over all jobs: the point estimate of
+    `estimators.AvailabilityEstimator`. Its interval is left out, because no rule of the planner uses it.
     """
 
     def __init__(self, name: str, settings: PlannerSettings | None = None) -> None:
         """
         Args:
-            settings: behaviour of the planner; what the job says (work, deadline, boot, tick) is put in at the start.
+            settings: settings of the planner. Work, deadline, boot time and tick are set from the job at the start.
         """
         self.name = name
         self._given = settings or LIVE
@@ -64,7 +64,7 @@ class Adaptive:
         self._off_s += job.tick_s * (on_spot & ~observation.up).sum(axis=1)
         alpha = self._on_s / (self._on_s + self._off_s)
         if self.settings.rule == "mix":
-            alpha = job.pool_alpha  # a plan that is made once is made for a stated availability
+            alpha = job.pool_alpha  # a plan that is made only once uses the stated availability
         choice = self._choice.copy()
         moved = np.zeros(choice.shape, dtype=np.bool_)
         unfinished = observation.done < job.samples * (1 - 1e-9)
@@ -88,7 +88,7 @@ class Adaptive:
 
 
 def planners() -> list[Adaptive]:
-    """The planner as it is used, without its guard, and under the paper's rule (Theorems 4 and 5 on what is left)."""
+    """Return the planner in normal use, without its guard, and with the paper's rule (Theorems 4 and 5 on the rest)."""
     return [
         Adaptive(ADAPTIVE, LIVE),
         Adaptive("adaptive-no-guard", replace(LIVE, guard=False)),
@@ -97,5 +97,5 @@ def planners() -> list[Adaptive]:
 
 
 def backtest_policies() -> list[MarketPolicy]:
-    """The planner in its three forms, and the baselines that it is compared with."""
+    """Return the three forms of the planner, and the baselines for comparison."""
     return [*baselines(), *planners()]

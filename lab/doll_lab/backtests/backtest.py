@@ -1,4 +1,4 @@
-"""Jobs replayed on recorded markets, tick by tick, for every policy on the same windows."""
+"""Replays of jobs on recorded markets, tick by tick, under every policy on the same windows."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from doll_lab.backtests.windows import Windows, clairvoyant_usd, sample
 
 Policies = Callable[[], Sequence[MarketPolicy]]
 
-# A job must fit into its recording with room to begin at different times.
+# A recording must be long enough for jobs with different start times.
 _SHARE_OF_RECORDING = 0.6
 _LEAST_BOOTS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class BacktestSettings:
-    """What is replayed.
+    """The settings of a backtest.
 
     Attributes:
-        rates_per_s: λ_n of each slot.
-        job_hours: θ_0, the length of the job with everything on demand; shorter where a recording is short.
-        deadline_ratios: θ / θ_0 to try.
-        windows: jobs per trace set and ratio.
-        boot_s: from a machine's start to a working worker; it is billed.
+        rates_per_s: λ_n, rate of each slot in samples per second.
+        job_hours: θ_0, length of the job with all workers on-demand; shorter if a recording is short.
+        deadline_ratios: values of θ / θ_0 to try.
+        windows: number of jobs per trace set and ratio.
+        boot_s: time from the start of a machine until its worker works; it is billed.
         tick_s: time between two decisions.
     """
 
@@ -51,12 +51,12 @@ class BacktestSettings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One policy on one set of windows; arrays of shape (W,).
+    """The results of one policy on one set of windows; arrays of shape (W,).
 
     Attributes:
-        finish_s: when the work was done; beyond the deadline what was left is done on demand.
-        usd: spent, the late part included.
-        moves: slots that were moved between the markets.
+        finish_s: time at which the work was done; work that is left at the deadline is done on-demand.
+        usd: cost in USD, including work after the deadline.
+        moves: number of moves of slots between the markets.
     """
 
     finish_s: Floats
@@ -66,11 +66,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the result: a policy on a trace set at a deadline.
+    """One row of the result: a policy on a trace set with a deadline.
 
     Attributes:
-        cost_percent: mean cost, percent of all on demand.
-        over_bound: mean cost over that of an oracle; never below 1.
+        cost_percent: mean cost, in percent of all on-demand.
+        over_bound: mean cost divided by the cost of an oracle; never below 1.
     """
 
     trace_set: str
@@ -86,8 +86,8 @@ class Row:
 def replay(policy: MarketPolicy, job: BacktestJob, windows: Windows) -> Outcome:
     """Run all windows under one policy.
 
-    At the start every chosen machine that is there works at once; later a machine works `boot_s` after it was chosen or
-    came back.
+    At the start, every chosen machine that is available works at once. Later, a machine works `boot_s` after it was
+    chosen or became available again.
     """
     count, ticks, n = windows.up.shape
     rates, total_rate = job.rates_per_s, job.rates_per_s.sum(axis=-1)
@@ -135,7 +135,7 @@ def replay(policy: MarketPolicy, job: BacktestJob, windows: Windows) -> Outcome:
 
 
 def cells(sets: Sequence[TraceSet], settings: BacktestSettings) -> list[tuple[int, float]]:
-    """(number of the trace set, θ / θ_0) of everything that is to be replayed, in the order of the results."""
+    """Return (number of the trace set, θ / θ_0) of each replay, in the order of the results."""
     return [(index, ratio) for index in range(len(sets)) for ratio in settings.deadline_ratios]
 
 
@@ -147,12 +147,12 @@ def backtest(
     processes: int = 1,
     progress: Callable[[str], None] = lambda cell: None,
 ) -> list[Row]:
-    """Every policy on the same windows of every trace set and deadline; to be called from the main thread.
+    """Run every policy on the same windows of every trace set and deadline. Call it from the main thread.
 
     Args:
-        processes: the rows are the same, whatever their number. They are forked, one task per trace set and deadline,
-            and die with this process; one is used where processes cannot be forked.
-        progress: called with the name of each trace set and deadline that is replayed.
+        processes: number of forked processes; it does not change the results. Each task is one trace set with one
+            deadline. The processes die with this process. If processes cannot be forked, one process is used.
+        progress: function that is called with the name of each replayed trace set and deadline.
     """
     tasks = cells(sets, settings)
     rows: list[Row] = []
@@ -165,18 +165,18 @@ def backtest(
 
     if processes < 2 or not CAN_FORK:
         return gather(backtest_one(sets[index], ratio, settings, policies()) for index, ratio in tasks)
-    # A fork has the recordings already: nothing but rows goes between the processes.
+    # A forked process already has the recordings, so only rows are sent between the processes.
     context = multiprocessing.get_context("fork")
     with context.Pool(min(processes, len(tasks)), _begin, (os.getpid(), sets, settings, policies)) as pool:
         return gather(pool.imap(_replay, tasks))
 
 
-_work: tuple[Sequence[TraceSet], BacktestSettings, Policies] | None = None  # of a forked process
+_work: tuple[Sequence[TraceSet], BacktestSettings, Policies] | None = None  # work of a forked process
 
 
 def _begin(parent_pid: int, sets: Sequence[TraceSet], settings: BacktestSettings, policies: Policies) -> None:
     global _work
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler would only note that the pool ends us
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler only notes that the pool ends this process
     die_with_parent(parent_pid)
     _work = (sets, settings, policies)
 
@@ -188,8 +188,8 @@ def _replay(task: tuple[int, float]) -> list[Row]:
 
 
 def select(folder: Path, surveyed: Survey, parts: Sequence[str] | None) -> Survey:
-    """The trace sets whose name contains one of `parts`; all without parts. What was skipped stays in it. Raises
-    ConfigError if nothing in `folder` can be used, or no set has such a name."""
+    """Return the trace sets whose name contains one of `parts` (without `parts`: all sets), and all skipped recordings.
+    Raises ConfigError if no recording in `folder` is usable, or no set has such a name."""
     surveyed.check(folder)
     if not parts:
         return surveyed
@@ -204,10 +204,10 @@ def select(folder: Path, surveyed: Survey, parts: Sequence[str] | None) -> Surve
 
 
 def usable(folder: Path, selected: Survey, settings: BacktestSettings) -> tuple[list[TraceSet], list[LeftOut]]:
-    """The trace sets that are long enough for a job, and everything that is skipped.
+    """Return the trace sets that are long enough for a job, and everything that is skipped.
 
     Args:
-        folder: what was surveyed, for messages.
+        folder: folder of the recordings, for messages.
 
     Raises:
         ConfigError: no set is long enough.
@@ -222,7 +222,7 @@ def usable(folder: Path, selected: Survey, settings: BacktestSettings) -> tuple[
 
 
 def too_short(trace_set: TraceSet, settings: BacktestSettings) -> str:
-    """Why no job of any meaning fits into the recordings of a set; an empty text where one does."""
+    """Return why no meaningful job fits into the recordings of a set; "" if one does."""
     _, on_demand_s = _job_s(trace_set, settings)
     least_s = _LEAST_BOOTS * max(settings.boot_s, settings.tick_s)
     if on_demand_s >= min(least_s, settings.job_hours * 3600.0):
@@ -234,7 +234,7 @@ def too_short(trace_set: TraceSet, settings: BacktestSettings) -> str:
 
 
 def _job_s(trace_set: TraceSet, settings: BacktestSettings) -> tuple[float, float]:
-    """Length of a window, and θ_0, seconds."""
+    """Return the length of a window, and θ_0, in seconds."""
     longest_s = max(pool.length_s for pool in trace_set.pools)
     most = max(settings.deadline_ratios)
     on_demand_s = min(settings.job_hours * 3600.0, _SHARE_OF_RECORDING * longest_s / most)
@@ -242,7 +242,7 @@ def _job_s(trace_set: TraceSet, settings: BacktestSettings) -> tuple[float, floa
 
 
 def windows_of(trace_set: TraceSet, settings: BacktestSettings) -> tuple[Windows, float]:
-    """The jobs of a trace set, the same at every deadline and whatever is replayed beside it, and θ_0 in seconds."""
+    """Return the jobs of a trace set, equal for all deadlines and other replayed sets, and θ_0 in seconds."""
     length_s, on_demand_s = _job_s(trace_set, settings)
     windows = sample(
         trace_set, count=settings.windows, length_s=length_s, tick_s=settings.tick_s,
@@ -255,7 +255,7 @@ def windows_of(trace_set: TraceSet, settings: BacktestSettings) -> tuple[Windows
 def backtest_one(
     trace_set: TraceSet, ratio: float, settings: BacktestSettings, policies: Sequence[MarketPolicy]
 ) -> list[Row]:
-    """One trace set at one deadline."""
+    """Run all policies on one trace set with one deadline."""
     rates = np.asarray(settings.rates_per_s, float)
     windows, on_demand_s = windows_of(trace_set, settings)
     deadline_s = ratio * on_demand_s
@@ -266,7 +266,7 @@ def backtest_one(
     )  # fmt: skip
     full_usd = on_demand_s * len(rates) * windows.on_demand / 3600.0
     bound = clairvoyant_usd(windows, rates_per_s=settings.rates_per_s, samples=job.samples, deadline_s=deadline_s)
-    free_usd = np.where(bound > 0, 0.0, 1e-9 * full_usd)  # where spot is free, there is no ratio
+    free_usd = np.where(bound > 0, 0.0, 1e-9 * full_usd)  # if spot is free, there is no ratio
     rows = []
     for policy in policies:
         outcome = replay(policy, job, windows)

@@ -23,15 +23,16 @@ _ALL = 100.0 - 1e-9
 
 @dataclass(frozen=True)
 class Verdict:
-    """The planner against its bars.
+    """The comparison of the planner with its criteria.
 
     Attributes:
-        all_met: every deadline of every trace set.
-        worst_points: most percent points of on-demand cost above the best baseline that met every deadline there.
-        mean_points: the same over all sets and deadlines on average; negative: cheaper than the best baseline.
-        points_by_set: the same over the deadlines of each trace set on average.
-        moves_share: its moves over the moves of Uniform Progress, summed over all sets and deadlines.
-        moves_share_by_set: the same per trace set; NaN where Uniform Progress never moves.
+        all_met: whether every deadline of every trace set was met.
+        worst_points: largest difference to the best baseline that met every deadline on the same set and deadline, in
+            percent points of the on-demand cost.
+        mean_points: mean of this difference over all sets and deadlines; negative: cheaper than the best baseline.
+        points_by_set: mean of this difference over the deadlines of each trace set.
+        moves_share: moves of the planner divided by the moves of Uniform Progress, over all sets and deadlines.
+        moves_share_by_set: the same per trace set; NaN if Uniform Progress never moves.
     """
 
     all_met: bool
@@ -44,7 +45,7 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """All deadlines met, near the best baseline's cost on every trace set, with few moves."""
+        """Whether all deadlines were met with few moves, near the cost of the best baseline on every trace set."""
         near = max(self.points_by_set.values()) <= _POINTS_OVER_BEST
         return self.all_met and near and self.moves_share < _SHARE_OF_MOVES
 
@@ -62,7 +63,7 @@ class Verdict:
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
-    """Hold the planner with its guard against the baselines."""
+    """Compare the planner with its guard with the baselines."""
     cells: dict[tuple[str, float], dict[str, Row]] = {}
     for row in rows:
         cells.setdefault((row.trace_set, row.deadline_ratio), {})[row.policy] = row
@@ -97,7 +98,7 @@ def _share(ours: float, uniform: float) -> float:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One block per trace set and deadline, one line per policy."""
+    """Return the results as text: one block per trace set and deadline, one line per policy."""
     width = max(len(row.policy) for row in rows)
 
     def block(title: str, some: Iterable[Row]) -> str:
@@ -117,15 +118,15 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def text(rows: Sequence[Row]) -> str:
-    """Table and verdict."""
+    """Return the table and the verdict as text."""
     return f"{table(rows)}\n\n{verdict(rows).text}"
 
 
 def write_report(rows: Sequence[Row], report: Mapping[str, object], folder: Path) -> None:
-    """Write backtest.json (`report`), backtest.csv and backtest.png into `folder`, which is made.
+    """Write backtest.json (`report`), backtest.csv and backtest.png into `folder`, which is created.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: a file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "backtest.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -134,7 +135,7 @@ def write_report(rows: Sequence[Row], report: Mapping[str, object], folder: Path
 
 
 def overall(rows: Sequence[Row]) -> list[Row]:
-    """One row per policy: means over trace sets and deadlines."""
+    """Return one row per policy: means over trace sets and deadlines."""
 
     def mean_of(policy: str, own: Sequence[Row]) -> Row:
         means = {
@@ -151,7 +152,7 @@ def overall(rows: Sequence[Row]) -> list[Row]:
 
 
 def to_json(rows: Sequence[Row], settings: BacktestSettings) -> dict[str, object]:
-    """Settings, one object per trace set, deadline and policy, means, and the verdict."""
+    """Return settings, one object per trace set, deadline and policy, means, and the verdict."""
     judged = verdict(rows)
     return {
         "settings": {**asdict(settings), "rates_per_s": list(settings.rates_per_s)},
@@ -162,7 +163,7 @@ def to_json(rows: Sequence[Row], settings: BacktestSettings) -> dict[str, object
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """One line per trace set, deadline and policy."""
+    """Write one line per trace set, deadline and policy."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
         writer.writeheader()
@@ -170,7 +171,7 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Cost and moves of every policy per trace set; hollow where a deadline was missed."""
+    """Draw cost and moves of every policy per trace set; a hollow marker is a missed deadline."""
     from doll_lab.figures import new_figure
 
     ratios = sorted({row.deadline_ratio for row in rows})

@@ -1,4 +1,4 @@
-"""Other ways to choose markets, to hold the planner against. All are vectorised over W jobs and N slots.
+"""Baselines: other market policies, to compare the planner with. All are vectorised over W jobs and N slots.
 
 References: "Can't Be Late: Optimizing Spot Instance Savings under Deadlines", NSDI 2024 (greedy, Uniform Progress);
 the DOLL paper, Theorems 4 and 5 (static).
@@ -24,15 +24,15 @@ ON_DEMAND, SPOT, OFF = np.int8(0), np.int8(1), np.int8(2)
 
 @dataclass(frozen=True)
 class BacktestJob:
-    """What is known before the start, of W jobs that differ in their market only.
+    """The facts that are known before the start, for W jobs that differ only in their market.
 
     Attributes:
-        samples: J K b, the work.
-        deadline_s: θ.
-        rates_per_s: λ_n, shape (N,); shape (W, N) for jobs whose streams differ too, which the baselines do not take.
-        boot_s: a machine works so long after it has been chosen.
-        on_demand: USD per hour, shape (W,).
-        pool_alpha, pool_price: means over the whole recordings, shape (W,); only static plans may look at them.
+        samples: J K b, the work in samples.
+        deadline_s: θ, the deadline in seconds.
+        rates_per_s: λ_n, shape (N,). Shape (W, N): jobs whose streams also differ, which the baselines do not accept.
+        boot_s: time from the choice of a machine until its worker works, in seconds.
+        on_demand: on-demand price in USD per hour, shape (W,).
+        pool_alpha, pool_price: means over the whole recordings, shape (W,); only static plans may use them.
     """
 
     samples: float
@@ -54,21 +54,21 @@ class BacktestJob:
 
     @property
     def on_demand_s(self) -> float:
-        """θ_0: seconds with everything on demand."""
+        """θ_0: seconds of the work with all slots on-demand."""
         return self.samples / float(self.rates_per_s.sum())
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What is seen at one tick.
+    """The observation at one tick.
 
     Attributes:
-        now_s: since the start.
-        done: samples, shape (W,); of each slot: `done_by_slot`, shape (W, N).
-        up: a spot machine for this slot runs or is available, shape (W, N).
-        choice: what was chosen last, shape (W, N).
-        ready: the slot's machine has booted and works, shape (W, N).
-        price: spot, USD per hour, shape (W,).
+        now_s: seconds since the start.
+        done: learned samples, shape (W,); `done_by_slot`: per slot, shape (W, N).
+        up: whether a spot machine for this slot runs or is available, shape (W, N).
+        choice: last choice, shape (W, N).
+        ready: whether the slot's machine has booted and works, shape (W, N).
+        price: spot price in USD per hour, shape (W,).
     """
 
     now_s: float
@@ -81,21 +81,21 @@ class Observation:
 
 
 class MarketPolicy(Protocol):
-    """Chooses a market for every slot, tick by tick. One object serves one set of jobs."""
+    """A policy that chooses a market for every slot, tick by tick. One object serves one set of jobs."""
 
     name: str
 
     def start(self, job: BacktestJob) -> None:
-        """Called once before the first tick."""
+        """Prepare for these jobs; called once before the first tick."""
         ...
 
     def decide(self, observation: Observation) -> Choices:
-        """ON_DEMAND, SPOT (wait without capacity) or OFF for every slot; shape (W, N)."""
+        """Return ON_DEMAND, SPOT (wait if there is no capacity) or OFF for every slot; shape (W, N)."""
         ...
 
 
 class _Fixed:
-    """Chooses once, at the start: one market for all slots."""
+    """A policy that chooses one market for all slots, once at the start."""
 
     market: ClassVar[np.int8]
 
@@ -107,19 +107,19 @@ class _Fixed:
 
 
 class AllOnDemand(_Fixed):
-    """Never takes a risk."""
+    """The policy without risk: all slots on-demand."""
 
     name, market = "on-demand", ON_DEMAND
 
 
 class AllSpot(_Fixed):
-    """Never pays on-demand prices, and is as late as the market is."""
+    """The policy that never pays on-demand prices; the market determines its delay."""
 
     name, market = "all-spot", SPOT
 
 
 class Static(_Fixed):
-    """Theorems 4 and 5 once at the start, with the availability and price that the recording has on average."""
+    """Theorems 4 and 5, once at the start, with the mean availability and price of the recording."""
 
     name, market = "static", ON_DEMAND
 
@@ -136,7 +136,7 @@ class Static(_Fixed):
 
 
 class _Committing:
-    """Slots that are committed stay on-demand to the end."""
+    """A policy whose committed slots stay on-demand until the end."""
 
     def start(self, job: BacktestJob) -> None:
         self._job = job
@@ -145,7 +145,7 @@ class _Committing:
 
 
 class Greedy(_Committing):
-    """Spot while there is slack, waiting without capacity; then on-demand to the end (the NSDI paper's greedy)."""
+    """Use spot while there is slack, and wait without capacity; then on-demand to the end (the NSDI paper's greedy)."""
 
     name = "greedy"
 
@@ -157,11 +157,11 @@ class Greedy(_Committing):
 
 
 class UniformProgress(_Committing):
-    """Uniform Progress of "Can't Be Late" with the fleet as one task, whose progress is that of all slots together.
+    """Uniform Progress of "Can't Be Late", with the fleet as one task whose progress is that of all slots together.
 
-    Rules: idle and behind the line of uniform progress: on-demand. On-demand: stay until ahead of the line by two
-    change-over delays. Spot: stay until preempted. Otherwise spot where it is available, else wait. No slack left:
-    on-demand to the end.
+    Rules: a slot that is idle and behind the line of uniform progress goes to on-demand. A slot on on-demand stays
+    until it is ahead of the line by two change-over delays. A slot on spot stays until it is preempted. Otherwise a
+    slot uses spot if available, or waits. Without slack, it stays on-demand to the end.
     """
 
     name = "uniform-progress"
@@ -182,7 +182,7 @@ class UniformProgress(_Committing):
 
 
 class UniformProgressPerSlot(UniformProgress):
-    """Uniform Progress as published, for one machine, applied by each slot to its own share of the work."""
+    """Uniform Progress as published, for one machine; each slot applies it to its own share of the work."""
 
     name = "uniform-progress-per-slot"
 
@@ -199,11 +199,11 @@ class UniformProgressPerSlot(UniformProgress):
 
 
 def no_slack(job: BacktestJob, observation: Observation) -> Bools:
-    """The time left is that of the remaining work on demand, two change-overs and the wait for the next decision."""
+    """Return whether the time left only suffices for the rest on-demand, two change-overs and the next decision."""
     left_s = (job.samples - observation.done) / job.rates_per_s.sum()
     return np.asarray(job.deadline_s - observation.now_s < left_s + 2 * job.boot_s + job.tick_s)
 
 
 def baselines() -> list[MarketPolicy]:
-    """One of each, fresh."""
+    """Return a new object of each baseline."""
     return [AllOnDemand(), AllSpot(), Static(), Greedy(), UniformProgress(), UniformProgressPerSlot()]

@@ -1,4 +1,4 @@
-"""Jobs cut out of recordings: which pool, from when, and what each slot and each hour of it would have met."""
+"""Jobs that are cut out of recordings: their pool, their start time, and the market for each slot and hour."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Windows:
     """W jobs of T ticks on N slots, all of one trace set.
 
     Attributes:
-        up: bool, shape (W, T, N): a spot machine for this slot is there.
+        up: whether a spot machine for this slot is available, bool, shape (W, T, N).
         price: USD per spot machine and hour, shape (W, T).
         on_demand: USD per on-demand machine and hour, shape (W,).
-        pool_alpha, pool_price: means over each job's whole recording, shape (W,): what a static plan may know.
-        start_s: where each job begins in its recording, shape (W,).
+        pool_alpha, pool_price: means over each job's whole recording, shape (W,); a static plan may use them.
+        start_s: start of each job in its recording in seconds, shape (W,).
     """
 
     up: Bools
@@ -40,10 +40,10 @@ class Windows:
 def sample(
     trace_set: TraceSet, *, count: int, length_s: float, tick_s: float, num_slots: int, rng: np.random.Generator
 ) -> Windows:
-    """`count` jobs of `length_s` seconds: pools in turn, start times uniform within each pool's recording.
+    """Draw `count` jobs of `length_s` seconds: pools in turn, start times uniform within each pool's recording.
 
     Raises:
-        ConfigError: no recording is that long.
+        ConfigError: no recording is long enough.
     """
     pools = [pool for pool in trace_set.pools if pool.length_s >= length_s]
     if not pools:
@@ -69,11 +69,11 @@ def sample(
 
 
 def clairvoyant_usd(windows: Windows, *, rates_per_s: Sequence[float], samples: float, deadline_s: float) -> Floats:
-    """A lower bound on the cost of each job: the cheapest slot-hours that do the work in time, shape (W,).
+    """Return a lower bound on the cost of each job: the cheapest slot-hours that do the work in time, shape (W,).
 
-    Every slot and tick costs its spot price where a machine is there and cheaper, else the on-demand price; the
-    cheapest per sample are taken until the work is done. Booting and moving are free and the future is known, so that
-    no policy can be cheaper.
+    Every slot and tick costs the spot price if a machine is available and cheaper, otherwise the on-demand price. The
+    slots and ticks with the lowest cost per sample are taken until the work is done. Booting and moving cost nothing
+    and the future is known, so no policy can be cheaper.
     """
     rates = np.asarray(rates_per_s, float)
     count, ticks, _ = windows.up.shape

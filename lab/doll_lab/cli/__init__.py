@@ -1,1 +1,1 @@
-"""Commands that `doll` has where doll-lab is installed."""
+"""Commands that `doll` has if doll-lab is installed."""

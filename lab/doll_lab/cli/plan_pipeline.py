@@ -1,4 +1,4 @@
-"""`doll plan --pipeline`: how a fleet of devices would train a model that is cut into stages."""
+"""`doll plan --pipeline`: plans how the devices of a fleet train a model that is cut into stages."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 def plan_pipeline(
     fleet_path: Path, config: JobConfig | None, given: PipelineOptions, *, plot: Path | None, as_json: bool
 ) -> None:
-    """Compare the allocations of a fleet and print the best one. Exit code 3 if the model fits in no way.
+    """Compare the allocations of a fleet and print the best one. Exit code 3: no allocation fits the model.
 
     Raises:
         ConfigError: the fleet or the profile is invalid.
-        BadParameter: there is no profile, or no number of stages.
+        BadParameter: the profile or the number of stages is missing.
     """
     from doll.config import SgdConfig
     from doll.errors import InfeasiblePlanError
@@ -52,7 +52,7 @@ def plan_pipeline(
     profile = Profile.load(path)
 
     def memory(number: int) -> MemoryRule:
-        """As DOLL runs it, with `number` minibatches in flight."""
+        """Return DOLL's rule for the memory of a stage with `number` minibatches in flight."""
         if given.optimizer_copies is not None:
             return MemoryRule(given.optimizer_copies)
         return live_rule(config.training.optimizer if config is not None else SgdConfig())

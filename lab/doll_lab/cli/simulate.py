@@ -13,7 +13,7 @@ from doll.cli.output import emit, progress_bar
 
 @dataclass(frozen=True, kw_only=True)
 class SettingOptions:
-    """Settings of the simulation, under their names in `doll_lab.simulation.settings`."""
+    """Settings of the simulation, with their names in `doll_lab.simulation.settings`."""
 
     updates: Annotated[int | None, typer.Option("--updates", "-J", min=1, help="Stop after this many updates.")] = None
     seconds: Annotated[float | None, options.duration("Stop at this virtual time.", "--duration")] = None

@@ -1,6 +1,6 @@
-"""The actions of faults, a function each. A new fault is an entry in `ACTIONS` and in `FAULT_KINDS` of the plan.
+"""The actions of faults, one function each. To add a fault, add it to `ACTIONS` and to `FAULT_KINDS` of the plan.
 
-An action returns whether it has injected the fault. If not, its target is not there now, and it is tried again later.
+An action returns whether it has injected the fault. If it has not, its target does not run now, and it is tried later.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Victim:
     """A process that a fault hits.
 
     Attributes:
-        name: `worker-3`, `stage 2 of worker-3`, `redis`.
-        role: the supervised role that it is or belongs to; "" for a service, which `doll up` restarts.
-        send: sends it a signal.
+        name: name such as `worker-3`, `stage 2 of worker-3`, `redis`.
+        role: the supervised role of the process; "" for a service, which `doll up` restarts.
+        send: function that sends a signal to the process.
     """
 
     name: str
@@ -55,12 +55,12 @@ class Victim:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Effect:
-    """The part of a fault that goes on after its injection.
+    """The part of a fault that continues after its injection.
 
     Attributes:
-        on: name of the process that the effect keeps from working; "" if it keeps none.
-        poll: whether the effect is over at a time; called several times a second, and not again after that.
-        close: undoes the effect, since the drill ends.
+        on: name of the process that the effect prevents from working; "" if there is none.
+        poll: function that returns whether the effect is over at a time; called several times per second until it is.
+        close: function that undoes the effect, because the drill ends.
     """
 
     on: str
@@ -74,10 +74,10 @@ class Scene:
     """The running job as a fault finds it.
 
     Attributes:
-        say: called with what each fault does.
+        say: function that is called with a description of each fault.
         now: wall clock in seconds, as in `Update.time_s`.
-        leader_pid: of two parameter servers, the process that leads; None if there is one server.
-        effects: what earlier faults still do.
+        leader_pid: process id of the leader of two parameter servers; None if there is one server.
+        effects: effects of earlier faults that continue.
     """
 
     config: JobConfig
@@ -92,7 +92,7 @@ class Scene:
     effects: list[Effect] = field(default_factory=list)
 
     def poll(self, now: float) -> None:
-        """Go on with what earlier faults do.
+        """Continue the effects of earlier faults.
 
         Raises:
             DrillError: a process does not exit.
@@ -104,13 +104,13 @@ class Scene:
                 self.effects.remove(effect)
 
     def close(self) -> None:
-        """Undo what earlier faults still do. It may be called again."""
+        """Undo the effects of earlier faults that continue. May be called again."""
         for effect in self.effects:
             effect.close()
         self.effects.clear()
 
     def inject(self, fault: Fault) -> bool:
-        """Inject the fault; False if its target is down, frozen, cut off or leaving now."""
+        """Inject the fault; return False if its target is down, frozen, cut off or leaving now."""
         if any(effect.on == self._role(fault) for effect in self.effects):
             return False
         if fault.kind.cut_from == "control" and any(effect.is_control_cut for effect in self.effects):
@@ -118,12 +118,12 @@ class Scene:
         return ACTIONS[fault.kind.action](self, fault)
 
     def record(self, fault: Fault, target: str, poison: PoisonTracker | None = None) -> InjectedFault:
-        """Note that the fault is injected now."""
+        """Record that the fault is injected now."""
         self.say(fault, target)
         return self.recoveries.inject(fault, self.now, poison)
 
     def suspend(self, victim: Victim, fault: Fault, release: Callable[[], None]) -> None:
-        """The victim is frozen or cut off until `release` is called, after the fault's time."""
+        """Record that the victim is frozen or cut off until `release` is called, after the fault's time."""
         until_s = self.now + fault.hold_s
 
         def poll(now: float) -> bool:
@@ -134,11 +134,11 @@ class Scene:
         self.effects.append(Effect(victim.name, poll, release, is_control_cut=fault.kind.cut_from == "control"))
 
     def expect_exit(self, process: tuple[RoleSpec, Handle], what: str, *, after_s: float = 0.0) -> None:
-        """A process is not supervised any more, and must exit by itself; then its successor starts, if none runs yet.
+        """Expect a process, which is not supervised any more, to exit; then its successor starts, if none runs yet.
 
         Args:
-            what: has happened to the process, for the error.
-            after_s: from now, the time from which it can exit.
+            what: event that happened to the process, for the error.
+            after_s: seconds from now after which it can exit.
         """
         spec, handle = process
         by_s = self.now + after_s + _EXIT_TIMEOUT_S
@@ -149,7 +149,7 @@ class Scene:
                 if not is_replaced:
                     self.supervisor.start(spec)
             elif is_replaced and self.supervisor.exit_codes().get(spec.name) == 0:
-                # It was frozen before it joined, and has joined since: its session is newer: the successor has left.
+                # It was frozen before it joined and has joined since, so its session is newer: the successor has left.
                 self.supervisor.adopt(spec, handle)
             elif now > by_s:
                 raise DrillError(
@@ -163,7 +163,7 @@ class Scene:
         self.effects.append(Effect("" if is_replaced else spec.name, poll, handle.kill))
 
     def victim(self, fault: Fault) -> Victim | None:
-        """The process that a fault hits; None while it does not run, and for a stage whose worker is frozen."""
+        """Return the process that a fault hits; None if it does not run, or for a stage whose worker is frozen."""
         role = self._role(fault)
         nodes = self.stack.kafka.nodes if self.stack.kafka is not None else ()
         match fault.kind.target:
@@ -183,7 +183,7 @@ class Scene:
         return Victim(f"stage {fault.stage + 1} of {role}", role, partial(os.kill, stages[fault.stage]))
 
     def _role(self, fault: Fault) -> str:
-        """Name of the process; of two parameter servers the leader's."""
+        """Return the name of the process; for two parameter servers, the name of the leader."""
         if fault.kind.target != "ps" or self.leader_pid is None:
             return fault.role
         leading = (name for name, handle in self.supervisor.handles().items() if handle.pid == self.leader_pid)
@@ -191,16 +191,16 @@ class Scene:
 
     @property
     def is_kafka_frozen(self) -> bool:
-        """Whether a broker is frozen: a request to it would wait until it continues."""
+        """Whether a broker is frozen, so that a request to it would wait until it continues."""
         return any(effect.on == "kafka" or effect.on.startswith("broker-") for effect in self.effects)
 
 
 def children_of(pid: int, proc: Path = _PROC) -> list[int]:
-    """Processes that `pid` has started and that run, oldest first; none if there is no /proc."""
+    """Return the running processes that `pid` has started, oldest first; none if there is no /proc."""
     children: list[tuple[int, int]] = []
     for path in proc.glob("[0-9]*/stat"):
         try:
-            # The name, in parentheses, may hold anything.
+            # The name, in parentheses, may contain any text.
             fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         except OSError:
             continue  # it has ended meanwhile
@@ -220,7 +220,7 @@ Action = Callable[[Scene, Fault], bool]
 
 
 def _on_process(act: Callable[[Scene, Victim, InjectedFault], None]) -> Action:
-    """The action that does `act` to the process that the fault hits."""
+    """Return the action that calls `act` with the process that the fault hits."""
 
     def inject(scene: Scene, fault: Fault) -> bool:
         victim = scene.victim(fault)
@@ -244,7 +244,7 @@ def _freeze(scene: Scene, victim: Victim, injected: InjectedFault) -> None:
     victim.send(signal.SIGSTOP)
 
     def thaw() -> None:
-        with contextlib.suppress(ProcessLookupError):  # it was killed while frozen
+        with contextlib.suppress(ProcessLookupError):  # the process was killed while frozen
             victim.send(signal.SIGCONT)
 
     scene.suspend(victim, injected.fault, thaw)
@@ -260,7 +260,7 @@ def _zombie(scene: Scene, victim: Victim, injected: InjectedFault) -> None:
 
 @_on_process
 def _preempt(scene: Scene, victim: Victim, injected: InjectedFault) -> None:
-    """A stage takes its worker along. A stage that runs again before its worker gives it up loses nothing."""
+    """Preempt a process. A stage takes its worker along, unless it restarts before the worker gives it up."""
     victim.send(signal.SIGTERM)
     scene.expect_exit(scene.supervisor.release(victim.role), "was asked to leave")
 
@@ -301,7 +301,7 @@ def _poison(scene: Scene, fault: Fault) -> bool:
 
 
 def _delete_streams(scene: Scene, fault: Fault) -> bool:
-    """Delete the control streams of this job, and nothing else, from Redis."""
+    """Delete only the control streams of this job from Redis."""
     if not delete_keys(scene.stack.services, streams_pattern(scene.config.job)):
         return False  # Redis does not answer, or nobody has a link through it now
     scene.record(fault, fault.role)

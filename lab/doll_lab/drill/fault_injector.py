@@ -1,7 +1,7 @@
-"""Injects a plan's faults into a running `doll up`, in order, and ends the job when it has recovered from all of them.
+"""Injects the faults of a plan into a running `doll up`, in order, and ends the job after the recovery from all faults.
 
-It is called a few times a second and never blocks. Every process that it stops (SIGSTOP) it also continues. A stopped
-process that was replaced meanwhile (a zombie) must exit by itself after SIGCONT; if it does not, the drill fails.
+It is called a few times per second and never blocks. It continues every process that it stopped (SIGSTOP). A stopped
+process that was replaced in the meantime (a zombie) must exit by itself after SIGCONT; if it does not, the drill fails.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 
 # Kafka starts in 7 s, or in a minute on a machine with 20 processes per core; a longer recovery counts as a failure.
 _RECOVERY_TIMEOUT_S: Final = 300.0
-_SETTLE_S: Final = 3.0  # the job continues for this long after the last recovery
+_SETTLE_S: Final = 3.0  # time that the job continues after the last recovery
 
 
 class FaultInjector(RunHook):
-    """One drill.
+    """The faults of one drill.
 
     Args:
         faults: number of faults.
-        say: called with one line for each fault.
-        relays: the relays that the roles' connections pass through.
+        say: function that is called with one line for each fault.
+        relays: relays for the connections of the roles.
         run_folder: folder of the job's checkpoints, unless the job file names another one.
-        every_s: seconds from one fault to the next, whether the job has recovered or not; None: as the plan says.
-        standby: there are two parameter servers, a leader and a standby; faults are injected into the leader.
+        every_s: seconds from one fault to the next, also without a recovery; None: the plan determines the time.
+        standby: whether there are two parameter servers, a leader and a standby; faults are injected into the leader.
         clock: wall clock in seconds, as in `Update.time_s`.
     """
 
@@ -80,12 +80,12 @@ class FaultInjector(RunHook):
         self._recoveries = RecoveryTracker()
         self._control = ControlTracker(config.control.kind)
         self._sets = SetTracker()
-        self._ready_s: float | None = None  # time since which no fault is open
+        self._ready_s: float | None = None  # time since which all faults are over
         self._learning = False
         self._scene: Scene | None = None  # from the first update on
 
     def feed(self, record: AnyRecord) -> None:
-        """A record of the `updates` or `metrics` topic."""
+        """Process a record of the `updates` or `metrics` topic."""
         self._learning = self._learning or isinstance(record, Update)
         if isinstance(record, ServerStatus) and record.term >= self._leader_term:
             self._leader_term, self._leader_pid = record.term, record.pid
@@ -96,19 +96,19 @@ class FaultInjector(RunHook):
 
     @property
     def advertised_ports(self) -> Sequence[Mapping[str, int]]:
-        """The ports of the relays; see `RoleRelays`."""
+        """Return the ports of the relays; see `RoleRelays`."""
         return self._relays.advertised_ports
 
     def services(self, role: str, stack: Stack) -> Services:
-        """The addresses of the relays; see `RoleRelays`."""
+        """Return the addresses of the relays; see `RoleRelays`."""
         return self._relays.services(role, stack)
 
     def tick(self, supervisor: Supervisor, stack: Stack) -> str | None:
-        """Inject what is due, and return the reason why the job ends now, or None.
+        """Inject faults that are due. Return the reason why the job ends now, or None.
 
         Raises:
-            DrillError: no update came within the recovery timeout after a fault, a zombie does not exit, or workers
-                do not return to the fastest control channel.
+            DrillError: no update came within the recovery timeout after a fault, a zombie does not exit, or workers do
+                not return to the fastest control channel.
         """
         now = self._clock()
         if self._scene is None:
@@ -150,15 +150,15 @@ class FaultInjector(RunHook):
         )
 
     def plan_for(self, targets: Collection[FaultTarget], brokers: int) -> tuple[Fault, ...]:
-        """The faults to inject, in order.
+        """Return the faults to inject, in order.
 
         Raises:
-            DrillError: this job does not run what is to be faulted.
+            DrillError: this job does not run the target of the faults.
         """
         if self._only is not None and self._only not in targets:
             raise DrillError(f"expected faults of what this job runs, {sorted(targets)}, got {self._only!r}")
         pipeline, links = self._config.worker.pipeline, self._control.links
-        is_backlog = self._config.arrivals.process == "asap"  # what is written now is not read before the job ends
+        is_backlog = self._config.arrivals.process == "asap"  # new records are not read before the job ends
         impossible = {
             "stream_poison": is_backlog or poison_for(self._config, 0) is None,
         }
@@ -177,7 +177,7 @@ class FaultInjector(RunHook):
 
     @property
     def poisoned(self) -> list[tuple[int, int]]:
-        """Partition and offset of each poison record that an update counts as dead."""
+        """Return partition and offset of each poison record that an update counts as dead."""
         poisons = [entry.poison for entry in self._recoveries.injected if entry.poison is not None]
         return [(poison.partition, offset) for poison in poisons for offset in sorted(poison.dead)]
 
@@ -187,17 +187,17 @@ class FaultInjector(RunHook):
         return not self._recoveries.open and (self._scene is None or not self._scene.effects)
 
     def end_effects(self) -> None:
-        """Go on with what faults still do, without another fault."""
+        """Continue the effects of faults, without another fault."""
         if self._scene is not None:
             self._scene.poll(self._clock())
 
     def close(self) -> None:
-        """Resume what is frozen or cut off, and kill leaving processes. It may be called again."""
+        """Resume frozen or cut off processes, and kill leaving processes. May be called again."""
         if self._scene is not None:
             self._scene.close()
 
     def report_fields(self) -> dict[str, Any]:
-        """The drill's fields in `report.json`; every fault is written to `faults.json`."""
+        """Return the drill's fields in `report.json`; all faults are written to `faults.json`."""
         write_json(self._run_folder / "faults.json", self._log())
         return {
             "drill_seed": self._seed,
@@ -236,10 +236,10 @@ class FaultInjector(RunHook):
         return targets
 
     def _control_is_back(self, now: float) -> bool:
-        """Whether each worker uses the fastest control channel again, after all faults.
+        """Return whether, after all faults, each worker uses the fastest control channel again.
 
         Raises:
-            DrillError: a worker does not, for as long as a recovery may take.
+            DrillError: a worker does not use it within the recovery timeout.
         """
         assert self._ready_s is not None
         if self._control.updated_s > self._ready_s and not self._control.behind:
@@ -262,7 +262,7 @@ class FaultInjector(RunHook):
         return self._ready_s is not None and now - self._ready_s >= fault.gap_s
 
     def _announce(self, fault: Fault, target: str) -> None:
-        """Say what a fault does, which is injected now."""
+        """Report the effect of a fault that is injected now."""
         self._ready_s = None
         what = f"{fault.kind.action} {target}"
         if fault.kind.cut_from is not None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def _problem(report: Mapping[str, Any], poisoned: int) -> str | None:
-    """How the audit differs from the poison records that were sent, or the replay from the run; None if neither."""
+    """Return how the audit differs from the sent poison records, or the replay from the run; None if it does not."""
     audit, replay = report["audit"], report.get("replay")
     if replay is not None and replay["differences"]:
         return f"expected a replay that is equal to the bit: {'; '.join(replay['differences'])}"
@@ -52,24 +52,26 @@ def run_drill(
     every_s: float | None = None,
     only: FaultTarget | None = None,
 ) -> tuple[dict[str, Any], str | None]:
-    """Run the job until `faults` faults are recovered from; the report, as of `run_up`, and a failure of the drill.
+    """Run the job until it recovers from `faults` faults. Return the report of `run_up`, and a failure of the drill.
 
     Args:
-        standby: run a second parameter server, which takes over when the leader is silent.
-        brokers: size of the local Kafka cluster. With more than one, each topic is replicated on all brokers, and one
-            broker at a time fails.
-        every_s: seconds from one fault to the next; None: the next follows the recovery from the one before, or sooner.
-        only: what is faulted; None: all that the job runs.
-        replay: keep an event log of each parameter server, replay them after the run, and compare with the checkpoints.
+        standby: whether to run a second parameter server, which takes over when the leader is silent.
+        brokers: size of the local Kafka cluster. With more than one broker, each topic is replicated on all brokers,
+            and one broker at a time fails.
+        every_s: seconds from one fault to the next; None: the next fault follows the recovery, or comes a little
+            earlier.
+        only: target of the faults; None: all processes that the job runs.
+        replay: whether to keep an event log of each parameter server, replay it after the run, and compare the results
+            with the checkpoints.
 
     Raises:
-        ConfigError: the job cannot be run this way, or learns from a topic that belongs to somebody else.
+        ConfigError: the job cannot be run this way, or learns from a topic of another owner.
         ServiceUnavailableError: Kafka or Redis is not reachable and cannot be started.
     """
     require_own_topic(config, "doll drill")
     if config.source is None:
         raise ConfigError("source: expected a section in the job file, got none: a drill needs a continuous stream")
-    # Blobs go through Redis, whatever the job file says, so that a crash of Redis loses all of them.
+    # Blobs go through Redis, whatever the job file sets, so that a crash of Redis loses all of them.
     blobs = config.blobs.model_copy(update={"kind": "redis"})
     kafka = config.kafka.model_copy(update={"replication_factor": brokers} if brokers > 1 else {})
     checkpoint = config.checkpoint.model_copy(update={"event_log": True} if replay else {})

@@ -1,4 +1,4 @@
-"""Which faults a drill injects, in which order and how far apart. Pure: one seed, one plan."""
+"""The plan of a drill: faults, their order and the times between them. Pure: a seed determines the plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FaultAction = Literal[
 ]  # fmt: skip
 Cut = Literal["silent", "reset", "removed"]
 Service = Literal["kafka", "redis", "control"]
-Link = Literal["local", "redis"]  # what carries grants and pushes besides Kafka
+Link = Literal["local", "redis"]  # channel that carries grants and pushes besides Kafka
 
 _CUTS: Final[tuple[Cut, ...]] = ("silent", "reset")
 _CONTROL_CUTS: Final[tuple[Cut, ...]] = ("silent", "reset", "removed")
@@ -40,7 +40,7 @@ class FaultKind:
             the server's links to all workers; delete_streams deletes the job's control streams in Redis; poison sends
             a record that cannot be decoded or that breaks the model; truncate deletes records of a stream that are
             durable in the model.
-        weight: how often it is drawn, relative to the others.
+        weight: relative frequency with which it is drawn.
         hold_s: minimum and maximum duration of a freeze or cut, in seconds.
     """
 
@@ -55,12 +55,12 @@ class FaultKind:
 
     @property
     def cut_from(self) -> Service | None:
-        """The service that its target is disconnected from, if any; control is the server's control socket."""
+        """The service that its target is disconnected from, if any. "control": the control socket of the server."""
         return _CUT_FROM.get(self.action)
 
     @property
     def link(self) -> Link | None:
-        """The control links that only this kind breaks: it is possible if the job has such."""
+        """The control link that only this kind breaks: it is possible only if the job has such links."""
         return _BROKEN_LINKS.get(self.action)
 
 
@@ -92,7 +92,7 @@ FAULT_KINDS: Final = (
     FaultKind("worker", "cut_control", 17, (1.0, 8.0)),
     FaultKind("ps", "cut_control", 14, (1.0, 8.0)),
     FaultKind("redis", "delete_streams", 7),
-    # Of a worker that is a pipeline. One that is frozen for longer than its worker waits for it takes the worker along.
+    # For a worker that is a pipeline. If a stage is frozen longer than its worker waits, the worker also ends.
     FaultKind("stage", "kill", 25),
     FaultKind("stage", "freeze", 10, (1.0, 12.0)),
     FaultKind("stage", "preempt", 8),
@@ -104,14 +104,14 @@ class Fault:
     """One fault.
 
     Attributes:
-        number: 1 for the first.
+        number: number of the fault, from 1.
         worker: number of the worker or stream, for kinds that target one.
         gap_s: minimum time after the previous fault or, unless `overlapping`, after the recovery from it.
-        hold_s: duration of the freeze or cut.
-        cut: what a cut does to connections; see `doll_lab.drill.relay`.
-        overlapping: it does not wait for the recovery from the previous fault.
+        hold_s: duration of the freeze or cut, in seconds.
+        cut: effect of a cut on connections; see `doll_lab.drill.relay`.
+        overlapping: whether it does not wait for the recovery from the previous fault.
         broker: number of the broker, from 0, for kinds that target one.
-        stage: number of the stage, from 0, for kinds that target one of the worker's.
+        stage: number of the worker's stage, from 0, for kinds that target one.
     """
 
     number: int
@@ -126,7 +126,7 @@ class Fault:
 
     @property
     def role(self) -> str:
-        """Name of the process: `worker-3`, `ps`, `redis`, `broker-2`; of the stream: `stream-3`."""
+        """The name of the process (`worker-3`, `ps`, `redis`, `broker-2`) or stream (`stream-3`)."""
         match self.kind.target:
             case "stage":
                 return f"worker-{self.worker}"
@@ -151,15 +151,15 @@ def make_plan(
     without: Collection[str] = (),
     only: FaultTarget | None = None,
 ) -> tuple[Fault, ...]:
-    """`faults` faults on `targets`. Each possible kind is drawn once, heaviest first; the rest is drawn by weight.
+    """Draw `faults` faults on `targets`. Each possible kind is drawn once, heaviest first; the rest is drawn by weight.
 
     Args:
-        targets: what may fail. Connections are cut only to services among them. Of several brokers one at a time
-            fails, never Kafka as a whole.
-        only: the one of the targets that is faulted; None: all of them.
+        targets: processes that may fail. Connections are cut only to services in `targets`. If there are several
+            brokers, one at a time fails, never Kafka as a whole.
+        only: the only target of faults; None: all targets.
         links: kinds of control links that the job uses.
-        stages: of each worker that is a pipeline; 0: none is.
-        standby: the job has a standby parameter server, so nothing else may start a successor.
+        stages: number of stages of each worker that is a pipeline; 0: no worker is.
+        standby: whether the job has a standby parameter server, so that no other process may start a successor.
         without: names of kinds to exclude.
 
     Raises:

@@ -13,17 +13,17 @@ from doll.records.control import AnyRecord, Update
 
 from doll_lab.drill.plan import Fault
 
-_RECENT = 500  # updates kept until Kafka has acknowledged a poison record with its offset
+_RECENT = 500  # updates that are kept until Kafka acknowledges a poison record with its offset
 
 
 @dataclass(slots=True)
 class PoisonTracker:
-    """Poison records of one fault, and which updates count them.
+    """The poison records of one fault, and the updates that count them.
 
     Attributes:
         records: number of records.
-        harmless: how many of them the model may classify correctly; these have no effect on it.
-        offsets: their offsets, as far as Kafka has acknowledged them.
+        harmless: number of records that the model may classify correctly; they have no effect on it.
+        offsets: offsets of the records that Kafka has acknowledged.
         dead: offsets that an update counts as dead.
         learned: offsets that an update counts as applied.
         seen_s: time of the newest update with a batch of this stream that begins before them: the stream advances.
@@ -38,7 +38,7 @@ class PoisonTracker:
     seen_s: float = 0.0
 
     def on_update(self, update: Update) -> None:
-        """Take the counts of an update; a later update overrides an earlier one."""
+        """Process the counts of an update; a later update overrides an earlier one."""
         for member in update.members:
             if member.partition == self.partition:
                 if member.lo <= max(self.offsets, default=member.lo):
@@ -50,7 +50,7 @@ class PoisonTracker:
 
     @property
     def is_counted(self) -> bool:
-        """Whether updates count all of them as dead, except at most `harmless` of them."""
+        """Return whether updates count all records as dead, except at most `harmless` of them."""
         return len(self.dead) + len(self.learned) == self.records and len(self.learned) <= self.harmless
 
 
@@ -60,11 +60,11 @@ class InjectedFault:
 
     Attributes:
         time_s: wall clock, as in `Update.time_s`.
-        after_term: the update that ends it must be of a later term than this one; -1: of any term.
-        term: the newest term when the fault was injected.
-        restored_s: until then a disconnected server may still apply what it has, without publishing it.
-        poison: the records that updates must count before the fault has ended.
-        recovery_s: seconds from the fault to the first update after it; None before that update.
+        after_term: the update that ends the fault must be of a later term than this one; -1: of any term.
+        term: newest term when the fault was injected.
+        restored_s: time until which a disconnected server may apply pushes that it has, without publishing them.
+        poison: records that updates must count before the fault has ended.
+        recovery_s: seconds from the fault to the first update after it; None before this update.
     """
 
     fault: Fault
@@ -77,11 +77,11 @@ class InjectedFault:
 
     @property
     def waiting_since_s(self) -> float:
-        """Time since which there is no progress towards recovery. A poison record waits while its stream catches up."""
+        """Time since which recovery has made no progress. A poison record waits while its stream catches up."""
         return max(self.time_s, self.poison.seen_s if self.poison is not None else 0.0)
 
     def is_ended_by(self, update: Update) -> bool:
-        """Whether this update shows that the job has recovered."""
+        """Return whether this update shows that the job has recovered."""
         if self.poison is not None and not self.poison.is_counted:
             return False
         if update.term > self.term:
@@ -90,7 +90,7 @@ class InjectedFault:
 
 
 class RecoveryTracker:
-    """Matches faults with the updates that show recovery. Feed it each record of `updates`."""
+    """The tracker that matches faults with the updates that show recovery. Pass it each record of `updates`."""
 
     def __init__(self) -> None:
         self.injected: list[InjectedFault] = []
@@ -100,10 +100,10 @@ class RecoveryTracker:
 
     def inject(self, fault: Fault, time_s: float, poison: PoisonTracker | None = None) -> InjectedFault:
         """Record a fault that is injected now."""
-        # An update of the dead server may still be in flight: only one of a later term shows that it has a successor.
+        # An update of the dead server may still be in transit: only an update of a later term shows a successor.
         of_ps = fault.kind.target == "ps"
         after_term = self._lineage.newest_term if of_ps and fault.kind.action in ("kill", "zombie", "preempt") else -1
-        # Without control links it goes on through Kafka.
+        # Without control links, it continues through Kafka.
         is_cut_off = of_ps and fault.kind.cut_from in ("kafka", "redis")
         restored_s = time_s + fault.hold_s if is_cut_off else time_s
         injected = InjectedFault(fault, time_s, after_term, self._lineage.newest_term, restored_s, poison)
@@ -119,7 +119,7 @@ class RecoveryTracker:
             self._take(update)
 
     def feed(self, record: AnyRecord) -> None:
-        """A record of the `updates` topic."""
+        """Process a record of the `updates` topic."""
         if isinstance(record, UpdatesRecord):
             self._lineage.feed(record)
         if isinstance(record, Update):
@@ -129,7 +129,7 @@ class RecoveryTracker:
     def _take(self, update: Update) -> None:
         for injected in self.injected:
             if injected.poison is not None:
-                injected.poison.on_update(update)  # also after the recovery: a later update may count the batch again
+                injected.poison.on_update(update)  # also after recovery: a later update may count the batch again
         for injected in self._open:
             if injected.is_ended_by(update):
                 injected.recovery_s = update.time_s - injected.time_s
@@ -137,11 +137,11 @@ class RecoveryTracker:
 
     @property
     def open(self) -> tuple[InjectedFault, ...]:
-        """Faults without recovery so far, in order."""
+        """The faults without recovery so far, in order."""
         return tuple(self._open)
 
     def report(self) -> dict[str, Any]:
-        """The drill's fields in `report.json`. `ps_recovery_s` covers SIGKILLs of the parameter server only."""
+        """Return the drill's fields in `report.json`. `ps_recovery_s` covers only SIGKILLs of the parameter server."""
         by_kind: dict[str, list[InjectedFault]] = {}
         for injected in self.injected:
             by_kind.setdefault(injected.fault.kind.name, []).append(injected)

@@ -1,9 +1,9 @@
-"""Relays between one process and one service, so that a drill can cut that connection only.
+"""Relays between one process and one service, so that a drill can cut only this connection.
 
-They relay TCP on loopback (`TcpRelay`) or Unix sockets (`UnixRelay`). There are three kinds of cut. A `silent` one
-forwards and accepts nothing; data that was sent arrives after `restore`, as after a network partition, unless an end
-has timed out. A `reset` one resets open connections and every new one; a Unix socket has no reset, and is closed. A
-`removed` one, of Unix sockets only, resets open connections and takes the socket's file away until `restore`.
+They relay TCP on loopback (`TcpRelay`) or Unix sockets (`UnixRelay`). There are three kinds of cut. A `silent` cut
+forwards and accepts nothing; unless an end has timed out, sent data arrives after `restore`, as after a network
+partition. A `reset` cut resets open connections and every new one; Unix sockets have no reset, and are closed. A
+`removed` cut, only for Unix sockets, resets open connections and removes the file of the socket until `restore`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ R = TypeVar("R", bound="Relay")
 
 CHUNK: Final = 1 << 18
 _BACKLOG: Final = 128
-_ANSWER_S: Final = 60.0  # the relays' thread answers within milliseconds, later on an overloaded machine
+_ANSWER_S: Final = 60.0  # the thread of the relays answers within milliseconds, later on an overloaded machine
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)  # SO_LINGER of 0 s: close() sends RST
 
 
 class Relay(ABC):
-    """One listening socket and its target. Call its methods from any thread but the relays' own.
+    """One listening socket and its target. Call its methods from any thread except the relays' own thread.
 
     Attributes:
-        cut: the kind of the current cut, if any.
+        cut: kind of the current cut, if any.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, listening: socket.socket) -> None:
@@ -52,10 +52,11 @@ class Relay(ABC):
 
     @abstractmethod
     def _target(self) -> tuple[socket.AddressFamily, Any] | None:
-        """Family and address of the service; None: not known yet."""
+        """Return the family and address of the service; None: not known yet."""
 
     def _hide(self) -> None:
-        """
+        """Remove the file of the listening socket.
+
         Raises:
             ValueError: connections of this kind cannot be cut by the removal of a file.
         """
@@ -69,7 +70,7 @@ class Relay(ABC):
         self._on_loop(self._start_cut(how))
 
     def restore(self) -> None:
-        """End the cut. It may be called again."""
+        """End the cut. May be called again."""
         self._on_loop(self._restore())
 
     def _on_loop(self, work: Coroutine[Any, Any, None]) -> None:
@@ -91,7 +92,7 @@ class Relay(ABC):
         self._open.set()
 
     async def close(self) -> None:
-        """On the loop: reset open connections and free the port."""
+        """Reset open connections and free the port. Runs in the event loop."""
         tasks = [self._listening, *self._tasks]
         for task in tasks:
             task.cancel()
@@ -100,7 +101,7 @@ class Relay(ABC):
 
     async def _accept(self) -> None:
         while True:
-            # The kernel completes the handshake of waiting connections; to the peer this looks like packet loss.
+            # The kernel completes the handshake of waiting connections; for the peer this looks like packet loss.
             await self._open.wait()
             connection, _ = await self._loop.sock_accept(self._socket)
             await self._open.wait()
@@ -138,7 +139,7 @@ class Relay(ABC):
         await self._send(sink, b"")
 
     async def _send(self, sink: socket.socket, data: bytes) -> None:
-        """Send it when the connection is not cut; nothing: the end."""
+        """Send the data when the connection is not cut. Empty data: the end of the connection."""
         await self._open.wait()
         if data:
             await self._loop.sock_sendall(sink, data)
@@ -147,7 +148,7 @@ class Relay(ABC):
 
 
 class TcpRelay(Relay):
-    """From a port on loopback to another one.
+    """A relay from one port on loopback to another one.
 
     Attributes:
         port: listening port, fixed until `close`.
@@ -164,11 +165,11 @@ class TcpRelay(Relay):
 
 
 class UnixRelay(Relay):
-    """From one Unix socket to another, which need not exist yet: connections are then closed.
+    """A relay from one Unix socket to another. If the target does not exist yet, connections are closed.
 
     Attributes:
-        path: of the listening socket. It is in a folder that only this user may enter.
-        target_path: of the service's socket.
+        path: path of the listening socket, in a folder that only this user may enter.
+        target_path: path of the service's socket.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, path: Path, target_path: Path) -> None:
@@ -200,15 +201,15 @@ class Relays:
         self._relays: list[Relay] = []
 
     def open(self) -> TcpRelay:
-        """A new relay; it resets connections until its `target_port` is set."""
+        """Open a relay. It resets connections until its `target_port` is set."""
         return self.make(TcpRelay)
 
     def open_unix(self, path: Path, target_path: Path) -> UnixRelay:
-        """A new relay from `path`, which must not exist, to `target_path`."""
+        """Open a relay from `path`, which must not exist, to `target_path`."""
         return self.make(partial(UnixRelay, path=path, target_path=target_path))
 
     def make(self, relay_of: Callable[[asyncio.AbstractEventLoop], R]) -> R:
-        """A new relay of any kind."""
+        """Open a relay of any kind."""
 
         async def make() -> R:
             return relay_of(self._loop)

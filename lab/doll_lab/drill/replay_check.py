@@ -1,4 +1,4 @@
-"""Whether a run with an event log is reproduced to the bit: each term's log, through a fresh engine and updater."""
+"""Checks that a run with an event log is reproduced bit by bit: each term's log, with a new engine and updater."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class ReplayResult:
     """The result of a replay: the field `replay` of `report.json`.
 
     Attributes:
-        terms: number of logs that were replayed.
+        terms: number of replayed logs.
         versions: number of versions that the replay has made.
-        checkpoints: stored ones that were compared: the one that each term began with, and the newest.
-        differences: what was not equal, in words; empty if all is.
+        checkpoints: number of compared checkpoints: the first one of each term, and the newest one.
+        differences: descriptions of what was not equal; empty if all is equal.
     """
 
     terms: int
@@ -39,7 +39,7 @@ class ReplayResult:
 
 
 class _Replayed:
-    """Checksums of the versions that a replay makes, by term and version."""
+    """The checksums of the versions that a replay makes, by term and version."""
 
     def __init__(self) -> None:
         self.tensors: dict[tuple[int, int], bytes] = {}
@@ -49,7 +49,7 @@ class _Replayed:
         """Replay one log.
 
         Raises:
-            DollError: as `replay`.
+            DollError: as in `check_replay`.
         """
 
         def note(version: int, parts: ModelParts) -> None:
@@ -62,18 +62,19 @@ class _Replayed:
 def check_replay(config: JobConfig, events: Path, newest: Checkpoint | None) -> ReplayResult:
     """Replay the event logs in the folder `events` and compare them with the checkpoints of the run.
 
-    Tensors must be equal: weights and optimizer state. So must the engine's state. A checkpoint that no event has
-    ordered is made on SIGTERM and of version 0; if an event has ordered the same version before, only what passes
-    without an update may differ: time, counters, and who the workers are.
+    Weights, optimizer state and the engine's state must be equal. A checkpoint that no event has ordered is made on
+    SIGTERM and for version 0. If an event has ordered the same version before, only values that change without an
+    update may differ: time, counters, and the identities of the workers.
 
     Args:
         config: the job file that the servers ran with.
-        newest: the newest checkpoint in the store.
+        events: folder of the event logs.
+        newest: newest checkpoint in the store.
     """
     stored: list[Checkpoint] = []
     differences: list[str] = []
     replayed = _Replayed()
-    logs = sorted(path for path in events.glob("*.log") if path.stat().st_size)  # empty: it was killed at its start
+    logs = sorted(path for path in events.glob("*.log") if path.stat().st_size)  # empty: killed at its start
     for path in logs:
         try:
             start, _ = read_log(path)

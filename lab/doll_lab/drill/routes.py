@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 class RoleRelays:
     """A relay for each role and service. Use it as a context manager around the whole run.
 
-    Parameter servers listen on one control socket, and each worker connects to it through a relay of its own. A Kafka
-    client connects to the addresses that the brokers advertise. Each role therefore has its own listener at
-    each broker, which advertises the role's relay to that broker.
+    Parameter servers listen on one control socket, and each worker connects to it through its own relay. A Kafka client
+    connects to the addresses that the brokers advertise. Each role therefore has its own listener at each broker; the
+    listener advertises the role's relay to this broker.
 
     Args:
         roles: names of the roles.
@@ -43,13 +43,13 @@ class RoleRelays:
 
     @property
     def advertised_ports(self) -> Sequence[Mapping[str, int]]:
-        """The port that each broker advertises, by role; see `LocalKafka`."""
+        """Return the port that each broker advertises, by role; see `LocalKafka`."""
         return [
             {role: self._by_role[role, "kafka"][broker].port for role in self._roles} for broker in range(self._brokers)
         ]
 
     def services(self, role: str, stack: Stack) -> Services:
-        """Addresses of the services for `role`: its relays, for Kafka and Redis if this run has started them."""
+        """Return the addresses of the services for `role`: its relays for Kafka and Redis, if this run started them."""
         kafka, redis = stack.services.kafka, stack.services.redis
         if stack.kafka is not None and (relays := self._by_role.get((role, "kafka"))) is not None:
             for relay, node in zip(relays, stack.kafka.nodes, strict=True):
@@ -63,7 +63,7 @@ class RoleRelays:
         return replace(stack.services, kafka=kafka, redis=redis, control=str(control))
 
     def to(self, role: str, service: Service) -> tuple[Relay, ...]:
-        """The relays of `role` to `service`; for Kafka one per broker, for a server's control socket all workers'."""
+        """Return the relays of `role` to `service`: for Kafka one per broker; for the server's control socket all."""
         if service == "control":
             return tuple(self._control.values()) if role in PARAMETER_SERVERS else (self._control[role],)
         return self._by_role[role, service]

@@ -1,4 +1,4 @@
-"""Counts of control links and of sets during a drill, from the parameter server's records. Pure."""
+"""Counts control links and sets during a drill, from the parameter server's records. Pure."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _SETS: Final = "requeued_sets"
 
 
 class ControlTracker:
-    """Counts links that were opened and lost. Feed it each status.
+    """Counts links that were opened and lost. Pass it each status.
 
-    A status comes once a second: what a killed server counted after its last one is missing, and a worker that falls
-    back to Kafka and returns between two of them is not seen.
+    A status is sent once per second. So counts of a killed server after its last status are missing, and a worker that
+    falls back to Kafka and returns between two statuses is not seen.
 
     Args:
-        kind: `control.kind`.
+        kind: value of `control.kind`.
 
     Attributes:
         links: kinds of links that the job uses, the fastest first.
         updated_s: time of the newest status.
-        behind: workers that are down or use another link than the fastest, by that status.
+        behind: workers that, in the newest status, are down or use another link than the fastest.
     """
 
     def __init__(self, kind: ControlKind) -> None:
@@ -41,11 +41,11 @@ class ControlTracker:
         self._kind = kind
         self._counts: dict[int, Mapping[str, int]] = {}  # by term
         self._last: dict[int, tuple[int, str]] = {}  # by worker: session, kind
-        self._fallen_back: set[int] = set()  # workers whose present process had a link
+        self._fallen_back: set[int] = set()  # workers whose current process had a link
         self._fallbacks = self._returns = 0
 
     def feed(self, status: ServerStatus) -> None:
-        """Take a status of the leader."""
+        """Process a status of the leader."""
         self.updated_s = status.time_s
         self._counts[status.term] = status.counters
         for worker in status.workers:
@@ -66,7 +66,7 @@ class ControlTracker:
         )
 
     def report(self) -> dict[str, Any]:
-        """The field `control` of `report.json`."""
+        """Return the field `control` of `report.json`."""
         total: Counter[str] = Counter()
         for counts in self._counts.values():
             total.update({name: count for name, count in counts.items() if name.startswith("control_")})
@@ -81,23 +81,23 @@ class ControlTracker:
 
 
 class SetTracker:
-    """Counts sets that were applied, and batches that were requeued. Feed it each update and status."""
+    """Counts applied sets and requeued batches. Pass it each update and status."""
 
     def __init__(self) -> None:
         self._sizes: Counter[int] = Counter()  # sets by number of batches
         self._counters: dict[str, int] = {}
 
     def feed(self, record: Update | ServerStatus) -> None:
-        """Take a record of the leader."""
+        """Process a record of the leader."""
         if isinstance(record, ServerStatus):
-            # A successor starts with the counters of a checkpoint: it may have counted less.
+            # A successor starts with the counters of a checkpoint, which may be smaller.
             for name, count in record.counters.items():
                 self._counters[name] = max(count, self._counters.get(name, 0))
             return
         self._sizes.update(Counter(member.set_grant_id for member in record.members).values())
 
     def report(self) -> dict[str, Any]:
-        """The field `sets` of `report.json`; `requeued_together` counts requeues of several batches at once."""
+        """Return the field `sets` of `report.json`; `requeued_together` counts requeues of several batches at once."""
         return {
             "applied": self._sizes.total(),
             "applied_with_several_batches": self._sizes.total() - self._sizes[1],

@@ -1,4 +1,4 @@
-"""Faults in the samples topic: poison records, deletion of records that are durable in the model."""
+"""Faults in the samples topic: poison records, and the deletion of records that are durable in the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Poison(NamedTuple):
     """Well-formed records that cannot be decoded or that would break the model.
 
     Attributes:
-        harmless: how many of them the model may classify correctly: these are applied without effect.
+        harmless: number of records that the model may classify correctly: they are applied without effect.
     """
 
     records: tuple[bytes, ...]
@@ -33,10 +33,11 @@ class Poison(NamedTuple):
 
 
 def poison_for(config: JobConfig, number: int) -> Poison | None:
-    """Poison records for one fault; None if the job's source is not of kind python, or its module has none.
+    """Return poison records for one fault; None if the source is not of kind python, or its module has none.
 
-    The module has a function `poison(number, **args)`, which gets the number of the fault and the source's arguments.
-    It returns one sample that the task refuses, or several that would break the model, of which one may be harmless.
+    The module has a function `poison(number, **args)`, which gets the number of the fault and the arguments of the
+    source. It returns one sample that the task refuses, or several that would break the model, of which one may be
+    harmless.
     """
     if not isinstance(source := config.source, PythonSource):
         return None
@@ -51,7 +52,7 @@ def poison_for(config: JobConfig, number: int) -> Poison | None:
 
 
 class SamplesTopic:
-    """The job's samples topic. No call waits long for Kafka, which may be down because of a fault."""
+    """The samples topic of the job. No call waits long for Kafka, which may be down because of a fault."""
 
     def __init__(self, config: JobConfig, services: Services, run_folder: Path) -> None:
         self._config = config
@@ -72,12 +73,12 @@ class SamplesTopic:
         self._publisher.send(self._config.topic("samples"), value, partition=partition, on_delivery=on_delivery)
 
     def poll(self) -> None:
-        """Take in what Kafka has acknowledged."""
+        """Process the acknowledgements of Kafka."""
         if self._publisher is not None:
             self._publisher.poll()
 
     def truncate(self, partition: int) -> int | None:
-        """Delete what is durable of a stream; the first offset that is left, or None if that was not possible now."""
+        """Delete the durable records of a stream. Return the first remaining offset; None: not possible now."""
         until = self._durable_until(partition)
         if until is None:
             return None
@@ -85,7 +86,7 @@ class SamplesTopic:
         return until if topics.delete_records(self._config, self._services, topic, partition, until) else None
 
     def _durable_until(self, partition: int) -> int | None:
-        """The first offset that is not in the newest checkpoint; None while there is no checkpoint."""
+        """Return the first offset that is not in the newest checkpoint; None if there is no checkpoint yet."""
         try:
             checkpoint = open_store(self._config, self._run_folder).load_newest(None)
         except CheckpointError:

@@ -1,1 +1,1 @@
-"""Pipelines of a fleet (HetPipe): which devices form a virtual worker, schedules, predictions and pictures."""
+"""Pipelines of a fleet (HetPipe): the devices of each virtual worker, schedules, predictions and figures."""

@@ -1,13 +1,13 @@
-"""Which devices of a fleet form a virtual worker together (the HetPipe paper, section 5), and how fast those are. Pure.
+"""Groupings of a fleet's devices into virtual workers (the HetPipe paper, section 5), and their rates. Pure.
 
-Rules of the paper, for groups of k devices each:
+The rules of the paper, for groups of k devices each:
 
-- `node_partition` (NP): a virtual worker has devices of one node. Little traffic between nodes; the slowest node sets
-  the pace.
-- `equal_distribution` (ED): all virtual workers have the same devices. Equal pace; most traffic between nodes.
-- `hybrid` (HD): k/2 strong devices with k/2 weak ones, so that the sums are about equal.
+- `node_partition` (NP): a virtual worker has devices of one node. There is little traffic between nodes, but the
+  slowest node determines the pace.
+- `equal_distribution` (ED): all virtual workers have equal devices and equal pace, but the most traffic between nodes.
+- `hybrid` (HD): k/2 strong devices with k/2 weak devices, so that the sums are about equal.
 
-`doll_lab.pipelines.allocation_search` looks for a better grouping than these.
+`doll_lab.pipelines.allocation_search` searches for a better grouping.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ GroupKey = tuple[tuple[Kind, ...], ...]
 
 @dataclass(frozen=True)
 class VirtualWorker:
-    """A group of devices with a part of the model on each.
+    """A group of devices, each with a part of the model.
 
     Attributes:
-        partition: its stages, first stage first.
-        rate: minibatches per second of its pipeline, where it waits for nobody.
+        partition: stages of the virtual worker, first stage first.
+        rate: minibatches per second of its pipeline, without waiting for other workers.
     """
 
     partition: Partitioning
@@ -46,7 +46,7 @@ class VirtualWorker:
 
     @property
     def devices(self) -> Group:
-        """First stage first."""
+        """The devices, in the order of the stages."""
         return tuple(stage.device for stage in self.partition.stages)
 
     @property
@@ -55,7 +55,7 @@ class VirtualWorker:
 
 
 def stage_times(partition: Partitioning) -> tuple[StageTimes, ...]:
-    """What the simulator needs of each stage; the time to receive is part of a task."""
+    """Return the times of each stage for the simulator; the time to receive is part of a task."""
     return tuple(
         StageTimes(stage.forward_s + stage.receive_forward_s, stage.backward_s + stage.receive_backward_s)
         for stage in partition.stages
@@ -66,10 +66,10 @@ def stage_times(partition: Partitioning) -> tuple[StageTimes, ...]:
 
 
 def node_partition(fleet: Sequence[Device], k: int) -> Grouping:
-    """NP: groups of k devices of one node, the fastest of a node together.
+    """NP: return groups of k devices of one node; the fastest devices of a node are together.
 
     Raises:
-        ConfigError: a node's devices do not make whole groups.
+        ConfigError: the devices of a node cannot be divided into groups of k.
     """
     _check(fleet, k)
     nodes = defaultdict[str, list[Device]](list)
@@ -89,10 +89,10 @@ def node_partition(fleet: Sequence[Device], k: int) -> Grouping:
 
 
 def equal_distribution(fleet: Sequence[Device], k: int) -> Grouping:
-    """ED: each group has as many devices of each kind as the others; of each node too, where that is possible.
+    """ED: return groups with the same number of devices of each kind; if possible, also of each node.
 
     Raises:
-        ConfigError: the devices of a kind cannot be shared out equally.
+        ConfigError: the devices of a kind cannot be divided equally.
     """
     groups = _check(fleet, k)
     for kind, count in Counter(device.kind for device in fleet).items():
@@ -101,13 +101,13 @@ def equal_distribution(fleet: Sequence[Device], k: int) -> Grouping:
                 f"ED: expected a multiple of {groups} devices of each kind, one for each of {groups} virtual workers, "
                 f"got {count} of {kind[0]!r}"
             )
-    # In turn: equal numbers of each node, too, where a node's number of a kind is a multiple.
+    # In turn: this also gives equal numbers of each node, if a node's number of a kind is a multiple.
     ordered = sorted(fleet, key=lambda device: (*_fastest_first(device), device.node))
     return tuple(tuple(ordered[number::groups]) for number in range(groups))
 
 
 def hybrid(fleet: Sequence[Device], k: int) -> Grouping:
-    """HD: the k/2 fastest devices with the k/2 slowest, the next ones with the next ones, and so on.
+    """HD: group the k/2 fastest devices with the k/2 slowest devices, then continue with the rest in the same way.
 
     Raises:
         ConfigError: k is odd.
@@ -133,7 +133,7 @@ def _fastest_first(device: Device) -> tuple[float, str, float]:
 
 
 def _check(fleet: Sequence[Device], k: int) -> int:
-    """The number of groups."""
+    """Return the number of groups."""
     if k < 1 or not fleet or len(fleet) % k:
         raise ConfigError(
             f"expected a multiple of {k} devices, the number per virtual worker, got {len(fleet)}: leave out "
@@ -146,10 +146,10 @@ def _check(fleet: Sequence[Device], k: int) -> int:
 
 
 class GroupRates:
-    """The best virtual worker of each group of devices for one N_m; groups that are alike are worked out once.
+    """The best virtual worker of each group of devices for one N_m; computed once for groups that are alike.
 
     Attributes:
-        evaluations: how many groups have been worked out.
+        evaluations: number of groups that were computed.
     """
 
     def __init__(
@@ -157,8 +157,9 @@ class GroupRates:
     ) -> None:
         """
         Args:
+            profile, network, memory: costs of the layers, links, and rule for the memory of a stage.
             in_flight: N_m.
-            minibatches: length of the simulation of a pipeline.
+            minibatches: length of the simulation of a pipeline, in minibatches.
         """
         self.evaluations = 0
         self._profile, self._network, self._memory, self._in_flight = profile, network, memory, in_flight
@@ -169,10 +170,10 @@ class GroupRates:
         self._known: dict[GroupKey, tuple[Group, VirtualWorker | DoesNotFitError]] = {}
 
     def worker(self, devices: Sequence[Device]) -> VirtualWorker:
-        """The virtual worker of these devices, in their best order.
+        """Return the virtual worker of these devices, in their best order.
 
         Raises:
-            DoesNotFitError: the model does not fit on them.
+            DoesNotFitError: the model does not fit on the devices.
         """
         ordered, key = alike(devices)
         if key not in self._known:
@@ -184,19 +185,20 @@ class GroupRates:
         return result if model == ordered else _with_devices(result, model, ordered)
 
     def rate(self, devices: Sequence[Device]) -> float:
-        """Minibatches per second; 0 if the model does not fit."""
+        """Return the minibatches per second; 0 if the model does not fit."""
         try:
             return self.worker(devices).rate
         except DoesNotFitError:
             return 0.0
 
     def bound(self, devices: Sequence[Device], num_workers: int) -> float:
-        """A rate that the slowest of `num_workers` virtual workers of these devices cannot exceed, however grouped.
+        """Return an upper bound on the slowest rate of `num_workers` virtual workers of the devices, for any grouping.
 
-        For each virtual worker: a stage's work is at most rate^-1 times its device's speed, so that the work of all
-        stages, the model, is at most rate^-1 times the sum of speeds, and the slowest has at most the mean sum. The
-        largest layer is on one device, in the slowest worker at best on the `num_workers`-th fastest. And N_m
-        minibatches take N_m times the model's work by the highest speed at least, one after another.
+        For each virtual worker, the work of a stage is at most rate^-1 times its device's speed. So the work of all
+        stages (the model) is at most rate^-1 times the sum of the speeds, and the slowest worker has at most the mean
+        sum. The largest layer is on one device; in the slowest worker, this is at best the `num_workers`-th fastest
+        device. And N_m minibatches, one after another, take at least N_m times the model's work divided by the highest
+        speed.
         """
         speeds = sorted((self._speed(device) for device in devices), reverse=True)
         if not self._model_s:
@@ -208,7 +210,7 @@ class GroupRates:
         )
 
     def _speed(self, device: Device) -> float:
-        """How many times as fast as the profiled device at its best layer."""
+        """Return the speed relative to the profiled device, for the layer with the largest speed-up."""
         if device.kind not in self._speeds:
             times = zip(self._profile.layers, self._profile.times_on(device), strict=True)
             ratios = [
@@ -229,7 +231,7 @@ class GroupRates:
 
 
 def alike(devices: Sequence[Device]) -> tuple[Group, GroupKey]:
-    """The devices in an order by kind and node, and what all groups share that differ by the names of nodes alone.
+    """Return the devices ordered by kind and node, and a key that is equal for groups that differ only in node names.
 
     >>> a, b = Device("A", node="1"), Device("B", node="2")
     >>> alike([a, b])[1] == alike([Device("B", node="7"), Device("A", node="8")])[1]
@@ -246,7 +248,7 @@ def alike(devices: Sequence[Device]) -> tuple[Group, GroupKey]:
 
 
 def _with_devices(worker: VirtualWorker, model: Group, devices: Group) -> VirtualWorker:
-    """The same partition on devices that are alike, place by place."""
+    """Return the same partition on devices that are alike, place by place."""
     free = list(range(len(model)))
     stages = []
     for stage in worker.partition.stages:

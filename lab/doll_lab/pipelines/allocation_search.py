@@ -1,12 +1,12 @@
-"""The best grouping of a fleet's devices into virtual workers, beyond the rules of the HetPipe paper. Pure.
+"""A search for the best grouping of devices into virtual workers, beyond the rules of the HetPipe paper. Pure.
 
-Virtual workers wait for the slowest, so a grouping into N groups is worth N times the smallest rate. Devices may be
-left out, where fewer virtual workers do more without them.
+Virtual workers wait for the slowest one, so the value of N groups is N times the smallest rate. Devices may be left
+out, if fewer virtual workers do more without them.
 
 Small fleets are searched exhaustively, over the distinct groupings: devices of one kind on one node are
-interchangeable, and so are nodes with the same devices. The best grouping of what remains depends on what remains
-alone, so it is worked out once. Where that takes too many steps, devices are exchanged between groups while that
-helps, and the answer comes with a bound.
+interchangeable, and so are nodes with equal devices. The best grouping of the remaining devices depends only on them,
+so it is computed once. If this takes too many steps, devices are exchanged between groups while it increases the rate,
+and the answer has an upper bound.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ State = tuple[Contents, ...]
 
 
 class Rates(Protocol):
-    """How fast groups of devices are, as `GroupRates` says; tests have tables of rates."""
+    """The rates of groups of devices, as in `GroupRates`; tests use tables of rates."""
 
     def rate(self, devices: Sequence[Device]) -> float:
-        """Minibatches per second of one virtual worker; 0 if the model does not fit."""
+        """Return the minibatches per second of one virtual worker; 0 if the model does not fit."""
 
     def bound(self, devices: Sequence[Device], num_workers: int) -> float:
-        """What the slowest of `num_workers` virtual workers of these devices cannot exceed."""
+        """Return an upper bound on the rate of the slowest of `num_workers` virtual workers of these devices."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A grouping.
+    """The result of a search: a grouping and its value.
 
     Attributes:
-        groups: empty if the model fits on no group.
+        groups: the groups; empty if the model fits on no group.
         spare: devices that are left out.
-        value: N times the smallest rate, minibatches per second.
-        bound: what no grouping exceeds; equals `value` if the search was exhaustive.
+        value: N times the smallest rate, in minibatches per second.
+        bound: upper bound on the value of any grouping; equal to `value` if the search was exhaustive.
     """
 
     groups: Grouping
@@ -58,21 +58,24 @@ class Found:
 
     @property
     def gap(self) -> float:
-        """By which share a better grouping could exceed this one, at most."""
+        """The share by which a better grouping could at most exceed this one."""
         return self.bound / self.value - 1.0 if self.value else 0.0
 
 
 def search(
     fleet: Sequence[Device], k: int, rates: Rates, *, starts: Iterable[Grouping] = (), max_steps: int = MAX_STEPS
 ) -> Found:
-    """The best grouping into groups of k, if need be with devices left out.
+    """Search for the best grouping into groups of k; devices may be left out.
 
     Args:
-        starts: groupings to improve on where the fleet is too large to try all.
-        max_steps: groups taken out of what remains, for the exhaustive search.
+        fleet: the devices.
+        k: number of devices of a group.
+        rates: rates of groups.
+        starts: groupings to improve if the fleet is too large for an exhaustive search.
+        max_steps: maximum number of groups that the exhaustive search tries.
 
     Raises:
-        ValueError: fewer than k devices, or k below 1.
+        ValueError: there are fewer than k devices, or k is below 1.
     """
     most = len(fleet) // k if k > 0 else 0
     if not most:
@@ -120,8 +123,8 @@ class _TooManyError(Exception):
 
 @dataclass(frozen=True)
 class _Choice:
-    """The best that what remains allows: its pace, and which kinds of each node's the next group takes (None: the first
-    device is left out)."""
+    """The best choice for the remaining devices: its pace, and the kinds on each node that the next group takes (None:
+    the first device is left out)."""
 
     pace: float
     take: State | None
@@ -144,10 +147,10 @@ class _Exhaustive:
         self._known: dict[tuple[State, int], _Choice] = {}
 
     def best(self, count: int) -> tuple[Grouping, Group, float]:
-        """`count` groups whose smallest rate is largest, what is left out, and that rate.
+        """Return the `count` groups whose smallest rate is largest, the devices that are left out, and this rate.
 
         Raises:
-            _TooManyError: it takes too many steps.
+            _TooManyError: the search takes too many steps.
         """
         rest = [list(node) for node in self._nodes]
         spare_count = sum(map(len, rest)) - count * self._k
@@ -172,7 +175,7 @@ class _Exhaustive:
         return tuple(sorted(self._contents(node) for node in rest if node))
 
     def _choose(self, state: State, spare: int) -> _Choice:
-        if sum(map(len, state)) < self._k + spare:  # nothing but what is left out
+        if sum(map(len, state)) < self._k + spare:  # only the devices that are left out remain
             return _Choice(float("inf"), None)
         if (known := self._known.get((state, spare))) is not None:
             return known
@@ -230,7 +233,7 @@ def _without(state: State, take: State) -> State:
 
 
 def _takes(state: State, k: int) -> list[State]:
-    """Each way to take k devices, the first one among them, node by node; nodes that are alike are not told apart."""
+    """Return each way to take k devices with the first one, node by node; nodes that are alike count as equal."""
     answer = set[State]()
 
     def extend(at: int, taken: tuple[Contents, ...], missing: int) -> None:
@@ -247,7 +250,7 @@ def _takes(state: State, k: int) -> list[State]:
                 continue
             if part:
                 extend(at + 1, (*taken, part), missing - len(part))
-            else:  # nor anything of the nodes behind it that are alike
+            else:  # also take nothing from the following nodes that are alike
                 extend(after, (*taken, *((),) * (after - at)), missing)
 
     extend(0, (), k)
@@ -255,7 +258,7 @@ def _takes(state: State, k: int) -> list[State]:
 
 
 def _parts(contents: Contents, most: int) -> Iterator[Contents]:
-    """The distinct selections of `most` at most of sorted kinds.
+    """Yield the distinct selections of at most `most` elements of sorted kinds.
 
     >>> sorted(_parts((0, 0, 1), 2))
     [(), (0,), (0, 0), (0, 1), (1,)]
@@ -273,7 +276,7 @@ def _parts(contents: Contents, most: int) -> Iterator[Contents]:
 
 
 class _Improving:
-    """Exchanges devices of the slowest group with devices of others while that makes the slower of the two faster."""
+    """Exchanges devices of the slowest group with devices of others while this makes the slower of the two faster."""
 
     def __init__(self, rates: Rates) -> None:
         self._rates = rates
@@ -281,7 +284,7 @@ class _Improving:
         self._known: dict[object, float] = {}
 
     def improve(self, groups: Grouping) -> tuple[Grouping, float]:
-        """A grouping that is at least as good, and the rate of its slowest group."""
+        """Return a grouping that is at least as good, and the rate of its slowest group."""
         current = list(groups)
         rates = [self._rate(group) for group in current]
         while self._exchange(current, rates):
@@ -325,7 +328,7 @@ def _exchanges(mine: Group, theirs: Group) -> Iterator[tuple[Group, Group]]:
 
 
 def _dealt(fleet: Sequence[Device], k: int, count: int) -> Grouping:
-    """The fastest `count` * k devices, dealt to the groups in turn, forwards and backwards."""
+    """Deal the fastest `count` * k devices to the groups in turn, forwards and backwards."""
     ordered = sorted(fleet, key=lambda device: (-device.speed, device.name, device.node))[: count * k]
     groups: list[list[Device]] = [[] for _ in range(count)]
     for at in range(k):

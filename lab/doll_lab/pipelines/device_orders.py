@@ -1,11 +1,11 @@
 """The best cut of a chain of layers over all orders of devices: a dynamic programme over sets of devices. Pure.
 
-A state is the set of the devices in use, the last of them, and the class of the link after it, which the time of both
-of its neighbours depends on. The value of a state is a vector: for each layer j, the least bottleneck of layers 0 to
-j - 1 on these devices. It has to be kept for each j: with transfers, a stage may get faster by a layer more, so that
-the furthest layer within a time does not say which other ones are.
+A state is the set of the devices in use, the last of them, and the class of the link after it; this link affects the
+times of both of its neighbours. The value of a state is a vector: for each layer j, the smallest bottleneck of layers 0
+to j - 1 on these devices. A value for each j is needed: with transfers, one more layer may make a stage faster, so the
+furthest layer within a time does not determine the values of other layers.
 
-Sets are of types of devices, with how many of each: devices of one type are not permuted among themselves.
+A set is the number of devices of each type, so that devices of one type are not permuted among themselves.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 Bools = npt.NDArray[np.bool_]
 
-# Numbers of a temporary array: it stays in the cache.
+# Size of a temporary array that stays in the cache.
 _CHUNK = 1 << 16
-# Problems of so few numbers are searched without a limit on the time: a search takes less than the next one.
+# Problems up to this size are searched without a limit on the time, because one search takes less than a second try.
 _SMALL = 1 << 17
 _GROWTH = 1.25
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The times and the memory of stages. L layers, T types of devices, C classes of links.
+    """The times and the memory of stages, for L layers, T types of devices and C classes of links.
 
     Attributes:
-        compute_s: shape (T, L + 1); forward and backward of layers 0 to i - 1.
-        transfer_s: shape (C + 1, L + 1); what crosses the cut before layer i, in one direction. The last row is 0: no
-            link.
-        link: shape (T, T); class of the link between two types.
-        fits: shape (T, 2, L + 1, L + 1); layers i to j - 1 fit into the memory as [a stage, the last stage].
+        compute_s: seconds of layers 0 to i - 1, forward and backward, shape (T, L + 1).
+        transfer_s: seconds to send the values at the cut before layer i in one direction, shape (C + 1, L + 1). The
+            last row is 0: no link.
+        link: class of the link between two types, shape (T, T).
+        fits: whether layers i to j - 1 fit into the memory as [a stage, the last stage], shape (T, 2, L + 1, L + 1).
     """
 
     compute_s: Floats
@@ -50,11 +50,11 @@ class Costs:
         return int(self.compute_s.shape[1]) - 1
 
     def stage_s(self, kind: int, before: int, after: int) -> Floats:
-        """Seconds of layers i to j - 1 on a device of type `kind`, shape (L + 1, L + 1); infinite where j <= i.
+        """Return the seconds of layers i to j - 1 on a device of type `kind`, shape (L + 1, L + 1); infinite if j <= i.
 
         Args:
-            before: class of the link to the stage before; C: none.
-            after: that of the link to the next stage.
+            before: class of the link to the stage before; C: no link.
+            after: class of the link to the next stage; C: no link.
         """
         compute = self.compute_s[kind]
         seconds: Floats = compute[None, :] - compute[:, None]
@@ -64,7 +64,7 @@ class Costs:
 
 
 class Step(NamedTuple):
-    """One more device, of type `kind`: set `sources[n]` becomes set `targets[n]` of the next level."""
+    """The addition of a device of type `kind`: set `sources[n]` becomes set `targets[n]` of the next size."""
 
     kind: int
     sources: Indices
@@ -73,10 +73,10 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Sets:
-    """Sets of devices by their size. `steps[s]` lead from sets of s devices to sets of s + 1.
+    """Sets of devices by their size. `steps[s]` lead from sets of s devices to sets of s + 1 devices.
 
     Attributes:
-        members: of each set of each size, how many of each type.
+        members: number of devices of each type, for each set of each size.
     """
 
     members: tuple[tuple[tuple[int, ...], ...], ...]
@@ -88,7 +88,7 @@ class Sets:
 
     @classmethod
     def of(cls, counts: Sequence[int], num_stages: int) -> Sets:
-        """All sets of up to `num_stages` devices, from `counts` devices of each type."""
+        """Return all sets of up to `num_stages` devices, from `counts` devices of each type."""
         level: dict[tuple[int, ...], int] = {(0,) * len(counts): 0}
         members, steps = [tuple(level)], []
         for _ in range(num_stages):
@@ -109,7 +109,7 @@ class Sets:
 
 
 class StageRange(NamedTuple):
-    """Layers `first` to `stop` - 1 on a device of type `kind`, and the classes of the links around it (C: none)."""
+    """Layers `first` to `stop` - 1 on a device of type `kind`, and the classes of the links around it (C: no link)."""
 
     kind: int
     first: int
@@ -119,11 +119,11 @@ class StageRange(NamedTuple):
 
 
 def reachable(costs: Costs, sets: Sets) -> tuple[list[Bools], bool]:
-    """The cuts that fit into memory, whatever time they take.
+    """Return the cuts that fit into memory, whatever time they take.
 
     Returns:
-        for each number of stages below k, shape (sets, L + 1): layers 0 to j - 1 fit onto the devices of the set, none
-        of which is the last stage; and whether there is a partition.
+        For each number of stages below k, shape (sets, L + 1): whether layers 0 to j - 1 fit onto the devices of the
+        set, none of which is the last stage; and whether there is a partition.
     """
     end = costs.num_layers
     levels: list[Bools] = [np.zeros((1, end + 1), dtype=bool)]
@@ -140,16 +140,16 @@ def reachable(costs: Costs, sets: Sets) -> tuple[list[Bools], bool]:
 
 
 def best(costs: Costs, sets: Sets) -> list[StageRange] | None:
-    """The partition with the least bottleneck, and of those one in which a minibatch takes least, from the first stage
-    to the last and back; the same one in each run.
+    """Return the partition with the smallest bottleneck, and among equal ones the partition with the shortest time of a
+    minibatch from the first stage to the last and back. The result is equal in each run.
 
     Returns:
-        the stages in order; None if none fits into memory.
+        The stages in order; None if no partition fits into memory.
     """
     if not reachable(costs, sets)[1]:
         return None
-    # Any partition that is found within a limit is the best one, as all of those within the limit are looked at. With a
-    # limit, stages have few layers, and there is less to look at.
+    # Any partition that is found within a limit on the time is the best one, because all partitions within it are
+    # checked. With a limit, stages have few layers, so there are fewer partitions to check.
     limit = np.inf
     if sum(len(members) for members in sets.members) * costs.num_layers**2 > _SMALL:
         whole_s = costs.compute_s[:, -1]
@@ -167,22 +167,22 @@ def best(costs: Costs, sets: Sets) -> list[StageRange] | None:
 
 
 class _Search:
-    """One pass over all states, with stages of `limit` seconds at most. `join` of numpy puts a stage's time to the
-    value of what comes before it: maximum or sum."""
+    """One pass over all states, with stages of at most `limit` seconds. `join`, a function of numpy, combines the time
+    of a stage with the value of the stages before it: maximum or sum."""
 
     def __init__(self, costs: Costs, sets: Sets, limit: float, join: Any) -> None:
         self._costs, self._sets, self._join = costs, sets, join
         self._classes = len(costs.transfer_s) - 1
         self._limit = limit
         self._tables: dict[tuple[int, int, int], Floats] = {}
-        # Of each size: (sets, type of the last device, class of the link after it, layers).
+        # For each size: (sets, type of the last device, class of the link after it, layers).
         self._values: list[Floats] = []
         self._windows: dict[int, tuple[int, Floats]] = {}
         for size in range(1, sets.num_stages):
             self._values.append(self._level(size))
 
     def _table(self, kind: int, before: int, after: int) -> Floats:
-        """Seconds of the stages that are allowed, the others infinite."""
+        """Return the seconds of the stages that are allowed; infinite for other stages."""
         key = (kind, before, after)
         if key not in self._tables:
             seconds = self._costs.stage_s(*key)
@@ -191,8 +191,8 @@ class _Search:
         return self._tables[key]
 
     def _window(self, kind: int) -> tuple[int, Floats]:
-        """(most layers of a stage, W; shape (classes before, classes after, W, L + 1): seconds of layers j - W + u to
-        j - 1 at [u, j])."""
+        """Return (maximum number of layers of a stage, W; array of shape (classes before, classes after, W, L + 1) with
+        the seconds of layers j - W + u to j - 1 at [u, j])."""
         if kind not in self._windows:
             classes, end = self._classes, self._costs.num_layers
             tables = np.array([[self._table(kind, b, c) for c in range(classes)] for b in range(classes)])
@@ -205,8 +205,8 @@ class _Search:
         return self._windows[kind]
 
     def _before(self, size: int, kind: int, sources: Indices) -> Floats:
-        """Values of `sources`, sets of this size, with a device of type `kind` after them: shape (sources, class of
-        the link between them, L + 1)."""
+        """Return the values of `sources`, sets of this size, followed by a device of type `kind`: shape (sources, class
+        of the link between them, L + 1)."""
         values = self._values[size - 1]
         result = np.full((len(sources), self._classes, values.shape[-1]), np.inf)
         for link in range(self._classes):
@@ -241,8 +241,8 @@ class _Search:
         return values
 
     def path(self) -> list[StageRange] | None:
-        """The best partition, put together from the last stage back. Of equal ones, later stages have later types, so
-        that devices that make no difference stay in their order."""
+        """Return the best partition, built from the last stage back. Among equal partitions, later stages have later
+        types, so that devices that make no difference stay in their order."""
         size, end, none = self._sets.num_stages, self._costs.num_layers, self._classes
         best_value, best_end = np.inf, (0, 0)
         for kind, sources, targets in reversed(self._sets.steps[-1]):
@@ -272,8 +272,8 @@ class _Search:
             kind = int(last[np.flatnonzero(at_last == value)[-1]])
 
     def _ways(self, size: int, kind: int, sources: Indices, stop: int, after: int) -> tuple[Floats, Floats]:
-        """Stage `size` - 1 of type `kind` up to layer `stop`: (values of what comes before it, shape (sources, class of
-        the link to it, first layer); seconds of the stage, shape (class, first layer))."""
+        """Return the ways to end stage `size` - 1 of type `kind` at layer `stop`: (values of the stages before, shape
+        (sources, class of the link to them, first layer); seconds of the stage, shape (class, first layer))."""
         if size == 1:
             start = np.full((len(sources), 1, self._costs.num_layers + 1), np.inf)
             start[:, :, 0] = 0.0

@@ -1,7 +1,7 @@
-"""A fleet as a table of devices: a YAML or a CSV file, read strictly.
+"""A fleet as a table of devices: a YAML or CSV file with strict validation.
 
-A CSV file has a line for each kind of device, and these columns; `name` is required, and an empty cell is its default.
-A YAML file has the same under `devices`, and the links under `network`:
+A CSV file has one line for each kind of device, with these columns; `name` is required, and an empty cell means the
+default. A YAML file has the same keys under `devices`, and the links under `network`:
 
     devices:
       - {name: V100, count: 4, node: a, speed: 1.0, memory_gib: 16, usd_per_h: 3.06}
@@ -63,10 +63,10 @@ class FleetFile(Section):
 
 
 def load_fleet(path: Path) -> tuple[list[Device], Network]:
-    """The devices of a table, and their links. A name that ends with .csv is a CSV file, any other YAML.
+    """Load the devices of a table, and their links. A name that ends with .csv is a CSV file, any other name YAML.
 
     Raises:
-        ConfigError: it cannot be read, or is no such table; the message names the line or key.
+        ConfigError: the file cannot be read, or is not such a table; the message names the line or key.
     """
     try:
         text = read_text(path, max_bytes=MAX_BYTES)
@@ -78,10 +78,10 @@ def load_fleet(path: Path) -> tuple[list[Device], Network]:
 
 
 def parse_yaml(text: str, origin: str) -> tuple[list[Device], Network]:
-    """As `load_fleet`, for the text of a YAML file.
+    """Parse the text of a YAML file as `load_fleet` does.
 
     Raises:
-        ConfigError: as there.
+        ConfigError: as in `load_fleet`.
     """
     data = plain_values(text, f"{origin}:", "a table of devices")
     if not isinstance(data, dict):
@@ -96,10 +96,10 @@ def parse_yaml(text: str, origin: str) -> tuple[list[Device], Network]:
 
 
 def parse_csv(text: str, origin: str) -> tuple[list[Device], Network]:
-    """As `load_fleet`, for the text of a CSV file; its links take no time.
+    """Parse the text of a CSV file as `load_fleet` does; its links take no time.
 
     Raises:
-        ConfigError: as there.
+        ConfigError: as in `load_fleet`.
     """
     reader = csv.reader(io.StringIO(text), strict=True)
     rows: list[tuple[str, DeviceRow]] = []

@@ -1,4 +1,4 @@
-"""How a fleet of devices would train a model: the rules of allocation compared, each with its best N_m. Pure."""
+"""A plan for training a model on a fleet: the rules of allocation compared, each with its best N_m. Pure."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from doll_lab.pipelines.network import Network
 from doll_lab.pipelines.placement import default_placement, local_placement, traffic
 from doll_lab.pipelines.prediction import Prediction, rates_in_waves
 
-# The smallest N_m within this share of the best throughput: more minibatches in flight make weights older.
+# The smallest N_m within this share of the best throughput, because more minibatches in flight make weights older.
 TOLERANCE = 0.01
 SEARCH = "search"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One rule of allocation, with one placement.
+    """One rule of allocation with one placement.
 
     Attributes:
         rule: "NP", "ED", "HD" or "search".
-        best: with its best N_m; None if it is not possible.
-        problem: why it is not possible.
-        by_in_flight: (N_m, samples per second) of each N_m that was tried and fits.
-        answer: what the search says of its answer, at the best N_m.
+        best: prediction with the best N_m; None if the candidate is not possible.
+        problem: reason why it is not possible.
+        by_in_flight: (N_m, samples per second) for each N_m that was tried and fits.
+        answer: result of the search at the best N_m.
     """
 
     rule: str
@@ -53,7 +53,7 @@ class FleetPlan:
 
     @property
     def best(self) -> Prediction | None:
-        """The candidate with most samples per second; None if the model fits in no way."""
+        """The candidate with the most samples per second; None if the model fits in no way."""
         possible = [candidate.best for candidate in self.candidates if candidate.best is not None]
         return max(possible, key=lambda prediction: prediction.samples_per_s, default=None)
 
@@ -66,13 +66,16 @@ def plan_fleet(
     """Compare the rules of allocation for virtual workers of k devices.
 
     Args:
-        memory: the rule; a function gives that for each N_m.
-        in_flight: N_m; default: the best one for each candidate.
-        max_in_flight: largest N_m to try; default: 2k, more than a pipeline of k stages can use.
-        rules: to compare.
+        profile, fleet, network: costs of the layers, devices and links.
+        memory: rule for the memory of a stage, or a function that returns the rule for each N_m.
+        k: number of devices of a virtual worker.
+        clock_distance: D.
+        in_flight: N_m; None: the best one for each candidate.
+        max_in_flight: largest N_m to try; None: 2k, more than a pipeline of k stages can use.
+        rules: rules to compare.
 
     Raises:
-        ConfigError: fewer than k devices, or more stages than layers.
+        ConfigError: there are fewer than k devices, or more stages than layers.
     """
     if not 1 <= k <= len(fleet):
         raise ConfigError(f"expected 1 to {len(fleet)} devices per virtual worker, the fleet's number, got {k}")
@@ -87,7 +90,7 @@ def plan_fleet(
 
 @dataclass
 class _Planner:
-    """`rates`: by N_m, of each N_m that is tried. `max_steps` and `before`: of the next search."""
+    """The state of a plan. `rates`: by N_m, for each tried N_m. `max_steps` and `before`: for the next search."""
 
     profile: Profile
     fleet: tuple[Device, ...]
@@ -99,7 +102,7 @@ class _Planner:
     before: tuple[Grouping, ...] = ()
 
     def candidates(self, rule: str) -> list[Candidate]:
-        """The rule with each placement that it allows."""
+        """Return the candidates of a rule, one for each placement that it allows."""
         made: dict[str, list[tuple[Prediction, Found | None]]] = {"default": [], "local": []}
         problem = ""
         for in_flight in self.rates:
@@ -113,14 +116,14 @@ class _Planner:
                 best = max(filter(None, possible), key=lambda each: each.samples_per_s, default=None)
                 if best is not None:
                     predictions.append((best, answer))
-        if len({device.node for device in self.fleet}) == 1:  # all placements are the same
+        if len({device.node for device in self.fleet}) == 1:  # all placements are equal
             del made["local"]
         candidates = [_candidate(rule, name, predictions) for name, predictions in made.items() if predictions]
         return candidates or [Candidate(rule, "default", None, problem)]
 
     def _groupings(self, rule: str, in_flight: int) -> tuple[list[Grouping], Found | None]:
-        """By a rule of the paper the one grouping; by the search its own and the rules' groupings, which may have less
-        traffic."""
+        """Return the single grouping of a rule of the paper. For the search, return its grouping and those of the
+        rules, which may have less traffic."""
         rates = self.rates[in_flight]
         if rule != SEARCH:
             groups = RULES[rule](self.fleet, self.k)
@@ -132,17 +135,17 @@ class _Planner:
             with suppress(ConfigError):
                 by_rules.append(by_rule(self.fleet, self.k))
         answer = search(self.fleet, self.k, rates, starts=(*by_rules, *self.before), max_steps=self.max_steps)
-        if not answer.is_exact:  # nor will it be with another N_m: go on from this answer
+        if not answer.is_exact:  # a search with another N_m will not be exact either, so continue from this answer
             self.max_steps = 0
             self.before = (answer.groups,) if answer.groups else ()
         if not answer.groups:
-            # The devices with most memory say best what does not fit.
+            # The devices with the most memory show best what does not fit.
             rates.worker(sorted(self.fleet, key=lambda device: -device.memory_bytes)[: self.k])
             raise ConfigError("expected that the model fits on a group of devices, got none on which it does")
         return [answer.groups, *by_rules], answer
 
     def _predict(self, rule: str, name: str, groups: Grouping, in_flight: int) -> Prediction | None:
-        """None where the model does not fit, or where this placement is not possible."""
+        """Return the prediction; None if the model does not fit, or if this placement is not possible."""
         try:
             workers = [self.rates[in_flight].worker(group) for group in groups]
             partitions = [worker.partition for worker in workers]

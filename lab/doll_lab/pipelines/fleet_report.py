@@ -16,7 +16,7 @@ _GIB, _MB = 2.0**30, 1e6
 
 
 def report_text(plan: FleetPlan, notes: Sequence[str] = ()) -> str:
-    """The best allocation with its stages, and all of them compared; `notes` are appended."""
+    """Return the best allocation with its stages, and a comparison of all allocations; `notes` are appended."""
     best = plan.best
     title = (
         f"{plan.profile.model}, minibatches of {plan.profile.batch_size}, on {len(plan.fleet)} devices: "
@@ -77,7 +77,7 @@ def _worker_lines(profile: Profile, best: Prediction, worker: int) -> tuple[str,
 
 
 def layers_text(profile: Profile, stage: StagePlan) -> str:
-    """The layers of a stage: first and last name, and how many."""
+    """Return the layers of a stage as text: first and last name, and their number."""
     names = [layer.name for layer in profile.layers[stage.first : stage.stop]]
     return f"layer {names[0]}" if len(names) == 1 else f"layers {names[0]} to {names[-1]} ({len(names)})"
 
@@ -100,7 +100,7 @@ def _gang(best: Prediction, worker: int) -> str:
 
 
 def _alike(texts: Sequence[tuple[str, ...]]) -> list[tuple[str, tuple[str, ...]]]:
-    """Virtual workers with the same text, with their numbers from 1: "1-3, 5"."""
+    """Group virtual workers with equal text; each group has their numbers, from 1: "1-3, 5"."""
     numbers: dict[tuple[str, ...], list[int]] = {}
     for number, text in enumerate(texts, 1):
         numbers.setdefault(text, []).append(number)
@@ -108,7 +108,7 @@ def _alike(texts: Sequence[tuple[str, ...]]) -> list[tuple[str, tuple[str, ...]]
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """
+    """Return numbers as text with ranges.
     >>> _ranges([1, 2, 3, 5])
     '1-3, 5'
     """
@@ -150,7 +150,7 @@ def _spare(best: Prediction) -> list[str]:
 
 
 def advice(plan: FleetPlan) -> list[str]:
-    """What to know about the answer."""
+    """Return notes that help to judge the plan."""
     lines = []
     best = plan.best
     searched = next((each for each in plan.candidates if each.answer is not None and each.best is not None), None)
@@ -173,7 +173,7 @@ def advice(plan: FleetPlan) -> list[str]:
 
 
 def to_dict(plan: FleetPlan) -> dict[str, Any]:
-    """Everything that the text has, and each candidate's virtual workers."""
+    """Return all facts of the text, and each candidate's virtual workers."""
     best = plan.best
     return {
         "feasible": best is not None,

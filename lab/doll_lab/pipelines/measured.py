@@ -1,4 +1,4 @@
-"""The timeline of a virtual worker that has run, from the tasks that its stages have written."""
+"""The timeline of a real virtual worker, from the tasks that its stages have logged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from doll_lab.pipelines.timeline import Span, Timeline
 
 
 def read_tasks(path: Path) -> list[StageTask]:
-    """The tasks that `TaskLog` has written, in order of batches; a last line that is cut is left out."""
+    """Return the tasks that `TaskLog` has written, in the order of batches, without an incomplete last line."""
     decoder = msgspec.json.Decoder(list[StageTask])
     tasks: list[StageTask] = []
     for line in path.read_bytes().splitlines(keepends=True):
@@ -23,11 +23,12 @@ def read_tasks(path: Path) -> list[StageTask]:
 
 
 def timeline_of(tasks: Sequence[StageTask], stages: int, in_flight: int) -> Timeline:
-    """The first minibatches whose tasks are all there, in a row; seconds from the first task on.
+    """Return the timeline of the first consecutive minibatches with complete tasks; seconds since the first task.
 
-    A minibatch that was computed twice, since its samples were inspected, ends the row.
+    A minibatch that was computed twice, because its samples were inspected, ends the sequence.
 
     Args:
+        tasks: the tasks, as from `read_tasks`.
         stages: k.
         in_flight: N_m.
     """

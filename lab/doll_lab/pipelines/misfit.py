@@ -1,4 +1,4 @@
-"""The reason why no partition fits: the layer, the device, and what is missing. Pure."""
+"""The reason why no partition fits: the layer, the device, and the missing resource. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from doll_lab.pipelines.partition_problem import Problem
 
 
 def explain(problem: Problem, costs: Costs, in_flight: int) -> DoesNotFitError:
-    """The error for a problem that has no partition."""
+    """Return the error for a problem that has no partition."""
     reasons = _Reasons(problem, costs, in_flight)
     return reasons.lonely_layer() or reasons.idle_devices() or reasons.best_attempt()
 
@@ -26,7 +26,7 @@ class _Reasons:
         self._divided = problem.num_stages > 1
 
     def lonely_layer(self) -> DoesNotFitError | None:
-        """A layer that fits on no device, alone in a stage, or in the last one with all layers after it."""
+        """Return the error if a layer fits on no device, alone in a stage, or in the last one with all later layers."""
         for number, name in enumerate(self._names):
             in_last = not self._divided or number == self._end - 1
             stop = number + 1
@@ -40,7 +40,7 @@ class _Reasons:
         return None
 
     def idle_devices(self) -> DoesNotFitError | None:
-        """Too few devices on which any layer fits."""
+        """Return the error if there are too few devices that any layer fits on."""
         problem, fits = self._problem, self._costs.fits
         cuts = np.arange(self._end)
         idle = [
@@ -61,12 +61,12 @@ class _Reasons:
         )  # fmt: skip
 
     def best_attempt(self) -> DoesNotFitError:
-        """Each layer fits, and no contiguous cut does: how far the first stages come at best, and what is left."""
+        """Return the error if layers fit, but no contiguous cut: how far the first stages reach, and what is left."""
         problem = self._problem
         levels, _ = reachable(self._costs, problem.sets)
         size = number = first = 0
         for tried, level in enumerate(levels):
-            # Each stage after needs a layer.
+            # Each stage after these needs a layer.
             room = level[:, : self._end - (problem.num_stages - tried) + 1]
             if not room.any():
                 break

@@ -10,7 +10,7 @@ from doll.pipeline.profiling.profile import Device
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Between devices; infinite if transfers take no time."""
+    """The rates and the latency of the links between devices; an infinite rate: transfers take no time."""
 
     within_node_bytes_per_s: float = math.inf
     between_nodes_bytes_per_s: float = math.inf
@@ -20,5 +20,5 @@ class Network:
         return self.within_node_bytes_per_s if a.node == b.node else self.between_nodes_bytes_per_s
 
     def transfer_s(self, a: Device, b: Device, num_bytes: float) -> float:
-        """The time of a message of `num_bytes` from `a` to `b`."""
+        """Return the seconds for a message of `num_bytes` from `a` to `b`."""
         return self.latency_s + num_bytes / self.bytes_per_s(a, b)

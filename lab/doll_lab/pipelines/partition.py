@@ -1,10 +1,10 @@
 """The best partition of a model's layers onto the devices of a virtual worker, in any order (the HetPipe paper, 5).
 
-Pure. Stages are contiguous. The time of a stage is that of its layers, forward and backward, with what it takes to
-receive the activations from the stage before and the gradients from the next one. The best partition has the
-least bottleneck, the time of its slowest stage, within the memory of the devices. `doll_lab.pipelines.device_orders`
-finds it exactly, by a dynamic programme in place of the paper's CPLEX. The devices of a job's virtual worker are in the
-order of the job file: `doll.pipeline.planner.partition` cuts for them.
+Pure. Stages are contiguous. The time of a stage is the time of its layers, forward and backward, plus the time to
+receive the activations from the stage before and the gradients from the next stage. The best partition has the smallest
+bottleneck, which is the time of its slowest stage, within the memory of the devices. `doll_lab.pipelines.device_orders`
+finds it exactly, with a dynamic programme instead of the paper's CPLEX. The devices of a job's virtual worker are in
+the order of the job file; `doll.pipeline.planner.partition` cuts for this order.
 
 >>> from doll.pipeline.profiling.profile import LayerProfile
 >>> layers = tuple(LayerProfile(name, 1.0, 2.0, 10, 4, 100) for name in "abcdef")
@@ -33,7 +33,7 @@ from doll_lab.pipelines.partition_problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Layers [first, stop) on `device`; seconds of one minibatch."""
+    """Layers [first, stop) on `device`; times are seconds for one minibatch."""
 
     first: int
     stop: int
@@ -51,11 +51,11 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class Partitioning:
-    """Stages, first stage first.
+    """The stages, first stage first.
 
     Attributes:
         bottleneck_s: time of the slowest stage.
-        binding: the slowest stage, from 0.
+        binding: number of the slowest stage, from 0.
     """
 
     stages: tuple[StagePlan, ...]
@@ -67,17 +67,18 @@ def best_partition(
     profile: Profile, devices: Sequence[Device], network: Network, *, in_flight: int, memory: MemoryRule,
     stages: int | None = None,
 ) -> Partitioning:  # fmt: skip
-    """The partition with the least bottleneck, over all cuts and all different orders of the devices. Of equal ones it
-    is one in which a minibatch takes least, from the first stage to the last and back; the same one in each run.
+    """Return the partition with the smallest bottleneck, over all cuts and all distinct orders of the devices. Among
+    equal ones, a minibatch takes least from the first stage to the last and back. The result is equal in each run.
 
     Args:
+        profile, devices, network, memory: costs of the layers, devices, links, and rule for the memory of a stage.
         in_flight: N_m.
-        stages: k; default: one for each device. With fewer stages than devices, the best of the devices are used.
+        stages: k; None: one for each device. With fewer stages than devices, the best devices are used.
 
     Raises:
         DoesNotFitError: no partition fits.
         ConfigError: there are too many different devices to try all orders.
-        ValueError: no minibatch in flight, or a stage less than one.
+        ValueError: there is no minibatch in flight, or less than one stage.
     """
     problem = Problem(profile, devices, network, memory, stages or len(devices))
     costs = problem.costs(in_flight)

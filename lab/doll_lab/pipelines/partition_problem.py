@@ -24,8 +24,8 @@ class Problem:
 
     Attributes:
         groups: all devices of each type. Devices of one type are alike for a partition.
-        types: the first device of each type.
-        forward_s, backward_s: shape (types, L + 1); of layers 0 to i - 1.
+        types: first device of each type.
+        forward_s, backward_s: seconds of layers 0 to i - 1, shape (types, L + 1).
         transfer_s: as in `Costs`.
     """
 
@@ -35,13 +35,13 @@ class Problem:
         """
         Raises:
             DoesNotFitError: there are fewer layers or devices than stages.
-            ConfigError: there are too many different devices to try all orders, or one has no speed.
-            ValueError: no stage.
+            ConfigError: there are too many different devices to try all orders, or a device has no speed.
+            ValueError: there is no stage.
         """
         _check(profile, devices, num_stages)
         self.profile, self.num_stages = profile, num_stages
         self._memory = memory
-        self._needs: dict[int, tuple[Floats, Floats]] = {}  # by minibatches in flight
+        self._needs: dict[int, tuple[Floats, Floats]] = {}  # by number of minibatches in flight
         pairs = {network.bytes_per_s(a, b): (a, b) for a, b in combinations(devices, 2)}
         rates = sorted(pairs)
         self.groups = _groups(profile, devices, have_nodes=len(rates) > 1)
@@ -52,16 +52,16 @@ class Problem:
             for way in (0, 1)
         )
         layers = profile.layers
-        # The class of a link is the place of its rate in `rates`. A type of one device has no link to itself.
+        # The class of a link is the index of its rate in `rates`. A type with one device has no link to itself.
         classes = {rate: number for number, rate in enumerate(rates)}
         self._link = np.array([[classes.get(network.bytes_per_s(a, b), 0) for b in self.types] for a in self.types])
-        # What crosses the cut before layer i; nothing does before the first layer.
+        # The values that cross the cut before layer i; there are none before the first layer.
         self.transfer_s = np.zeros((len(rates) + 1, len(layers) + 1))
         for number, rate in enumerate(rates):
             self.transfer_s[number, 1:] = [network.transfer_s(*pairs[rate], layer.output_bytes) for layer in layers]
 
     def bytes_of(self, first: int, stop: int, in_flight: int, *, is_last: bool) -> float:
-        """Memory of layers [first, stop)."""
+        """Return the memory of layers [first, stop) in bytes."""
         return float(self._stage_needs(in_flight)[is_last][first, stop])
 
     def _stage_needs(self, in_flight: int) -> tuple[Floats, Floats]:
@@ -104,7 +104,7 @@ def _check(profile: Profile, devices: Sequence[Device], num_stages: int) -> None
 
 
 def _groups(profile: Profile, devices: Sequence[Device], *, have_nodes: bool) -> list[list[Device]]:
-    """Devices by type. `have_nodes`: nodes make a difference, since links do."""
+    """Return the devices by type. `have_nodes`: nodes make a difference, because links do."""
     groups: dict[object, list[Device]] = {}
     for device in devices:
         alike = (tuple(profile.times_on(device)), device.memory_bytes, device.node if have_nodes else "")
@@ -123,5 +123,5 @@ def _sets(groups: Sequence[Sequence[Device]], num_stages: int) -> Sets:
 
 
 def _sums(values: Iterable[float]) -> list[float]:
-    """0, then the sums of the first 1, 2, ... values."""
+    """Return 0, then the sums of the first 1, 2, ... values."""
     return list(accumulate(values, initial=0.0))

@@ -1,4 +1,4 @@
-"""Charts of a run's virtual workers: what their stages did when, simulated and measured."""
+"""Charts of a run's virtual workers: the tasks of their stages over time, simulated and measured."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from doll_lab.pipelines.schedule import simulate_as_measured
 from doll_lab.pipelines.timeline import Steps, Timeline
 
 MAX_WORKERS: Final = 4
-_WAVES: Final = 8  # that are simulated
+_WAVES: Final = 8  # number of simulated waves
 _SHOWN_WAVES: Final = 4
 
 
 def pipeline_panels(config: JobConfig, run: Path) -> list[Panel]:
-    """The charts of the first workers of a run, from its folder.
+    """Return the charts of the first workers of a run, from its folder.
 
-    They have a few waves from the middle of the log: as they would follow from the durations of their tasks alone, and
-    as they were, with waiting for other workers and for weights; below them what each stage keeps. Workers that have
-    computed too little are left out.
+    They show a few waves from the middle of the log: simulated from the durations of their tasks alone, and measured,
+    which includes waiting for other workers and for weights. Below them is the content that each stage keeps. Workers
+    that have computed too little are left out.
     """
     pipeline = config.worker.pipeline
     if pipeline is None:
@@ -49,7 +49,7 @@ def pipeline_panels(config: JobConfig, run: Path) -> list[Panel]:
 
 
 def _tasks(title: str, item: Timeline, end_s: float) -> Panel:
-    """The tasks of each stage; the last one is above, as in the paper's Figure 1."""
+    """Return a chart of the tasks of each stage; the last stage is above, as in the paper's Figure 1."""
     rows = [
         [
             f"stage {stage}",
@@ -61,7 +61,7 @@ def _tasks(title: str, item: Timeline, end_s: float) -> Panel:
 
 
 def _kept(config: JobConfig, worker: int, name: str, item: Timeline, end_s: float) -> Panel:
-    """What each stage keeps over time: its memory where the job has a profile, else minibatches in flight."""
+    """Return a chart of what each stage keeps over time: memory if the job has a profile, else minibatches."""
     pipeline = config.worker.pipeline
     if pipeline is not None and pipeline.profile is not None:
         what, steps = (
@@ -81,7 +81,7 @@ def _kept(config: JobConfig, worker: int, name: str, item: Timeline, end_s: floa
 
 
 def _sizes(config: JobConfig, worker: int) -> list[tuple[float, float]]:
-    """Bytes of the weights of each stage, and of one minibatch's activations with its input, by the job's profile."""
+    """Return the bytes of each stage's weights, and of one minibatch's activations and input, by the job's profile."""
     profile = load_profile(config)
     stops = stops_by_profile(config, profile, worker)
     sizes = [profile.size_of(first, stop) for first, stop in pairwise([0, *stops])]
@@ -89,7 +89,7 @@ def _sizes(config: JobConfig, worker: int) -> list[tuple[float, float]]:
 
 
 def _memory(timeline: Timeline, sizes: Sequence[tuple[float, float]], config: JobConfig) -> list[Steps]:
-    """Memory of each stage over time."""
+    """Return the memory of each stage over time."""
     rule = live_rule(config.training.optimizer)
     return [
         timeline.memory_steps(

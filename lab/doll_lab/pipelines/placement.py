@@ -1,8 +1,8 @@
-"""Where the parameters are, and what goes over each link (the HetPipe paper, sections 5 and 8). Pure.
+"""The placement of parameters on nodes, and the traffic of each link (the HetPipe paper, sections 5 and 8). Pure.
 
 Each node has a parameter server. `default_placement` deals the layers to the servers in turn. `local_placement` puts
-the parameters of stage q on the node that computes stage q; that needs the same node for it in every virtual worker, as
-with equal distribution (ED) alone. Then no parameter goes from node to node.
+the parameters of stage q on the node that computes stage q; for this, all virtual workers must compute a stage on the
+same node, which only equal distribution (ED) ensures. Then no parameters are sent between nodes.
 
 Per minibatch, a cut between stages carries its activations forward and a gradient of the same size backward. Per wave,
 a virtual worker pushes the sum of its updates once, and pulls the parameters once.
@@ -27,7 +27,7 @@ Link = tuple[str, str]
 
 
 def default_placement(num_layers: int, nodes: Sequence[str]) -> Placement:
-    """Layers to nodes in turn.
+    """Assign the layers to the nodes in turn.
 
     >>> default_placement(5, ["a", "b"])
     ('a', 'b', 'a', 'b', 'a')
@@ -36,7 +36,7 @@ def default_placement(num_layers: int, nodes: Sequence[str]) -> Placement:
 
 
 def local_placement(partitions: Sequence[Partitioning]) -> Placement:
-    """The parameters of each layer on the node that computes it.
+    """Assign the parameters of each layer to the node that computes it.
 
     Raises:
         ConfigError: virtual workers compute a layer on different nodes.
@@ -58,30 +58,30 @@ def local_placement(partitions: Sequence[Partitioning]) -> Placement:
 
 @dataclass(frozen=True)
 class LinkTraffic:
-    """Bytes over one link, of all virtual workers together.
+    """The bytes over one link, for all virtual workers together.
 
     Attributes:
-        activation_bytes: activations and gradients of one minibatch of each virtual worker.
-        parameter_bytes: pushes and pulls of one wave of each virtual worker.
+        activation_bytes: bytes of activations and gradients of one minibatch of each virtual worker.
+        parameter_bytes: bytes of pushes and pulls of one wave of each virtual worker.
     """
 
     activation_bytes: int = 0
     parameter_bytes: int = 0
 
     def bytes_per_minibatch(self, in_flight: int) -> float:
-        """With N_m = `in_flight` minibatches per wave."""
+        """Return the bytes per minibatch, with N_m = `in_flight` minibatches per wave."""
         return self.activation_bytes + self.parameter_bytes / in_flight
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a fleet's links carry.
+    """The traffic of a fleet's links.
 
     Attributes:
-        links: by (from node, to node).
-        push_bytes: of one wave, by (from node, to node); the pull is the same the other way round.
+        links: traffic by (from node, to node).
+        push_bytes: bytes of the pushes of one wave by (from node, to node); pulls are equal in the other direction.
         stage_bytes: parameters of the largest stage, which it pushes over its own link.
-        num_workers: virtual workers.
+        num_workers: number of virtual workers.
     """
 
     links: dict[Link, LinkTraffic]
@@ -90,11 +90,11 @@ class Traffic:
     num_workers: int
 
     def activation_bytes(self, *, is_between: bool) -> float:
-        """Activations and gradients of a minibatch of one virtual worker, mean; between nodes, or within."""
+        """Return the mean bytes of activations and gradients per minibatch of a worker, between or within nodes."""
         return self._sum("activation_bytes", is_between)
 
     def parameter_bytes(self, *, is_between: bool) -> float:
-        """Pushes and pulls of a wave of one virtual worker, mean; between nodes, or within."""
+        """Return the mean bytes of pushes and pulls per wave of a worker, between or within nodes."""
         return self._sum("parameter_bytes", is_between)
 
     def _sum(self, name: str, is_between: bool) -> float:
@@ -102,23 +102,23 @@ class Traffic:
         return sum(chosen) / self.num_workers
 
     def pace_bound(self, network: Network, in_flight: int) -> tuple[float, str]:
-        """Minibatches per second of each virtual worker that the nodes' links can carry, and the node whose link binds.
+        """Return the minibatches per second of each worker that the nodes' links allow, and the node that limits them.
 
-        A link sends and receives at the same time.
+        A link can send and receive at the same time.
         """
         loads = _by_end({link: load.bytes_per_minibatch(in_flight) for link, load in self.links.items()})
         node, most = max(loads.items(), key=lambda item: item[1], default=("", 0.0))
         return (network.between_nodes_bytes_per_s / most if most else float("inf")), node
 
     def sync_s(self, network: Network) -> float:
-        """Seconds from the end of a wave until its updates are pulled; all virtual workers push at the same time."""
+        """Return the seconds from the end of a wave until its updates are pulled; all workers push at the same time."""
         between = max(_by_end(self.push_bytes).values(), default=0.0) / network.between_nodes_bytes_per_s
         within = self.stage_bytes / network.within_node_bytes_per_s
         return 2.0 * (network.latency_s + max(between, within))
 
 
 def traffic(profile: Profile, partitions: Sequence[Partitioning], placement: Placement) -> Traffic:
-    """What the links carry for these virtual workers, with their parameters placed like this."""
+    """Return the traffic for these virtual workers with this placement of their parameters."""
     activations = defaultdict[Link, int](int)
     pushes = defaultdict[Link, int](int)
     stage_bytes = 0
@@ -145,7 +145,7 @@ def _activations(profile: Profile, partition: Partitioning) -> Iterator[tuple[Li
 
 
 def _by_end(sizes: dict[Link, float] | dict[Link, int]) -> dict[str, float]:
-    """What each node sends or receives, whichever is more; what stays within a node does not count."""
+    """Return the larger of the bytes that each node sends and receives, without traffic within the node."""
     sent = defaultdict[str, float](float)
     received = defaultdict[str, float](float)
     for (a, b), size in sizes.items():

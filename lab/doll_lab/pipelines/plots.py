@@ -1,4 +1,4 @@
-"""Pictures of virtual workers: of a profile, of an allocation, and of what each stage does when (a Gantt chart)."""
+"""Figures of virtual workers: a profile, an allocation, and the tasks of each stage over time (a Gantt chart)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from doll_lab.pipelines.timeline import Steps, Timeline
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Forward, backward and both; waves in turn are lighter and darker.
+# Forward, backward and both; waves alternate between lighter and darker.
 _COLORS = {"F": ("#f5d76e", "#e3a72f"), "B": ("#a8d5a2", "#59a14f"), "FB": ("#c9d787", "#9aa83e")}
 _NAMES = {"F": "forward", "B": "backward", "FB": "both"}
 _STAGES = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#9d755d", "#72b7b2", "#333333")
 _FORWARD, _BACKWARD, _RECEIVE, _PACE = "#e3a72f", "#59a14f", "#9d755d", "#333333"
 _PARAMETERS, _ACTIVATIONS = "#4c78a8", "#b0c4de"
 _GIB, _MIB = 2.0**30, 2.0**20
-_MIN_LABEL_WIDTH = 0.011  # of the chart's width, for each character
+_MIN_LABEL_WIDTH = 0.011  # share of the chart's width for each character
 
 
 def draw_timelines(
@@ -32,12 +32,13 @@ def draw_timelines(
     end_s: float | None = None,
     memory: Mapping[str, Sequence[Steps]] | None = None,
 ) -> None:
-    """Charts side by side, one for each timeline: the stages' tasks, and below what each stage keeps over time.
+    """Draw charts side by side, one for each timeline: the stages' tasks, and below the content that each stage keeps.
 
     Args:
-        timelines: by title, at least one.
-        end_s: last second to show; default: the end of the longest timeline.
-        memory: by title, bytes of each stage over time (`Timeline.memory_steps`); default: minibatches in flight.
+        figure: figure to draw into.
+        timelines: timelines by title, at least one.
+        end_s: last second to show; None: the end of the longest timeline.
+        memory: bytes of each stage over time by title (`Timeline.memory_steps`); None: show minibatches in flight.
     """
     if not timelines:
         raise ValueError("expected a timeline at least, got none")
@@ -68,10 +69,10 @@ def draw_timelines(
 
 
 def save_timelines(path: Path, timelines: Mapping[str, Timeline], **options: Any) -> None:
-    """Write the picture as a PNG; `options` are the options of `draw_timelines`.
+    """Write the figure as a PNG; `options` are the options of `draw_timelines`.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     from doll_lab.figures import new_figure
 
@@ -81,13 +82,13 @@ def save_timelines(path: Path, timelines: Mapping[str, Timeline], **options: Any
 
 
 def _unit(shown: Mapping[str, Sequence[Steps]]) -> tuple[float, str]:
-    """Bytes of the unit that fits what is shown, and the name of the scale."""
+    """Return the bytes of the unit that fits the shown values, and the name of the scale."""
     most = max(value for stages in shown.values() for steps in stages for _, value in steps)
     return (_GIB, "memory, GiB") if most >= _GIB else (_MIB, "memory, MiB")
 
 
 def _tasks(axes: Any, timeline: Timeline, end_s: float) -> None:
-    """One row for each stage, the last one on top as in the paper's Figure 1."""
+    """Draw one row for each stage; the last stage is on top, as in the paper's Figure 1."""
     for stage in range(timeline.num_stages):
         spans = [span for span in timeline.of_stage(stage) if span.start_s < end_s]
         axes.broken_barh(
@@ -126,10 +127,10 @@ def _legend(axes: Any) -> None:
 
 
 def save_allocation(prediction: Prediction, model: str, path: Path) -> None:
-    """Write a picture of an allocation as a PNG: the time of each stage of each virtual worker.
+    """Write a figure of an allocation as a PNG: the time of each stage of each virtual worker.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     from doll_lab.figures import new_figure
 
@@ -169,10 +170,10 @@ def save_allocation(prediction: Prediction, model: str, path: Path) -> None:
 
 
 def save_profile(profile: Profile, path: Path) -> None:
-    """Write a picture of a profile as a PNG: time and memory of each layer.
+    """Write a figure of a profile as a PNG: time and memory of each layer.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     from doll_lab.figures import new_figure
 

@@ -1,10 +1,10 @@
-"""What virtual workers do together: their pace, what each waits for, and what that costs. Pure.
+"""Predictions for virtual workers that train together: their pace, what each waits for, and the cost of waiting. Pure.
 
-All virtual workers go at the pace of the slowest in the long run, whatever the clock distance D is: D is used up once.
-A virtual worker is slowed down by its own waves, too: minibatch p = (c + 2) N_m starts when wave c - D is pushed and
-pulled. With D = 0 that is the time of a push and a pull after the last minibatch of a wave. It is hidden where more
-minibatches are in flight than keep all stages busy. A larger D hides the pull, and the push as far as a virtual worker
-may have minibatches under way that are not in the model: 2 N_m in policy `wsp`.
+In the long run, all virtual workers have the pace of the slowest one, whatever the clock distance D is: D only delays
+the first wait. A virtual worker also waits for its own waves: minibatch p = (c + 2) N_m starts when wave c - D is
+pushed and pulled. With D = 0, this is the time of a push and a pull after the last minibatch of a wave. This time is
+hidden if more minibatches are in flight than are needed to keep all stages busy. A larger D hides the pull; it hides
+the push as far as a virtual worker may have more minibatches that are not in the model: 2 N_m in policy `wsp`.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from doll_lab.pipelines.allocation import VirtualWorker
 from doll_lab.pipelines.placement import Placement, Traffic
 from doll_lab.pipelines.schedule import Pipeline, StageTimes, simulate
 
-_MINIBATCHES = 120  # of a simulation, at least
+_MINIBATCHES = 120  # minimum number of minibatches of a simulation
 
 
 def throughput_in_waves(
     stages: Sequence[StageTimes], in_flight: int, *, clock_distance: int, push_s: float, pull_s: float
 ) -> float:
-    """Minibatches per second of a virtual worker that pushes and pulls once per wave, among equal ones.
+    """Return the minibatches per second of a virtual worker that pushes and pulls once per wave, among equal workers.
 
     Args:
+        stages: times of the stages.
         in_flight: N_m.
         clock_distance: D.
-        push_s: from the end of a wave until the model has its updates.
-        pull_s: from then on until the virtual worker has them.
+        push_s: seconds from the end of a wave until the model has its updates.
+        pull_s: seconds from then until the virtual worker has the updates.
     """
     ends_s: list[float] = []
-    # Policy `wsp` grants a virtual worker no more minibatches that are not in the model.
+    # Policy `wsp` limits the minibatches of a virtual worker that are not in the model.
     max_under_way = 2 * in_flight if in_flight > 1 else 1
 
     class Recording(Pipeline):
@@ -46,16 +47,16 @@ def throughput_in_waves(
 
     def admitted_s(minibatch: int) -> float:
         at_s = 0.0
-        own = -(-(minibatch - max_under_way) // in_flight) * in_flight  # last of a wave that must be pushed
+        own = -(-(minibatch - max_under_way) // in_flight) * in_flight  # last minibatch of a wave that must be pushed
         if own >= 1:
             at_s = ends_s[own - 1] + push_s
-        others = minibatch - (1 + clock_distance) * in_flight  # last of the wave that must be contained
+        others = minibatch - (1 + clock_distance) * in_flight  # last minibatch of the wave that must be included
         if minibatch % in_flight == 0 and others >= 1:
             at_s = max(at_s, ends_s[others - 1] + push_s + pull_s)
         return at_s
 
     count = max(_MINIBATCHES, (6 + 2 * clock_distance) * in_flight + 2)
-    # Whole waves, so that the slope of completions is not bent by a part of one.
+    # Only whole waves, so that a partial wave does not change the slope of completions.
     count = -(-count // in_flight) * in_flight
     return simulate(stages, in_flight, count, admitted_s=admitted_s, pipeline=Recording).throughput()
 
@@ -63,9 +64,12 @@ def throughput_in_waves(
 def rates_in_waves(
     workers: Sequence[VirtualWorker], in_flight: int, clock_distance: int, sync_s: float
 ) -> tuple[float, ...]:
-    """Minibatches per second of each virtual worker with its own waves, where it waits for no other.
+    """Return the minibatches per second of each virtual worker with its own waves, without waiting for other workers.
 
     Args:
+        workers: the virtual workers.
+        in_flight: N_m.
+        clock_distance: D.
         sync_s: seconds of a push and a pull.
     """
     half_s = sync_s / 2
@@ -73,23 +77,23 @@ def rates_in_waves(
         stages: throughput_in_waves(stages, in_flight, clock_distance=clock_distance, push_s=half_s, pull_s=half_s)
         for stages in {worker.stage_times for worker in workers}
     }
-    # Its own waves never make a virtual worker faster: a slope of completions is not exact.
+    # Waiting for its own waves never makes a virtual worker faster; the slope of completions is not exact.
     return tuple(min(worker.rate, by_stages[worker.stage_times]) for worker in workers)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Virtual workers with their parameters placed.
+    """The prediction for virtual workers and a placement of their parameters.
 
     Attributes:
-        rule: how the devices were grouped.
+        rule: rule that grouped the devices.
         placement_name: "default" or "local".
         in_flight: N_m.
-        rates: minibatches per second of each, with its own pushes and pulls, where it waits for no other.
-        link_pace: what the links carry, minibatches per second of each.
-        link_node: the node whose link carries least.
-        sync_s: from the end of a wave until its updates are pulled.
-        batch_size: samples of a minibatch.
+        rates: minibatches per second of each worker, with its own pushes and pulls, without waiting for other workers.
+        link_pace: minibatches per second of each worker that the links allow.
+        link_node: node whose link has the smallest limit.
+        sync_s: seconds from the end of a wave until its updates are pulled.
+        batch_size: number of samples of a minibatch.
         spare: devices that are not used.
     """
 
@@ -118,17 +122,17 @@ class Prediction:
 
     @property
     def samples_per_s(self) -> float:
-        """Of all virtual workers together."""
+        """Samples per second of all virtual workers together."""
         return len(self.workers) * self.pace * self.batch_size
 
     @property
     def waiting_shares(self) -> tuple[float, ...]:
-        """How much of its throughput each virtual worker loses to waiting for the slowest one, or for the links."""
+        """The share of throughput that each virtual worker loses to waiting for the slowest worker or for the links."""
         return tuple(1.0 - self.pace / rate for rate in self.rates)
 
     @property
     def usd_per_h(self) -> float:
-        """Of the devices that are used."""
+        """USD per hour of the used devices."""
         return sum(device.usd_per_h for worker in self.workers for device in worker.devices)
 
     @property
@@ -136,7 +140,7 @@ class Prediction:
         return self.usd_per_h / SECONDS_PER_HOUR / self.samples_per_s * 1e6
 
     def waits_for(self, worker: int) -> str:
-        """What a virtual worker waits for in the long run."""
+        """Return what a virtual worker waits for in the long run."""
         if self.waiting_shares[worker] <= 0.005:
             return "nothing"
         if self.link_pace < min(self.rates):

@@ -1,9 +1,9 @@
-"""The schedule of one virtual worker: which stage computes which minibatch when (the HetPipe paper, section 4). Pure.
+"""The schedule of one virtual worker: the tasks of its stages over time (the HetPipe paper, section 4). Pure.
 
-A virtual worker is a pipeline of k stages. Minibatch p goes forward through stages 0 to k - 1 and backward from there
-to stage 0, where it is complete. The last stage does both in one task. A stage does its tasks one at a time, in the
-order in which they arrive; so minibatches are complete in order, on which the bounds of WSP rest. Minibatch p starts
-when p - N_m is complete and p is admitted.
+A virtual worker is a pipeline of k stages. Minibatch p goes forward through stages 0 to k - 1 and backward to stage 0,
+where it is complete. The last stage runs both passes in one task. A stage runs its tasks one at a time, in the order of
+their arrival; so minibatches complete in order, which the bounds of WSP require. Minibatch p starts when minibatch
+p - N_m is complete and p is admitted.
 
 Figure 1 of the paper, four stages with tasks of one second, and four minibatches in flight:
 
@@ -30,7 +30,7 @@ Jitter = Callable[[int, Kind, int], float]
 
 
 class StageTimes(NamedTuple):
-    """Seconds of a stage's tasks for one minibatch, with what it takes to receive their input."""
+    """The seconds of a stage's tasks for one minibatch, including the time to receive their input."""
 
     forward_s: float
     backward_s: float
@@ -41,15 +41,15 @@ class StageTimes(NamedTuple):
 
 
 class Pipeline:
-    """The stages of one virtual worker at work; the caller keeps the time.
+    """The stages of one virtual worker in operation; the caller keeps the time.
 
-    Each call that may make stages busy is followed by `dispatch`, once for all events of one moment: which of two tasks
-    arrived first is known then.
+    After each call that may make stages busy, call `dispatch`, once for all events of one moment: only then the order
+    of arrivals is known.
 
     Attributes:
-        started: minibatches that have started, which are 1 to `started`.
-        completed: minibatches that are complete.
-        spans: of the tasks so far, in order of their start.
+        started: number of started minibatches; these are 1 to `started`.
+        completed: number of complete minibatches.
+        spans: tasks so far, in the order of their start.
         busy: stages that compute.
     """
 
@@ -63,14 +63,14 @@ class Pipeline:
     ) -> None:
         """
         Args:
-            stages: first stage first.
-            in_flight: N_m, minibatches between their start and their completion.
-            jitter: factor on the time of each task; default: 1.
-            forward_first: which of two tasks that arrive at the same moment comes first. Backward first keeps fewer
-                activations.
+            stages: times of the stages, first stage first.
+            in_flight: N_m, maximum number of minibatches between their start and their completion.
+            jitter: factor on the time of each task; None: 1.
+            forward_first: whether the forward task comes first if two tasks arrive at the same moment. Backward first
+                keeps fewer activations.
 
         Raises:
-            ValueError: no stage, a time below 0, or no minibatch in flight.
+            ValueError: there is no stage or no minibatch in flight, or a time is below 0.
         """
         if not stages or in_flight < 1:
             raise ValueError(
@@ -88,19 +88,19 @@ class Pipeline:
         self._jitter = jitter
         self._forward_first = forward_first
         self._last = len(stages) - 1
-        # What has arrived, in order: (moment, minibatch).
+        # The arrived tasks in order: (moment, minibatch).
         self._forward: list[deque[tuple[float, int]]] = [deque() for _ in stages]
         self._backward: list[deque[tuple[float, int]]] = [deque() for _ in stages]
         self._running: list[Span | None] = [None] * len(stages)
-        self._touched: set[int] = set()  # stages that may have something to begin
+        self._touched: set[int] = set()  # stages that may have a task to start
 
     @property
     def has_room(self) -> bool:
-        """The next minibatch may start, if it is admitted."""
+        """Whether the next minibatch may start, if it is admitted."""
         return self.started - self.completed < self.in_flight
 
     def start(self, now: float) -> int:
-        """The next minibatch starts: it arrives at the first stage.
+        """Start the next minibatch: it arrives at the first stage. Return its number.
 
         Raises:
             ValueError: the minibatch N_m places before it is not complete.
@@ -116,10 +116,10 @@ class Pipeline:
         return self.started
 
     def end(self, stage: int, now: float) -> int | None:
-        """The task of this stage ends; what it computed arrives at the next one.
+        """End the task of this stage; its result arrives at the next stage.
 
         Returns:
-            the minibatch that is complete now, if any.
+            The minibatch that is now complete, or None.
         """
         span = self._running[stage]
         if span is None:
@@ -139,10 +139,10 @@ class Pipeline:
         return None
 
     def dispatch(self, now: float) -> list[tuple[float, int]]:
-        """Stages with nothing to do begin what came first.
+        """Let idle stages start the task that arrived first.
 
         Returns:
-            (end in seconds, stage) of each task that begins.
+            (end in seconds, stage) of each started task.
         """
         begun: list[tuple[float, int]] = []
         for stage in sorted(self._touched):
@@ -190,16 +190,16 @@ def simulate(
     """Run one virtual worker in virtual time.
 
     Args:
-        stages: first stage first.
+        stages: times of the stages, first stage first.
         in_flight: N_m.
-        minibatches: how many there are.
-        jitter: factor on the time of each task.
-        admitted_s: when a minibatch (1, 2, ...) is admitted; default: from the beginning.
-        forward_first: which of two tasks that arrive at the same moment comes first.
-        pipeline: another rule of scheduling.
+        minibatches: number of minibatches.
+        jitter: factor on the time of each task; None: 1.
+        admitted_s: function that returns when a minibatch (1, 2, ...) is admitted; None: all at the beginning.
+        forward_first: whether the forward task comes first if two tasks arrive at the same moment.
+        pipeline: class with another rule of scheduling.
 
     Raises:
-        ValueError: no stage, a time below 0, or no minibatch in flight.
+        ValueError: there is no stage or no minibatch in flight, or a time is below 0.
     """
     line = pipeline(stages, in_flight, jitter=jitter, forward_first=forward_first)
     events: list[tuple[float, int]] = [(0.0, -1)]  # (seconds, stage whose task ends; -1: a minibatch is admitted)
@@ -220,11 +220,11 @@ def simulate(
 
 
 def simulate_as_measured(measured: Timeline, *, admitted_s: Callable[[int], float] | None = None) -> Timeline:
-    """The schedule that follows from the durations of measured tasks: what a measured order is compared with.
+    """Return the schedule that follows from the durations of measured tasks, to compare a measured order with it.
 
     Args:
         measured: all tasks of minibatches 1, 2, ....
-        admitted_s: when a minibatch was admitted; default: from the beginning.
+        admitted_s: function that returns when a minibatch was admitted; None: all at the beginning.
 
     Raises:
         ValueError: a task is missing.

@@ -1,4 +1,4 @@
-"""What the stages of a virtual worker did, simulated or measured: order, throughput, minibatches in flight. Pure."""
+"""The tasks of a virtual worker's stages, simulated or measured: order, throughput, minibatches in flight. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Timeline:
     Attributes:
         num_stages: k.
         in_flight: N_m.
-        spans: of all tasks; the tasks of one stage in order of their start.
+        spans: all tasks; the tasks of one stage are in the order of their start.
     """
 
     num_stages: int
@@ -44,30 +44,30 @@ class Timeline:
         object.__setattr__(self, "_by_stage", tuple(tuple(spans) for spans in by_stage))
 
     def of_stage(self, stage: int) -> tuple[Span, ...]:
-        """The tasks of one stage, in order."""
+        """Return the tasks of one stage, in order."""
         return self._by_stage[stage]
 
     def order(self, stage: int) -> str:
-        """The tasks of one stage, as in `F1 F2 B1`."""
+        """Return the tasks of one stage, as in `F1 F2 B1`."""
         return " ".join(f"{span.kind}{span.minibatch}" for span in self.of_stage(stage))
 
     @property
     def end_s(self) -> float:
-        """When the last task ends; 0 without tasks."""
+        """The end of the last task in seconds; 0 without tasks."""
         return max((span.end_s for span in self.spans), default=0.0)
 
     @property
     def completions_s(self) -> list[float]:
-        """When each minibatch was complete, in the order of completion."""
+        """The time of each completion of a minibatch, in order."""
         return [span.end_s for span in self.of_stage(0) if span.kind != "F"]
 
     def throughput(self) -> float:
-        """Minibatches per second in steady state: the slope of completions over time, by least squares.
+        """Return the minibatches per second in steady state: the slope of completions over time, by least squares.
 
-        Minibatches may be complete in groups; a count between two moments would depend on where a group is cut.
+        Minibatches may complete in groups, so a count between two moments would depend on where it cuts a group.
 
         Raises:
-            ValueError: fewer than 3 N_m + 2 minibatches.
+            ValueError: there are fewer than 3 N_m + 2 minibatches.
         """
         times = self.steady_completions_s()
         middle, mean_s = (len(times) - 1) / 2, fmean(times)
@@ -75,13 +75,13 @@ class Timeline:
         return spread / sum((number - middle) * (at_s - mean_s) for number, at_s in enumerate(times))
 
     def steady_completions_s(self) -> list[float]:
-        """Those of `completions_s` while the pipeline was full, with half of that time left out for it to settle.
+        """Return the `completions_s` while the pipeline was full, without the first half of that time, for it to settle.
 
         It fills until the first N_m minibatches are complete. It drains from the start of the last minibatch on, which
-        is when the one N_m places before it is complete.
+        is when the minibatch N_m places before it is complete.
 
         Raises:
-            ValueError: fewer than 3 N_m + 2 minibatches.
+            ValueError: there are fewer than 3 N_m + 2 minibatches.
         """
         completions_s = self.completions_s
         count = len(completions_s)
@@ -94,14 +94,14 @@ class Timeline:
         return completions_s[max(self.in_flight, last // 2) : last + 1]
 
     def in_flight_steps(self, stage: int) -> Steps:
-        """Minibatches whose activations this stage keeps: from the start of their forward task to the end of their
-        backward task. One step for each change."""
+        """Return the number of minibatches whose activations this stage keeps, from the start of the forward task to
+        the end of the backward task. There is one step for each change."""
         changes = [(span.start_s, 1) for span in self.of_stage(stage) if span.kind != "B"]
         changes += [(span.end_s, -1) for span in self.of_stage(stage) if span.kind != "F"]
         return _sums(changes)
 
     def max_in_flight(self, stage: int) -> int:
-        """m_q: the most minibatches whose activations this stage keeps at once."""
+        """Return m_q: the maximum number of minibatches whose activations this stage keeps at once."""
         return int(max((count for _, count in self.in_flight_steps(stage)), default=0))
 
     def memory_steps(
@@ -112,12 +112,13 @@ class Timeline:
         activation_bytes: float,
         optimizer_multiplier: float,
     ) -> Steps:
-        """Bytes of this stage over time: W (1 + opt), and W + A for each minibatch in flight.
+        """Return the bytes of this stage over time: W (1 + opt), and W + A for each minibatch in flight.
 
         Args:
+            stage: number of the stage.
             parameter_bytes: W of this stage.
-            activation_bytes: A of this stage, of one minibatch.
-            optimizer_multiplier: opt, arrays of W's size besides W.
+            activation_bytes: A of this stage, for one minibatch.
+            optimizer_multiplier: opt, number of arrays of W's size besides W.
         """
         fixed = parameter_bytes * (1.0 + optimizer_multiplier)
         each = activation_bytes + parameter_bytes
@@ -125,7 +126,7 @@ class Timeline:
 
 
 def _sums(changes: Iterable[tuple[float, int]]) -> Steps:
-    """The running sum of changes, what ends at a moment before what begins then."""
+    """Return the running sum of changes; at the same moment, ends are before begins."""
     steps: Steps = []
     total = 0
     for at_s, change in sorted(changes):

@@ -1,7 +1,7 @@
 """Formats of recorded spot markets, each in one module.
 
-To add a format: write a module with a `TraceFormat` (see `doll_lab.traces.form`), add it to `FORMATS`,
-describe it in docs/traces.md, and add a small file of it to tests/unit/provisioner/traces/test_model.py.
+To add a format, write a module with a `TraceFormat` (see `doll_lab.traces.form`), add it to `FORMATS`, describe it in
+docs/traces.md, and add a small file in this format to tests/unit/provisioner/traces/test_model.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FORMATS: Sequence[TraceFormat] = (
 
 
 def loader_of(first_line: str, file_name: str) -> Loader | None:
-    """Reads a file: by its first line, else by its name without .gz; None where no format fits."""
+    """Return the loader for a file by its first line, otherwise by its name without .gz; None: no format fits."""
     line = first_line.strip()
     for known in FORMATS:
         if known.recognises(line):

@@ -1,4 +1,4 @@
-"""Bamboo's node counts (NSDI 2023): nodes added and removed, or machines up about once a minute."""
+"""Bamboo's node counts (NSDI 2023): nodes added and removed, or the number of running machines about once a minute."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COUNT = re.compile(r"\s*\d{4}-\d\d-\d\d\s*,\s*\d\d:\d\d(:\d\d)?\s*,\s*\d+\s*")
 
 
 def load_events(path: Path) -> tuple[list[TraceSet], Parts]:
-    """Nodes added and removed: milliseconds, `add` or `remove`, node name; no header.
+    """Load added and removed nodes: milliseconds, `add` or `remove`, node name; without a header.
 
     Raises:
         ConfigError: the file is damaged.
@@ -39,7 +39,7 @@ def load_events(path: Path) -> tuple[list[TraceSet], Parts]:
 
 
 def load_counts(path: Path) -> tuple[list[TraceSet], Parts]:
-    """Machines up about once a minute: date, time, count; lines can be out of order.
+    """Load the number of running machines about once a minute: date, time, count; lines may be out of order.
 
     Raises:
         ConfigError: the file is damaged.
@@ -54,7 +54,7 @@ def load_counts(path: Path) -> tuple[list[TraceSet], Parts]:
             raise ConfigError(f"{where}: expected 'date, time, count', got {short(text, 60)!r}")
         at_s = moment(f"{cells[0]}T{cells[1]}+00:00", where).timestamp()
         samples.append((at_s, number({"count": cells[2]}, "count", where)))
-    samples.sort(key=lambda sample: sample[0])  # stable: of two at the same second the later line wins
+    samples.sort(key=lambda sample: sample[0])  # stable: of two samples at the same second, the later line is used
     return [_trace_set(path, [(at_s - samples[0][0], count) for at_s, count in samples])], []
 
 

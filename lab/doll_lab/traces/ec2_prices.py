@@ -1,4 +1,4 @@
-"""EC2 spot price histories (CSV): a machine is there while the price is at or below the on-demand price."""
+"""EC2 spot price histories (CSV): a machine is available while the price is at or below the on-demand price."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from doll.provisioner.traces.tables import moment, number, rows
 
 from doll_lab.traces.form import TraceFormat, columns_of, nothing_in
 
-# Linux on demand in us-east-1, USD per hour, as AWS listed them at the time of the recording. Source: written down from
-# memory in November 2026, since AWS keeps no old price list; c3.xlarge of 2015 agrees with the recording's own notes,
-# c5.xlarge and m5.xlarge with ec2_on_demand.csv, which has a source. `on_demand.csv` beside a recording overrides them
-# (docs/traces.md).
+# On-demand prices of Linux in us-east-1, USD per hour, as AWS listed them at the time of the recording. Written down
+# from memory in November 2026, because AWS keeps no old price list. c3.xlarge of 2015 agrees with the notes of the
+# recording, c5.xlarge and m5.xlarge with ec2_on_demand.csv, which has a source. `on_demand.csv` beside a recording
+# overrides them (docs/traces.md).
 _EC2_ON_DEMAND = {
     2015: {"c3.xlarge": 0.210, "m3.medium": 0.070, "r3.large": 0.175},
     2016: {
@@ -28,7 +28,7 @@ _EC2_ON_DEMAND = {
     },
     2021: {"c5.xlarge": 0.170, "r5.large": 0.126, "m5.xlarge": 0.192},
 }  # fmt: skip
-# What AWS adds to the Linux price per hour; from memory too.
+# Surcharge of AWS on the Linux price per hour; also from memory.
 _SURCHARGE = {"Linux/UNIX": 0.0, "SUSE Linux": 0.10}
 ON_DEMAND = "on_demand.csv"
 _MACHINES = 64
@@ -36,15 +36,15 @@ _COLUMNS = ("timestamp_utc", "availability_zone", "instance_type", "product", "s
 
 
 def load(path: Path) -> tuple[list[TraceSet], Parts]:
-    """A spot price history: a machine is there while the price is at or below on-demand, which is also the bid.
+    """Load a spot price history. A machine is available while the price is at or below the bid, the on-demand price.
 
-    Since late 2017 prices are smooth and do not say when machines are taken away: such a recording gives cost only.
-    On-demand prices come from `on_demand.csv` beside it, then from the table above, of the year in which most rows of
-    the pool are, else of another year that it reaches into; other types are left out. Rows may stand in any order, as
-    EC2 itself gives the newest first.
+    Since late 2017, prices are smooth and do not show when machines are taken away; such a recording shows only costs.
+    On-demand prices come from `on_demand.csv` beside the recording, otherwise from the table above: from the year with
+    most rows of the pool, otherwise from another year of the pool. Types without a price are left out. Rows may be in
+    any order, because EC2 returns the newest rows first.
 
     Raises:
-        ConfigError: the file is damaged, or no pool of it can be used.
+        ConfigError: the file is damaged, or none of its pools is usable.
     """
     stated = _stated_on_demand(path.parent)
     known = {(kind, product) for table in _EC2_ON_DEMAND.values() for kind in table for product in _SURCHARGE}
@@ -84,7 +84,7 @@ def load(path: Path) -> tuple[list[TraceSet], Parts]:
     start_s = min(begins_s, default=0.0)
     pools = []
     for (zone, kind, product), on_demand in sorted(priced.items()):
-        # Stable: of two prices at one moment the later line holds.
+        # Stable: of two prices at the same moment, the later line is used.
         history = sorted(histories[zone, kind, product], key=lambda change: change[0])
         at_s = np.array([at - start_s for at, _ in history], dtype=np.float64)
         name = f"{zone} {_kind(kind, product)}"
@@ -95,7 +95,7 @@ def load(path: Path) -> tuple[list[TraceSet], Parts]:
             skipped.append((f"pool {name}", str(error)))
     if not pools:
         raise nothing_in(path, skipped)
-    # The year of most of its rows: a history begins with the last change before its first day.
+    # The year with most of its rows, because a history begins with the last change before its first day.
     year = max(sorted(all_years), key=lambda candidate: all_years[candidate])
     return [TraceSet(f"ec2-{year}", tuple(pools))], skipped
 
@@ -118,7 +118,7 @@ def _on_demand_usd(
 
 
 def _stated_on_demand(folder: Path) -> dict[tuple[str, str], float]:
-    """(instance type, product) -> USD per hour by the user's own `on_demand.csv`; empty without this file."""
+    """Return (instance type, product) -> USD per hour from the user's `on_demand.csv`; empty without this file."""
     stated = {}
     for path in sorted(folder.glob(f"{ON_DEMAND}*")):
         for line, row in rows(path, ("instance_type", "usd_per_hour")):

@@ -12,11 +12,11 @@ from doll.provisioner.traces.model import AVAILABILITY, POOL_COLUMNS, POOLS, PRI
 
 
 def write_folder(sets: Iterable[TraceSet], folder: Path) -> None:
-    """Write trace sets in normal form; `read_folder` gives the same back. Pools of one name get their set's name too.
-    Raises OSError if the folder cannot be written."""
+    """Write trace sets in normal form; `read_folder` reads equal sets. The name of a pool that is not unique gets the
+    name of its set appended. Raises OSError if the folder cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
     pools = [(trace_set.name, pool) for trace_set in sets for pool in trace_set.pools]
-    count = Counter(pool.name for _, pool in pools)  # a name may be there once in the file
+    count = Counter(pool.name for _, pool in pools)  # a file must not contain a name twice
     pools = [
         (name, pool if count[pool.name] == 1 else replace(pool, name=f"{pool.name} ({name})")) for name, pool in pools
     ]

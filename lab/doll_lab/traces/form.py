@@ -1,4 +1,4 @@
-"""What a trace format is, and what formats share: pools without prices, and the error for an unusable file."""
+"""The interface of a trace format, and common parts of formats: pools without prices, the error for a bad file."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from doll.errors import ConfigError
 from doll.provisioner.traces.model import Pool, Series, constant
 from doll.provisioner.traces.recordings import Loader, Parts
 
-# Prices of the DOLL paper's worker (c5.xlarge, ca-central-1, 2021), for recordings of availability without prices: only
-# the ratio matters, and 0.55 is an expensive spot market.
+# Prices of the DOLL paper's worker (c5.xlarge, ca-central-1, 2021), for recordings without prices: only the
+# ratio matters, and 0.55 is an expensive spot market.
 ON_DEMAND_USD_PER_HOUR, SPOT_USD_PER_HOUR = 0.286, 0.158
 
 MAX_HEADER_CHARS = 10_000
@@ -24,9 +24,9 @@ class TraceFormat:
     """One format of recordings.
 
     Attributes:
-        name: for messages.
+        name: name for messages.
         published_as: pattern of the names under which such files were published, without .gz.
-        recognises: whether a file with this first line, stripped, has the format.
+        recognises: function that returns whether a file with this first line, stripped, has the format.
     """
 
     name: str
@@ -36,24 +36,24 @@ class TraceFormat:
 
 
 def columns_of(first_line: str) -> frozenset[str]:
-    """The column names in the first line of a CSV file."""
+    """Return the column names in the first line of a CSV file."""
     return frozenset(cell.strip().strip('"') for cell in first_line[:MAX_HEADER_CHARS].split(","))
 
 
 def unpriced(name: str, num_machines: int, num_up: Series) -> Pool:
-    """A pool of a recording without prices, at the paper's."""
+    """Return a pool with the paper's prices, for a recording without prices."""
     price = constant(SPOT_USD_PER_HOUR, float(num_up.times_s[0]), float(num_up.times_s[-1]))
     return Pool(name, num_machines, ON_DEMAND_USD_PER_HOUR, price, num_up)
 
 
 def steps(times: Sequence[float], counts: Sequence[float]) -> Series:
-    """One value per time: the last of the values that share it."""
+    """Return one value per time: the last value of each time."""
     last = dict(zip(times, counts, strict=True))
     return Series(np.array(list(last)), np.array(list(last.values())))
 
 
 def nothing_in(path: Path, skipped: Parts) -> ConfigError:
-    """The error for a file without a usable recording."""
+    """Return the error for a file without a usable recording."""
     reasons = [f"{what}: {why}" for what, why in skipped[:3]]
     more = [f"and {len(skipped) - 3} more"] if len(skipped) > 3 else []
     return ConfigError(f"{path}: " + ("; ".join([*reasons, *more]) or "expected a recording, got no line of one"))

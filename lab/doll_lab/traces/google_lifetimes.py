@@ -14,21 +14,21 @@ from doll.provisioner.traces.tables import number, rows
 from doll_lab.traces.form import TraceFormat, columns_of, nothing_in, steps, unpriced
 
 _COLUMNS = ("zone", "lifetime_s", "end_event")
-# Assumed, since the data set does not say it: time until a preempted machine of Google's is replaced.
+# Time until a preempted Google machine is replaced. This is an assumption, because the data set does not state it.
 _GAP_S = 600.0
 _MACHINES = 32
 _DAYS = 10.0
 
 
 def load(path: Path) -> tuple[list[TraceSet], Parts]:
-    """Lifetimes of single machines, one set; pools by zone.
+    """Load the lifetimes of single machines: one set, with a pool for each zone.
 
-    The recording says how long machines lived, not how many were available. A pool is made of machines that live as
-    long as recorded ones (Kaplan-Meier, since machines stopped by users are censored), and are replaced ten minutes
-    after a preemption.
+    The recording states how long machines lived, not how many were available. The machines of a pool live as long as
+    recorded machines (Kaplan-Meier estimate, because machines stopped by users are censored), and are replaced ten
+    minutes after a preemption.
 
     Raises:
-        ConfigError: the file is damaged, or no zone of it can be used.
+        ConfigError: the file is damaged, or none of its zones is usable.
     """
     lives: dict[str, list[tuple[float, bool]]] = {}
     for line, row in rows(path, _COLUMNS):
@@ -69,10 +69,10 @@ def _renewed(lives: Sequence[tuple[float, bool]], rng: np.random.Generator) -> S
 
 
 def kaplan_meier(lives: Sequence[tuple[float, bool]]) -> tuple[Floats, Floats]:
-    """Ages at which machines ended, ascending, and the share that survives each.
+    """Return the ages at which machines ended, ascending, and the share of machines that survives each age.
 
     Args:
-        lives: (age in seconds, whether the machine was preempted at it; otherwise it was last seen alive).
+        lives: (age in seconds, whether the machine was preempted at this age; False: it was last seen alive).
     """
     ages = sorted({age for age, ended in lives if ended})
     if not ages:

@@ -17,10 +17,10 @@ _LONGEST_GAP_S = 1e7
 
 
 def load(path: Path) -> tuple[list[TraceSet], Parts]:
-    """Availability of 1, 4 or 16 machines at equal steps, one JSON object per line; one set per kind and start date.
+    """Load availability of 1, 4 or 16 machines at equal steps, one JSON object per line; a set per kind and start date.
 
     Raises:
-        ConfigError: the file is damaged, or no line of it can be used.
+        ConfigError: the file is damaged, or none of its lines is usable.
     """
     sets: dict[str, list[Pool]] = {}
     skipped: Parts = []
