@@ -1,6 +1,6 @@
-"""Little stories of a fixed grammar, one a line: python make_text.py 3000 > stories.txt
+"""Makes short stories with a fixed grammar, one per line: python make_text.py 3000 > stories.txt
 
-Who begins a story also ends it, and a thing that is asked for is given or kept: what a model has to remember.
+The person who begins a story also ends it, and an item that is asked for is given or kept. A model must remember both.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A small transformer that learns to continue a text, character by character.
 
-A. Vaswani et al.: Attention is all you need, NIPS 2017; the norms before each part, as R. Xiong et al., ICML 2020.
+A. Vaswani et al.: Attention is all you need, NIPS 2017; norms before each part as in R. Xiong et al., ICML 2020.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Text(msgspec.Struct):
 
 
 class Characters(JsonTask):
-    """Each record is one sequence: x are the ids of its characters, int64, shape (length,), y those of the next ones.
+    """Each record is one sequence. x: ids of its characters, int64, shape (length,); y: ids of the next characters.
 
     Args:
-        length: characters of a sequence; a longer text is cut, a shorter one filled with ends of lines.
-        width: of a character's vector.
-        blocks, heads: of attention.
-        holdout_path: a file of texts, one a line.
-        holdout_lines: the first ones of it that are held out.
+        length: number of characters of a sequence. A longer text is cut; a shorter text is padded with line ends.
+        width: size of the vector of a character.
+        blocks, heads: number of blocks, and of attention heads in each block.
+        holdout_path: file of texts, one per line.
+        holdout_lines: number of its first lines that are held out.
     """
 
     record = Text
@@ -66,12 +66,12 @@ class Characters(JsonTask):
         return ids[:, :-1], ids[:, 1:]
 
     def forward(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Scores of the next character: shape (n, length, number of characters)."""
+        """Return the scores of the next character: shape (n, length, number of characters)."""
         output: torch.Tensor = model(x)
         return output
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Nats for each character."""
+        """Return the mean loss per character in nats."""
         return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
     def metrics(self, output: torch.Tensor, target: torch.Tensor) -> Mapping[str, float]:
@@ -103,7 +103,7 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Each character looks at those before it, then a layer for each by itself."""
+    """A block of the transformer: each character attends to earlier ones, then a layer processes each separately."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -127,14 +127,14 @@ class Block(nn.Module):
 
 
 def ids_of(text: str, length: int) -> npt.NDArray[np.int64]:
-    """The ids of the first `length` characters; ends of lines behind a shorter text."""
+    """Return the ids of the first `length` characters; a shorter text is padded with line ends."""
     codes = np.array([ord(character) for character in text[:length].ljust(length, "\n")])
     return np.where(codes < len(_IDS), _IDS[np.minimum(codes, len(_IDS) - 1)], OTHER)
 
 
 @torch.no_grad()
 def continued(model: nn.Module, text: str, count: int, length: int = 128) -> str:
-    """`text` and the most likely `count` characters behind it."""
+    """Return `text` with the `count` most likely characters after it."""
     for _ in range(count):
         ids = torch.from_numpy(ids_of(text[-length:], min(len(text), length)))
         text += (CHARACTERS + "?")[int(model(ids[None])[0, -1].argmax())]

@@ -1,11 +1,11 @@
 """Logistic regression on clicks in Criteo's format: 13 numbers and 26 hashed categories.
 
-As MLLess learns it (Sarroca, Sanchez-Artigas: MLLess, 2023): 13 weights and `columns` hashed ones. Every transform is
-fixed beforehand: nothing is learned from records that a live stream would not have shown yet.
+The model is that of MLLess (Sarroca, Sanchez-Artigas: MLLess, 2023): 13 weights and `columns` hashed ones. Every
+transform is fixed in advance, so no transform uses records that a live stream has not shown yet.
 
-A line of Criteo's has tabs between its cells: the label (1: clicked), 13 counts, 26 categories as 32-bit numbers in
-hex. Counts and categories may be empty. The packed record is `RECORD`: 157 bytes where a line has about 240, and it
-needs no parsing. The stream is made up, with a known lowest log-loss (`bayes_log_loss`), or that of a file.
+A line in Criteo's format has tabs between its cells: the label (1: clicked), 13 counts, and 26 categories as 32-bit
+numbers in hex. Counts and categories may be empty. The packed record is `RECORD`: it has 157 bytes instead of about
+240, and needs no parsing. The stream is made up, with a known lowest log-loss (`bayes_log_loss`), or read from a file.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ COUNTS: Final = 13
 CATEGORIES: Final = 26
 LOWEST_COUNT: Final = -3  # the second count of the published file has values down to -3
 HIGHEST_COUNT: Final = 2**31 - 1
-NO_COUNT: Final = -(2**31)  # stands for an empty cell
-NO_CATEGORY: Final = 0  # as above; a category whose number is 0 counts as an empty cell
+NO_COUNT: Final = -(2**31)  # value of an empty cell
+NO_CATEGORY: Final = 0  # value of an empty cell; a category whose number is 0 counts as an empty cell
 
 RECORD: Final = np.dtype([("label", "u1"), ("counts", "<i4", COUNTS), ("categories", "<u4", CATEGORIES)])
 
@@ -45,9 +45,9 @@ _CATEGORY: Final = rb"[0-9a-fA-F]{1,8}"
 _LINE: Final = re.compile(
     rb"[01](?:\t(?:%b)?){%d}(?:\t(?:%b)?){%d}" % (_COUNT, COUNTS, _CATEGORY, CATEGORIES)
 )  # fmt: skip
-_SHOWN: Final = 40  # bytes of a cell in an error message
+_SHOWN: Final = 40  # number of bytes of a cell in an error message
 
-LOG_SCALE: Final = 0.25  # counts of some thousands become numbers of about 2
+LOG_SCALE: Final = 0.25  # with this factor, counts of some thousands become about 2
 _BLOCK: Final = 1024
 _NO_COUNT_SHARE: Final = 0.2
 _COUNT_WEIGHT: Final = 0.2  # standard deviation
@@ -62,17 +62,18 @@ _SALTS: Final = np.arange(1, CATEGORIES + 1, dtype=np.uint64) << np.uint64(32)
 
 
 class Clicks(Task):
-    """Whether an impression is clicked. Records are packed ones (`RECORD`) or Criteo's lines.
+    """Predicts whether an impression is clicked. Records are packed records (`RECORD`) or lines in Criteo's format.
 
-    A sample's x is int32, shape (39,): the 13 counts, then the columns of the 26 categories. Its numbers are the
-    logarithms of the counts c, `sign(c) ln(1 + |c|) / 4`, and 0 for a count that is not there.
+    x of a sample: int32, shape (39,): the 13 counts, then the columns of the 26 categories. The model uses the
+    logarithms of the counts c, `sign(c) ln(1 + |c|) / 4`, and 0 for a missing count.
 
     Args:
-        columns: of the table that the categories are hashed into. A category that is not there has a column too.
-        sparse: keep the columns as a table at the server, and send only the columns of a batch; None: above 1,000,000.
-        bounded: the table has rows for the columns that are used alone; `training.tables` says for how many.
-        holdout_path: file of Criteo's lines that are held out; None: no held-out set.
-        holdout_samples: how many of its first lines.
+        columns: number of columns that the categories are hashed into. A missing category also has a column.
+        sparse: whether to keep the columns as a table at the server, and send only the columns of a batch; None: above
+            1,000,000 columns.
+        bounded: whether the table has rows only for used columns; `training.tables` sets the number of rows.
+        holdout_path: file of held-out lines in Criteo's format; None: no held-out set.
+        holdout_samples: number of its first lines to use.
     """
 
     input_shape = (COUNTS + CATEGORIES,)
@@ -108,7 +109,7 @@ class Clicks(Task):
         if width != RECORD.itemsize:
             return None
         rows = np.frombuffer(block, RECORD)
-        return self._samples(rows) if check(rows).all() else None  # `decode` says what is wrong
+        return self._samples(rows) if check(rows).all() else None  # `decode` reports the error
 
     def decode_many(self, values: Sequence[bytes]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         packed, bad = [], []
@@ -148,7 +149,7 @@ class Clicks(Task):
         return [self.decode(line) for line in held_out]
 
     def _samples(self, rows: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """x and y of packed records, shape (n,) of dtype `RECORD`."""
+        """Return x and y of packed records, shape (n,) of dtype `RECORD`."""
         x = np.empty((len(rows), COUNTS + CATEGORIES), np.int32)
         x[:, :COUNTS] = rows["counts"]
         x[:, COUNTS:] = columns_of(rows["categories"], self.columns)
@@ -156,41 +157,41 @@ class Clicks(Task):
 
 
 class SparseLinear(nn.Module):
-    """One number for each sample: a bias, a weight for each number, and a weight for each id of a table."""
+    """A linear model with one output per sample: a bias, a weight for each number, and one for each id of a table."""
 
     def __init__(self, numbers: int, columns: int, *, sparse: bool, bounded: bool = False) -> None:
         super().__init__()
         self.table = BoundedEmbedding(columns, 1, scale=0.0) if bounded else nn.Embedding(columns, 1, sparse=sparse)
         self.dense = nn.Linear(numbers, 1)
-        # The loss is convex: it is learned from nothing, so that no weight is there that no sample asked for.
+        # The loss is convex, so weights start at 0: only weights of ids that occurred in samples differ from 0.
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
 
     def forward(self, numbers: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Shape (n,), of `numbers`, float32 of shape (n, numbers), and `ids`, integers of shape (n, k)."""
+        """Return outputs, shape (n,), for `numbers`, float32, shape (n, numbers), and `ids`, integers, shape (n, k)."""
         if self.table.sparse:
             weights = self.table(ids).squeeze(2)
-        else:  # the same weights: the gradient of rows of one number takes a third of the time so
+        else:  # the same weights; in this form, the gradient of rows with one number takes a third of the time
             weights = self.table.weight.view(-1).index_select(0, ids.reshape(-1)).view(ids.shape)
         logits: torch.Tensor = weights.sum(1) + self.dense(numbers).squeeze(1)
         return logits
 
 
 def columns_of(categories: npt.NDArray[Any], columns: int) -> npt.NDArray[np.uint64]:
-    """The hashed column of each category, 0 .. columns - 1: the same in every process, version and machine.
+    """Return the hashed column of each category, 0 .. columns - 1; equal in every process, version and machine.
 
-    The hash is the finalizer of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014)
-    on the category's number and its place.
+    The hash is the finalizer of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014),
+    applied to the category's number and place.
 
     Args:
-        categories: numbers of 32 bits, shape (n, 26).
+        categories: 32-bit numbers, shape (n, 26).
     """
-    # Upper half times `columns`: uniform without a division, and the product has 63 bits.
+    # Upper half times `columns`: uniform without a division, and the product has at most 63 bits.
     return (mix(categories.astype(np.uint64) + _SALTS) >> np.uint64(32)) * np.uint64(columns) >> np.uint64(32)
 
 
 def mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The next number of SplitMix64 for each state."""
+    """Return the next number of SplitMix64 for each state."""
     mixed = state + np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(30)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)
@@ -204,10 +205,10 @@ def mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def pack_line(line: bytes) -> bytes:
-    """The packed record of a line.
+    """Return the packed record of a line.
 
     Raises:
-        SampleError: not 40 cells, or a cell that is not what was expected.
+        SampleError: the line does not have 40 cells, or a cell is not valid.
     """
     line = line.rstrip(b"\r\n")
     if _LINE.fullmatch(line):
@@ -220,7 +221,7 @@ def pack_line(line: bytes) -> bytes:
 
 
 def _problem(line: bytes) -> str:
-    """What is wrong with a line that `pack_line` does not take."""
+    """Return the problem of a line that `pack_line` refuses."""
     cells = line.split(b"\t")
     if len(cells) != _CELLS:
         return (
@@ -241,18 +242,18 @@ def _problem(line: bytes) -> str:
 
 
 def is_packed(record: bytes) -> bool:
-    """Whether a record has the form of a packed one: of its length, and it does not begin as text does."""
+    """Return whether a record has the form of a packed one: its length fits, and it does not begin as text does."""
     return len(record) == RECORD.itemsize and record[0] < ord(" ")
 
 
 def check(rows: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Which packed records are good: the label is 0 or 1, and no count is below the lowest.
+    """Return which packed records are valid: the label is 0 or 1, and no count is below the lowest count.
 
     Args:
-        rows: of dtype `RECORD`, shape (n,).
+        rows: records of dtype `RECORD`, shape (n,).
 
     Returns:
-        Shape (n,).
+        Booleans, shape (n,).
     """
     counts = rows["counts"]
     good: npt.NDArray[np.bool_] = (rows["label"] <= 1) & ((counts >= LOWEST_COUNT) | (counts == NO_COUNT)).all(axis=1)
@@ -260,7 +261,7 @@ def check(rows: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
 
 
 def problem_of(record: bytes) -> str:
-    """What is wrong with a packed record that `check` does not accept; "" where nothing is."""
+    """Return the problem of a packed record that `check` does not accept; "" if there is none."""
     row = np.frombuffer(record, RECORD)[0]
     if row["label"] > 1:
         return f"expected 0 or 1 in the first byte (the label), got {row['label']}"
@@ -271,8 +272,8 @@ def problem_of(record: bytes) -> str:
 
 
 def records(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """The packed records of these lines, in order. A line that is not good is a record as it is: a worker refuses it,
-    and it is kept as a dead letter."""
+    """Yield the packed records of these lines, in order. A line that is not valid becomes a record without changes: a
+    worker refuses it, and stores it as a dead letter."""
     for line in lines:
         try:
             yield pack_line(line)
@@ -285,14 +286,14 @@ def records(lines: Iterable[bytes]) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class Truth:
-    """From what clicks are drawn; streams that share it learn the same concept.
+    """The distribution that clicks are drawn from. Streams that share it learn the same concept.
 
-    The logit of a click is the bias, plus the weights of its categories, plus the weight of each count c that is there
-    times `LOG_SCALE` ln(1 + c): a model that the example `clicks` can learn, except for categories that share a
+    The logit of a click is the bias, plus the weights of its categories, plus, for each count c that is present, its
+    weight times `LOG_SCALE` ln(1 + c). The example `clicks` can learn this model, except for categories that share a
     column of its table.
 
     Attributes:
-        bias: of the logit.
+        bias: bias of the logit.
         category_weights: float32, shape (26, categories); most are 0.
         count_weights: float64, shape (13,).
         count_logs: mean of ln(1 + c) of each count c, shape (13,).
@@ -307,12 +308,12 @@ class Truth:
 
 
 def draw_truth(categories: int, zipf: float, density: float, rng: np.random.Generator) -> Truth:
-    """The truth of a job.
+    """Draw the distribution of a job.
 
     Args:
-        categories: values of each of the 26 categories.
-        zipf: the value of rank r = 1, 2, ... has a probability proportional to r ** -zipf; 0: all the same.
-        density: share of the weights of categories that are not 0.
+        categories: number of values of each of the 26 categories.
+        zipf: exponent: the value of rank r = 1, 2, ... has a probability proportional to r ** -zipf; 0: all are equal.
+        density: share of the category weights that are not 0.
     """
     weights = rng.normal(0.0, _CATEGORY_WEIGHT, (CATEGORIES, categories))
     weights[rng.random((CATEGORIES, categories)) >= density] = 0.0
@@ -320,15 +321,15 @@ def draw_truth(categories: int, zipf: float, density: float, rng: np.random.Gene
     cumulative = shares.cumsum() / shares.sum()
     count_weights = rng.normal(0.0, _COUNT_WEIGHT / LOG_SCALE, COUNTS)
     count_logs = rng.uniform(0.5, 5.0, COUNTS)
-    # The mean of the logit does not depend on the draw of the counts' weights.
+    # The mean of the logit does not depend on the drawn weights of the counts.
     bias = _BIAS - (1 - _NO_COUNT_SHARE) * LOG_SCALE * float(count_weights @ count_logs)
     return Truth(bias, weights.astype(np.float32), count_weights, count_logs, cumulative)
 
 
 def draw(truth: Truth, count: int, rng: np.random.Generator) -> tuple[npt.NDArray[Any], npt.NDArray[np.float64]]:
-    """Clicks, of dtype `RECORD`, shape (count,), and the probability of each to be one, shape (count,)."""
+    """Draw clicks of dtype `RECORD`, shape (count,), and return them and their probabilities, shape (count,)."""
     ranks = np.searchsorted(truth.cumulative, rng.random((count, CATEGORIES)), side="right")
-    np.minimum(ranks, len(truth.cumulative) - 1, out=ranks)  # the last sum may be a little below 1
+    np.minimum(ranks, len(truth.cumulative) - 1, out=ranks)  # the last sum may be slightly below 1
     logs = np.clip(rng.normal(truth.count_logs, 1.0, (count, COUNTS)), 0.0, _LARGEST_LOG)
     counts = np.floor(np.expm1(logs)).astype(np.int32)
     absent = rng.random((count, COUNTS)) < _NO_COUNT_SHARE
@@ -344,14 +345,14 @@ def draw(truth: Truth, count: int, rng: np.random.Generator) -> tuple[npt.NDArra
 
 
 def names(ranks: npt.NDArray[np.int64]) -> npt.NDArray[np.uint32]:
-    """The 32-bit number of each category, shape (n, 26): different ranks of one column have different numbers."""
+    """Return the 32-bit number of each category, shape (n, 26). Ranks of one column have different numbers."""
     # Multiplying by an odd number and adding are one-to-one modulo 2**32.
     columns = np.arange(1, CATEGORIES + 1, dtype=np.uint32) * np.uint32(0x85EBCA77)
     return (ranks.astype(np.uint32) + np.uint32(1)) * _ODD + columns
 
 
 def bayes_log_loss(truth: Truth, rng: np.random.Generator, count: int = 200_000) -> float:
-    """The expected log-loss of the true probabilities, in nats, estimated from `count` clicks."""
+    """Estimate the expected log-loss of the true probabilities, in nats, from `count` clicks."""
     total = 0.0
     for at in range(0, count, _BLOCK):
         p = draw(truth, min(_BLOCK, count - at), rng)[1]
@@ -360,7 +361,7 @@ def bayes_log_loss(truth: Truth, rng: np.random.Generator, count: int = 200_000)
 
 
 def drawn(truth: Truth, rng: np.random.Generator) -> Iterator[bytes]:
-    """Packed records without end."""
+    """Yield packed records endlessly."""
     while True:
         yield from values_of(draw(truth, _BLOCK, rng)[0])
 
@@ -369,11 +370,11 @@ def drawn(truth: Truth, rng: np.random.Generator) -> Iterator[bytes]:
 
 
 def made_up(stream: Stream, categories: int = 1000, zipf: float = 1.1, density: float = 0.3) -> Iterator[bytes]:
-    """Clicks of known probability; the arguments are those of `draw_truth`."""
+    """Yield clicks of known probability; the arguments are those of `draw_truth`."""
     return drawn(draw_truth(categories, zipf, density, stream.shared_rng()), stream.rng())
 
 
 def from_file(stream: Stream, clicks_path: str, repeat: bool = False) -> Iterator[bytes]:
-    """The lines of a file in Criteo's format, packed; line i goes to stream i mod N."""
+    """Yield the lines of a file in Criteo's format as packed records; line i goes to stream i mod N."""
     read = line_files.read_file(Path(clicks_path), repeat=repeat, max_bytes=stream.max_record_bytes)
     return records(itertools.islice(read, stream.number, None, stream.count))

@@ -1,10 +1,10 @@
-"""Fill a topic as an owner would: clicks in Avro, each behind the id that a schema registry gave its schema.
+"""Fills a topic as its owner would: clicks in Avro, each after the id that a schema registry gave its schema.
 
 python fill.py train.txt                          # lines in Criteo's format, plain or .gz
 python task.py 20000 | python fill.py -           # or lines of standard input
 
-The first 5,000 records (`--change-at`) are written with `click-1.avsc`, those behind them with `click-2.avsc`, which
-has one field more: schemas change while a job runs.
+The first 5,000 records (`--change-at`) are written with `click-1.avsc`, the following ones with `click-2.avsc`, which
+has one more field, because schemas change while a job runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Schema(NamedTuple):
 
 
 def register(registry: str, subject: str, file: Path) -> Schema:
-    """Register a schema, or find it where it is registered already."""
+    """Register a schema, or find its id if it is already registered."""
     text = file.read_text(encoding="utf-8")
     headers = {"Content-Type": "application/vnd.schemaregistry.v1+json"}
     if token := os.environ.get("DOLL_REGISTRY_TOKEN"):
@@ -59,7 +59,7 @@ def register(registry: str, subject: str, file: Path) -> Schema:
 
 
 def clicks(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """A click for each line: label, 13 counts, 26 categories in hex, with tabs between; a cell may be empty."""
+    """Yield a click for each line: label, 13 counts, 26 categories in hex, separated by tabs; a cell may be empty."""
     for number, line in enumerate(lines):
         label, *cells = line.rstrip("\n").split("\t")
         if len(cells) != COUNTS + CATEGORIES:
@@ -73,7 +73,7 @@ def clicks(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def encode(schema: Schema, click: dict[str, Any]) -> bytes:
-    """As the serializers of registries do: a byte 0, the id in 4 bytes, the record."""
+    """Encode a click as the serializers of registries do: a byte 0, the id in 4 bytes, the record."""
     stream = io.BytesIO()
     fastavro.schemaless_writer(stream, schema.parsed, click)
     return struct.pack(">bI", 0, schema.number) + stream.getvalue()
@@ -81,7 +81,7 @@ def encode(schema: Schema, click: dict[str, Any]) -> bytes:
 
 def create(address: str, topic: str, partitions: int) -> None:
     """Create the topic, if it does not exist."""
-    admin = AdminClient({"bootstrap.servers": address})  # the answer comes only while it lives
+    admin = AdminClient({"bootstrap.servers": address})  # must stay referenced until the answer arrives
     try:
         admin.create_topics([NewTopic(topic, partitions, 1)])[topic].result()
     except KafkaException as exc:

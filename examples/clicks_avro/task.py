@@ -1,6 +1,6 @@
-"""Click-through on an Avro stream: 13 counts and 26 hashed categories, whatever schema a record was written with.
+"""Click-through on an Avro stream: 13 counts and 26 hashed categories, for records with different schemas.
 
-Run as a program it prints clicks that are made up, as lines in Criteo's format: python task.py 20000
+Run as a program, it prints made-up clicks as lines in Criteo's format: python task.py 20000
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Count = Annotated[float, msgspec.Meta(ge=-3)]  # the published file has counts d
 
 
 class Click(msgspec.Struct):
-    """What is used of a record, by name: fields that a schema has besides are ignored."""
+    """The used fields of a record, by name; other fields of a schema are ignored."""
 
     clicked: bool
     counts: Annotated[list[Count | None], msgspec.Meta(min_length=COUNTS, max_length=COUNTS)]
@@ -33,10 +33,10 @@ class Click(msgspec.Struct):
 
 
 class Clicks(FieldsTask):
-    """Whether an impression is clicked. x: the logarithms of the counts, then the columns of the categories.
+    """Predicts whether an impression is clicked. x: the logarithms of the counts, then the columns of the categories.
 
     Args:
-        columns: of the table that the categories are hashed into.
+        columns: number of columns that the categories are hashed into.
     """
 
     record = Click
@@ -44,7 +44,7 @@ class Clicks(FieldsTask):
     num_classes = 2
 
     def __init__(self, columns: int = 65_536) -> None:
-        if not 0 < columns <= 2**24:  # x is float32, which holds whole numbers up to there
+        if not 0 < columns <= 2**24:  # x is float32, which holds whole numbers up to this one
             raise ValueError(f"columns: expected 1 to {2**24}, got {columns}")
         self.columns = columns
 
@@ -61,7 +61,7 @@ class Clicks(FieldsTask):
         return x, columns["clicked"].astype(np.int64)
 
     def column(self, place: int, value: str | None) -> int:
-        """The same in every process: Python's own hash of a text is not."""
+        """Return the column of a category. The hash is equal in every process, unlike Python's own hash of a text."""
         return zlib.crc32(f"{place}={value}".encode()) % self.columns
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -86,7 +86,7 @@ class HashedLinear(nn.Module):
 
 
 def made_up(count: int) -> Iterator[str]:
-    """Lines in Criteo's format: label, 13 counts, 26 categories in hex, with tabs between; a cell may be empty."""
+    """Yield lines in Criteo's format: label, 13 counts, 26 categories in hex, separated by tabs; cells may be empty."""
     rng = random.Random(0)
     weights = [[rng.gauss(0, 0.6) for _ in range(200)] for _ in range(CATEGORIES)]
     for _ in range(count):

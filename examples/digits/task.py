@@ -1,8 +1,8 @@
 """Handwritten digits, 8 x 8: a task that learns in about a minute on two slow cores.
 
 `digits.npz` is the test set of "Optical Recognition of Handwritten Digits" (E. Alpaydin, C. Kaynak, 1998; UCI Machine
-Learning Repository, https://doi.org/10.24432/C50P49, licence CC BY 4.0): 1,437 originals for streams, and 360 others
-that are held out.
+Learning Repository, https://doi.org/10.24432/C50P49, licence CC BY 4.0): 1,437 originals are for streams, and 360
+others are held out.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ _HOLDOUT_SEED = 1
 
 
 class Digits(GreyImageTask):
-    """The classes 0..9, by a multi-layer perceptron.
+    """Classifies the digits 0..9 with a multi-layer perceptron.
 
     Args:
         hidden: widths of the hidden layers.
-        holdout_samples: held-out digits, from originals that no stream has, under the stream's random transforms.
+        holdout_samples: number of held-out digits, made from originals that no stream has, with the stream's
+            transforms.
     """
 
     input_shape = (8, 8)
@@ -49,7 +50,7 @@ class Digits(GreyImageTask):
         return nn.Sequential(*layers, nn.Linear(widths[-1], self.num_classes))
 
     def forward(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        # Grey values are about 80 with a deviation of about 85: roughly standardised, the first layer learns faster.
+        # Grey values have mean 80 and deviation 85: with rough standardisation, the first layer learns faster.
         output: torch.Tensor = model((x.float() - 80.0) * (1 / 85.0))
         return output
 
@@ -59,17 +60,17 @@ class Digits(GreyImageTask):
 
 
 def originals(*, held_out: bool = False) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Untransformed digits, of which streams or held-out samples are made: (n, 8, 8) grey values, and (n,) classes."""
+    """Return untransformed digits, for streams or held-out samples: (n, 8, 8) grey values, and (n,) classes."""
     part = "held_out_" if held_out else ""
     with np.load(_DATA) as data:
         return data[f"{part}images"], data[f"{part}labels"]
 
 
 def samples(stream: Stream) -> Iterator[bytes]:
-    """Records without end: random originals, each under its own random transform."""
+    """Yield records endlessly: random originals, each with its own random transform."""
     return images.augmented(*originals(), stream.rng())
 
 
 def poison(number: int, **args: Any) -> list[bytes]:
-    """A record of a class that does not exist, for `doll drill`."""
+    """Return a record of a class that does not exist, for `doll drill`."""
     return [bytes([255, *bytes(64)])]

@@ -1,6 +1,6 @@
 """Handwritten letters and digits, 28 x 28, 47 classes: the DOLL paper's convolutional network, and a small one.
 
-Their files are IDX, MNIST's format, plain or .gz: two zero bytes, type 0x08, rank, then big-endian sizes, then bytes.
+The data files are in IDX, MNIST's format, plain or .gz: two zero bytes, type 0x08, rank, big-endian sizes, then bytes.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _CHUNK_BYTES: Final = 1 << 24
 
 
 class Emnist(GreyImageTask):
-    """EMNIST (byMerge or balanced: 47 classes) by two convolutional and two dense layers.
+    """Classifies EMNIST (byMerge or balanced: 47 classes) with two convolutional and two dense layers.
 
     Args:
         images_path: IDX file whose first images are held out; None: no held-out set.
         labels_path: IDX file of their classes.
-        holdout_samples: how many. Set `source.args.skip` to as many, or the stream has them too.
-        small: a network of 24 thousand parameters instead of 1.2 million: faster, some points of accuracy less.
+        holdout_samples: number of held-out images. Set `source.args.skip` to this number, or the stream has them, too.
+        small: whether to use a network of 24 thousand instead of 1.2 million parameters: faster, but less accurate.
     """
 
     input_shape = (28, 28)
@@ -95,14 +95,14 @@ class Emnist(GreyImageTask):
 
 
 def letters(stream: Stream, images_path: str, labels_path: str, skip: int = 0, augment: bool = True) -> Iterator[bytes]:
-    """The records of a stream: random images, each under its own random transform, without end.
+    """Yield the records of a stream endlessly: random images, each with its own random transform.
 
     Args:
         images_path: IDX file of the images.
         labels_path: IDX file of their classes.
-        skip: leave out so many images at the beginning, for a held-out set.
-        augment: False: each image once, unchanged; image i goes to stream i mod N. With `source.in_order`, a producer
-            that is started again continues.
+        skip: number of images at the beginning to leave out, for a held-out set.
+        augment: False: each image once, unchanged; image i goes to stream i mod N. With `source.in_order`, a restarted
+            producer continues.
     """
     images, labels = read_pair(Path(images_path), Path(labels_path))
     if not 0 <= skip < len(images):
@@ -116,15 +116,15 @@ def letters(stream: Stream, images_path: str, labels_path: str, skip: int = 0, a
 
 
 def poison(number: int, **args: Any) -> list[bytes]:
-    """A record of a class that does not exist, for `doll drill`."""
+    """Return a record of a class that does not exist, for `doll drill`."""
     return [bytes([255, *bytes(28 * 28)])]
 
 
 def read_idx(path: Path, rank: int, limit: int | None = None) -> npt.NDArray[np.uint8]:
-    """The first `limit` items (default: all) of an IDX file of unsigned bytes with `rank` dimensions.
+    """Read the first `limit` items (default: all) of an IDX file of unsigned bytes with `rank` dimensions.
 
     Raises:
-        ConfigError: the file is not there, not IDX, of another type or rank, or shorter than it says.
+        ConfigError: the file does not exist, is not IDX, has another type or rank, or is shorter than its header says.
     """
     expected = f"expected an IDX file of unsigned bytes with {rank} dimension{'s' * (rank > 1)}"
     try:
@@ -155,7 +155,7 @@ def read_idx(path: Path, rank: int, limit: int | None = None) -> npt.NDArray[np.
 
 
 def _read(file: BinaryIO, num_bytes: int) -> bytes:
-    """At most so many bytes. Memory grows with what is there, not with what the header announces."""
+    """Read at most `num_bytes` bytes. Memory grows with the actual content, not with the size in the header."""
     data = bytearray()
     while len(data) < num_bytes and (chunk := file.read(min(_CHUNK_BYTES, num_bytes - len(data)))):
         data += chunk
@@ -165,7 +165,7 @@ def _read(file: BinaryIO, num_bytes: int) -> bytes:
 def read_pair(
     images: Path, labels: Path, limit: int | None = None
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Images (n, height, width) and labels (n,) of two IDX files.
+    """Read images (n, height, width) and labels (n,) from two IDX files.
 
     Raises:
         ConfigError: as in `read_idx`, or the two files differ in their number of items.

@@ -1,6 +1,6 @@
 """Network intrusion detection on connection records of the KDD Cup 1999: CSV lines of 41 features and the label.
 
-Every transform is fixed beforehand: nothing is learned from records that a live stream would not have shown yet.
+Every transform is fixed in advance, so no transform uses records that a live stream has not shown yet.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _COLUMNS: Final = 42
 _CATEGORICAL: Final = {1: b"protocol_type", 2: b"service", 3: b"flag"}
 _RATES: Final = frozenset((*range(24, 31), *range(33, 41)))  # fractions 0..1
 _NUMERIC: Final = tuple(column for column in range(41) if column not in _CATEGORICAL)
-_COUNTS: Final = tuple(at for at, column in enumerate(_NUMERIC) if column not in _RATES)  # places in `_NUMERIC`
+_COUNTS: Final = tuple(at for at, column in enumerate(_NUMERIC) if column not in _RATES)  # indexes in `_NUMERIC`
 _NUMBERS: Final = msgspec.json.Decoder(list[float])
-_LOG_SCALE: Final = 0.25  # log1p of a megabyte is 14: this brings counts and bytes to the size of the rates
+_LOG_SCALE: Final = 0.25  # log1p of a megabyte is 14: this factor scales counts and bytes to the size of the rates
 
 FAMILIES: Final = ("normal", "dos", "probe", "r2l", "u2r")
 _FAMILY: Final = {
@@ -44,12 +44,12 @@ _FAMILY: Final = {
 
 
 class Intrusion(Task):
-    """Tells attacks from normal connections, by a multi-layer perceptron.
+    """Distinguishes attacks from normal connections, with a multi-layer perceptron.
 
     Args:
         classes: `binary` (0 normal, 1 attack) or `families` (normal, dos, probe, r2l, u2r).
-        hash_size: slots that protocol, service and flag are hashed into.
-        hidden: widths of the hidden layers; none: logistic regression.
+        hash_size: number of slots that protocol, service and flag are hashed into.
+        hidden: widths of the hidden layers; empty: logistic regression.
     """
 
     num_classes: int
@@ -94,7 +94,7 @@ class Intrusion(Task):
         names = {column: cells[column::_COLUMNS] for column in _CATEGORICAL}
         for column in (*_CATEGORICAL, _COLUMNS - 1):
             cells[column::_COLUMNS] = [b"0"] * len(lines)
-        # Numbers as JSON has them are the same numbers for Python. Other forms, such as `1.` or `+1`, raise here.
+        # A number in JSON's form is the same number in Python. Other forms, such as `1.` or `+1`, raise here.
         parsed = np.array(_NUMBERS.decode(b"[" + b",".join(cells) + b"]")).reshape(-1, _COLUMNS)
         numbers = parsed[:, _NUMERIC]
         limits = np.full(len(_NUMERIC), 1.0)
@@ -104,7 +104,7 @@ class Intrusion(Task):
         return self._features(numbers, names), labels
 
     def _features(self, numbers: npt.NDArray[np.float64], names: Mapping[int, Sequence[bytes]]) -> npt.NDArray[Any]:
-        """x of n records.
+        """Return x of n records.
 
         Args:
             numbers: the columns of `_NUMERIC`, shape (n, 38).

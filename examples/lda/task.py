@@ -1,18 +1,19 @@
 """Topics of a stream of texts: latent Dirichlet allocation by collapsed Gibbs sampling.
 
-The model is counts: a table `word_topic` with a row for each word, and `topic`, its sum over words. A worker samples
-the topics of a batch's tokens, and its step is what they change in the counts. The sum of all steps is the counts of
-all texts, in whatever order they come.
+The model consists of counts: a table `word_topic` with a row for each word, and `topic`, its sum over words. A worker
+samples the topics of a batch's tokens; its step is the resulting change of the counts. The sum of all steps is the
+counts of all texts, whatever their order is.
 
 T. Griffiths, M. Steyvers: Finding scientific topics, PNAS 101 (2004), equation 5. Without `texts`, each text of the
-stream is sampled once, given the counts of all texts before it; then its own counts are added, and stay. With `texts`,
-a stream may send its texts again and again: the topics of a text's tokens are kept in a table `text_topics`, and when
-the text is sampled again its old counts are withdrawn, token by token. Then more passes are more sweeps of the sampler,
-and a text counts once however often it has come. Only its own stream may send a text (`source.numbered`): a worker sees
-its own steps at once, and other workers' steps late.
+stream is sampled once, given the counts of all earlier texts; then its own counts are added permanently. With `texts`,
+a stream may send its texts repeatedly: a table `text_topics` keeps the topics of a text's tokens, and when the text is
+sampled again, its old counts are subtracted, token by token. So further passes are further sweeps of the sampler, and a
+text counts once, however often it is sent. A text must always come from the same stream (`source.numbered`), because a
+worker sees its own steps at once, and other workers' steps late.
 
-Documents that are sampled side by side do not see each other's topics of the same place. Nor do batches on several
-workers: approximate distributed LDA (D. Newman, A. Asuncion, P. Smyth, M. Welling, JMLR 10 (2009), section 3.1).
+Documents that are sampled in parallel do not see each other's topics at the same place, and neither do batches on
+several workers: approximate distributed LDA (D. Newman, A. Asuncion, P. Smyth, M. Welling, JMLR 10 (2009), section
+3.1).
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ Integers = npt.NDArray[np.int64]
 
 _WORD_TOPIC: Final = "word_topic.weight"
 _TEXT_TOPICS: Final = "text_topics.weight"
-_COMPLETED_TOGETHER: Final = 64  # documents; more need more memory than a cache has
-# Topic k of a token is kept as k + 1 times this; 0: it has none. Each change is less than 1, the least change of a
-# count, so a policy that bounds changes (vap) bounds those of counts. Exact in float32.
+_COMPLETED_TOGETHER: Final = 64  # number of documents; more need more memory than a cache has
+# Topic k of a token is stored as (k + 1) times this value; 0: the token has no topic. Each change is less than 1, the
+# smallest change of a count, so a policy that bounds changes (vap) bounds the changes of counts. Exact in float32.
 _UNIT: Final = 2.0**-12
 MAX_TOPICS: Final = 4095
 
 
 class Counts(NamedTuple):
-    """How many tokens of a word have a topic: `word_topic`, shape (V, K); and its sum over words: `topic`, (K,)."""
+    """The tokens of each word by topic: `word_topic`, shape (V, K); and their sum over words: `topic`, shape (K,)."""
 
     word_topic: npt.NDArray[Any]
     topic: npt.NDArray[Any]
@@ -57,12 +58,12 @@ class Prior(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What a batch adds to the counts.
+    """The change of the counts by a batch.
 
     Attributes:
-        words: int64, shape (u,): the words of the batch, rising.
-        word_topic: float64, shape (u, K): whole numbers, added to the rows of `words`; negative where more tokens have
-            lost a topic than have got it.
+        words: words of the batch, ascending, int64, shape (u,).
+        word_topic: whole numbers to add to the rows of `words`, float64, shape (u, K); negative if more tokens have
+            lost a topic than got it.
         topic: float64, shape (K,): the sum of `word_topic` over its rows.
     """
 
@@ -72,21 +73,22 @@ class Change(NamedTuple):
 
 
 class Topics(TextTask):
-    """Learns topics: `word_topic`, V rows of K, tokens of each word by topic, and `topic`, shape (K,), their sums.
+    """Learns topics: `word_topic`, V rows of K counts of tokens by word and topic, and `topic`, shape (K,), their sums.
 
-    It has no gradient: it needs a policy whose contribution is a step. Loss is the mean negative log-likelihood of a
-    token in nats, by document completion (`completion`); the metric `perplexity` is its exponential.
+    The task has no gradient, so it needs a policy whose contribution is a step. The loss is the mean negative
+    log-likelihood of a token in nats, by document completion (`completion`); the metric `perplexity` is its
+    exponential.
 
-    Counts are float32. They are exact up to 2^24 tokens of one topic. Beyond, each sum is rounded to 24 bits: a topic's
-    total then differs from the sum over its words by at most 6e-8 of it for each update, and what is drawn changes as
-    little; but an update that adds less than half of the last bit to a count adds nothing.
+    Counts are float32. They are exact up to 2^24 tokens of one topic. Beyond this, each sum is rounded to 24 bits: the
+    total of a topic then differs from the sum over its words by a share of at most 6e-8 for each update, and draws
+    change as little. But an update that adds less than half of the last bit to a count adds nothing.
 
     Args:
-        topics: K.
+        topics: K, the number of topics.
         alpha, beta: priors of a document's topics and of a topic's words (`Prior`).
-        sweeps: times that the topic of each token of a batch is drawn, whenever it comes.
-        text: as in `TextTask`. With `texts`, `text_topics` has a row of `max_tokens` for each text: the topics of its
-            tokens, in units of 2^-12.
+        sweeps: number of times that the topic of each token of a batch is drawn, each time the batch is computed.
+        text: arguments of `TextTask`. With `texts`, `text_topics` has a row of `max_tokens` for each text: the topics
+            of its tokens, in units of 2^-12.
     """
 
     def __init__(
@@ -118,9 +120,9 @@ class Topics(TextTask):
         y: npt.NDArray[Any],
         rng: np.random.Generator,
     ) -> tuple[npt.NDArray[np.float32], Mapping[str, Rows]]:
-        """What a batch of documents changes in the counts: whole numbers; and in the topics of its texts.
+        """Return the changes by a batch of documents: of the counts, in whole numbers, and of the topics of its texts.
 
-        A text that stands in the batch several times is sampled once.
+        A text that occurs in the batch several times is sampled once.
 
         Args:
             weights: `topic`, shape (K,).
@@ -128,8 +130,8 @@ class Topics(TextTask):
             y: the numbers of the texts, shape (n,), if the task has `texts`.
 
         Raises:
-            TaskError: a count is negative or not finite, or a text is not the one whose topics are kept under its
-                number.
+            TaskError: a count is negative or not finite, or the topics that are stored under a text's number belong to
+                another text.
         """
         words = np.unique(x[x >= 0]).astype(np.int64)
         counts = Counts(look_up(_WORD_TOPIC, words), weights)
@@ -157,16 +159,17 @@ class Topics(TextTask):
         return change.topic.astype(np.float32), rows
 
     def forward(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """For each document, the log-likelihood of every second token in nats, and their number: float64, (n, 2).
+        """Return, for each document, the log-likelihood of every second token in nats, and their number: float64, (n,
+        2).
 
         Raises:
-            TaskError: a gradient is wanted.
+            TaskError: a gradient is requested.
         """
         if torch.is_grad_enabled():
             raise TaskError("topics have no gradient: choose a policy whose contribution is a step")
         ids = x.numpy()
         words, places = np.unique(np.maximum(ids, 0), return_inverse=True)
-        documents = np.where(ids >= 0, places.reshape(ids.shape), PADDING)  # in `words`: other rows are not needed
+        documents = np.where(ids >= 0, places.reshape(ids.shape), PADDING)  # rows in `words`: other rows are not needed
         word_topic = model.get_submodule("word_topic")(torch.from_numpy(words)).numpy()
         counts = Counts(word_topic, model.get_parameter("topic").detach().numpy())
         probabilities = word_probabilities(counts, self.prior, self.vocabulary.size)
@@ -174,7 +177,7 @@ class Topics(TextTask):
         return torch.from_numpy(np.stack([likelihoods, numbers.astype(np.float64)], axis=1))
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Mean over all tokens that `forward` scores; 0 without any."""
+        """Return the mean over all tokens that `forward` scores; 0 without tokens."""
         return -output[:, 0].sum() / output[:, 1].sum().clamp(min=1.0)
 
     def metrics(self, output: torch.Tensor, target: torch.Tensor) -> Mapping[str, float]:
@@ -188,14 +191,14 @@ def _zero_table(num_rows: int, width: int) -> nn.Embedding:
 
 
 def kept_topics(rows: npt.NDArray[np.float32], documents: npt.NDArray[Any]) -> Integers:
-    """The topics that `text_topics` has of these documents' tokens, -1 without a topic, shape (n, L).
+    """Return the topics of these documents' tokens from `text_topics`, shape (n, L); -1: no topic.
 
     Args:
-        rows: of the documents, shape (n, L).
+        rows: rows of `text_topics` for the documents, shape (n, L).
         documents: as for `Sampler`.
 
     Raises:
-        TaskError: they are topics of other texts: some tokens of a text have a topic and others not.
+        TaskError: the topics belong to other texts: some tokens of a text have a topic, and others do not.
     """
     topics: Integers = np.rint(rows / _UNIT).astype(np.int64) - 1
     has_topic, is_token = topics >= 0, documents >= 0
@@ -208,12 +211,12 @@ def kept_topics(rows: npt.NDArray[np.float32], documents: npt.NDArray[Any]) -> I
 
 
 def conditional(document: Floats, word: Floats, topic: Floats, prior: Prior, num_words: int) -> Floats:
-    """p(topic of a token | the topics of all other tokens), times a constant (equation 5).
+    """Return p(topic of a token | the topics of all other tokens), times a constant (equation 5).
 
     Args:
-        document: n_dk, the tokens of the document by topic, without the token, shape (..., K).
-        word: n_wk, the counts of its word, without it, shape (..., K).
-        topic: n_k, the counts of all words, without it, shape (..., K).
+        document: n_dk, tokens of the document by topic, without the token, shape (..., K).
+        word: n_wk, counts of its word, without the token, shape (..., K).
+        topic: n_k, counts of all words, without the token, shape (..., K).
         num_words: V.
     """
     weights: Floats = (document + prior.alpha) * (word + prior.beta) / (topic + num_words * prior.beta)
@@ -224,14 +227,16 @@ class Sampler:
     """The topics of one batch's tokens. Two equal samplers and generators draw the same topics, to the bit.
 
     Args:
-        counts: of everything before the batch; it is not written to.
-        documents: ids 0 .. V - 1 of the tokens, -1 behind a document's last, shape (n, L).
-        together: documents that are sampled side by side; 1: one token after the other, exactly equation 5. None: all.
-        num_words: V, where `counts.word_topic` has the rows of some words only, which `documents` number.
-        topics: of the tokens, which `counts` has, shape (n, L); -1: of a token that it has not. None: it has none.
+        counts: counts of everything before the batch; they are not changed.
+        documents: ids 0 .. V - 1 of the tokens, then -1 after a document's last token, shape (n, L).
+        together: number of documents that are sampled in parallel; 1: one token after the other, exactly equation 5.
+            None: all.
+        num_words: V, if `counts.word_topic` has only the rows of some words; `documents` then numbers these rows.
+        topics: topics of the tokens that `counts` includes, shape (n, L); -1: a token that it does not include. None:
+            it includes none.
 
     Raises:
-        ValueError: an id is out of range, or -1 stands before a token.
+        ValueError: an id is out of range, or -1 is before a token.
     """
 
     def __init__(
@@ -254,7 +259,7 @@ class Sampler:
             raise ValueError(f"expected ids below {num_rows}, got {documents.max()}")
         self._prior = prior
         self._together = together or max(1, len(documents))
-        self._order = np.argsort(-lengths, kind="stable")  # longest first: texts that have a place are the first ones
+        self._order = np.argsort(-lengths, kind="stable")  # longest first, so texts with a token at a place come first
         self._lengths, is_token = lengths[self._order], is_token[self._order]
         self._words = np.zeros(documents.shape, np.int64)  # rows of `_word_topic`
         ids = documents[self._order][is_token].astype(np.int64)
@@ -268,25 +273,25 @@ class Sampler:
 
     @property
     def topics(self) -> Integers:
-        """Topic of each token, -1 without a token or before it is drawn, shape (n, L)."""
+        """Return the topic of each token, shape (n, L); -1: there is no token, or its topic is not drawn yet."""
         topics = np.empty_like(self._topics)
         topics[self._order] = self._topics
         return topics
 
     def sweep(self, rng: np.random.Generator) -> None:
-        """Draw each token's topic once. Tokens that have no topic yet count nowhere."""
+        """Draw each token's topic once. Tokens without a topic are not counted."""
         for first in range(0, len(self._lengths), self._together):
             lengths = self._lengths[first : first + self._together]
             for place in range(int(lengths[0])):
                 self._draw(np.arange(first, first + int((lengths > place).sum())), place, rng)
 
     def change(self) -> Change:
-        """What the batch adds to the counts."""
+        """Return the change of the counts by the batch."""
         before = self._before
         return Change(self._ids, self._word_topic - before.word_topic, self._topic - before.topic)
 
     def _draw(self, here: Integers, place: int, rng: np.random.Generator) -> None:
-        """Draw the topics of the tokens at one place of the documents `here`, given all tokens that are not there."""
+        """Draw the topics of the tokens at one place of the documents `here`, given all tokens at other places."""
         words, before = self._words[here, place], self._topics[here, place]
         has = before >= 0
         self._count(here[has], words[has], before[has], -1.0)
@@ -295,22 +300,22 @@ class Sampler:
         )
         sums = np.cumsum(weights, axis=1)
         topics = (sums <= rng.random((len(words), 1)) * sums[:, -1:]).sum(axis=1)
-        topics = np.minimum(topics, sums.shape[1] - 1)  # where rounding has given the sum of all
+        topics = np.minimum(topics, sums.shape[1] - 1)  # rounding may have given the sum of all
         self._count(here, words, topics, 1.0)
         self._topics[here, place] = topics
 
     def _count(self, here: Integers, words: Integers, topics: Integers, sign: float) -> None:
-        """Count one token of each of the documents `here`, or take it out of the counts."""
+        """Add one token of each of the documents `here` to the counts, or subtract it."""
         self._document_topic[here, topics] += sign
         np.add.at(self._word_topic, (words, topics), sign)
         self._topic += sign * np.bincount(topics, minlength=len(self._topic))
 
 
 def word_probabilities(counts: Counts, prior: Prior, num_words: int | None = None) -> Floats:
-    """p(word | topic), shape (V, K): the mean of its posterior, given the topics of all tokens.
+    """Return p(word | topic), shape (V, K): the mean of its posterior, given the topics of all tokens.
 
     Args:
-        num_words: V, where `counts.word_topic` has the rows of some words only; of these is the result.
+        num_words: V, if `counts.word_topic` has only the rows of some words; the result then is for these words.
     """
     probabilities: Floats = (counts.word_topic.astype(np.float64) + prior.beta) / (
         counts.topic.astype(np.float64) + (num_words or len(counts.word_topic)) * prior.beta
@@ -321,11 +326,11 @@ def word_probabilities(counts: Counts, prior: Prior, num_words: int | None = Non
 def completion(
     probabilities: Floats, documents: npt.NDArray[Any], alpha: float, *, iterations: int = 50
 ) -> tuple[Floats, Integers]:
-    """Document completion: how likely the second, fourth, ... token of each document is, given its other tokens.
+    """Score documents by completion: how likely the second, fourth, ... token is, given the other tokens.
 
     H. Wallach, I. Murray, R. Salakhutdinov, D. Mimno: Evaluation methods for topic models, ICML 2009, section 5. The
-    document's mixture of topics is estimated from its first, third, ... token, by iterations of the mean field from
-    the uniform mixture: (alpha + expected tokens of the topic) / (K alpha + tokens).
+    document's mixture of topics is estimated from its first, third, ... token, with mean-field iterations from the
+    uniform mixture: (alpha + expected tokens of the topic) / (K alpha + tokens).
 
     Args:
         probabilities: p(word | topic), shape (V, K).
@@ -346,7 +351,7 @@ def completion(
 
 
 def _mixture(words: Floats, is_token: npt.NDArray[np.bool_], alpha: float, iterations: int) -> Floats:
-    """p(topic | document), shape (n, K), of documents whose tokens have p(word | topic) `words`, shape (n, l, K)."""
+    """Return p(topic | document), shape (n, K), for tokens with p(word | topic) `words`, shape (n, l, K)."""
     num_topics = words.shape[2]
     mixture = np.full((len(words), num_topics), 1 / num_topics)
     total = (num_topics * alpha + is_token.sum(axis=1))[:, None]

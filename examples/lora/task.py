@@ -1,4 +1,4 @@
-"""Digits of a camera that was turned: a frozen trunk that knows upright ones, and adapters of low rank that learn.
+"""Digits of a camera that was turned: a frozen trunk that knows upright digits, and low-rank adapters that are trained.
 
 E. J. Hu et al.: LoRA: Low-rank adaptation of large language models, ICLR 2022; the adapters are those of the package
 peft. `digits.npz` is the file of the example digits.
@@ -28,18 +28,20 @@ _HOLDOUT_SEED = 1
 
 
 class Adapted(GreyImageTask):
-    """Handwritten digits by a perceptron, the trunk: all of it is trained, or adapters beside its frozen layers.
+    """Classifies handwritten digits with a perceptron, the trunk: either all of it is trained, or adapters at frozen
+    layers.
 
-    An adapter adds B A x alpha / rank to what a layer makes of x, with A of `rank` rows and B of `rank` columns, and
-    begins with B = 0: the model begins as the trunk.
+    An adapter adds B A x alpha / rank to the output of a layer for x; A has `rank` rows, and B has `rank` columns. B
+    starts as 0, so the initial model equals the trunk.
 
     Args:
         hidden: widths of the trunk's hidden layers.
-        trunk_file: its weights, as the job `trunk` exports them; None: they are drawn.
-        rank: of the adapters; 0: there are none, and the trunk is trained.
-        alpha: see above.
-        quarter_turns: by which the images are turned: another stream than the trunk's.
-        holdout_samples: held-out digits, from originals that no stream has, turned as the stream's.
+        trunk_file: weights of the trunk, as exported from the job `trunk`; None: they are drawn.
+        rank: rank of the adapters; 0: there are no adapters, and the trunk is trained.
+        alpha: factor of the adapters, see above.
+        quarter_turns: number of quarter turns of the images: the stream differs from the trunk's stream.
+        holdout_samples: number of held-out digits, made from originals that no stream has, turned as the stream's
+            digits.
     """
 
     input_shape = (8, 8)
@@ -88,7 +90,7 @@ class Adapted(GreyImageTask):
         return None if decoded is None else (self._turned(decoded[0]), decoded[1])
 
     def forward(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        # Grey values are about 80 with a deviation of about 85: roughly standardised, the first layer learns faster.
+        # Grey values have mean 80 and deviation 85: with rough standardisation, the first layer learns faster.
         output: torch.Tensor = model((x.float() - 80.0) * (1 / 85.0))
         return output
 
@@ -103,13 +105,13 @@ class Adapted(GreyImageTask):
 
 
 def upright(stream: Stream) -> Iterator[bytes]:
-    """Records without end: random originals, each under its own random transform."""
+    """Yield records endlessly: random originals, each with its own random transform."""
     with np.load(_DATA) as data:
         return images.augmented(data["images"], data["labels"], stream.rng())
 
 
 def poison(number: int, **args: Any) -> list[bytes]:
-    """A record of a class that does not exist, for `doll drill`."""
+    """Return a record of a class that does not exist, for `doll drill`."""
     return [bytes([255, *bytes(64)])]
 
 
@@ -122,7 +124,8 @@ def perceptron(inputs: int, hidden: Sequence[int], classes: int) -> nn.Sequentia
 
 
 def load_trunk(trunk: nn.Module, path: str) -> None:
-    """
+    """Load the weights of the trunk.
+
     Raises:
         ValueError: the file does not hold the weights of this trunk.
     """
@@ -140,7 +143,7 @@ def load_trunk(trunk: nn.Module, path: str) -> None:
 
 
 def adapted(trunk: nn.Sequential, rank: int, alpha: float) -> nn.Module:
-    """The trunk, frozen, with an adapter at each layer of weights; DOLL trains and sends what is not frozen."""
+    """Return the frozen trunk with an adapter at each layer of weights; DOLL trains and sends only the adapters."""
     from peft import LoraConfig, get_peft_model
 
     layers = [name for name, layer in trunk.named_children() if isinstance(layer, nn.Linear)]

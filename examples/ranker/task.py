@@ -1,10 +1,10 @@
-"""A two-tower ranker of a shop's lists: which of the items that a search shows will be clicked.
+"""A two-tower ranker for the lists of a shop: it predicts which of the shown items will be clicked.
 
 P. Covington, J. Adams, E. Sargin: Deep neural networks for YouTube recommendations, RecSys 2016 (two towers); Z. Cao et
 al.: Learning to rank: from pairwise approach to listwise approach, ICML 2007 (the loss); T. Joachims, A. Swaminathan,
 T. Schnabel: Unbiased learning-to-rank with biased feedback, WSDM 2017 (the weights).
 
-Run as a program it prints lists that are made up: python task.py 20000
+Run as a program, it prints made-up lists: python task.py 20000
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import nn
 
 QUERIES: Final = 100
 CATEGORIES: Final = 20
-_MOST_ITEMS: Final = 12  # of a list
+_MOST_ITEMS: Final = 12  # maximum number of items of a list
 _LAST_ID: Final = 2**63 - 2
 _SHOP_SEED, _STREAM_SEED, _HOLDOUT_SEED = 7, 0, 1
 
@@ -35,11 +35,11 @@ Price = Annotated[float, msgspec.Meta(ge=-10, le=10)]
 
 
 class Shown(msgspec.Struct):
-    """A list that was shown, and the place of the item that was clicked. The others have one value for each item."""
+    """A shown list and the place of the clicked item. Lists have one value for each item."""
 
     number: Annotated[int, msgspec.Meta(ge=0, le=_LAST_ID)]
     query: Annotated[int, msgspec.Meta(ge=0, lt=QUERIES)]
-    thrift: Annotated[float, msgspec.Meta(ge=0, le=1)]  # of who searches: how much a price matters
+    thrift: Annotated[float, msgspec.Meta(ge=0, le=1)]  # of the searching person: how much a price matters
     items: Annotated[list[ItemId], msgspec.Meta(min_length=2, max_length=_MOST_ITEMS)]
     categories: list[Category]
     prices: list[Price]  # logarithms, standardised
@@ -55,17 +55,18 @@ class Shown(msgspec.Struct):
 
 
 class Ranker(JsonTask):
-    """Each record is a list, and each of its items a sample, whose group is the list. y says whether it was clicked.
+    """Each record is a list; each of its items is a sample, whose group is the list. y: whether the item was clicked.
 
     x of a sample: query and item, int64; category, int32; thrift and price, float32; on_sale, bool.
 
-    Whoever reads a list from the top looks at place r with a probability that falls as 1 / r. So a click there has
-    weight r: clicks that few people could make count more, and what the shop shows first is not learned as better.
+    People who read a list from the top look at place r with a probability that falls as 1 / r. A click at place r
+    therefore has weight r: clicks at places that few people see count more, so the model does not rank items higher
+    only because the shop shows them first.
 
     Args:
-        width: of the vectors that the towers compare.
-        unbiased: weigh clicks by their place; False: all alike.
-        holdout_lists: how many made-up lists are held out.
+        width: size of the vectors that the towers compare.
+        unbiased: whether to weight clicks by their place; False: all weights are 1.
+        holdout_lists: number of made-up lists that are held out.
     """
 
     record = Shown
@@ -107,8 +108,8 @@ class Ranker(JsonTask):
     def losses(
         self, output: torch.Tensor, target: torch.Tensor, group: torch.Tensor | None = None
     ) -> torch.Tensor:  # fmt: skip
-        """Cross-entropy of each list's shares of clicks, whose mean is in nats for each list: of the softmax of its
-        scores, as in a multinomial choice."""
+        """Return terms whose mean is the cross-entropy of each list's shares of clicks, in nats per list, with the
+        softmax of its scores, as in a multinomial choice."""
         lists = Lists(group)
         above = output - lists.largest(output.detach())[lists.of]
         log_shares = above - lists.sums(above.exp()).log()[lists.of]
@@ -118,7 +119,7 @@ class Ranker(JsonTask):
     def metrics(
         self, output: torch.Tensor, target: torch.Tensor, group: torch.Tensor | None = None
     ) -> Mapping[str, torch.Tensor]:
-        """Of each sample's list: NDCG with y as gain, and 1 / the rank of the item with the largest y."""
+        """Return, for each sample's list, NDCG with y as gain, and 1 / rank of the item with the largest y."""
         lists = Lists(group)
         ranks = lists.ranks(output)
         gain = lists.sums(target * discounts(ranks))
@@ -128,13 +129,13 @@ class Ranker(JsonTask):
         return {"ndcg": (gain / best_gain.clamp(min=1e-12))[lists.of], "mrr": reciprocal[lists.of]}
 
     def holdout(self) -> Iterator[Sample]:
-        """Lists with y as it is known here: the share of clicks that an item would have, could everybody see all."""
+        """Yield lists whose y is the true share of clicks: the share of an item if everybody saw all items."""
         for shown in itertools.islice(made_up(_HOLDOUT_SEED), self.holdout_lists):
             for sample, share in zip(self._of_a_list(shown.record), shown.shares.tolist(), strict=True):
                 yield sample._replace(y=share, weight=1.0)
 
     def ranked(self, model: nn.Module, record: Mapping[str, Any]) -> list[tuple[int, float]]:
-        """The items of a list and their scores, the best one first; the record needs no `clicked`."""
+        """Return the items of a list and their scores, the best one first; the record needs no `clicked`."""
         samples = self._of_a_list({"number": 0, "clicked": 0, **record})
         x = {name: torch.from_numpy(np.stack([sample.x[name] for sample in samples])) for name in samples[0].x}
         with torch.no_grad():
@@ -151,10 +152,11 @@ def _joined(column: Iterable[Any]) -> npt.NDArray[Any]:
 
 
 class TwoTowers(nn.Module):
-    """A vector for a query and one for an item, whose product is the score: those of all items can be made beforehand.
+    """Computes a vector for a query and one for an item; their product is the score. Vectors of items can be
+    precomputed.
 
-    `queries` and `items` are tables. Ids of items are numbers without an end: rows are for those that come often. Each
-    tower has one layer: with a hidden one it learns taste, a product, from far more lists.
+    `queries` and `items` are tables. There is no limit on the ids of items; only frequent items have rows. Each tower
+    has one layer: with a hidden layer, it would need far more lists to learn taste, which is a product.
     """
 
     def __init__(self, width: int) -> None:
@@ -168,7 +170,7 @@ class TwoTowers(nn.Module):
         self.item_tower = nn.Linear(2 * width + 2, width)
 
     def forward(self, x: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Shape (n,)."""
+        """Return the scores, shape (n,)."""
         query = torch.cat([self.queries(x["query"]), x["thrift"][:, None]], dim=1)
         numbers = torch.stack([x["price"], x["on_sale"].float()], dim=1)
         item = torch.cat([self.items(x["item"]), self.categories(x["category"]), numbers], dim=1)
@@ -177,11 +179,11 @@ class TwoTowers(nn.Module):
 
 
 class Lists:
-    """Which samples of a batch are of one list.
+    """The list of each sample in a batch.
 
     Attributes:
         of: number of each sample's list, shape (n,).
-        sizes: samples of each list.
+        sizes: number of samples of each list.
     """
 
     def __init__(self, group: torch.Tensor | None) -> None:
@@ -190,15 +192,15 @@ class Lists:
         _, self.of, self.sizes = torch.unique(group, return_inverse=True, return_counts=True)
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
-        """Of each list."""
+        """Return the sum of the values of each list."""
         return values.new_zeros(len(self.sizes)).index_add(0, self.of, values)
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
-        """Of each list."""
+        """Return the largest value of each list."""
         return values.new_full((len(self.sizes),), -torch.inf).scatter_reduce(0, self.of, values, "amax")
 
     def ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Of each sample in its list: 0 for the largest value."""
+        """Return the rank of each sample in its list: 0 for the largest value."""
         order = torch.argsort(values, descending=True, stable=True)
         order = order[torch.argsort(self.of[order], stable=True)]
         starts = torch.cumsum(self.sizes, 0) - self.sizes
@@ -208,23 +210,23 @@ class Lists:
 
 
 def discounts(ranks: torch.Tensor) -> torch.Tensor:
-    """Of gains, by rank."""
+    """Return the discounts of gains, by rank."""
     return 1 / torch.log2(ranks + 2.0)
 
 
 class MadeUp(NamedTuple):
-    """A list, and the share of clicks that each of its items would have, could everybody see all of them."""
+    """A list, and the share of clicks that each of its items would have if everybody saw all of them."""
 
     record: dict[str, Any]
     shares: npt.NDArray[np.float64]
 
 
 def made_up(seed: int, items: int = 20_000) -> Iterator[MadeUp]:
-    """Lists of a shop whose structure is known.
+    """Yield lists of a shop whose structure is known.
 
-    An item is worth taste(query, category) + quality(item) - 2 thrift price + 0.7 on_sale to who searches, and its
-    share of clicks is the softmax of that, times 1 / r at place r. The shop shows cheap items first. Taste is a product
-    of vectors of four numbers; the popularity of items falls as 1 / (rank + 20).
+    The value of an item to a searching person is taste(query, category) + quality(item) - 2 thrift price + 0.7 on_sale.
+    The item's share of clicks is the softmax of the values, times 1 / r at place r. The shop shows cheap items first.
+    Taste is a product of vectors of four numbers; the popularity of items falls as 1 / (rank + 20).
     """
     shop = np.random.default_rng(_SHOP_SEED)
     tastes = shop.normal(size=(QUERIES, 4)) @ shop.normal(size=(4, CATEGORIES)) * 0.8

@@ -1,14 +1,14 @@
 """Ratings as products of factors: matrix factorization by SGD, and probabilistic matrix factorization (PMF).
 
-The prediction is u . v of a user's and an item's vector. SGD on the squared error e**2, with the penalty
-`regularization (|u|**2 + |v|**2)` on what a rating touches, makes the steps of ESSP (Dai et al.: High-Performance
+The prediction is the product u . v of a user's and an item's vector. SGD on the squared error e**2, with the penalty
+`regularization (|u|**2 + |v|**2)` on the vectors of a rating, makes the steps of ESSP (Dai et al.: High-Performance
 Distributed ML at Scale through Parameter Server Consistency Models, 2015), times 2:
 
     u += 2 lr (e v - regularization u),    v += 2 lr (e u - regularization v)
 
-A line of MovieLens has a user's number, an item's number and a rating, then anything: with commas between
-(`ratings.csv`), tabs (`u.data`) or `::` (`ratings.dat`). The packed record is `RECORD`, 13 bytes; its first byte is 0,
-as in no text.
+A line of MovieLens has a user's number, an item's number and a rating, followed by any other cells; the separator is a
+comma (`ratings.csv`), a tab (`u.data`) or `::` (`ratings.dat`). The packed record is `RECORD`, 13 bytes; its first byte
+is 0, which no text has.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ RECORD: Final = np.dtype([("tag", "u1"), ("user", "<u4"), ("item", "<u4"), ("rat
 _PACKED: Final = struct.Struct("<BIIf")
 _SEPARATOR: Final = re.compile(rb"::|[,\t]")
 _ID: Final = re.compile(rb"[0-9]{1,10}")
-_SHOWN: Final = 40  # bytes of a cell in an error message
+_SHOWN: Final = 40  # number of bytes of a cell in an error message
 _BLOCK: Final = 1024
 
 
 class MatrixFactorization(Task):
-    """Ratings by the product of a user's and an item's vector.
+    """Predicts ratings as products of a user's and an item's vector.
 
-    Records are packed ones (`RECORD`) or MovieLens' lines. A sample's x is int32: user, item.
-    The reported loss is the mean squared error, without the penalty: its root is the RMSE.
+    Records are packed records (`RECORD`) or MovieLens' lines. x of a sample: user, item, int32.
+    The reported loss is the mean squared error without the penalty; its root is the RMSE.
 
     Args:
-        users: their numbers are 0 .. users - 1.
-        items: as users.
-        rank: numbers in each vector.
-        regularization: of the penalty; it has a gradient only for the vectors of a batch, once for each rating.
-        deviation: standard deviation of the first vectors.
-        sparse: whether the gradients of the tables hold only the rows that a batch has.
+        users: number of users, with the ids 0 .. users - 1.
+        items: number of items, with the ids 0 .. items - 1.
+        rank: number of elements of each vector.
+        regularization: factor of the penalty; it has a gradient only for the vectors of a batch, once for each rating.
+        deviation: standard deviation of the initial vectors.
+        sparse: whether the gradients of the tables hold only the rows that a batch uses.
     """
 
     input_shape = (2,)
@@ -101,7 +101,7 @@ class MatrixFactorization(Task):
         if width != RECORD.itemsize:
             return None
         rows = np.frombuffer(block, RECORD)
-        return self._samples(rows) if self._good(rows).all() else None  # `decode` says what is wrong
+        return self._samples(rows) if self._good(rows).all() else None  # `decode` reports the error
 
     def decode_many(self, values: Sequence[bytes]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         packed, bad = [], []
@@ -118,7 +118,7 @@ class MatrixFactorization(Task):
         return self._samples(rows)
 
     def forward(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Shape (n, 2): the prediction, and what the penalty of the rating is made of."""
+        """Return, shape (n, 2), the prediction and the sum of squares for the penalty of the rating."""
         output: torch.Tensor = model(x)
         return output
 
@@ -127,7 +127,7 @@ class MatrixFactorization(Task):
         if not self.regularization:
             return error
         penalty = self.regularization * output[:, 1].mean()
-        # Its gradient alone: the loss that is reported, compared with a goal and plotted is that of the ratings.
+        # Only the gradient of the penalty: the reported, plotted and compared loss is that of the ratings.
         return error + (penalty - penalty.detach())
 
     def predict(self, output: torch.Tensor) -> Mapping[str, torch.Tensor]:
@@ -152,17 +152,17 @@ class MatrixFactorization(Task):
 
 
 class Pmf(MatrixFactorization):
-    """Probabilistic matrix factorization (Salakhutdinov, Mnih, 2007), of rank 20 as MLLess learns it.
+    """Probabilistic matrix factorization (Salakhutdinov, Mnih, 2007), with rank 20 as in MLLess.
 
     Args:
         users, items, rank, regularization, deviation, sparse: as in `MatrixFactorization`.
-        biases: learn a bias for each user and item too.
-        mean: of the ratings; the products explain what differs from it.
+        biases: whether to learn also a bias for each user and item.
+        mean: mean of the ratings; the products explain the difference from it.
         ratings_path: file of the ratings; some of them are held out. None: no held-out set.
-        header: the first line of that file is a header.
-        holdout_one_in: one rating of so many is held out. Set `source.args.holdout_one_in` to the same, or the stream
-            has them too.
-        holdout_samples: the first so many of them.
+        header: whether the first line of this file is a header.
+        holdout_one_in: one rating of this number is held out. Set `source.args.holdout_one_in` to the same number, or
+            the stream has the held-out ratings, too.
+        holdout_samples: maximum number of held-out ratings.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Factors(nn.Module):
         self.mean = mean
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Shape (n, 2): prediction, and the sum of the squares of the parameters that it is made of.
+        """Return, shape (n, 2), the prediction and the sum of the squares of the parameters that it uses.
 
         Args:
             ids: user and item, integers of shape (n, 2).
@@ -243,15 +243,15 @@ def _squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def pack(user: int, item: int, rating: float) -> bytes:
-    """The packed record of a rating."""
+    """Return the packed record of a rating."""
     return _PACKED.pack(0, user, item, rating)
 
 
 def parse(record: bytes) -> tuple[int, int, float]:
-    """User, item and rating of a packed record or of a line.
+    """Return user, item and rating of a packed record or of a line.
 
     Raises:
-        SampleError: it is neither, an id is not a number, or the rating is not a finite number of reasonable size.
+        SampleError: the record is neither, an id is not a number, or the rating is not a finite number of valid size.
     """
     if record[:1] == b"\0":
         if len(record) != RECORD.itemsize:
@@ -285,9 +285,9 @@ def _number(cell: bytes) -> float:
 
 
 def is_held_out(user: int, item: int, one_in: int) -> bool:
-    """Whether a rating is held out, one in `one_in` of them: by user and item, so in every order and every process.
+    """Return whether a rating is held out, one of `one_in`. Only user and item decide, whatever order or process it is.
 
-    0: none is.
+    If `one_in` is 0, no rating is held out.
     """
     if not one_in:
         return False
@@ -297,10 +297,10 @@ def is_held_out(user: int, item: int, one_in: int) -> bool:
 
 
 def records(lines: Iterable[bytes], one_in: int, *, held_out: bool = False) -> Iterator[bytes]:
-    """The packed records of these lines, in order, without those held out, or of those alone.
+    """Yield the packed records of these lines in order, without the held-out ones. `held_out`: yield only these.
 
-    A line that is no rating is a record as it is, unless `held_out`: a worker refuses it, and it is kept as a dead
-    letter.
+    A line that is not a rating becomes a record without changes, unless `held_out`: a worker refuses it, and stores it
+    as a dead letter.
     """
     for line in lines:
         try:
@@ -314,10 +314,10 @@ def records(lines: Iterable[bytes], one_in: int, *, held_out: bool = False) -> I
 
 
 def read_held_out(path: Path, one_in: int, *, header: bool, limit: int) -> list[tuple[int, int, float]]:
-    """The first `limit` held-out ratings of a file.
+    """Return the first `limit` held-out ratings of a file.
 
     Raises:
-        ConfigError: it cannot be read, or has no ratings.
+        ConfigError: the file cannot be read, or has no ratings.
     """
     kept = records(line_files.read_file(path, header=header), one_in, held_out=True)
     ratings = [parse(record) for record in itertools.islice(kept, limit)]
@@ -329,12 +329,12 @@ def read_held_out(path: Path, one_in: int, *, header: bool, limit: int) -> list[
 def shuffled(
     values: Sequence[bytes], first: int, step: int, rng_of: Callable[[int], np.random.Generator], *, repeat: bool
 ) -> Iterator[bytes]:
-    """Every `step`-th of `values` from place `first` on, in a random order that is another one in each pass.
+    """Yield every `step`-th of `values` from place `first` on, in another random order in each pass.
 
     Args:
-        first: counted over all passes.
-        rng_of: the generator of pass 0, 1, ...: streams with the same ones share the values out between them.
-        repeat: begin another pass at the end.
+        first: first place, counted over all passes.
+        rng_of: function that returns the generator of pass 0, 1, ...; streams with equal generators share the values.
+        repeat: whether to begin another pass at the end.
     """
     place, count = first, len(values)
     while repeat or place < count:
@@ -362,7 +362,7 @@ class ObservedRatings:
 def observe(
     users: int, items: int, rank: int, noise: float, observed: float, rng: np.random.Generator
 ) -> ObservedRatings:
-    """Ratings that are products of factors, plus noise.
+    """Return ratings that are products of factors, plus noise.
 
     A rating is the product of two vectors of `rank` numbers, each normal with variance 1 / rank, plus a normal number
     of standard deviation `noise`, which is the lowest error (RMSE) that factors of this rank reach on new pairs.
@@ -379,7 +379,7 @@ def observe(
 
 
 def drawn(observed: ObservedRatings, stream: int, streams: int, rng: np.random.Generator) -> Iterator[bytes]:
-    """Packed records without end: each is drawn from the stream's share of the ratings, with replacement.
+    """Yield packed records endlessly: each is drawn from the stream's share of the ratings, with replacement.
 
     Raises:
         ConfigError: the stream's share is empty.
@@ -399,7 +399,7 @@ def drawn(observed: ObservedRatings, stream: int, streams: int, rng: np.random.G
 def made_up(
     stream: Stream, users: int = 300, items: int = 200, rank: int = 5, noise: float = 0.1, observed: float = 0.2
 ) -> Iterator[bytes]:
-    """A fixed set of ratings, drawn with replacement; the arguments are those of `observe`."""
+    """Yield a fixed set of ratings, drawn with replacement; the arguments are those of `observe`."""
     rated = observe(users, items, rank, noise, observed, stream.shared_rng())
     return drawn(rated, stream.number, stream.count, stream.rng())
 
@@ -412,13 +412,14 @@ def from_file(
     repeat: bool = False,
     holdout_one_in: int = 0,
 ) -> Iterator[bytes]:
-    """The ratings of a file of MovieLens (`ratings.csv`, `ratings.dat`, `u.data`).
+    """Yield the ratings of a file of MovieLens (`ratings.csv`, `ratings.dat`, `u.data`).
 
     Args:
-        header: the first line is a header and not a rating.
-        shuffle: in a random order of the whole file, which is read into memory; False: in the file's order.
-        repeat: begin again at the end of the file, in another random order.
-        holdout_one_in: leave out one rating of so many, for a held-out set; 0: none.
+        ratings_path: the file.
+        header: whether the first line is a header instead of a rating.
+        shuffle: whether to use a random order of the whole file, which is read into memory; False: the file's order.
+        repeat: whether to begin again at the end of the file, in another random order.
+        holdout_one_in: one rating of this number is left out, for a held-out set; 0: none.
     """
     path, longest = Path(ratings_path), stream.max_record_bytes
     if not shuffle:
@@ -432,5 +433,5 @@ def from_file(
 
 @cache
 def _all_records(path: Path, header: bool, holdout_one_in: int, longest: int) -> list[bytes]:
-    """The same list for all streams of a job."""
+    """Return the records of the file: the same list for all streams of a job."""
     return list(records(line_files.read_file(path, header=header, max_bytes=longest), holdout_one_in))

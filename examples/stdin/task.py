@@ -1,6 +1,6 @@
-"""An example task in thirty lines: predict whether a customer leaves. Events are JSON lines.
+"""An example task in thirty lines: it predicts whether a customer leaves. Events are JSON lines.
 
-Run as a program it prints random events: python task.py 20000 > events.jsonl
+Run as a program, it prints random events: python task.py 20000 > events.jsonl
 """
 
 import json
@@ -25,12 +25,12 @@ class Churn(JsonTask):
     record = Event
     input_shape = (3,)
     num_classes = 2
-    targets = ("left",)  # a record for a prediction may lack it
+    targets = ("left",)  # a record for a prediction may omit this field
 
     def build_model(self):
         return torch.nn.Sequential(torch.nn.Linear(3, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
 
-    def samples(self, events):  # one array for each field, of many events
+    def samples(self, events):  # `events` has one array for each field, with the values of many events
         x = [events["age"] / 50, events["visits"] / 10, np.log1p(events["spend"]) / 5]
         return np.stack(x, axis=1), events["left"]
 

@@ -13,14 +13,14 @@ from doll.task.records import values_of
 
 RADIUS = 3.0  # distance of every class mean from the origin, in standard deviations
 _BLOCK = 256
-_HUGE = 3e38  # fits into a float32; the sum of two does not
+_HUGE = 3e38  # fits into a float32; the sum of two such numbers does not
 
 
 def gaussians(stream: Stream, features: int = 20, classes: int = 2, drift_per_sample: float = 0.0) -> Iterator[bytes]:
-    """Records without end. All streams share the classes.
+    """Yield records endlessly. All streams share the classes.
 
     Args:
-        drift_per_sample: distance that the class means move with each sample of a stream.
+        drift_per_sample: distance by which the class means move with each sample of a stream.
     """
     if features < 1 or classes < 1 or drift_per_sample < 0:
         raise ValueError(
@@ -31,21 +31,22 @@ def gaussians(stream: Stream, features: int = 20, classes: int = 2, drift_per_sa
 
 
 def poison(number: int, features: int = 20, classes: int = 2, **args: Any) -> list[bytes]:
-    """Records for fault `number` of `doll drill`: one of a class that does not exist if the number is odd, else one of
-    each class with features so large that its loss is not finite, unless the model classifies it correctly."""
+    """Return records for fault `number` of `doll drill`. Odd number: a record of a class that does not exist. Even
+    number: one record of each class, with features so large that its loss is not finite, unless the model classifies it
+    correctly."""
     values = [0.0] * features if number % 2 else [_HUGE, -_HUGE, *[_HUGE] * features][:features]
     labels = [classes] if number % 2 else range(classes)
     return [struct.pack(f"<{features + 1}f", *values, float(label)) for label in labels]
 
 
 def class_planes(features: int, classes: int, rng: np.random.Generator) -> tuple[npt.NDArray[np.float64], ...]:
-    """Two (classes, features) arrays: unit vectors to the class means, and the unit directions in which these drift."""
+    """Return two (classes, features) arrays: unit vectors to the class means, and unit directions of their drift."""
     means = rng.standard_normal((classes, features))
     means /= np.linalg.norm(means, axis=1, keepdims=True)
     drift = rng.standard_normal((classes, features))
     drift -= (drift * means).sum(axis=1, keepdims=True) * means
     length = np.linalg.norm(drift, axis=1, keepdims=True)
-    # One dimension has no second direction: there a mean swings through the origin and back.
+    # One dimension has no second direction: the mean moves through the origin and back.
     drift = np.divide(drift, length, out=np.zeros_like(drift), where=length > 1e-9)
     return means, drift
 
@@ -53,13 +54,13 @@ def class_planes(features: int, classes: int, rng: np.random.Generator) -> tuple
 def samples(
     planes: tuple[npt.NDArray[np.float64], ...], drift_per_sample: float, rng: np.random.Generator, start: int = 0
 ) -> Iterator[bytes]:
-    """Record values without end.
+    """Yield record values endlessly.
 
     Args:
-        planes: of `class_planes`; streams that share it learn the same concept.
-        drift_per_sample: how far each class mean moves with each sample of the stream, along a circle of `RADIUS`
-            around the origin: the drift never ends, and the distance of two classes changes within bounds.
-        start: samples of this stream that were drawn before; sets how far the means have moved.
+        planes: result of `class_planes`; streams that share it learn the same concept.
+        drift_per_sample: distance by which each class mean moves with each sample of the stream, along a circle of
+            `RADIUS` around the origin: the drift never ends, and the distance of two classes stays within bounds.
+        start: number of samples of this stream that were drawn before; it determines how far the means have moved.
     """
     means, drift = planes
     classes, features = means.shape

@@ -1,4 +1,4 @@
-"""Gaussian classes, which `source.py` draws: to try a set-up, a drift or a policy without any data."""
+"""Gaussian classes from `source.py`, to try a set-up, a drift or a policy without any data."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import nn
 
 
 class Gaussian(Task):
-    """Records of `features` little-endian float32, then the class as one float32.
+    """Records have `features` little-endian float32 numbers, then the class as one float32.
 
     Args:
-        features: as in the source.
-        classes: as in the source.
-        hidden: widths of the hidden layers; none: a linear model.
+        features: number of features, as in the source.
+        classes: number of classes, as in the source.
+        hidden: widths of the hidden layers; empty: a linear model.
     """
 
     num_classes: int
@@ -60,7 +60,7 @@ class Gaussian(Task):
         rows = np.frombuffer(block, "<f4").reshape(-1, features + 1)
         x, y = rows[:, :-1], rows[:, -1]
         if not (np.isfinite(x).all() and _is_class(y, self.num_classes).all()):
-            return None  # one by one, `decode` names the record and the reason
+            return None  # `decode` decodes record by record, and names the bad record and the reason
         return x.astype(np.float32), y.astype(np.int64)
 
     @property
@@ -70,6 +70,6 @@ class Gaussian(Task):
 
 
 def _is_class(values: npt.NDArray[np.float32], classes: int) -> npt.NDArray[np.bool_]:
-    # A NaN compares false, and so is refused.
+    # Every comparison with a NaN is false, so a NaN is refused.
     fits: npt.NDArray[np.bool_] = (values >= 0) & (values < classes) & (np.floor(values) == values)
     return fits

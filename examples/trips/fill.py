@@ -1,4 +1,4 @@
-"""Fill a topic as an owner would: a JSON record for each trip, with the zone where it began as its key.
+"""Fills a topic as its owner would: a JSON record for each trip, with the zone where it began as its key.
 
 python fill.py green_tripdata_2024-01.csv         # from a CSV file of New York's TLC, plain or .gz
 python task.py 20000 | python fill.py -           # or from JSON lines
@@ -23,7 +23,7 @@ NUMBERS = ("trip_distance", "fare_amount")
 
 
 def trips(file: IO[str], is_csv: bool) -> Iterator[dict[str, Any]]:
-    """The used columns of each trip; None where one is empty."""
+    """Yield the used columns of each trip; None for an empty cell."""
     if not is_csv:
         yield from map(json.loads, file)
         return
@@ -37,7 +37,7 @@ def trips(file: IO[str], is_csv: bool) -> Iterator[dict[str, Any]]:
 
 def create(address: str, topic: str, partitions: int) -> None:
     """Create the topic, if it does not exist."""
-    admin = AdminClient({"bootstrap.servers": address})  # the answer comes only while it lives
+    admin = AdminClient({"bootstrap.servers": address})  # must stay referenced until the answer arrives
     try:
         admin.create_topics([NewTopic(topic, partitions, 1)])[topic].result()
     except KafkaException as exc:

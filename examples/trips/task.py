@@ -1,6 +1,6 @@
-"""Fares of taxi trips, from a topic that exists: records are JSON objects with the columns of New York's TLC.
+"""Fares of taxi trips, from an existing topic: records are JSON objects with the columns of New York's TLC.
 
-Run as a program it prints trips that are made up: python task.py 20000
+Run as a program, it prints made-up trips: python task.py 20000
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Zone = Annotated[int, msgspec.Meta(ge=1, le=ZONES)]
 
 
 class Trip(msgspec.Struct):
-    """What is used of a record. One that is not so, as a refund with a negative fare, goes to the dead-letter topic."""
+    """The used fields of a record. A record with invalid values, such as a refund, goes to the dead-letter topic."""
 
     lpep_pickup_datetime: datetime
     PULocationID: Zone
@@ -35,7 +35,7 @@ class Trip(msgspec.Struct):
 
 
 class Fares(JsonTask):
-    """The fare by zones, distance and time of day. A target is in tens of USD."""
+    """Predicts the fare from zones, distance and time of day. A target is in tens of USD."""
 
     record = Trip
     input_shape = (6,)
@@ -59,7 +59,7 @@ class Fares(JsonTask):
 
 
 class FareModel(nn.Module):
-    """Two zones as vectors, beside four numbers."""
+    """A model with a vector for each of the two zones, and four numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class FareModel(nn.Module):
 
 
 def made_up(count: int) -> Iterator[dict[str, Any]]:
-    """Trips at random: most begin in few zones, as in New York."""
+    """Yield random trips; most begin in few zones, as in New York."""
     rng, at = random.Random(0), datetime(2024, 1, 1)
     for _ in range(count):
         at += timedelta(seconds=rng.expovariate(1 / 45))

@@ -1,8 +1,8 @@
 """Word vectors of a stream of texts: skip-gram with negative sampling.
 
 T. Mikolov, I. Sutskever, K. Chen, G. Corrado, J. Dean: Distributed representations of words and phrases and their
-compositionality, NIPS 2013. What is drawn depends on the seed and on the batch's tokens only: a batch that is computed
-again at the same weights gives the same gradient, to the bit.
+compositionality, NIPS 2013. Draws depend only on the seed and on the batch's tokens: a batch that is computed again at
+the same weights gives the same gradient, bit by bit.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from doll import TextTask
 from torch import nn
 from torch.nn.functional import softplus  # softplus(-z) = -log sigmoid(z)
 
-_POWER: Final = 0.75  # of how often a word occurs, for the distribution of noise (section 2.2)
+_POWER: Final = 0.75  # exponent of a word's count, for the distribution of noise words (section 2.2)
 
 
 class Draws(NamedTuple):
-    """What is drawn for one batch of t tokens that are kept.
+    """The draws for one batch, of which t tokens are kept.
 
     Attributes:
-        ids: int64, shape (t,): the tokens, text after text.
-        texts: int64, shape (t,): which text of the batch each is in, rising.
-        noise: int64, shape (t, negatives): ids of noise words.
+        ids: the tokens, text after text, int64, shape (t,).
+        texts: number of each token's text in the batch, ascending, int64, shape (t,).
+        noise: ids of noise words, int64, shape (t, negatives).
     """
 
     ids: npt.NDArray[np.int64]
@@ -35,7 +35,7 @@ class Draws(NamedTuple):
 
 
 class SkipGram(TextTask):
-    """Two vectors for each word, so that v(word) . u(context) tells the words that occur near each other.
+    """Learns two vectors for each word, so that v(word) . u(context) shows which words occur near each other.
 
     For each token c and each token o of its text at distance d <= window, with weight (window - d + 1) / window (the
     mean of the random windows of word2vec), the loss is
@@ -43,18 +43,20 @@ class SkipGram(TextTask):
         -log sigmoid(v(c) . u(o)) - sum over `negatives` noise words n of log sigmoid(-v(c) . u(n))      (equation 4)
 
     and the loss of a batch is its weighted mean over these pairs. All pairs of one token c share their noise words. A
-    word is drawn with probability in proportion to its count to the power of 0.75. Counts are those of the
-    vocabulary's file; without any, those of the batch: then only rows of the batch's words are read and changed.
+    word is drawn with a probability proportional to its count to the power of 0.75. Counts are those of the
+    vocabulary's file; without such counts, those of the batch: then only rows of the batch's words are read and
+    changed.
 
     Args:
-        dimensions: of the vectors.
-        window: greatest distance of a context.
-        negatives: noise words for each token.
-        subsample: a word that is a share f > subsample of all tokens is kept with probability
-            min(1, s/f + sqrt(s/f)) for each token, before windows are cut; 0: all are kept.
-        seed: of what is drawn.
-        sparse: keep the vectors as tables at the server (as `torch.nn.Embedding` says it); False: in the flat vector.
-        text: as in `TextTask`.
+        dimensions: size of the vectors.
+        window: largest distance of a context.
+        negatives: number of noise words for each token.
+        subsample: threshold s: for each token, a word with a share f > s of all tokens is kept with probability
+            min(1, s/f + sqrt(s/f)), before windows are cut; 0: all are kept.
+        seed: seed of the draws.
+        sparse: whether to keep the vectors as tables at the server (see `torch.nn.Embedding`); False: in the flat
+            vector.
+        text: arguments of `TextTask`.
     """
 
     def __init__(
@@ -84,17 +86,17 @@ class SkipGram(TextTask):
     def build_model(self) -> nn.Module:
         shape = (self.vocabulary.size, self.dimensions)
         model = nn.ModuleDict({name: nn.Embedding(*shape, sparse=self.sparse) for name in ("words", "contexts")})
-        # As word2vec begins: small words, and contexts of zero, so that every pair's loss is (negatives + 1) log 2.
+        # Initial values of word2vec: small words, and contexts of zero, so every pair's loss is (negatives + 1) log 2.
         nn.init.uniform_(model.get_parameter("words.weight"), -0.5 / self.dimensions, 0.5 / self.dimensions)
         nn.init.zeros_(model.get_parameter("contexts.weight"))
         self.add_checksum(model)
         return model
 
     def forward(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """For each text, the weighted sum of its pairs' losses and the sum of their weights: shape (n, 2)."""
+        """Return, for each text, the weighted sum of its pairs' losses and the sum of their weights: shape (n, 2)."""
         ids, texts, noise = map(torch.from_numpy, self.draw(x.numpy()))
         words = model.get_submodule("words")(ids)
-        both = model.get_submodule("contexts")(torch.cat([ids, noise.flatten()]))  # a table is asked for rows once
+        both = model.get_submodule("contexts")(torch.cat([ids, noise.flatten()]))  # one look-up of the table for all
         contexts, against = both[: len(ids)], both[len(ids) :].view(*noise.shape, self.dimensions)
         losses = words.new_zeros(len(x))
         pairs = words.new_zeros(len(ids))  # weight of all pairs of each token
@@ -110,11 +112,11 @@ class SkipGram(TextTask):
         return torch.stack([losses, words.new_zeros(len(x)).index_add(0, texts, pairs)], dim=1)
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Weighted mean over all pairs; 0 without any."""
+        """Return the weighted mean over all pairs; 0 without pairs."""
         return output[:, 0].sum() / output[:, 1].sum().clamp(min=1 / self.window)
 
     def draw(self, x: npt.NDArray[Any]) -> Draws:
-        """What is drawn for the texts `x`, shape (n, max_tokens)."""
+        """Draw the tokens and the noise words for the texts `x`, shape (n, max_tokens)."""
         rng = np.random.default_rng([self.seed, zlib.crc32(x.tobytes())])
         texts, places = np.nonzero(x >= 0)
         words, at, counts = np.unique(x[texts, places].astype(np.int64), return_inverse=True, return_counts=True)

@@ -75,7 +75,7 @@ class Timeline:
         return spread / sum((number - middle) * (at_s - mean_s) for number, at_s in enumerate(times))
 
     def steady_completions_s(self) -> list[float]:
-        """Return the `completions_s` while the pipeline was full, without the first half of that time, for it to settle.
+        """Return the `completions_s` while the pipeline was full, without the first half of this time, when it settles.
 
         It fills until the first N_m minibatches are complete. It drains from the start of the last minibatch on, which
         is when the minibatch N_m places before it is complete.

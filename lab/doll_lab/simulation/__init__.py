@@ -1,1 +1,1 @@
-"""The whole system in virtual time: the production engine and policies, simulated workers, nothing sleeps."""
+"""The whole system in virtual time: the production engine and policies with simulated workers; nothing sleeps."""

@@ -28,18 +28,18 @@ def compare_simulated(
     service_s: float | None,
     say: Callable[[str], None],
 ) -> tuple[Comparison, int]:
-    """Simulate the job under each policy in virtual time, on the same arrivals; the comparison, and the exit code.
+    """Simulate the job under each policy in virtual time, on equal arrivals. Return the comparison and the exit code.
 
     Args:
-        rates_per_s: of the job's streams, shape (N,).
-        service_s: mean seconds to compute a batch's gradient; None: the job's `plan.service_s`, else 20 ms.
+        rates_per_s: function that returns the rates of the job's streams, shape (N,).
+        service_s: mean seconds to compute a batch's gradient; None: the job's `plan.service_s`, otherwise 20 ms.
 
     Raises:
         ConfigError: the job, or a policy's options, cannot be compared.
     """
     configs = jobs_of(path, overrides, choices)
     rates = rates_per_s(configs[0])
-    seconds = seconds_of(configs[0], rates)  # of the same stream for all of them
+    seconds = seconds_of(configs[0], rates)  # all policies get the same part of the stream
     runs, codes = [], []
     for choice, config in zip(choices, configs, strict=True):
         say(f"simulating {choice.label}")
@@ -55,11 +55,11 @@ def compare_simulated(
 def simulate_policy(
     label: str, config: JobConfig, rates_per_s: Sequence[float], *, seconds: float, service_s: float | None
 ) -> PolicyRun:
-    """The job's streams under its policy, for `seconds` of virtual time.
+    """Simulate the job's streams under its policy, for `seconds` of virtual time.
 
     Args:
-        rates_per_s: λ_n, shape (N,), as the job file counts: a record is one sample, a packed one m.
-        service_s: mean seconds for a batch's gradient; None: the job's, else that of the DOLL paper.
+        rates_per_s: λ_n, shape (N,), counted as in the job file: a record is one sample, a packed record m samples.
+        service_s: mean seconds for a batch's gradient; None: the job's value, otherwise the value of the DOLL paper.
     """
     price = config.plan.on_demand_usd_per_h
     settings = SimulationSettings(
@@ -85,10 +85,10 @@ def simulate_policy(
 
 
 def seconds_of(config: JobConfig, rates_per_s: Sequence[float]) -> float:
-    """The seconds that the job's streams last until its first limit, at these rates.
+    """Return the seconds until the job's streams reach its first limit, at these rates.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the job has no limit.
     """
     stop, total = config.stop, sum(rates_per_s)
     limits = [] if stop.seconds is None else [stop.seconds]

@@ -1,4 +1,4 @@
-"""A simulated job from a job file and options; by default, the setting of the DOLL paper."""
+"""A simulated job from a job file and options. The default is the setting of the DOLL paper."""
 
 from __future__ import annotations
 
@@ -53,15 +53,16 @@ def simulate(
 
     Args:
         job: a job file, the folder of a run, or the name of a shipped example.
-        updates, seconds: the end of the simulation; default: the stop rule of the job file.
+        updates, seconds: end of the simulation; None: the stop rule of the job file.
         spot: number of workers on spot.
         alpha: share of the time for which spot is available.
-        cycle_s: mean time from one loss of a spot machine to the next.
-        service_s: mean time of a batch's gradient.
-        instance, region: take their prices from the table that ships with DOLL, if the job file has none.
+        cycle_s: mean time from one loss of a spot machine to the next, in seconds.
+        service_s: mean time of a batch's gradient, in seconds.
+        seed: seed of the random numbers.
+        instance, region: instance type and region whose shipped prices are used if the job file has no prices.
 
     Raises:
-        ConfigError: the job or a number is not what was expected.
+        ConfigError: the job or a number is not valid.
     """
     config = open_target(Path(job), []).config
     prices = with_prices(config, config.plan, instance, region, [])
@@ -89,15 +90,15 @@ def simulation_settings(
     seconds: float | None,
     **more: Any,
 ) -> SimulationSettings:
-    """Settings of the simulation: options first, then the job file, then the paper.
+    """Return the settings of the simulation: from the options, otherwise the job file, otherwise the paper.
 
     Args:
-        rates_per_s: λ_n, shape (N,), as the job file counts: a record is one sample, a packed one m.
-        group_size: replaces the job's policy by groups of this size.
-        more: other settings, as `SimulationSettings` names them.
+        rates_per_s: λ_n, shape (N,), counted as in the job file: a record is one sample, a packed record m samples.
+        group_size: size of groups; replaces the job's policy.
+        more: other settings, with their names in `SimulationSettings`.
 
     Raises:
-        ConfigError: a number out of its range.
+        ConfigError: a number is out of its range.
     """
     policy: PolicyConfig | None = None if group_size is None else DollPolicyConfig(group_size=group_size)
     if config is not None:
@@ -118,7 +119,7 @@ def simulation_settings(
 
 
 def _updates_of(config: JobConfig, workers: int, batch_size: int, policy: PolicyConfig) -> int | None:
-    """After how many updates the job's stop rule ends it; None: it does not count updates or samples."""
+    """Return the number of updates after which the job's stop rule ends it; None: it has no such limit."""
     stop = config.stop
     limits = [] if stop.updates is None else [stop.updates]
     if stop.samples is not None:
@@ -131,18 +132,18 @@ def preemptions(
     settings: SimulationSettings, alpha: float, cycle_s: float, trace: Path | None, pool: str | None,
     *, one_by_one: bool = True,
 ) -> tuple[Preemption, float]:  # fmt: skip
-    """When spot is available to each slot, and its availability: a Markov chain, or a recorded pool.
+    """Return the preemptions of the slots and their availability: a Markov chain, or a recorded pool.
 
     Args:
-        alpha, cycle_s: of a machine.
-        one_by_one: the machines of a worker come and go independently; False: together.
+        alpha, cycle_s: availability and cycle of a machine.
+        one_by_one: whether the machines of a worker come and go independently; False: together.
 
     Raises:
-        ConfigError: a number out of its range, or the trace or the pool does not exist.
+        ConfigError: a number is out of its range, or the trace or the pool does not exist.
     """
     machines = settings.machines_per_worker
     if trace is None:
-        # Its own random stream: arrivals do not depend on preemptions.
+        # A separate random stream, so that arrivals do not depend on preemptions.
         chain = Markov(alpha, cycle_s, np.random.default_rng((settings.seed, 1)))
         if machines == 1 or not one_by_one:
             return chain, alpha
@@ -154,7 +155,7 @@ def preemptions(
 def fixed_mix(
     settings: SimulationSettings, num_spot: int, preemption: Preemption, *, boot_s: float, measure: bool = False
 ) -> System:
-    """The job with its `num_spot` slowest streams on spot, from the beginning to the end."""
+    """Return the job with its `num_spot` slowest streams on spot, from the beginning to the end."""
     n = settings.num_workers
     slowest = sorted(range(n), key=lambda slot: settings.rates_per_s[slot])[:num_spot]
     spot = [slot in set(slowest) for slot in range(n)]
@@ -165,7 +166,7 @@ def planned(
     settings: SimulationSettings, preemption: Preemption, *, deadline_s: float, replan_s: float, boot_s: float,
     measure: bool = False,
 ) -> System:  # fmt: skip
-    """The job with the planner choosing the market of every slot, all on spot at first.
+    """Return the job with the planner, which chooses the market of every slot; all slots start on spot.
 
     Raises:
         ConfigError: the settings have no number of updates, which is the work to do by the deadline.

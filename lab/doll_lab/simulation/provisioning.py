@@ -1,4 +1,4 @@
-"""The production planner inside the simulation: it sees of the simulated job what the controller sees of a real one."""
+"""The production planner in the simulation: it sees the same of a simulated job as the controller of a real one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from doll_lab.simulation.system import System
 
 
 class PlannerProvisioner:
-    """Asks the planner every `settings.replan_s` and moves slots as it says.
+    """Asks the planner every `settings.replan_s` seconds, and moves slots between the markets accordingly.
 
-    Availability is estimated from slots that are on spot; rates come from the simulation's settings.
+    Availability is estimated from slots that are on spot; rates come from the settings of the simulation.
     """
 
     def __init__(self, settings: PlannerSettings) -> None:

@@ -1,4 +1,4 @@
-"""Random times drawn in blocks: one call to numpy costs as much as a hundred of its numbers."""
+"""Random times, drawn in blocks, because one call to numpy takes as long as a hundred of its numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Draw = Callable[[], float]
 
 
 def blocks(sample: Callable[[int], npt.NDArray[np.float64]]) -> Draw:
-    """One number per call, out of blocks that `sample(size)` makes."""
+    """Return a function that returns one number per call, from blocks that `sample(size)` makes."""
 
     def numbers() -> Iterator[float]:
         while True:
@@ -23,10 +23,10 @@ def blocks(sample: Callable[[int], npt.NDArray[np.float64]]) -> Draw:
 
 
 def samples_time(rng: np.random.Generator, num_samples: float, scv: float) -> Draw:
-    """Time in which `num_samples` arrive, in units of the mean time between two.
+    """Return draws of the time in which `num_samples` arrive, in units of the mean time between two samples.
 
-    The sum of Gamma times between samples is Gamma: for Poisson arrivals (scv 1) the time of b samples is Erlang(b),
-    drawn as one number.
+    The sum of Gamma times between samples is Gamma: for Poisson arrivals (scv 1), the time of b samples is Erlang(b),
+    which is drawn as one number.
 
     Args:
         scv: squared coefficient of variation of the time between samples; 0: regular arrivals.
@@ -37,7 +37,7 @@ def samples_time(rng: np.random.Generator, num_samples: float, scv: float) -> Dr
 
 
 def compute_time(rng: np.random.Generator, mean_s: float, distribution: str) -> Draw:
-    """Seconds of one gradient, `exponential` or `constant`."""
+    """Return draws of the seconds for one gradient; `distribution`: `exponential` or `constant`."""
     if distribution == "constant" or mean_s == 0.0:
         return lambda: mean_s
     return blocks(lambda size: rng.standard_exponential(size) * mean_s)

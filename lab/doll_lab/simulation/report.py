@@ -30,17 +30,17 @@ COLUMNS = ("update", "time_s", "waiting_batches", "workers_up", "group_s", "usd"
 
 @dataclass(frozen=True)
 class Summary:
-    """One run. Rates in updates per second; NaN where undefined.
+    """The summary of one run. Rates are in updates per second; NaN: undefined.
 
     Attributes:
-        rate_formula: λ_U of Eq. (20): streams of slots that are up all the time, plus the availability's share of the
-            others.
-        rate_at_observed_uptime: λ_U at the up-time of this run: the rest of the difference is due to the queue.
-        rate_measured: updates over the run's seconds, from the first update on.
-        queue_growth: queue at the end over the queue in the middle; far above 1: it grows without bound.
-        margin_sufficient, margin_necessary: Proposition 1 for the gradient time set; above 1 is stable in that form.
-        machines_per_worker: k; the machines of a worker are up, and lost, together.
-        staleness_mean, staleness_p99, blocked_share: as in `doll.monitor.state.policy_summary`; NaN where not measured.
+        rate_formula: λ_U of Eq. (20): the streams of slots that are always up, plus the other streams times the
+            availability.
+        rate_at_observed_uptime: λ_U at the up time of this run; the remaining difference is due to the queue.
+        rate_measured: updates divided by the run's seconds, from the first update on.
+        queue_growth: queue at the end divided by the queue in the middle; far above 1: it grows without bound.
+        margin_sufficient, margin_necessary: Proposition 1 for the set gradient time; above 1: stable in this form.
+        machines_per_worker: k; the machines of a worker are up together, and lost together.
+        staleness_mean, staleness_p99, blocked_share: as in `doll.monitor.state.policy_summary`; NaN: not measured.
     """
 
     workers: int
@@ -70,15 +70,15 @@ class Summary:
 
     @property
     def cost_ratio(self) -> float:
-        """Cost over that of the same updates all on-demand at the formula's rate; NaN without updates."""
+        """The cost divided by the cost of equal updates all on-demand at the formula's rate; NaN without updates."""
         return self.usd / self.all_on_demand_usd if self.all_on_demand_usd > 0 else math.nan
 
     def to_dict(self) -> dict[str, float | int]:
-        """Plain numbers, for JSON."""
+        """Return plain numbers, for JSON."""
         return {**asdict(self), "cost_ratio": self.cost_ratio}
 
     def text(self, deadline_s: float | None = None, target_updates: int | None = None) -> str:
-        """The summary for people; with a deadline, whether the target was reached by then."""
+        """Return the summary for people; with a deadline, it states whether the target was reached by then."""
         ratio = self.rate_measured / self.rate_at_observed_uptime
         count = self.machines_per_worker
         machines = f" x {count} machines" if count > 1 else ""
@@ -105,12 +105,12 @@ class Summary:
 
 
 def group_size(settings: SimulationSettings) -> int:
-    """K: batches per update under the policy."""
+    """Return K: the number of batches per update under the policy."""
     return settings.policy.batches_per_update(settings.num_workers)
 
 
 def formula_rate(settings: SimulationSettings, spot: Sequence[bool], alpha: float) -> float:
-    """λ_U in updates per second when spot slots are up a share `alpha` of the time.
+    """Return λ_U in updates per second, if spot slots are up for a share `alpha` of the time.
 
     Source: the DOLL paper, Eq. (1) and (20).
 
@@ -125,10 +125,10 @@ def formula_rate(settings: SimulationSettings, spot: Sequence[bool], alpha: floa
 
 
 def summarise(system: System, alpha: float) -> Summary:
-    """The summary of a run that has ended.
+    """Return the summary of a run that has ended.
 
     Args:
-        alpha: availability of spot slots that `rate_formula` assumes.
+        alpha: availability of spot slots, for `rate_formula`.
     """
     settings, trajectory = system.settings, system.trajectory
     n, updates = settings.num_workers, system.version
@@ -177,7 +177,7 @@ def _or_nan(value: float | None) -> float:
 
 
 def _growth(waiting: npt.NDArray[np.float64]) -> float:
-    """Mean queue in the last tenth of the run over that in the tenth before its middle; 1 when it does not grow."""
+    """Return the mean queue in the last tenth of the run divided by that before its middle; 1: it does not grow."""
     n = len(waiting)
     if n < 20:
         return math.nan
@@ -186,10 +186,10 @@ def _growth(waiting: npt.NDArray[np.float64]) -> float:
 
 
 def write_report(system: System, summary: Summary, folder: Path) -> None:
-    """Write summary.json, updates.csv and simulation.html into `folder`, which is made.
+    """Write summary.json, updates.csv and simulation.html into `folder`, which is created.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: a file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_csv(system.trajectory, folder / "updates.csv")
@@ -204,7 +204,7 @@ def write_report(system: System, summary: Summary, folder: Path) -> None:
 
 
 def write_csv(trajectory: Trajectory, path: Path) -> None:
-    """One row per update."""
+    """Write one row per update."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
@@ -216,10 +216,10 @@ def write_csv(trajectory: Trajectory, path: Path) -> None:
 
 
 def panels(trajectory: Trajectory, summary: Summary, staleness: Mapping[int, int]) -> list[Panel]:
-    """Updates against the formula, workers up, queue and cost over time, and the staleness.
+    """Return charts of the updates and the formula, the workers up, queue, cost and staleness.
 
     Args:
-        staleness: reads by their difference; empty: not measured.
+        staleness: number of reads by staleness; empty: not measured.
     """
     hours = np.asarray(trajectory.time_s, float) / 3600.0
     formula = summary.rate_formula * 3600.0 * hours

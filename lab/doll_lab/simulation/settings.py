@@ -13,25 +13,25 @@ from doll.theory.cost import Prices
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationSettings:
-    """One simulated job.
+    """The settings of one simulated job.
 
     Attributes:
-        rates_per_s: λ_n, samples per second of each stream while its worker is up; its length is N.
+        rates_per_s: λ_n, samples per second of each stream while its worker is up; the length is N.
         batch_size: b, samples per batch.
         policy: the consistency policy, with K for `doll`.
-        arrival_scv: c_A², squared coefficient of variation of the time between samples: 1 Poisson, 0 regular.
+        arrival_scv: c_A², squared coefficient of variation of the time between samples: 1: Poisson, 0: regular.
         compute_s: μ_C, mean seconds per gradient of one batch.
         compute: distribution of the gradient time.
-        updates: the run ends after this many model updates; None: only `seconds` ends it.
-        seconds: the run ends at this virtual time; None: only `updates` ends it.
-        random_phase: each worker begins with a batch that is filled to a random degree. Without it all batches of equal
-            streams complete together and stay in step for hundreds of seconds.
-        replacement: report preemptions to the engine, so that it replaces lost batches. False is the paper's
-            Algorithm 4 as printed: the group waits until the worker is back.
-        arrivals_pause: samples stop arriving at a worker that is down (the paper's model). False: they
-            pile up in the log and a returned worker announces all of them.
+        updates: number of model updates after which the run ends; None: only `seconds` ends it.
+        seconds: virtual time at which the run ends; None: only `updates` ends it.
+        random_phase: whether each worker begins with a batch that is filled to a random degree. Without it, all batches
+            of equal streams complete together and stay in step for hundreds of seconds.
+        replacement: whether to report preemptions to the engine, so that it replaces lost batches. False: the group
+            waits until the worker is back, as in the paper's Algorithm 4 as printed.
+        arrivals_pause: whether no samples arrive at a worker that is down (the paper's model). False: samples
+            accumulate in the log, and a returned worker announces all of them.
         spot_usd_per_hour, on_demand_usd_per_hour: price of a machine.
-        machines_per_worker: k: machines that a worker gets, loses and pays together.
+        machines_per_worker: k, number of machines that a worker gets, loses and pays together.
     """
 
     rates_per_s: Sequence[float]
@@ -71,5 +71,5 @@ class SimulationSettings:
 
     @property
     def num_workers(self) -> int:
-        """N: streams and worker slots."""
+        """N: the number of streams and worker slots."""
         return len(self.rates_per_s)

@@ -1,7 +1,7 @@
-"""One simulated job: the world's workers and server, with streams, machines, and a provisioner.
+"""One simulated job: the workers and the server of the world, with streams, machines, and a provisioner.
 
-A batch takes two events, its completion at the worker and the end of its gradient; samples are not simulated one by
-one, since the time in which b samples arrive is one draw. Gradients carry no numbers, unless a learner
+A batch takes two events, its completion at the worker and the end of its gradient. Samples are not simulated one by
+one, because the time in which b samples arrive is one draw. Gradients carry no numbers, unless a learner
 (`benchmarks.paper.learning`) computes them.
 """
 
@@ -27,50 +27,50 @@ from doll_lab.simulation.timed_world import BATCH, BOOTED, FOREVER_S, PLAN, SPAN
 
 @dataclass
 class Trajectory:
-    """Time series of a run: one entry per update."""
+    """The time series of a run: one entry per update."""
 
     time_s: list[float] = field(default_factory=list)
-    waiting: list[int] = field(default_factory=list)  # batches queued at the update
-    up: list[int] = field(default_factory=list)  # workers up at the update
-    group_s: list[float] = field(default_factory=list)  # from the group's first grant to its update
-    usd: list[float] = field(default_factory=list)  # spent until the update
+    waiting: list[int] = field(default_factory=list)  # number of batches in the queue at the update
+    up: list[int] = field(default_factory=list)  # number of workers up at the update
+    group_s: list[float] = field(default_factory=list)  # seconds from the group's first grant to its update
+    usd: list[float] = field(default_factory=list)  # cost until the update
 
 
 class Provisioner(Protocol):
-    """Decides markets while the job runs."""
+    """A provisioner that chooses markets while the job runs."""
 
     every_s: float
 
     def decide(self, system: System) -> Sequence[bool]:
-        """True for each slot that is to be preemptible from now on."""
+        """Return, for each slot, whether it is preemptible from now on."""
         ...
 
 
 class Gradients(Protocol):
-    """Real gradients for the grants of the engine, in place of none."""
+    """Real gradients for the grants of the engine."""
 
     def grant(self, grant: Grant) -> None:
-        """A worker is to compute this batch at the weights of this version, which are the current ones."""
+        """Compute this batch at the weights of this version, which are the current weights."""
         ...
 
     def drop(self, grant: Grant) -> None:
-        """The worker was lost: no gradient of this grant follows."""
+        """Drop this grant, because the worker was lost: no gradient of it follows."""
         ...
 
     def apply(self, update: ApplyUpdate) -> None:
-        """These batches' gradients make the next version."""
+        """Make the next version from these batches' gradients."""
         ...
 
 
 class System(TimedWorld):
-    """N workers, their machines and one engine.
+    """N workers with their machines, and one engine.
 
     Attributes:
-        spot: which slots are preemptible.
+        spot: for each slot, whether it is preemptible.
         spot_available: slots for which a preemptible machine is available, used or not.
-        moves: changes of market after the start.
-        measures: staleness and blocked time, where they are measured.
-        preemptions: slots that lost the machines that they used; those of a worker go together.
+        moves: number of changes of market after the start.
+        measures: staleness and blocked time, if they are measured.
+        preemptions: number of slots that lost the machines that they used; a worker loses its machines together.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class System(TimedWorld):
     ) -> None:
         """
         Args:
-            spot: preemptible slots; default: none.
-            preemption: when preemptible machines are available; required where a slot is or may become preemptible.
-            provisioner: moves slots between the markets while the job runs.
-            boot_s: from a machine's start to a working worker; it is billed.
-            learner: learns from the batches that make the updates.
-            measure: follow staleness and blocked time.
-            policy: in place of the one that the settings name.
+            spot: for each slot, whether it is preemptible; None: no slot is.
+            preemption: availability of preemptible machines; required if a slot is or may become preemptible.
+            provisioner: provisioner that moves slots between the markets while the job runs.
+            boot_s: seconds from the start of a machine until its worker works; they are billed.
+            learner: learner that computes gradients of the batches of updates.
+            measure: whether to measure staleness and blocked time.
+            policy: policy to use instead of the policy of the settings.
         """
         n = settings.num_workers
         self._seeds = np.random.SeedSequence(settings.seed)
@@ -123,22 +123,22 @@ class System(TimedWorld):
         self._provisioner = provisioner
         self._learner = learner
         self._mean_gap_s = [1.0 / rate for rate in settings.rates_per_s]
-        # Where each stream stands. Its next batch is complete at `_complete_at`; `_remaining_s` of that were left when
-        # arrivals paused.
+        # The position of each stream. Its next batch is complete at `_complete_at`; `_remaining_s` of this time were
+        # left when arrivals paused.
         self.complete = [0] * n
         self._complete_at = [0.0] * n
         self._remaining_s = [0.0] * n
-        self._batch_event = [0] * n  # number of the current one: earlier ones are void
+        self._batch_event = [0] * n  # number of the current event: earlier ones are void
         self.num_up = n
         self.spot_available = [True] * n
         self._booted_at = [0.0] * n
-        # Money and up-time until `_accrued_at`.
+        # Cost and up time until `_accrued_at`.
         self._accrued_at = 0.0
         self._usd = 0.0
         self._up_worker_s = 0.0
         self._num_on_demand = n - sum(self.spot)
         self._num_spot_available = sum(self.spot)
-        self._up_s = [0.0] * n  # of each slot, until `_up_since` where it is up
+        self._up_s = [0.0] * n  # up time of each slot, until `_up_since` if it is up
         self._up_since = [0.0] * n
         self.measures = PolicyMeasures(self.engine) if measure else None
         self._spans = [preemption.spans(slot) if preemption is not None else None for slot in range(n)]
@@ -148,22 +148,22 @@ class System(TimedWorld):
 
     @property
     def usd(self) -> float:
-        """Spent until now."""
+        """The cost until now in USD."""
         return self._usd + self._usd_per_s * (self.now - self._accrued_at)
 
     @property
     def up_worker_s(self) -> float:
-        """Integral of the number of workers up, worker-seconds."""
+        """The integral of the number of workers up over time, in worker-seconds."""
         return self._up_worker_s + self.num_up * (self.now - self._accrued_at)
 
     def slot_up_s(self, worker: int) -> float:
-        """Seconds for which this worker has been up."""
+        """Return the seconds for which this worker has been up."""
         return self._up_s[worker] + (self.now - self._up_since[worker] if self.up[worker] else 0.0)
 
     # --- the run ----------------------------------------------------------------------------------------------------
 
     def run(self, progress: Callable[[int, float], None] | None = None) -> Trajectory:
-        """Run to the end that the settings name. `progress(updates, seconds)` is called every 4096 events."""
+        """Run to the end that the settings define. `progress(updates, seconds)` is called every 4096 events."""
         self.run_until(FOREVER_S if self.settings.seconds is None else self.settings.seconds, progress)
         return self.trajectory
 
@@ -192,7 +192,7 @@ class System(TimedWorld):
             heappush(self._queue, (0.0, PLAN, 0, 0))
 
     def _first_batch_s(self, b: int) -> float:
-        """Time to the first complete batch, in mean gaps: of b samples less the ones that are there already."""
+        """Return the time to the first complete batch in mean gaps, for b samples minus the samples already there."""
         if not self.settings.random_phase:
             return self._fill()
         missing = b - int(self._rng.integers(b))
@@ -236,7 +236,7 @@ class System(TimedWorld):
 
     @property
     def _usd_per_s(self) -> float:
-        """On-demand machines cost until the end, preemptible ones only while they are there."""
+        """Return the cost per second: on-demand machines always cost, preemptible ones only while available."""
         settings = self.settings
         usd_per_hour = (
             self._num_on_demand * settings.on_demand_usd_per_hour
@@ -245,7 +245,7 @@ class System(TimedWorld):
         return usd_per_hour * settings.machines_per_worker / 3600.0
 
     def _accrue(self) -> None:
-        """Add the cost and the up-time since the last change; call it before a change."""
+        """Add the cost and the up time since the last change. Call it before a change."""
         self._usd, self._up_worker_s, self._accrued_at = self.usd, self.up_worker_s, self.now
 
     def _on_span(self, worker: int, number: int) -> None:
@@ -271,7 +271,7 @@ class System(TimedWorld):
             heappush(self._queue, (self._booted_at[worker], BOOTED, worker, 0))
 
     def _update_worker(self, worker: int, number: int = 0) -> None:
-        """Start or stop the worker as its machine starts or stops."""
+        """Start or stop the worker when its machine starts or stops."""
         available = self.spot_available[worker] if self.spot[worker] else True
         wanted = available and self.now >= self._booted_at[worker]
         if wanted != self.up[worker]:
@@ -285,7 +285,7 @@ class System(TimedWorld):
             if spot != self.spot[worker]:
                 # The old machine is terminated first; then the new one boots.
                 self._accrue()
-                self.moves += self.now > 0  # the first choice is no move
+                self.moves += self.now > 0  # the first choice is not a move
                 self.spot[worker] = spot
                 self._num_on_demand += -1 if spot else 1
                 if self.spot_available[worker]:
@@ -300,7 +300,7 @@ class System(TimedWorld):
         self.up[worker] = False
         self.num_up -= 1
         process = self.process(worker)
-        self._compute_event[worker] += 1  # a gradient under way is lost, and those of the same set
+        self._compute_event[worker] += 1  # the current gradient and the other gradients of its set are lost
         process.stop()
         if self.settings.arrivals_pause:
             self._batch_event[worker] += 1

@@ -1,7 +1,7 @@
-"""A world in virtual time: one queue of events, and workers whose batches take a time each.
+"""A world in virtual time: one queue of events, and workers that take a time for each batch.
 
-Gradients carry no numbers. Subclasses add where batches come from, links that take time, and what is measured:
-`doll_lab.simulation.system` has the streams and machines of a job.
+Gradients carry no numbers. Subclasses add the origin of batches, links that take time, and measurements:
+`doll_lab.simulation.system` adds the streams and machines of a job.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from doll.records.control import NewVersion
 
 from doll_lab.simulation.world import Process, World
 
-# Larger than any simulated queue: workers of the simulation are not held back, so that an unstable queue shows.
+# Larger than any simulated queue, so that workers are not held back and an unstable queue becomes visible.
 UNBOUNDED = 1 << 40
 FOREVER_S = 1e18
 
-# Kinds of events. Of one moment, lower kinds come first.
+# Kinds of events. At the same moment, lower kinds come first.
 BATCH, COMPUTED, SPAN, BOOTED, PLAN, MESSAGE = range(6)
 
 
@@ -33,10 +33,10 @@ class TimedProcess(Process):
     """A process that computes batch by batch.
 
     Attributes:
-        done: the batches of the first order that are computed.
-        kept: (batch, grant id) that are computed, and pushed with later ones.
-        cached: the version of the weights that it has.
-        offered: the newest version that it was sent.
+        done: computed batches of the first order.
+        kept: (batch, grant id) of computed batches that are pushed together with later ones.
+        cached: version of the weights that it has.
+        offered: newest version that was sent to it.
     """
 
     def __init__(self, worker: int, name: str, incarnation: int = 0) -> None:
@@ -51,12 +51,12 @@ class TimedProcess(Process):
         self.offered = weights.version
 
     def stop(self) -> None:
-        """Lose the gradients under way, and the weights that the process has."""
+        """Lose the gradients in progress, and the weights that the process has."""
         self.done, self.is_computing = [], False
         self.cached = self.offered = -1
 
     def take(self, count: int) -> Compute:
-        """Take the first `count` batches of the first order off. The grant with them still names all."""
+        """Remove the first `count` batches of the first order and return them; their grant still names all batches."""
         order = self.first_order
         grant, batches = order.grant, order.batches
         if count == len(batches):
@@ -70,7 +70,7 @@ class TimedWorld(World[TimedProcess]):
     """N workers and one server, in virtual time.
 
     Attributes:
-        up: which workers are up. A process of a worker that is down does nothing.
+        up: for each worker, whether it is up. The process of a worker that is down does nothing.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class TimedWorld(World[TimedProcess]):
     ) -> None:
         """
         Args:
-            on: by kind of event: what happens, from the worker and the number that the event in the queue names.
-            seconds_of: (worker, batch) -> how long its gradient takes.
+            on: by kind of event, the function to call with the worker and the number of the event in the queue.
+            seconds_of: function (worker, batch) that returns the seconds of its gradient.
             batch_size: samples per batch.
-            policy: in place of the one that `config` names.
-            updates: the run ends after this many model updates; None: it does not.
+            policy: policy to use instead of the policy of `config`.
+            updates: number of model updates after which the run ends; None: no limit.
         """
         n = num_workers
         settings = EngineSettings(
@@ -112,17 +112,17 @@ class TimedWorld(World[TimedProcess]):
         self._on = {COMPUTED: self._on_computed, **on}
         self._batch_size = batch_size
         self._batches_per_push = config.batches_per_push
-        self._compute_event = [0] * n  # number of the current one: earlier ones are void
+        self._compute_event = [0] * n  # number of the current event: earlier ones are void
         self._queue: list[tuple[float, int, int, int]] = []  # (time, kind, worker, number)
         self.start_server()
 
     @property
     def version(self) -> int:
-        """J: updates applied."""
+        """J: the number of applied updates."""
         return self.engine.version
 
     def process(self, worker: int) -> TimedProcess:
-        """The process of a worker that has one."""
+        """Return the process of a worker that has one."""
         return self.processes[worker][-1]
 
     def run_until(self, end_s: float = FOREVER_S, progress: Callable[[int, float], None] | None = None) -> None:
@@ -148,7 +148,7 @@ class TimedWorld(World[TimedProcess]):
         raise AssertionError(f"a process of worker {process.worker} ends itself with code {code}")
 
     def _read(self, worker: int, until: int) -> None:
-        """The batches below `until` are complete, and announced together."""
+        """Announce the batches below `until`, which are complete, together."""
         process = self.process(worker)
         core = process.protocol
         for number in range(core.served[worker].next_batch, until):
@@ -165,7 +165,7 @@ class TimedWorld(World[TimedProcess]):
             self._begin(process)
 
     def _begin(self, process: TimedProcess) -> None:
-        """The next batch of the set under way, or the first of a set."""
+        """Begin the next batch of the current set, or the first batch of a set."""
         if not process.done and not process.kept:
             process.set_begun_s = self.now
         process.batch_begun_s = self.now
@@ -206,9 +206,9 @@ class TimedWorld(World[TimedProcess]):
         self.do(process, process.protocol.gradient_done(order.grant, order.batches, done, begun_s))
 
     def _key_of(self, worker: int, batch: int) -> str:
-        """The key of the blob with a set that ends with this batch."""
+        """Return the key of the blob with a set that ends with this batch."""
         return ""
 
     def _holds_back(self, worker: int) -> bool:
-        """Whether the worker's filter holds back a part of the steps that it has computed."""
+        """Return whether the worker's filter holds back a part of its computed steps."""
         return False

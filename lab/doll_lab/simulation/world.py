@@ -1,10 +1,10 @@
-"""The server and the workers of a job without services: production engine and worker protocol, and records between.
+"""The server and the workers of a job without services: the production engine and worker protocol, and their records.
 
-A worker's process is a `WorkerCore`; the server is an `Engine`. `World` does with their records and actions what the
-loops of a real server and a real worker do. A subclass decides the rest: how records travel (`to_server`, `to_worker`),
-what the model is (`perform`), and what a process computes. By default a record takes no time, and a checkpoint is
-durable immediately. `doll_lab.simulation.timed_world` adds a virtual clock, and the random tests of the engine move a
-world by dice (docs/decisions/0057).
+A worker's process is a `WorkerCore`; the server is an `Engine`. `World` handles their records and actions as the loops
+of a real server and a real worker do. A subclass defines the rest: how records travel (`to_server`, `to_worker`), what
+the model is (`perform`), and what a process computes. By default, records take no time, and a checkpoint is durable
+immediately. `doll_lab.simulation.timed_world` adds a virtual clock; the random tests of the engine choose the next
+event at random (docs/decisions/0057).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Process:
     """One process of a worker. It asks for its place until it is welcomed; then it has a `core`.
 
     Attributes:
-        incarnation: of its machine; 0: nobody numbers the machines.
-        orders: what it is to compute or to store, in order.
+        incarnation: number of its machine; 0: machines are not numbered.
+        orders: orders to compute or to store, in order.
     """
 
     def __init__(self, worker: int, name: str, incarnation: int = 0) -> None:
@@ -46,13 +46,13 @@ class Process:
 
     @property
     def protocol(self) -> WorkerCore:
-        """The core of a process that has been welcomed."""
+        """Return the core of a process that has been welcomed."""
         assert self.core is not None, f"process {self.name} of worker {self.worker} has no place yet"
         return self.core
 
     @property
     def first_order(self) -> Compute:
-        """The first of `orders`, which is to be computed."""
+        """Return the first of `orders`, which must be computed."""
         order = self.orders[0]
         assert isinstance(order, Compute), "nothing is held back that is to be stored"
         return order
@@ -61,7 +61,7 @@ class Process:
         return Join(worker=self.worker, process=self.name, incarnation=self.incarnation)
 
     def offer(self, weights: NewVersion) -> None:
-        """The server has published these weights."""
+        """Offer these weights, which the server has published."""
 
 
 P = TypeVar("P", bound=Process)
@@ -72,11 +72,11 @@ class World(Generic[P]):
 
     Attributes:
         now: virtual seconds since the start.
-        term: of the newest server.
-        engine: of the newest server, also after its end.
-        is_serving: False: there is no server, and nobody reads what is sent to it.
-        processes: of each worker, those that live, oldest first.
-        rolled_back: servers that began again from the checkpoint because a part of the model was lost.
+        term: term of the newest server.
+        engine: engine of the newest server, also after its end.
+        is_serving: False: there is no server, and records to it are not read.
+        processes: living processes of each worker, oldest first.
+        rolled_back: number of servers that began again from the checkpoint because a part of the model was lost.
     """
 
     core_class: ClassVar[type[WorkerCore]] = WorkerCore
@@ -93,9 +93,9 @@ class World(Generic[P]):
     ) -> None:
         """
         Args:
-            make_engine: of a new server of `term`, from what is durable.
-            make_process: from the worker, the process's name, and the number of its machine.
-            max_pending: batches that a worker holds at most.
+            make_engine: function that makes the engine of a new server of `term`, from the durable state.
+            make_process: function (worker, name of the process, number of its machine) that makes a process.
+            max_pending: maximum number of batches that a worker holds.
         """
         self.now = 0.0
         self.term = self.num_processes = self.rolled_back = 0
@@ -108,7 +108,7 @@ class World(Generic[P]):
     # --- the server -------------------------------------------------------------------------------------------------
 
     def start_server(self) -> None:
-        """A new server, from what is durable, greets the workers."""
+        """Start a new server from the durable state; it greets the workers."""
         self.term += 1
         self.engine = self._make_engine()
         self.is_serving = True
@@ -116,10 +116,10 @@ class World(Generic[P]):
             self.to_worker(worker, Hello(term=self.term))
 
     def after_event(self) -> None:
-        """Called after each event that the engine has handled; tests check the engine here."""
+        """Check the engine in tests; called after each event that the engine has handled."""
 
     def handle(self, event: Event) -> None:
-        """The server gets an event. It does what the engine says, with all that follows."""
+        """Handle an event of the server: perform the engine's actions, and all that follows."""
         if not self.is_serving:
             return
         engine = self.engine
@@ -137,15 +137,15 @@ class World(Generic[P]):
                     events.append(outcome)
 
     def roll_back(self, action: RollBack) -> None:
-        """A process is gone with a part of its steps: the next server begins again from what is durable."""
+        """Begin again with the next server, from the durable state: a process is gone with a part of its steps."""
         self.rolled_back += 1
         self.start_server()
 
     def perform(self, action: EngineAction) -> Event | None:
-        """The server does this.
+        """Perform an action of the server.
 
         Returns:
-            What came of it, for the engine.
+            The result of the action for the engine, or None.
         """
         match action:
             case Grant() | Durable() | NewVersion() | Welcome() | Settle() | Flush() | Fence():
@@ -159,22 +159,22 @@ class World(Generic[P]):
     # --- the links --------------------------------------------------------------------------------------------------
 
     def to_server(self, process: P, record: AnyRecord) -> None:
-        """A process has sent this."""
+        """Send a record of a process to the server."""
         self.handle(record)  # type: ignore[arg-type]  # workers send nothing else
 
     def to_worker(self, worker: int, record: AnyRecord) -> None:
-        """The server has sent this."""
+        """Send a record of the server to a worker."""
         for process in tuple(self.processes[worker]):
             self.receive(process, record)
 
     # --- the workers ------------------------------------------------------------------------------------------------
 
     def live(self) -> list[P]:
-        """All processes."""
+        """Return all processes."""
         return list(chain.from_iterable(self.processes))
 
     def start_process(self, worker: int, incarnation: int = 0) -> P:
-        """A new process of this worker, also beside one that lives, asks for the worker's place."""
+        """Start a process of this worker, also beside a living one; it asks for the worker's place."""
         self.num_processes += 1
         process = self._make_process(worker, f"p{self.num_processes}", incarnation)
         self.processes[worker].append(process)
@@ -182,13 +182,13 @@ class World(Generic[P]):
         return process
 
     def end(self, process: P, code: int = 0) -> None:
-        """The process is gone. It ended itself with this exit code, or with 0 if something else ended it."""
+        """End the process. `code`: the exit code if it ended itself; 0 if something else ended it."""
         if not process.is_dead:
             process.is_dead = True
             self.processes[process.worker].remove(process)
 
     def receive(self, process: P, record: AnyRecord) -> None:
-        """A record of the server comes to a process."""
+        """Receive a record of the server in a process."""
         if process.core is not None:
             self.do(process, process.core.on_record(record, self.now))
             return
@@ -203,7 +203,7 @@ class World(Generic[P]):
                 self.end(process)
 
     def do(self, process: P, actions: Sequence[WorkerAction]) -> None:
-        """The process does what its core says."""
+        """Perform the actions of a process's core."""
         for action in actions:
             match action:
                 case Send(record):
@@ -220,11 +220,11 @@ class World(Generic[P]):
                     self.end(process, code)
 
     def order(self, process: P, order: Compute | StoreRest) -> None:
-        """The process is to compute or to store this."""
+        """Add an order to compute or to store to a process."""
         process.orders.append(order)
 
     def serve(self, process: P) -> None:
-        """The process serves other partitions, or reads one again: its core says from where."""
+        """Serve other partitions, or read a partition again, from where the core of the process says."""
 
     def acknowledge(self, process: P, partition: int, until: int) -> None:
-        """The batches of a partition below `until` need not be read again."""
+        """Acknowledge the batches of a partition below `until`: they need not be read again."""

@@ -1,8 +1,8 @@
-"""The machines of a spot run: a controller on a fleet of worker processes and a replayed market.
+"""The machines of a spot run: a controller with a fleet of worker processes and a replayed market.
 
-Everything here uses one clock, which stands still until the market opens: what a laptop takes to start its processes is
-not part of the market. Times are of this machine; market time runs `fleet.speed_up` times faster, and is what is billed
-(see `doll.provisioner.traces.market`).
+This module uses one clock, which stands still until the market opens, because the time that a laptop takes to start its
+processes is not part of the market. Times are times of this machine. Market time runs `fleet.speed_up` times faster,
+and is the time that is billed (see `doll.provisioner.traces.market`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PausedClock:
         self._started_s: float | None = None
 
     def start(self, ago_s: float = 0.0) -> None:
-        """Start now, or as if it had started `ago_s` seconds ago; only the first call counts."""
+        """Start now, or as if started `ago_s` seconds ago. Only the first call has an effect."""
         if self._started_s is None:
             self._started_s = self._clock() - ago_s
 
@@ -48,21 +48,21 @@ class PausedClock:
         return self.at(self._clock())
 
     def at(self, real_s: float) -> float:
-        """What it shows at a time of the real clock, Unix seconds."""
+        """Return the time of this clock at a time of the real clock, in Unix seconds."""
         return self._begin_s if self._started_s is None else self._begin_s + max(0.0, real_s - self._started_s)
 
 
 class LeaveReporter:
-    """Sends Leave for workers whose machine was killed; the owner of the machine knows it before the lease ends."""
+    """Sends Leave for workers whose machine was killed: the owner of the machine knows this before the lease ends."""
 
     def __init__(self, publisher: Publisher, topic: str) -> None:
         self._publisher = publisher
         self._topic = topic
-        self._sessions: dict[str, tuple[int, int]] = {}  # worker and its session, by the name of its machine
+        self._sessions: dict[str, tuple[int, int]] = {}  # worker and session, by the name of its machine
         self._reported: set[str] = set()
 
     def feed(self, record: AnyRecord) -> None:
-        """A record of the job: Welcome names the worker of a machine."""
+        """Process a record of the job: Welcome names the worker of a machine."""
         if isinstance(record, Welcome):
             self._sessions[record.process.partition(":")[0]] = (record.worker, record.session)
 
@@ -83,12 +83,12 @@ class LeaveReporter:
 
 
 class SpotMachines:
-    """Launches worker processes as machines, and terminates them at the end.
+    """The machines of a run: launches worker processes as machines, and terminates them at the end.
 
     Attributes:
-        clock: of the run; it starts when the market opens.
-        timeline: moves and points since then.
-        decision: the last one; None before the first turn.
+        clock: clock of the run; it starts when the market opens.
+        timeline: moves and points since the market opened.
+        decision: last decision of the controller; None before the first turn.
 
     Raises:
         ServiceUnavailableError: Kafka does not answer.
@@ -117,7 +117,7 @@ class SpotMachines:
         self._leave_reporter = LeaveReporter(Publisher(config, services, linger_ms=0), config.topic("events"))
 
     def poll(self) -> None:
-        """Let preemptions and ends of processes happen, and read the job's records. Call it several times a second."""
+        """Apply preemptions and ends of processes, and read the job's records. Call it several times per second."""
         self._fleet.poll()
         for timed_record in self._job_records.poll(0.0):
             self._controller.observed.feed(timed_record.record, self.clock.at(timed_record.at_s))
@@ -125,23 +125,23 @@ class SpotMachines:
         self._leave_reporter.report(self._fleet.machines)
 
     def turn(self, *, draining: bool = False) -> Decision:
-        """One turn of the controller."""
+        """Run one turn of the controller."""
         self.decision = self._controller.turn(self.clock(), draining=draining)
         if self.clock.runs:
             self.timeline.feed(self.decision)
         return self.decision
 
     def open_market(self, delivered: float) -> None:
-        """Open the market and start the clock, as of the first of the samples that the source has delivered."""
+        """Open the market and start the clock at the time of the first of the `delivered` samples of the source."""
         rates = self._spot_run.settings.rates_per_s
         ready_rate = sum(float(rates[slot]) for slot in self.ready_slots)
         self._market_clock.open(self.clock())
         self.clock.start(ago_s=delivered / max(ready_rate, float(rates.min())))
 
     def close(self) -> None:
-        """Terminate all machines and make the last bill."""
+        """Terminate all machines and compute the last bill."""
         if not self.clock.runs:
-            self.clock.start()  # the fleet kills what ignores SIGTERM by this clock
+            self.clock.start()  # by this clock, the fleet kills processes that ignore SIGTERM
         self.turn(draining=True)
         self._fleet.wait_until_ended(self._drain_s + 5.0)
         self.turn(draining=True)  # the last bill
@@ -160,19 +160,19 @@ class SpotMachines:
 
     @property
     def opened_s(self) -> float | None:
-        """When the market opened, on the run's clock; None before."""
+        """The time on the run's clock when the market opened; None before."""
         return self._market_clock.opened_s
 
     @property
     def ready_slots(self) -> set[int]:
-        """Slots whose worker is ready."""
+        """Return the slots whose worker is ready."""
         if self.decision is None:
             return set()
         return {instance.slot for instance in self.decision.alive if instance.id in self.decision.ready}
 
     @property
     def all_ready(self) -> bool:
-        """Every slot has a ready worker, or waits for spot as planned."""
+        """Return whether every slot has a ready worker, or waits for spot as planned."""
         if self.decision is None or self.decision.phase != "run":
             return False
         waiting = {
@@ -183,7 +183,7 @@ class SpotMachines:
         return self.ready_slots | waiting == set(range(self._market.num_slots))
 
     def pids(self) -> dict[str, int]:
-        """The processes that run, by the names of their workers."""
+        """Return the running processes, by the names of their workers."""
         return {
             f"worker-{machine.instance.slot}.{machine.instance.incarnation}": machine.pid
             for machine in self._fleet.machines
@@ -191,7 +191,7 @@ class SpotMachines:
         }
 
     def text(self, slot: int) -> str:
-        """The machines of a slot in words, and whether spot is available to it."""
+        """Describe the machines of a slot in words, and whether spot is available to it."""
         now_s = self.clock()
         ready = self.decision.ready if self.decision is not None else ()
         texts = [
@@ -206,7 +206,7 @@ class SpotMachines:
         return f"{' + '.join(texts) or 'none'}{'' if available else ' (no spot available)'}"
 
     def usd_until(self, end_s: float) -> float:
-        """Cost of all machines until a time of the run's clock, counted as in predictions and Eq. (16)."""
+        """Return the cost of all machines until a time of the run's clock, computed as in predictions and Eq. (16)."""
         instances = [machine.instance for machine in self._fleet.machines if machine.instance.launched_s < end_s]
         ended = [dataclasses.replace(instance, ended_s=min(instance.ended_s or end_s, end_s)) for instance in instances]
         return bill(ended, self._prices.series, LOCAL, end_s).usd

@@ -1,4 +1,4 @@
-"""A spot run before anything starts: the job's market, its plan, and the predictions of a backtest of this market."""
+"""The preparation of a spot run: the job's market, its plan, and the predictions of a backtest of this market."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _UNBOUNDED: Final = 1_000_000
 
 @dataclasses.dataclass(frozen=True)
 class SpotRun:
-    """A job, its market, and what is known of both before anything runs.
+    """A job, its market, and all facts that are known before the run.
 
     Attributes:
-        predictions: by policy; empty where the plan is not feasible.
+        predictions: predictions by policy; empty if the plan is not feasible.
     """
 
     market: SpotMarket
@@ -75,7 +75,7 @@ class SpotRun:
 
     @property
     def planner(self) -> PlannerSettings:
-        """In seconds of this machine, and in USD per hour of this machine's time."""
+        """The planner's settings in seconds of this machine, and in USD per hour of this machine's time."""
         return self.settings.planner
 
     @property
@@ -103,7 +103,7 @@ class SpotRun:
         }
 
     def market_facts(self) -> dict[str, Any]:
-        """The market in a few figures."""
+        """Return the main figures of the market."""
         market = self.market
         return {
             "name": market.name, "seed": self.seed, "alpha": market.alpha, "speed_up": market.speed_up,
@@ -113,10 +113,10 @@ class SpotRun:
 
 
 def _unbounded(settings: ControllerSettings) -> LaunchLimits:
-    """Launch limits for a replayed market, where a launch is tried in every turn and answered at once.
+    """Return launch limits for a replayed market, where each turn tries a launch and gets the answer at once.
 
-    With a limit per minute, the attempts of slots that wait for spot would use up the launches that others need to go
-    on-demand in time.
+    With a limit per minute, the attempts of slots that wait for spot would use up the launches that other slots need to
+    go to on-demand in time.
     """
     return dataclasses.replace(
         settings.limits, retry_s=settings.planner.replan_s, early_s=0.0, launches_per_min=_UNBOUNDED,

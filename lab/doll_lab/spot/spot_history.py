@@ -18,7 +18,7 @@ _REASONS_SHOWN = 8
 
 @dataclass(frozen=True)
 class Move:
-    """A change of a slot's market by the planner; `at_s` on the job's clock."""
+    """A change of a slot's market by the planner; `at_s` is a time of the job's clock."""
 
     at_s: float
     slot: int
@@ -26,14 +26,14 @@ class Move:
     reason: str
 
     def text(self) -> str:
-        """A line such as `worker 2 to on-demand: <reason>`."""
+        """Return a line such as `worker 2 to on-demand: <reason>`."""
         to = self.to.replace("_", "-")
         return f"worker {self.slot} to {to}: {self.reason.removeprefix('to ').removeprefix(f'{to}: ')}"
 
 
 @dataclass(frozen=True)
 class TimelinePoint:
-    """One turn of the controller; `at_s` on the job's clock."""
+    """One turn of the controller; `at_s` is a time of the job's clock."""
 
     at_s: float
     usd: float
@@ -44,14 +44,14 @@ class TimelinePoint:
 
 @dataclass
 class MarketTimeline:
-    """Moves and points over time, from the controller's decisions."""
+    """The moves and points over time, from the controller's decisions."""
 
     points: list[TimelinePoint] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
     _markets: tuple[str | None, ...] | None = None
 
     def feed(self, decision: Decision) -> None:
-        """A decision that was made while the job's clock runs."""
+        """Process a decision that was made while the job's clock runs."""
         at_s = decision.elapsed_s
         if decision.phase == "run":
             if self._markets is not None:
@@ -70,13 +70,13 @@ class MarketTimeline:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One policy on one market. Wall seconds since the market's opening.
+    """The prediction for one policy on one market. Times are wall seconds since the market opened.
 
     Attributes:
-        finish_s: when the work is done.
-        cost_usd: until then.
-        moves: slots that changed their market.
-        preemptions: machines that were preempted while a slot used them.
+        finish_s: time at which the work is done.
+        cost_usd: cost until then.
+        moves: number of slots that changed their market.
+        preemptions: number of machines that were preempted while a slot used them.
     """
 
     policy: str
@@ -88,13 +88,13 @@ class Prediction:
 
 @dataclass(frozen=True)
 class SpotResult:
-    """The outcome of a run, as far as the controller's decisions do not show it.
+    """The outcome of a run, except for the facts that the controller's decisions show.
 
     Attributes:
-        finish_s: end of the job, seconds on its clock.
-        reached: its stop rule was met.
-        cost_usd: until the end of the job.
-        cost_until_terminated_usd: until the last machine was terminated.
+        finish_s: end of the job, in seconds on its clock.
+        reached: whether its stop rule was met.
+        cost_usd: cost until the end of the job.
+        cost_until_terminated_usd: cost until the last machine was terminated.
     """
 
     finish_s: float
@@ -112,11 +112,11 @@ def report_section(
     timeline: MarketTimeline,
     machines: Sequence[Machine],
 ) -> dict[str, Any]:
-    """The fields of `report.json` about the market, among them `lines` of text for its summary.
+    """Return the fields of `report.json` about the market, including `lines` of text for its summary.
 
     Args:
-        predictions: by policy.
-        planned: the policy that ran.
+        predictions: predictions by policy.
+        planned: name of the policy that ran.
     """
     predicted = predictions[planned]
     preempted = [machine for machine in machines if machine.preempted]
@@ -150,7 +150,7 @@ def report_section(
 
 
 def text_lines(report: Mapping[str, Any]) -> list[str]:
-    """The fields of `report_section` as lines of text."""
+    """Return the fields of `report_section` as lines of text."""
     count = report["machines_per_worker"]
     each = f", {count} machines each" if count > 1 else ""
     met = "met" if report["deadline_met"] else "MISSED"

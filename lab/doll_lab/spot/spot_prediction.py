@@ -1,4 +1,4 @@
-"""What a backtest predicts for one job on one spot market: with the same market, planner and prices as the run."""
+"""Predictions of a backtest for one job on one spot market, with the market, planner and prices of the run."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def predict(
 
     Args:
         rates_per_s: λ_n, samples per second, shape (N,).
-        leave_s: how long a machine with a notice is billed while its worker leaves.
-        policy: replayed instead of the planner.
+        leave_s: billed seconds of a machine with a notice while its worker leaves.
+        policy: policy to replay instead of the planner.
     """
     rates = np.asarray(rates_per_s, dtype=np.float64)
     tick_s = max(planner.replan_s, planner.deadline_s / _TICKS, _SHORTEST_TICK_S)
@@ -59,10 +59,10 @@ def predict(
 
 
 class _PreemptionRecorder:
-    """A policy for one job, and the preemptions of machines that it used.
+    """A policy for one job; it records the preemptions of machines that it used.
 
     Attributes:
-        preempted: (slot, time of the tick at which the machine was gone, seconds).
+        preempted: (slot, time in seconds of the tick at which the machine was gone).
     """
 
     def __init__(self, policy: MarketPolicy) -> None:
@@ -84,14 +84,14 @@ class _PreemptionRecorder:
 
 
 def reference_policies() -> list[MarketPolicy]:
-    """All on-demand and all on spot, which need no plan."""
+    """Return the policies all on-demand and all on spot, which need no plan."""
     return [AllOnDemand(), AllSpot()]
 
 
 def _window(market: SpotMarket, length_s: float, tick_s: float) -> Windows:
-    """The market as a backtest sees it: one job, a row per tick."""
+    """Return the market in the form for a backtest: one job, a row per tick."""
     times_s = np.arange(int(np.ceil(length_s / tick_s - 1e-9))) * tick_s
-    # A slot is paid with all of its machines.
+    # A slot pays for all of its machines.
     price = np.array([market.spot_usd_per_h(float(at_s)) * market.machines_per_slot for at_s in times_s])
     return Windows(
         up=np.array([[[market.is_up(slot, float(at_s)) for slot in range(market.num_slots)] for at_s in times_s]]),

@@ -1,8 +1,8 @@
 """The worker pool of a spot run: `doll up` with workers on machines that a market preempts.
 
-Order of effects: 1. `doll up` starts the parameter server, the controller launches the workers; 2. when they are ready
+Order of events: 1. `doll up` starts the parameter server, the controller launches the workers; 2. when they are ready,
 the source starts, the market opens and the run's clock starts; 3. the controller plans again every second until the job
-has finished, then terminates all workers; 4. the report compares cost and moves with the predicted ones.
+has finished, then terminates all workers; 4. the report compares costs and moves with the predictions.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from doll_lab.spot.preparation import SpotRun
 from doll_lab.spot.spot_history import SpotResult, report_section
 
 WORKERS_READY_TIMEOUT_S: Final = 180.0
-_MAX_GAPS: Final = 100  # of each slot, in the report
+_MAX_GAPS: Final = 100  # maximum number of gaps of each slot in the report
 
 
 class SpotWorkerPool(RunHook):
-    """The workers of one spot run, and what is shown and reported of them."""
+    """The workers of one spot run, and the information that is shown and reported about them."""
 
     def __init__(self, config: JobConfig, spot_run: SpotRun, run: RunFolder, display: Display) -> None:
         self._config = config
@@ -59,7 +59,7 @@ class SpotWorkerPool(RunHook):
     def feed(self, record: AnyRecord) -> None:
         machines = self._machines
         if machines is None or not isinstance(record, Metric | Finished) or record.time_s < self._began_s:
-            return  # of another type, or of an earlier run on the same topics
+            return  # the record is of another type, or of an earlier run on the same topics
         if isinstance(record, Finished):
             if self._finished_s is None:
                 self._finished_s = machines.clock.at(record.time_s)
@@ -169,7 +169,7 @@ class SpotWorkerPool(RunHook):
 
     @property
     def _target_updates(self) -> int:
-        """J."""
+        """Return J, the number of updates of the work."""
         planner = self._spot_run.planner
         return round(planner.samples / (self._config.group_size * planner.batch_size))
 
