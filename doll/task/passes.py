@@ -96,7 +96,8 @@ def loss(task: Task, output: Any, inputs: Inputs) -> Loss:
     """Compute the loss of a batch.
 
     Raises:
-        TaskError: samples have weights and the task only defines a mean; or the task returned a value that is no loss.
+        TaskError: samples have weights and the task only defines a mean; or the task returned a value that is not a
+            loss.
     """
     # If no weight is above 0, there is no weighted mean; the plain mean shows whether the samples can be computed.
     weight = inputs.weight if inputs.total_weight else None

@@ -56,8 +56,8 @@ def simulate(
 ) -> None:
     """Simulate a job in virtual time: arrivals, batches, groups, gradients, preemptions, the planner.
 
-    It runs the parameter server's own engine and policies. It prints the update rate, and the one that the
-    formula predicts.
+    It runs the parameter server's own engine and policies. It prints the update rate, and the rate that the formula
+    predicts.
 
     Without prices in the job file, the prices of --instance in --region are used, from a table that ships with DOLL.
     Defaults without a job file are the paper's: 64 workers of 125 samples/s, K = 20, b = 256, 10000 updates; --alpha

@@ -31,9 +31,9 @@ def spot(
     """Run a whole job on this machine with workers on a spot market, which preempts them with or without a notice.
 
     Prices and preemptions replay a recorded market, or a Markov chain of up and down times, at a chosen speed. A
-    controller meets the deadline at the least cost. The report compares the cost with the predicted one and with all
-    on-demand, and lists moves with their reasons, preemptions, accuracy and the audit. Exit code 3 if the plan shows
-    that the deadline cannot be met.
+    controller meets the deadline at the least cost. The report compares the cost with the predicted cost and with the
+    cost of all on-demand, and lists moves with their reasons, preemptions, accuracy and the audit. Exit code 3 if the
+    plan shows that the deadline cannot be met.
 
     --deadline is in real time, --cycle in market time.
 

@@ -109,6 +109,7 @@ def _alike(texts: Sequence[tuple[str, ...]]) -> list[tuple[str, tuple[str, ...]]
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Return numbers as text with ranges.
+
     >>> _ranges([1, 2, 3, 5])
     '1-3, 5'
     """
