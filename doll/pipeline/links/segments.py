@@ -43,7 +43,7 @@ class LinkSegments:
         self._segment_bytes = segment_bytes
         self._count = len(own) // segment_bytes
         self._min_bytes = min_bytes
-        # The most recently used segment is used next, so that no more pages are written than are needed at once.
+        # The most recently used segment is used next, so that only as many pages are written as are needed at once.
         self._free = list(range(self._count))[::-1]
         self._lent: set[int] = set()
 
