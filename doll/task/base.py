@@ -268,8 +268,8 @@ class Task:
         """Optional: combine the samples of a batch into x and y for `forward` and `loss`. Default: arrays are stacked.
 
         A task that defines this method may return samples of different shapes from `decode`, such as texts; `doll.pad`
-        makes them one array of equal lengths. The method is called for each separately computed part of a batch, which
-        may be a single sample.
+        pads them to one length and makes one array. The method is called for each separately computed part of a batch,
+        which may be a single sample.
 
         Args:
             samples: at least one sample; x and y of each are arrays, or dicts, tuples and lists of arrays.

@@ -65,7 +65,7 @@ class StageLink:
         self._receiving = threading.RLock()
 
     def limit_sending(self, seconds: float) -> None:
-        """Limit the wait of `send`: it ends the link if the other end reads nothing for so long. Default: no limit."""
+        """Limit the wait of `send`: it ends the link if the other end reads nothing for this time. Default: none."""
         timeval = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))  # for the kernel; the socket stays blocking
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
