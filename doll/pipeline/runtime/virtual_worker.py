@@ -451,7 +451,7 @@ class VirtualWorkerCore:
         return bool(self._slots) and self._is_answered_by(self._spare or self._base, self._waiting[0])
 
     def _is_answered_by(self, base: Weights | None, item: Submission) -> bool:
-        """Return whether `item` may be computed on these weights: they are new enough, and not too many waves behind."""
+        """Return whether `item` may be computed on these weights: new enough, and not too many waves behind."""
         if base is None or base.version < item.min_version:
             return False
         return self._committed_until - base.included <= MAX_WAVES_BEHIND * self._wave
