@@ -66,7 +66,10 @@ class Heartbeat:
         self._waiting = "starting"
 
     def expect(self, name: str, *, within_s: float = BEAT_TIMEOUT_S, vital: bool = True) -> None:
-        """Expect `name` to beat at least once in `within_s` seconds. `vital`: a restart may repair a missing beat."""
+        """Expect `name` to beat at least once in `within_s` seconds.
+
+        `vital`: the process is unhealthy if the beat is overdue, since a restart may fix the cause.
+        """
         self._beats = {**self._beats, name: _ExpectedBeat(within_s, vital, self._clock())}
 
     def beat(self, name: str) -> None:

@@ -558,8 +558,8 @@ class ServerStatus(ControlRecord, frozen=True):
 
 
 class ProvisionDecision(ControlRecord, frozen=True):
-    """The decision of the provisioner in one turn, for people, for dashboards, and for a successor without its state
-    file.
+    """The decision of the provisioner in one turn. Readers are people, dashboards, and a successor that lacks the
+    provisioner's state file.
 
     It is sent to `metrics`, whose readers skip unknown records. On `updates`, the audit would treat an unknown record
     as damage.

@@ -162,7 +162,7 @@ class StoreRest:
 @dataclass(frozen=True, slots=True)
 class Acknowledge:
     """Acknowledge the offsets of a partition's batches below `until` to Kafka, in order, because they are durable.
-    `left_out`: the number of records that cuts of these batches have left out."""
+    `left_out`: the number of records by which these batches are shorter than full batches, since some were cut."""
 
     partition: int
     until: int

@@ -64,9 +64,9 @@ class Ending:
         ]  # fmt: skip
 
     def look(self, workers: Sequence[Worker], changed: Collection[int]) -> list[Worker]:
-        """Update the workers whose counters have changed; return the workers whose state has changed for policies.
+        """Update the workers whose counters have changed, and return those whose state has changed as policies see it.
 
-        For each worker that is not done, one partition that is not announced up to its end is remembered. While this
+        For each worker that is not done, remember one partition whose batches are not yet all announced. While this
         stays so, the other partitions of the worker need not be checked.
         """
         if not self._is_open:

@@ -95,7 +95,7 @@ class Membership:
     """All workers of a job. Refused messages change only a counter.
 
     Attributes:
-        usual: description of the job's usual batches from the last worker that sent one (`Alive.usual`).
+        usual: the newest description of what is usual for the job's batches, as a worker sent it (`Alive.usual`).
     """
 
     def __init__(self, workers: Sequence[Worker], *, term: int, lease_s: float, counters: Counter[str]) -> None:

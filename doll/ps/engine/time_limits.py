@@ -53,7 +53,7 @@ class TimeLimits:
             self._since_s.pop(worker, None)
 
     def learn_from(self, worker: Worker, num_batches: int, now: float) -> None:
-        """Note that the worker answers its first `num_batches` grants in time."""
+        """Record the time per batch of a push in which the worker answers its first `num_batches` grants."""
         self.learn(worker, (now - self._since_s[worker]) / num_batches)
 
     def learn(self, worker: Worker, batch_s: float) -> None:
