@@ -61,7 +61,11 @@ def _unpacked() -> Path:
             with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as temporary:
                 with tarfile.open(_ARCHIVE) as tar:
                     tar.extractall(temporary, filter="data")
-                (Path(temporary) / "bin").rename(target)
+                try:
+                    (Path(temporary) / "bin").rename(target)
+                except OSError:
+                    if not target.is_dir():
+                        raise  # else another program has unpacked it meanwhile
     return target
 
 
