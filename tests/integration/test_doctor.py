@@ -1,4 +1,4 @@
-"""`doll doctor` and the roles' logs on a Kafka with ACLs: each role works with what it is said to need, and no more."""
+"""`doll doctor` and the roles' logs on a Kafka with ACLs: each role needs exactly the permissions that it names."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ from waiting import until
 pytestmark = pytest.mark.integration
 
 LAPTOP = (1366, 650)  # 768 lines, of which the system and the browser's bars take some
+TWO_FRAMES = "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => done()));"
 TEXT = "return document.querySelector(arguments[0])?.textContent ?? ''"
 
 
@@ -69,7 +70,7 @@ def has_text(driver: Any, selector: str, start: str) -> bool:
 
 def keep_picture(driver: Any, name: str) -> None:
     if folder := os.environ.get("DOLL_PAGE_OUT"):
-        time.sleep(0.3)  # what is drawn next frame
+        driver.execute_async_script(TWO_FRAMES)  # the second one begins when the first one has been drawn
         driver.save_screenshot(str(Path(folder) / f"{name}.png"))
 
 

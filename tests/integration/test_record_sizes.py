@@ -1,4 +1,4 @@
-"""A broker that takes 1,000,000 bytes and no more: the longest control records, and a job with records near that."""
+"""A broker that takes at most 1,000,000 bytes: the longest control records, and a job with records near that."""
 
 from __future__ import annotations
 

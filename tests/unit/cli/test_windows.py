@@ -1,6 +1,6 @@
 """Commands that start nothing work on Windows, as far as their imports go: without what its Python lacks.
 
-The standard library and the dependencies are loaded before, as on this system; DOLL's own modules are loaded anew.
+The standard library and the dependencies are loaded before, as on this system; DOLL's own modules are loaded again.
 """
 
 from __future__ import annotations
