@@ -120,6 +120,7 @@ class Updater(ABC):
         weight: float,
         into: npt.NDArray[np.float32] | None = None,
         absent: int = 0,
+        lr_factor: float = 1.0,
     ) -> None:
         """Compute the next weights from the added contributions and then `contributions`, in this order.
 
@@ -134,6 +135,7 @@ class Updater(ABC):
                 updater's own memory is used, in place if possible.
             absent: bit mask of parameters that no sample of the contributions has used, see `FlatModel.absent`. An
                 optimizer does not change them or their state, as torch does if `.grad` is None.
+            lr_factor: factor of the learning rate of an optimizer's step. An updater without one takes only 1.
 
         Raises:
             DivergedError: a number of the sum, of the weights or of the state is not finite. Then the object must not
@@ -145,14 +147,14 @@ class Updater(ABC):
             return  # the update has only refused records: the version is counted, and the weights stay the same
         self._sum_is_empty = True
         target = self._own if into is None else torch.from_numpy(into)
-        self._apply_sum(scale, weight, target, absent)
+        self._apply_sum(scale, weight, target, absent, lr_factor)
         if self._average is not None and self._ema is not None:
             n = self.num_parameters
             self._average[:n].lerp_(self._flat[:n], 1 - self._ema)
             self._average[n:] = self._flat[n:]
 
     @abstractmethod
-    def _apply_sum(self, scale: float, weight: float, target: torch.Tensor, absent: int) -> None:
+    def _apply_sum(self, scale: float, weight: float, target: torch.Tensor, absent: int, lr_factor: float) -> None:
         """Compute the next weights from `_sum` into `target`, which becomes `_flat`. `absent`: see `apply`."""
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
@@ -228,13 +230,13 @@ class Optimizer(Updater):
         if self._schedule is not None and self._by_version:
             self._schedule.go_to(version)
 
-    def _apply_sum(self, scale: float, weight: float, target: torch.Tensor, absent: int) -> None:
+    def _apply_sum(self, scale: float, weight: float, target: torch.Tensor, absent: int, lr_factor: float) -> None:
         total, n, floats = self._sum, self.num_parameters, self._model.num_floats
         factor = scale / _SUM_FACTOR
         if self._clip_norm is not None or self._clip_value is not None:
             total[:n] *= factor
             factor = self._clip(total[:n], scale * self._norm_of_tables())
-        self._step(total[:n], factor, target[:n], absent)
+        self._step(total[:n], factor, target[:n], absent, lr_factor)
         total[n:floats] /= (weight or 1.0) * _SUM_FACTOR
         target[n:] = total[n:]
         self._flat = target
@@ -285,10 +287,10 @@ class Optimizer(Updater):
             self._groups.restore(values["groups"])
             self._schedule.load(values["schedule"])
 
-    def _step(self, gradient: torch.Tensor, factor: float, target: torch.Tensor, absent: int) -> None:
+    def _step(self, gradient: torch.Tensor, factor: float, target: torch.Tensor, absent: int, lr_factor: float) -> None:
         """Make one step with `factor` times `gradient`, float32, shape (num_parameters,), which may be changed."""
         before = self._flat[: self.num_parameters]
-        config, runs = self._config_now(), self._runs(absent)
+        config, runs = self._config_now(lr_factor), self._runs(absent)
         if absent and target.data_ptr() != before.data_ptr():
             target.copy_(before)
         match config:
@@ -303,11 +305,14 @@ class Optimizer(Updater):
             case unknown:
                 assert_never(unknown)
 
-    def _config_now(self) -> OptimizerConfig:
-        """Return the settings with the current rates of the schedule."""
-        if self._schedule is None or isinstance(self._config, TorchConfig):
-            return self._config
-        return self._rates.applied_to(self._config)
+    def _config_now(self, lr_factor: float) -> OptimizerConfig:
+        """Return the settings with the current rates of the schedule, and `lr_factor` times the learning rate."""
+        config = self._config
+        if isinstance(config, TorchConfig):
+            return config
+        if self._schedule is not None:
+            config = self._rates.applied_to(config)
+        return config if lr_factor == 1 else config.model_copy(update={"lr": config.lr * lr_factor})
 
     def _runs(self, absent: int) -> list[_ParameterRun]:
         """Return runs of parameters that have a gradient; neighbours with the same number of steps form one run."""
@@ -438,7 +443,9 @@ class StepAdder(Updater):
         largest = float(max(parameters.max(initial=0.0), -parameters.min(initial=0.0)))
         return largest if math.isfinite(largest) else math.inf
 
-    def _apply_sum(self, scale: float, weight: float, target: torch.Tensor, absent: int) -> None:
+    def _apply_sum(self, scale: float, weight: float, target: torch.Tensor, absent: int, lr_factor: float) -> None:
+        if lr_factor != 1:
+            raise ValueError(f"expected a factor of the learning rate of 1, because steps are added, got {lr_factor}")
         total, n, floats = self._sum, self.num_parameters, self._model.num_floats
         torch.add(self._flat[:n], total[:n], alpha=scale, out=target[:n])
         if weight > 0:

@@ -76,20 +76,20 @@ class TorchOptimizer(Optimizer):
             self.clipped_by = min(1.0, self._clip_norm / (float(norm) + _NORM_EPSILON))
         return 1.0
 
-    def _apply_sum(self, scale: float, weight: float, target: torch.Tensor, absent: int) -> None:
+    def _apply_sum(self, scale: float, weight: float, target: torch.Tensor, absent: int, lr_factor: float) -> None:
         without = [part for place, part in enumerate(self._parameters.values()) if absent >> place & 1]
         gradients = [parameter.grad for parameter in without]
         for parameter in without:
             parameter.grad = None
         try:
-            super()._apply_sum(scale, weight, target, absent)
+            super()._apply_sum(scale, weight, target, absent, lr_factor)
         finally:
             for parameter, gradient in zip(without, gradients, strict=True):
                 parameter.grad = gradient
 
-    def _step(self, gradient: torch.Tensor, factor: float, target: torch.Tensor, absent: int) -> None:
+    def _step(self, gradient: torch.Tensor, factor: float, target: torch.Tensor, absent: int, lr_factor: float) -> None:
         gradient *= factor
-        self._steps.step()
+        self._steps.step(lr_factor)
         own = self._own[: self.num_parameters]
         if target.data_ptr() != own.data_ptr():
             target.copy_(own)
@@ -121,8 +121,15 @@ class TorchSteps:
         self._groups = GroupValues(self._optimizer)
         self.schedule = Schedule(schedule, self._optimizer, self._groups) if schedule else None
 
-    def step(self) -> None:
+    def step(self, lr_factor: float = 1.0) -> None:
+        """Make a step with `lr_factor` times the learning rate of each group."""
+        groups = self._optimizer.param_groups if lr_factor != 1 else []
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * lr_factor
         self._optimizer.step()
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
 
     def state(self) -> Iterable[tuple[str, str, Any]]:
         """Yield a parameter's name, the key of a part of its state, and the part; always in the same order."""
@@ -240,7 +247,7 @@ def _take(steps: TorchSteps, parameters: Mapping[str, torch.Tensor], config: Tor
         for parameter in parameters.values():
             parameter.grad = torch.linspace(-0.01, 0.01 * number, parameter.numel()).view(parameter.shape)
         try:
-            steps.step()
+            steps.step(lr_factor=0.5)  # a class without a learning rate is refused, too
         except Exception as exc:  # the optimizer may raise anything
             raise ConfigError(
                 f"{_FIELD}.class: expected an optimizer whose step() needs dense gradients alone; {config.cls} failed "

@@ -85,6 +85,7 @@ def make_engine(
 
 
 def engine_settings(config: JobConfig, fingerprint: str = "") -> EngineSettings:
+    policy = config.training.policy
     return EngineSettings(
         num_workers=config.data.workers,
         max_workers=config.data.places,
@@ -97,6 +98,8 @@ def engine_settings(config: JobConfig, fingerprint: str = "") -> EngineSettings:
         checkpoint_every_updates=config.checkpoint.every_updates,
         checkpoint_every_s=config.checkpoint.every_s,
         sum_reduction=_takes_sum(config.training),
+        divides_steps=policy.averages_workers and policy.sends_steps,
+        divides_lr=policy.averages_workers and not policy.sends_steps,
         stop=config.stop,
         on_bad_records=config.data.on_bad_records,
         job=config.job,

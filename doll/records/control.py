@@ -20,8 +20,10 @@ from doll.errors import RecordError, SchemaVersionError
 from doll.records.bounded import printable
 
 MAGIC: Final = 0xD0
-SCHEMA_VERSION: Final = 9
-READABLE: Final = (8, SCHEMA_VERSION)  # 9 adds sample weights: a release with 8 would divide by the number of samples
+SCHEMA_VERSION: Final = 10
+# 9 adds sample weights: a release with 8 would divide by the number of samples. 10 adds the number of workers that
+# divides a step: a release with 9 would make the whole step.
+READABLE: Final = range(8, SCHEMA_VERSION + 1)
 _PREFIX: Final = bytes([MAGIC, SCHEMA_VERSION])
 MOST_UNREAD: Final = 8  # maximum number of partitions in `Alive.most_unread`
 
@@ -245,6 +247,7 @@ class Grant(ServerRecord, frozen=True):
     included: int = 0  # number of this worker's batches in `version`, always the first ones
     # For each of `batches`, the records left out by the cuts before it in its partition, and by its own; (): no cuts.
     left_out: tuple[tuple[int, int], ...] = ()
+    num_live: int = 1  # number of live workers, if each step is divided by it (`PolicyConfig.share`); otherwise 1
 
 
 class NewVersion(ServerRecord, frozen=True):
@@ -695,7 +698,7 @@ def decode(data: bytes | memoryview | None) -> AnyRecord:
         raise RecordError(f"expected a control record (first byte 0x{MAGIC:02x}), got first byte 0x{data[0]:02x}")
     if data[1] not in READABLE:
         raise SchemaVersionError(
-            f"expected control record schema {' or '.join(map(str, READABLE))}, got {data[1]}: upgrade the older side"
+            f"expected control record schema {READABLE[0]} to {READABLE[-1]}, got {data[1]}: upgrade the older side"
         )
     try:
         record = _decoder.decode(memoryview(data)[2:])

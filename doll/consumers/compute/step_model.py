@@ -67,6 +67,7 @@ class StepModel:
         self._tells_absent = training.policy.outer_step is not None  # otherwise the server only adds the contributions
         self.absent = 0
         self._takes_sum = training.reduction == "sum"
+        self._policy = training.policy
         self._term = -1
         self._included = 0  # batches below this number are in published weights, with their steps
         self._pushed: deque[_Step] = deque()  # pushed, but not in the last fetched weights
@@ -136,7 +137,8 @@ class StepModel:
         return True
 
     def add(self, gradient: Gradient, *, batch: int) -> bool:
-        """Make a step on the view with the mean (or the sum) of the batch's gradient.
+        """Make a step on the view with the mean (or the sum) of the batch's gradient. The step is divided by the number
+        of live workers if the policy averages them (`PolicyConfig.share`).
 
         Raises:
             DivergedError: a number of the view or of the optimizer's state is not finite.
@@ -147,16 +149,17 @@ class StepModel:
         scale = 1.0 if self._takes_sum else 1.0 / gradient.weight
         if (norm := scale * gradient.norm) > self._clip_norm:
             scale *= self._clip_norm / norm
-        rows = self._step_rows(gradient.rows, scale, batch)
+        share = 1.0 if self._grant is None else self._policy.share(self._grant.num_live)
+        rows = self._step_rows(gradient.rows, scale, batch, share)
         n, weights = self._model.num_parameters, self._computer.weights
         step = np.empty_like(weights)
         step[:n] = weights[:n]
         step[n:] = gradient.values[n:]
         if self._optimizer is None:
-            weights[:n] += gradient.values[:n]
+            weights[:n] += np.float32(share) * gradient.values[:n]
         else:
             self._optimizer.go_to(self._version)
-            self._optimizer.apply([gradient.values], scale, gradient.weight, absent=gradient.absent)
+            self._optimizer.apply([gradient.values], scale, gradient.weight, absent=gradient.absent, lr_factor=share)
         np.subtract(weights[:n], step[:n], out=step[:n])
         self._kept.append(_Step(batch, step, rows, grant_id_of(self._grant, batch), gradient.absent))
         return True
@@ -170,10 +173,12 @@ class StepModel:
         if steps and batch <= steps[-1].batch:
             raise IllegalEventError(f"expected a batch after {steps[-1].batch}, got {batch}: its step has been made")
 
-    def _step_rows(self, gradients: Mapping[str, Rows], scale: float, batch: int) -> Mapping[str, Rows]:
+    def _step_rows(self, gradients: Mapping[str, Rows], scale: float, batch: int, share: float) -> Mapping[str, Rows]:
         if self._rows is None:
             return {}
         steps = gradients if self._optimizer is None else self._rows.step(gradients, scale)
+        if share != 1:
+            steps = {name: Rows(rows.ids, np.float32(share) * rows.values) for name, rows in steps.items()}
         if not all(np.isfinite(rows.values).all() for rows in steps.values()):
             raise diverged("after the step the rows of a table are")
         self._rows.inc(steps)

@@ -103,7 +103,8 @@ class PipelineGradientEngine:
         """Start the engine. `guard`: the guard of `computer`, which has the undivided model and inspects unusual
         batches. `check`: `check_with_samples` of the task, its model and the stages' layers, called before the first
         batch is learned."""
-        pipeline, self._wave = config.worker.pipeline, config.training.policy.batches_per_push
+        pipeline, self._policy = config.worker.pipeline, config.training.policy
+        self._wave = self._policy.batches_per_push
         assert pipeline is not None
         self.depth = 2 * self._wave
         self.ended: Future[None] = Future()
@@ -466,7 +467,8 @@ class PipelineGradientEngine:
 
     def _complete(self, flight: Flight, scale: float, weight: float, *, is_void: bool = False) -> None:
         number = flight.batch.number
-        self._do(self._core.completed(number, scale=scale, weight=weight, is_void=is_void))
+        lr_factor = self._policy.share(flight.grant.num_live)
+        self._do(self._core.completed(number, scale=scale, weight=weight, lr_factor=lr_factor, is_void=is_void))
 
     # --- inspection ---------------------------------------------------------------------------------------------------
 

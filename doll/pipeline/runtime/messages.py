@@ -25,6 +25,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         slot: slot of its gradient; -1: no gradient.
         scale: factor that makes the gradient the mean; 0: the gradient is dropped.
         weight: sum of the weights of the minibatch's samples.
+        lr_factor: factor of the learning rate of the step.
         ends_wave: whether it is the last minibatch of its wave.
     """
 
@@ -32,6 +33,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     slot: int
     scale: float
     weight: float
+    lr_factor: float = 1.0
     ends_wave: bool = False
 
 

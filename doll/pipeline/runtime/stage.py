@@ -216,7 +216,9 @@ class Stage:
             self._optimizer.add(gradient)  # the optimizer reads it in place
             # The slot now has the weights before the step, followed by the buffers of the minibatch.
             self._vectors.write(commit.slot, 0, weights[:n])
-            self._optimizer.apply([], commit.scale, commit.weight, absent=self._absent[commit.slot])
+            self._optimizer.apply(
+                [], commit.scale, commit.weight, absent=self._absent[commit.slot], lr_factor=commit.lr_factor
+            )
             self._add_to_wave(commit.slot)
         if commit.slot >= 0:
             self._vectors.free(commit.slot)

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
 from doll.errors import DollError
 from doll.pipeline.runtime.messages import Commit, Forward, StageOrders
 
@@ -123,6 +125,7 @@ class _Computing:
     is_void: bool = False
     is_complete: bool = False
     scale: float = 0.0
+    lr_factor: float = 1.0
     weight: float = 0.0
 
 
@@ -300,13 +303,16 @@ class VirtualWorkerCore:
 
     # --- completion -------------------------------------------------------------------------------------------------
 
-    def completed(self, batch: int, *, scale: float, weight: float, is_void: bool = False) -> list[Action]:
+    def completed(
+        self, batch: int, *, scale: float, weight: float, lr_factor: float = 1.0, is_void: bool = False
+    ) -> list[Action]:
         """Report that the gradient of this minibatch is at all stages.
 
         Args:
             batch: number of the minibatch.
             scale: factor for the gradient; 0: the gradient is dropped, because no sample is usable.
             weight: sum of the weights of the usable samples.
+            lr_factor: factor of the learning rate of the step.
             is_void: whether nobody waits for the minibatch.
 
         Raises:
@@ -315,7 +321,7 @@ class VirtualWorkerCore:
         item = self._first_in_flight
         if item is None or item.submitted.batch != batch:
             raise ValueError(f"expected minibatches to be complete in order, got {batch}")
-        item.is_complete, item.scale, item.weight = True, scale, weight
+        item.is_complete, item.scale, item.weight, item.lr_factor = True, scale, weight, lr_factor
         item.is_void |= is_void
         return self._advance()
 
@@ -406,9 +412,8 @@ class VirtualWorkerCore:
                 self._slots.append(item.slot)
             if item.slot != NO_SLOT or not is_void:
                 scale, weight = (0.0, 0.0) if is_void else (item.scale, item.weight)
-                self._commits.append(
-                    Commit(batch=batch, slot=item.slot, scale=scale, weight=weight, ends_wave=ends_wave)
-                )
+                commit = Commit(batch=batch, slot=item.slot, scale=scale, weight=weight, ends_wave=ends_wave)
+                self._commits.append(msgspec.structs.replace(commit, lr_factor=item.lr_factor))
             self._results.append(Void(item.submitted) if is_void else self._done(item, ends_wave))
 
     def _done(self, item: _Computing, ends_wave: bool) -> Done:

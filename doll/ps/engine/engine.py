@@ -644,7 +644,12 @@ class Engine(EngineState):
         self, sets: tuple[ev.AppliedSet, ...], scale: float = 1.0, settled: tuple[tuple[int, int], ...] = ()
     ) -> None:  # fmt: skip
         self.version += 1
-        self._actions.append(ev.ApplyUpdate(self.version, sets, scale, self.samples_total, self.batches_total, settled))
+        lr_factor = 1 / max(1, self.num_live) if self.settings.divides_lr else 1.0
+        self._actions.append(
+            ev.ApplyUpdate(
+                self.version, sets, scale, self.samples_total, self.batches_total, settled, lr_factor=lr_factor
+            )
+        )
 
     def _apply_skip(self) -> bool:
         """Count batches without a record as applied, as a version of its own with the same weights (ADR 47)."""
@@ -699,6 +704,7 @@ class Engine(EngineState):
                 grant_ids=tuple(grant.number for grant in sent), batches=tuple(grant.batch_id for grant in sent),
                 version=first.version, min_version=first.min_version, key=self._key(first.version),
                 included=first.included, left_out=left_out_of(sent),
+                num_live=max(1, self.num_live) if self.settings.divides_steps else 1,
             )  # fmt: skip
 
     def _offered(self, worker: Worker, version: int) -> Iterator[ev.EngineAction]:

@@ -196,6 +196,7 @@ class ApplyUpdate(Action, frozen=True):
 
     Attributes:
         sets: the sets of the update, in the order of their first grants.
+        lr_factor: factor of the learning rate of the step.
     """
 
     version: int
@@ -204,6 +205,7 @@ class ApplyUpdate(Action, frozen=True):
     samples_total: int
     batches_total: int
     settled: tuple[tuple[int, int], ...] = ()  # as in doll.records.control.Update
+    lr_factor: float = 1.0
 
 
 class StoreCheckpoint(Action, frozen=True):

@@ -100,11 +100,13 @@ class ContributionBuffer:
                 self._tables.add(waiting.rows, waiting.number)
         # This comes before the tables, because it computes the factor by which both are clipped.
         self._updater.apply(
-            [waiting.values for waiting in contributions], update.scale, weight, into, _absent(update)
+            [waiting.values for waiting in contributions], update.scale, weight, into, _absent(update),
+            update.lr_factor,
         )  # fmt: skip
         if self._tables is not None:
             scale = update.scale * self._updater.clipped_by
-            self._tables.apply(scale, update.version, self._authors(update) if scale == 1 else {})
+            authors = self._authors(update) if scale == 1 else {}
+            self._tables.apply(scale, update.version, authors, update.lr_factor)
         return sum(item.num_samples for item in update.sets)
 
     def _authors(self, update: ApplyUpdate) -> dict[int, int]:

@@ -81,9 +81,11 @@ class BoundedTable(StoredTable):
         self.follow()
         return self.read(np.unique(np.concatenate(changed)) if changed else np.empty(0, np.int64))
 
-    def apply(self, scale: float, version: int, authors: Mapping[int, int] | None = None) -> None:
-        """Make the rows of `version`: expire rows, admit ids, and apply one optimizer step with the sum of the
-        gradients times `scale`. Raises DivergedError if a number is not finite."""
+    def apply(
+        self, scale: float, version: int, authors: Mapping[int, int] | None = None, lr_factor: float = 1.0
+    ) -> None:
+        """Make the rows of `version`: expire rows, admit ids, and apply `lr_factor` times one optimizer step with the
+        sum of the gradients times `scale`. Raises DivergedError if a number is not finite."""
         self._version = version
         self._ids.expire(version)
         if not self._pending:
@@ -100,7 +102,7 @@ class BoundedTable(StoredTable):
             return
         if self._changed is not None:
             self._changed.append(ids[is_here])
-        self._step(slots, slots, total, scale)
+        self._step(slots, slots, total, scale, lr_factor)
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         """Return all arrays by name, for a checkpoint. Later updates do not change them."""

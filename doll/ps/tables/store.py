@@ -90,11 +90,14 @@ class Table(StoredTable):
         """Return the rows that have changed after `version`, sorted."""
         return self._touched.changed_since(version)
 
-    def apply(self, scale: float, version: int, authors: Mapping[int, int] = _NO_AUTHORS) -> None:
+    def apply(
+        self, scale: float, version: int, authors: Mapping[int, int] = _NO_AUTHORS, lr_factor: float = 1.0
+    ) -> None:
         """Make the rows of `version`: one step with `scale` times the sum of the contributions, or none without any.
 
         Args:
             authors: by number of a set, the process that can compute the set's change by itself; others: `NOBODY`.
+            lr_factor: factor of the step of an optimizer.
 
         Raises:
             DivergedError: a number is not finite.
@@ -116,7 +119,7 @@ class Table(StoredTable):
         for array in self._state.values():
             array.extend(len(self._touched))
         rows_before = None if self._numbers is None else self._values.read(ids)
-        self._step(ids, slots, total, scale)
+        self._step(ids, slots, total, scale, lr_factor)
         if rows_before is not None:
             self._note(slots, rows_before, self._values.read(ids), NOBODY)
 
@@ -216,11 +219,13 @@ class TableStore:
         """Return the Euclidean norm of the sum of all contributions, over all tables."""
         return math.sqrt(sum(table.square_norm() for table in self._all))
 
-    def apply(self, scale: float, version: int, authors: Mapping[int, int] = _NO_AUTHORS) -> None:
+    def apply(
+        self, scale: float, version: int, authors: Mapping[int, int] = _NO_AUTHORS, lr_factor: float = 1.0
+    ) -> None:
         """Make `version`; see `Table.apply` and `BoundedTable.apply`. Raises DivergedError if a number is not finite;
         then the store must not be used any more."""
         for table in self._all:
-            table.apply(scale, version, authors)
+            table.apply(scale, version, authors, lr_factor)
 
     def answer(self, requests: Mapping[str, RowRequest], worker: int = 0, session: int = 0) -> dict[str, RowAnswer]:
         """Return the answer to a request of this worker process, from the current rows; see `Table.answer`."""

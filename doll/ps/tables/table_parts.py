@@ -76,8 +76,8 @@ class StoredTable:
         self._pending, self._sum = [], None
         return total
 
-    def _step(self, rows: Ids, slots: Ids, total: Floats, scale: float) -> None:
-        """Make one step of the optimizer with `scale` times the sum `total`.
+    def _step(self, rows: Ids, slots: Ids, total: Floats, scale: float, lr_factor: float) -> None:
+        """Make `lr_factor` times one step of the optimizer with `scale` times the sum `total`.
 
         Args:
             rows, slots: places of the values, and of the state.
@@ -88,12 +88,15 @@ class StoredTable:
         assert self._optimizer is not None
         self._num_steps += 1
         state = {part: array.read(slots) for part, array in self._state.items()}
+        before = torch.from_numpy(self._values.read(rows))
         after = self._optimizer.step(
-            torch.from_numpy(self._values.read(rows)),
+            before,
             torch.from_numpy(total).mul_(scale / self._factor),
             {part: torch.from_numpy(values) for part, values in state.items()},
             self._num_steps,
         )
+        if lr_factor != 1:
+            after = torch.lerp(before, after, lr_factor)
         self._write(rows, after.numpy())
         for part, values in state.items():
             check_finite(values, self.name, f"state {part!r}")
