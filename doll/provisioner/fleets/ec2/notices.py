@@ -35,7 +35,8 @@ _MAX_ROUNDS: Final = 50  # a queue that fills faster than it is read must not ho
 
 @dataclass
 class Ec2Notices:
-    """Reads notices from the queue, without waiting. `clock` returns Unix seconds, for events without a time."""
+    """Reads notices from the queue, without waiting. `clock` returns Unix seconds; it is used for events without a
+    time."""
 
     client: Any
     queue_url: str
@@ -74,7 +75,7 @@ class Ec2Notices:
         self.client.close()
 
     def _enter(self, body: str, own: Collection[str], interrupted_at_s: dict[str, float]) -> bool:
-        """Enter a notice into `interrupted_at_s`. Returns whether the message can be deleted."""
+        """Add a notice to `interrupted_at_s`. Returns whether the message can be deleted."""
         try:
             event = json_object(body, max_chars=_MAX_CHARS)
             kind, id_ = event["detail-type"], event["detail"]["instance-id"]
