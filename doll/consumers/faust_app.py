@@ -251,8 +251,7 @@ def run_faust(app: DollApp, runtime: WorkerRuntime, drain_s: float) -> int:
 def make_app(config: JobConfig, services: Services, worker: int, folder: Path) -> DollApp:
     """Return a worker's app with its own event loop. `folder` is the folder for Faust's own data.
 
-    This function does most of the work of Faust's start, which takes time. Call it before partitions wait for this
-    worker.
+    This function does most of the work of Faust's start, which takes time. Call it before partitions wait.
     """
     loop = _new_loop()
     asyncio.set_event_loop(loop)
@@ -314,8 +313,7 @@ class _FaustWorker(faust.Worker):  # type: ignore[misc]
         super()._on_sigterm()
 
     async def _sentinel_task(self) -> None:
-        """Close the loop immediately instead of after a second, because this process has already flushed all records
-        that it sends."""
+        """Close the loop immediately instead of after a second, because all records are flushed already."""
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

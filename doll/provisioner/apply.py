@@ -65,7 +65,7 @@ class ActionExecutor:
         self._unconfirmed.clear()
 
     def _lease_problem(self) -> str:
-        """Return the reason why no order can be made now, or "". Raises FencedError if another provisioner has the
+        """Return the reason why no order can be made, or "". Raises FencedError if another provisioner has the
         lease."""
         try:
             self.check_lease()

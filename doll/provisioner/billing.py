@@ -161,8 +161,7 @@ def bill_lines(
     """Return the cost of each instance until `now_s`, or until the instance ended.
 
     Args:
-        price_of: function like `PriceFeed.series`, for the prices of one machine. Its ServiceUnavailableError is passed
-            on.
+        price_of: function like `PriceFeed.series`, for the prices of one machine. Its errors are passed on.
         ready_s: Unix time at which the instance's worker got the slot, by instance id. Without this time,
             `usd_without_boots` is 0.
         fenced_s: Unix time at which the next instance took over the slot, by instance id.
@@ -248,8 +247,7 @@ def usd_per_1000_updates(usd: float, updates: float) -> float:
 
 
 def usd_per_error_point(usd: float, first_error: float, error: float) -> float:
-    """Return the USD per percentage point by which the held-out error (a fraction) has fallen; NaN if it has not
-    fallen.
+    """Return the USD per percentage point by which the held-out error (a fraction) has fallen; otherwise NaN.
 
     >>> usd_per_error_point(3.0, 0.9, 0.6)
     0.1

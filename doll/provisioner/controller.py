@@ -320,8 +320,7 @@ class Controller:
         return listed
 
     def _current_prices(self, now_s: float, alarms: list[str]) -> Prices | None:
-        """Return the prices of a worker with all of its machines. If they are not available, return the last known
-        prices."""
+        """Return the prices of a worker with all of its machines. If not available, return the last known ones."""
         try:
             self._last_prices = self.prices.current(now_s).times(self.settings.machines_per_worker)
         except ServiceUnavailableError as exc:
@@ -338,8 +337,7 @@ class Controller:
         return own
 
     def _begin(self, now_s: float, listed: Sequence[Instance]) -> None:
-        """Start the job's clock in the first turn. A successor without a saved state reads the start from topics and
-        tags."""
+        """Start the job's clock in the first turn. Without a saved state, topics and tags show the start."""
         if self._clock.begin_run(self.observed, now_s, self.settings.started_s):
             log.info("generation_started", generation=self._clock.generation, action="clock, work and bill begin again")
             self._plan.begin_generation()

@@ -62,8 +62,7 @@ class JobHealth(KeptState):
     Attributes:
         failed: reason why all machines are ended until a person acts; "": the job has not failed. Restarts do not clear
             the reason, because a supervisor restarts a process that has ended.
-        idle: text on the time since which the source has sent nothing, if all machines are ended for this reason;
-            otherwise "".
+        idle: time since which the source has sent nothing, if machines are ended for this reason; otherwise "".
         hold_launches: reason why nothing is launched now; "": launches are allowed.
         hold_moves: reason why no slot moves from spot to on-demand now; "": moves are allowed.
         alarms: alarms of this turn.
@@ -153,8 +152,8 @@ class JobHealth(KeptState):
 
 
 def _stall_cause(view: _JobView) -> str:
-    """Return the reason why the model does not advance, as far as the provisioner knows. The text is one line and the
-    same in each turn."""
+    """Return the reason why the model does not advance, as far as the provisioner knows. The text is the same in each
+    turn."""
     observed = view.observed
     if not view.server_runs:
         return server_text(observed)

@@ -120,8 +120,7 @@ class InstanceTracker(KeptState):
     def readiness(
         self, instances: Sequence[Instance], observed: Observed, now_s: float, *, boot_timeout_s: float
     ) -> Readiness:
-        """Return the instances that work, according to the job's records. This method also reports boot times to
-        `observed`."""
+        """Return the instances that work, according to the job's records. Boot times are reported to `observed`."""
         readiness = Readiness()
         ps_since_s = observed.ps_since_s(now_s)
         for slot in range(len(self.pools)):

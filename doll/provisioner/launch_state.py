@@ -198,8 +198,7 @@ class LaunchState(KeptState):
             attempts.no_capacity, attempts.no_spot_s, self.no_capacity_s = True, now_s, now_s
 
     def _refusal(self, market: Market, message: str, now_s: float) -> int:
-        """Record a refusal by a market. Returns the number of turns in which the market has refused since its last
-        launch."""
+        """Record a refusal by a market. Returns the number of turns with refusals since the market's last launch."""
         refusal = self._refused.setdefault(market, _MarketRefusals(message, now_s))
         if now_s > refusal.last_s:
             refusal.turns += 1
@@ -244,8 +243,8 @@ class LaunchState(KeptState):
         return frozenset(pool for pool, until_s in self._avoided_pools[market].items() if now_s < until_s)
 
     def blocked_s(self, slot: int, market: Market) -> float:
-        """Return the time before which nothing is launched for the slot in this market; a time in the past if launches
-        are allowed."""
+        """Return the time before which nothing is launched for the slot in this market; a past time if launches are
+        allowed."""
         return max(
             self.slots[slot].retry_at_s.get(market, -math.inf), self._quota.get(market, -math.inf),
             self._paused.get(market, -math.inf),
@@ -264,8 +263,7 @@ class LaunchState(KeptState):
         )
 
     def refusal(self, market: Market) -> str:
-        """Return the market's last refusal for another reason than capacity; "" if there was none since the last
-        launch."""
+        """Return the market's last refusal for another reason than capacity; "" if none since the last launch."""
         return self._refused[market].message if market in self._refused else ""
 
     def is_closed(self, market: Market, now_s: float) -> bool:

@@ -43,7 +43,7 @@ class Machines:
 
 
 def check_machines(config: JobConfig) -> None:
-    """Raise ConfigError if the job's fleet has no opener, or if it only launches single machines and a worker needs
+    """Raise ConfigError if the job's fleet has no opener, or only launches single machines and a worker needs
     several."""
     if config.fleet.kind not in OPENERS:
         raise ConfigError(f"fleet.kind: expected {' or '.join(OPENERS)}, got {config.fleet.kind}")

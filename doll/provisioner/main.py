@@ -53,8 +53,7 @@ class DecisionPublisher:
         self._send(decision.record(), Metric(source=PROVISIONER, values=values, time_s=decision.now_s))
 
     def ask(self, request: Scale) -> None:
-        """Send a request to the parameter server. The caller repeats the request after each decision until it is
-        fulfilled."""
+        """Send a request to the parameter server. The caller repeats it after each decision until it is fulfilled."""
         self.publisher.try_send(self.events, request)
 
     def heartbeat(self) -> None:

@@ -66,8 +66,7 @@ def fit_to_budget(
 
 
 def reserve_usd(prices: Prices, replan_s: float, billing: BillingRule) -> float:
-    """Return the USD that are kept unspent for each machine, at the higher price. A machine always continues for some
-    turns."""
+    """Return the USD that are kept unspent for each machine, at the higher price. Machines continue for some turns."""
     seconds = max(_RESERVE_TURNS * replan_s, billing.billed_s(0.0))
     return max(prices.spot_usd_per_h, prices.on_demand_usd_per_h) * seconds / SECONDS_PER_HOUR
 

@@ -392,8 +392,8 @@ class Observed(KeptState):
         return self._streams.without_partition()
 
     def source_silent_since_s(self) -> float | None:
-        """Return the time since which no stream has sent anything; None if a stream sends, or before the first end
-        offsets."""
+        """Return the time since which no stream has sent anything; None if a stream sends, or if nothing was
+        observed."""
         return self._streams.last_arrival_s if self._streams.is_silent() else None
 
     def rates_per_s(self) -> Floats:

@@ -103,8 +103,7 @@ def sharing(
 
 
 def release_request(released: Sequence[int], status: ServerStatus | None) -> Scale | None:
-    """Return the request to the parameter server; None if it knows these released workers already, or no server
-    runs."""
+    """Return the request to the parameter server; None if it has these released workers, or no server runs."""
     if status is None or not status.num_workers or tuple(released) == status.released:
         return None
     return Scale(workers=status.num_workers, run_id=status.run_id, released=tuple(released))

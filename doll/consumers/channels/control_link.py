@@ -244,8 +244,7 @@ class ControlLink:
         return None
 
     def _report(self, endpoint: str, error: LinkError) -> None:
-        """Report that this endpoint accepts no link now. If the endpoint refuses the link, it does not belong to the
-        server."""
+        """Report that this endpoint accepts no link now. An endpoint that refuses does not belong to the server."""
         if not error.is_refusal:
             log.info("control_link_unavailable", endpoint=endpoint, reason=str(error))
             return

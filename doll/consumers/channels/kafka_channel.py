@@ -126,12 +126,10 @@ class WorkerChannel:
     def join(
         self, process: str, should_stop: Callable[[], bool], incarnation: int = 0, *, after_term: int = 0
     ) -> tuple[Welcome, int] | None:
-        """Join the job: send Join to the parameter server, and wait for its Welcome without a time limit. Call this
-        method once.
+        """Send Join to the parameter server, and wait for its Welcome without a time limit. Call this method once.
 
         Args:
-            after_term: servers of this term and of earlier terms belong to earlier runs. Their Stop does not end this
-                job.
+            after_term: servers of terms up to this one belong to earlier runs. Their Stop does not end this job.
 
         Returns:
             The Welcome and the next offset in this worker's partition of `commands`, where `read_commands` continues;
@@ -180,8 +178,7 @@ class WorkerChannel:
         return None
 
     def _open_commands(self, should_stop: Callable[[], bool]) -> Reader | None:
-        """Return a reader of this worker's commands, which begins with the last command. Return None if `should_stop`
-        returned True.
+        """Return a reader of this worker's commands, beginning with the last one; None if `should_stop` returned True.
 
         The broker may be overloaded, for example because a thousand workers start at once. The method then pauses for a
         random time before it asks again, so that the workers do not all ask together.

@@ -41,8 +41,7 @@ class RunningMedian:
         return self._sorted[middle] if count % 2 else (self._sorted[middle - 1] + self._sorted[middle]) / 2
 
     def unusual(self, value: float, factor: float) -> bool:
-        """Return whether `value` is above `factor` times the median. Return True if there are no values yet (first
-        batch of a process)."""
+        """Return whether `value` is above `factor` times the median. True without values (first batch of a process)."""
         return not value <= factor * self.usual
 
 
@@ -64,8 +63,7 @@ def failing(part: Sequence[int], problem_of: Callable[[Sequence[int]], str]) -> 
 
 def beyond(part: Sequence[int], limit: float, norm_of: Callable[[Sequence[int]], float]) -> list[int]:
     """Return the samples of `part` whose own gradient is longer than `limit`. `norm_of` returns the norm of the sum of
-    a part's gradients. A part within the limit is not searched, because long gradients that cancel each other do no
-    harm."""
+    a part's gradients. A part within the limit is not searched: long gradients that cancel each other do no harm."""
     failures = failing(part, lambda here: "" if norm_of(here) <= limit else "beyond")
     return list(failures)
 
@@ -76,8 +74,7 @@ def usual_norm(norms: Sequence[float]) -> float:
 
 
 def harmful(before: float, wrong: float, after: float) -> bool:
-    """Return whether a step harms ordinary samples. `before` and `after` are their mean losses before and after the
-    step.
+    """Return whether a step harms ordinary samples, whose mean loss is `before` and `after` the step.
 
     The step is harmful if the loss at least doubles, and also rises by at least a quarter of the rise that wrong
     targets would cause (`wrong` is the loss with wrong targets). The second condition is needed because a loss close to

@@ -117,8 +117,7 @@ class GradientComputer:
     """The replica of the model at one worker. Not thread-safe: one thread computes.
 
     Attributes:
-        seed: seed of the random numbers of each pass, see `doll.model.random_numbers`. None: the generator is not
-            seeded.
+        seed: seed of the random numbers of each pass, see `doll.model.random_numbers`. None: no seed.
     """
 
     seed: int | None = None
@@ -376,8 +375,7 @@ class GradientSum:
 def stored_weights(
     blobs: Blobs, key: str, *, job: str, version: int, numel: int
 ) -> npt.NDArray[np.float32] | None:  # fmt: skip
-    """Return the weights under `key`, shape (numel,), perhaps as a view. Return None if the blob store does not contain
-    all of them."""
+    """Return the weights under `key`, shape (numel,), perhaps as a view. Return None if some of them are missing."""
     if (blob := blobs.get(key)) is None:
         return None
     try:
@@ -400,8 +398,7 @@ class LocalModel(Protocol):
 
     @property
     def delta_bytes(self) -> int:
-        """The size in bytes of the deltas that the last read used instead of the complete weights; 0 if it used no
-        deltas."""
+        """The bytes of deltas that the last read used instead of the complete weights; 0 if it used none."""
 
     def load(self, grant: Grant) -> int | None:
         """Load weights that `grant` allows into the replica, and return their version. Return None if the blob store
@@ -418,8 +415,7 @@ class ReplicaState(NamedTuple):
 
 
 class CachedVersion:
-    """A `LocalModel` that keeps the last fetched version while grants allow this version and no newer version was
-    offered."""
+    """A `LocalModel` that keeps the last fetched version while grants allow it and no newer version was offered."""
 
     def __init__(
         self, job: str, blobs: Blobs, computer: GradientComputer, background: Executor | None = None,

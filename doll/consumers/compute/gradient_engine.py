@@ -63,13 +63,12 @@ class GradientEngine(Protocol):
         """
 
     def offer(self, weights: NewVersion) -> None:
-        """Record newer weights. Batches that are submitted from now on use these or later weights, if their grants
-        allow this."""
+        """Record newer weights. Batches submitted from now on use these or later weights, if their grants allow
+        this."""
 
     def store_rest(self, until: int) -> Future[GradientDone]:
         """Store contributions that were computed but not pushed. These are contributions that are kept for a later
-        push, or the held-back part of the steps of batches below `until`. The future fails with the errors of
-        `submit`."""
+        push, or the held-back part of the steps of batches below `until`. Fails like `submit`."""
 
     def stop(self) -> None:
         """Begin no further batch, because the worker leaves. The answer to submitted batches that have not begun is a
@@ -141,8 +140,7 @@ class SetContribution(Protocol):
 
     def begin(self, grant: Grant) -> bool:
         """Begin the batches of `grant`. Drop contributions of its first batch and of later batches, and contributions
-        for another server. Return False if the first batch is already in the model. In this case, no batch may be
-        added."""
+        for another server. Return False if the first batch is already in the model; then no batch may be added."""
 
     def add(self, gradient: Gradient, *, batch: int) -> bool:
         """Add the gradient of batch `batch` over its usable samples. The memory of the gradient must not change until
@@ -171,8 +169,7 @@ class SetContribution(Protocol):
         held-back part of later batches."""
 
     def rest_stored(self) -> None:
-        """Record that the result of `rest` is stored and not held back any more. Before this call, `rest` returns the
-        same result again."""
+        """Record that the result of `rest` is stored. Before this call, `rest` returns the same result again."""
 
 
 class BatchComputer(Protocol):
@@ -328,8 +325,7 @@ class GrantHandler:
         )  # fmt: skip
 
     def _compute(self, batch: Batch, version: int) -> ComputedBatch | None:
-        """Compute one batch of the set. Return None if the sum cannot include the batch, which then begins another
-        set."""
+        """Compute one batch of the set. Return None if the sum cannot include the batch; it then begins another set."""
         begun_s = time.perf_counter()
         gradient, bad = self._guard.compute(*batch.data.samples, seed=batch_seed(self._seed, batch))
         if gradient is None or not gradient.weight:

@@ -84,8 +84,7 @@ class Guard:
 
     @property
     def _canary(self) -> SampleBatch | None:
-        """The canary: a few distinct samples that were learned before. They are selected only when needed, because few
-        batches need them."""
+        """The canary: a few distinct samples that were learned before. They are selected when first needed."""
         return None if self._last is None else _few(self._last)
 
     def compute(
@@ -290,8 +289,8 @@ class Guard:
     def _any_sample_does_harm(
         self, wrong: SampleBatch, usual: float, ordinary: SampleBatch, before: float, wrong_loss: float
     ) -> bool:
-        """Return whether ordinary samples with wrong targets also break the model. In this case, the learning rate is
-        at fault."""
+        """Return whether ordinary samples with wrong targets also break the model: then the learning rate is at
+        fault."""
         norms = self._norms_of(wrong)
         middle = sorted(range(len(norms)), key=lambda at: norms[at])[len(norms) // 2]
         gradient, _ = self._try(wrong.take([middle]), use_running_stats=True)
@@ -300,8 +299,7 @@ class Guard:
     def _drifts(
         self, samples: SampleBatch, rest: Sequence[int], ordinary: SampleBatch, wrong_loss: float
     ) -> dict[int, str]:
-        """Return the samples of `rest` that would break the statistics of batch norm. Their gradient does not
-        matter."""
+        """Return the samples of `rest` that would break the statistics of batch norm, independent of their gradient."""
         if not self._computer.num_buffers:
             return {}
         count = ordinary.num_samples

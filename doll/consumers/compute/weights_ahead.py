@@ -60,8 +60,7 @@ class WeightsAhead:
 
     def take(self, source: Grant | NewVersion) -> Weights | None:
         """Return the weights that `source` names, and drop them from this reader. Wait if they are being read. Return
-        None if the weights were not read or could not be read. The caller then reads them itself, and gets any
-        error."""
+        None if the weights were not read or could not be read. The caller then reads them and gets any error."""
         place = _place(source)
         with self._lock:
             if self._offered is not None and _place(self._offered) <= place:
@@ -94,8 +93,7 @@ _MAX_DELTAS: Final = 8  # read one after the other: each costs a round trip, lik
 
 
 class DeltaReader:
-    """A reader of deltas. The reader keeps a copy of the last weights that were read, without the worker's own steps.
-    Not thread-safe."""
+    """A reader of deltas, which keeps a copy of the last weights that were read, without own steps. Not thread-safe."""
 
     def __init__(self, job: str, blobs: Blobs, layout: Layout) -> None:
         self._job = job

@@ -111,8 +111,7 @@ class PartitionBatcher(Generic[R]):
         return batch.number if batch.values and batch.number >= self._cuts.decided else None
 
     def must_flush(self, until: int) -> bool:
-        """Return whether all offsets below `until` were read, and some of them belong to an open batch that may be
-        cut."""
+        """Return whether all offsets below `until` were read, some of them into an open batch that may be cut."""
         batch = self._batch
         return batch.lo < until <= self.next_offset and batch.number >= self._cuts.decided
 
@@ -176,8 +175,8 @@ class PartitionBatcher(Generic[R]):
         self._gap_to(offset)
 
     def _full_batches(self, num_offsets: int) -> int:
-        """Return the number of full batches, beginning with the open batch, that fit into `num_offsets` before the next
-        cut batch."""
+        """Return how many full batches, beginning with the open batch, fit into `num_offsets` before the next cut
+        batch."""
         count, first = num_offsets // self._size, self._batch.number
         next_cut = self._cuts.next_cut(first)
         return count if next_cut is None else min(count, next_cut - first)
@@ -265,8 +264,7 @@ class BatchBuffer:
     ) -> bool:
         """Take the next records of a partition, like `PartitionBatcher.feed`, and return whether the buffer is full.
 
-        Records are cut into batches only while there is room, because records with distant offsets make many empty
-        batches.
+        Records are cut only while there is room, because records with distant offsets make many empty batches.
         """
         return self._cut((partition, self._batchers[partition].feed(offsets, values, leader_epoch, envelopes)))
 

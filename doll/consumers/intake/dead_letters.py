@@ -123,8 +123,7 @@ class Decoder:
     def __init__(
         self, decode: Callable[[RawRecords], DecodedBatch], wait: Callable[[float], bool] | None = None
     ) -> None:
-        """Start the thread. `wait(seconds)` waits, or returns True early if this decoder is closed. Default: real
-        time."""
+        """Start the thread. `wait(seconds)` waits, and returns True early if this decoder is closed."""
         self._decode = decode
         self._closed = threading.Event()
         self._wait = self._closed.wait if wait is None else wait

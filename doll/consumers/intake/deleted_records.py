@@ -1,5 +1,4 @@
-"""The handling of `samples` records that were deleted before this worker read them: continue after them, or end the
-process."""
+"""The reaction to `samples` records that were deleted before this worker read them: continue after them, or end."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ _RECHECK_S: Final = 0.1
 
 
 class DeletedRecords:
-    """The decision about the offset at which a worker continues to read if the log of a partition lacks the next
-    record."""
+    """The choice of the offset at which a worker continues to read if the log lacks the next record of a partition."""
 
     def __init__(
         self,
@@ -76,8 +74,8 @@ class DeletedRecords:
         return low
 
     def refuse_truncated(self, offset: int, reason: str) -> None:
-        """End the process, because the log has lost records below `offset` that were read. The log may still be as long
-        as before."""
+        """End the process, because the log has lost records below `offset` that were read. The log may be as long as
+        before."""
         self._refuse(truncated_message(self._topic, self._partition, offset, reason))
 
     def _refuse(self, message: str) -> None:

@@ -19,13 +19,11 @@ class PartitionIntake:
     """One partition that a worker serves.
 
     Attributes:
-        reading: number that the reader's deliveries for this intake have. Deliveries for an earlier intake have another
-            number.
+        reading: number that the reader's deliveries for this intake have. Earlier intakes have other numbers.
         progress: (delivered, position), set by the stream: records below `delivered` were fed. The offsets from
             `delivered` to `position` have no record (for instance transaction markers).
         log_end: one above the last offset, when Kafka was last asked.
-        decoded: decoded batches that are not passed to the core yet, because earlier batches without a record are
-            waiting.
+        decoded: decoded batches that wait, because earlier batches without a record wait.
         empty: the decoded form of the first of the waiting batches without a record.
         fed_at_s: time of the last records, in monotonic seconds.
     """

@@ -43,8 +43,7 @@ class Departure:
         self.cause = ""  # cause, as in its Leave: `sigterm`, `notice`
 
     def leave_within(self, seconds: float, cause: str) -> None:
-        """End this process within `seconds` from now. If this method is called several times, the earliest time
-        counts."""
+        """End this process within `seconds` from now. The earliest of several times counts."""
         at_s = self._clock() + seconds
         with self._lock:
             if self.by_s is not None and self.by_s <= at_s:

@@ -77,8 +77,7 @@ class SlotLeases:
         return [slot for slot, holder in enumerate(holders) if holder is None]
 
     def renew(self, slot: int) -> bool:
-        """Renew the lease of `slot`, also if Redis has lost the lease. Return False if another process has leased the
-        slot."""
+        """Renew the lease of `slot`, also if Redis has lost the lease. Return False if another process has the slot."""
         return bool(self._client.eval(_RENEW, 1, self._key(slot), self._holder, self._ttl_ms))
 
     def release(self, slot: int) -> None:

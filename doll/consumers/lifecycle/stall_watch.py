@@ -1,5 +1,4 @@
-"""Detection of records that exist but do not arrive. A worker in this state is useless, but a restart solves the
-problem. Pure."""
+"""Detection of records that exist but do not arrive. A worker in this state is useless; a restart helps. Pure."""
 
 from __future__ import annotations
 

@@ -73,8 +73,7 @@ class WorkerGrants:
             self._forget_answer(batch)
 
     def computed(self, items: Sequence[PushedBatch]) -> list[tuple[Grant, range]]:
-        """Add these results, which are pushed now or later. Return the batches to compute again, in the same form as
-        `take`.
+        """Add these results, which are pushed now or later. Return the batches to compute again, in the form of `take`.
 
         Later batches may already have results in the sum, if their grants arrived before the grants of `items`. Their
         steps were made without the steps of `items`, so the sum has dropped them.
@@ -87,8 +86,8 @@ class WorkerGrants:
         return [(self._owed[batch], range(batch, batch + 1)) for batch in again]
 
     def take_computed(self, names: Sequence[tuple[int, int]]) -> tuple[PushedBatch, ...]:
-        """Return the computed batches of one push, which `names` lists as (batch, grant id). Return () if none of them
-        is wanted any more."""
+        """Return the computed batches of one push, which `names` lists as (batch, grant id). Return () if none is
+        wanted any more."""
         if not all(name in self.kept for name in names):
             return ()  # a batch has become durable: another process has replaced this one
         items = tuple(self.kept.pop(name) for name in names)

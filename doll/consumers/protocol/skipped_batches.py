@@ -1,5 +1,4 @@
-"""Batches of a partition without records. They wait until all batches before them are durable, and are then skipped.
-Pure.
+"""Batches of a partition without records. They are skipped after all batches before them are durable. Pure.
 
 A grant and an empty push for each of these batches would take milliseconds, so a gap of many millions of offsets would
 take hours (ADR 47). `WorkerCore` has at most one range of such batches for each partition, after the partition's other
@@ -48,8 +47,8 @@ class SkippedBatches:
         self._reported = -1
 
     def take(self, now: float, reported: int, hi: int, *, waiting: int, granted: int) -> SkippedRange | None:
-        """Remove and return the first batch of the range if the job seems to wait for further batches of this worker;
-        otherwise return None.
+        """Remove and return the first batch of the range if the job seems to wait for this worker's batches; otherwise
+        None.
 
         The worker treats the returned batch like any other batch. This prevents a deadlock: a group with a missing
         batch would wait for the range, and the range would wait for the group.

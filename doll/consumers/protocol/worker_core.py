@@ -1,5 +1,4 @@
-"""A worker's protocol with the parameter server: a state machine that takes events and returns actions, without I/O or
-clock.
+"""A worker's protocol with the parameter server: a state machine from events to actions, without I/O or clock.
 
 The worker keeps every batch until the server reports it as durable. It announces batches, answers grants, and joins
 again when a new server sends Hello. It serves any number of partitions, which a Welcome can change. The server numbers
@@ -165,8 +164,7 @@ class StoreRest:
 @dataclass(frozen=True, slots=True)
 class Acknowledge:
     """Acknowledge the offsets of a partition's batches below `until` to Kafka, in order, because they are durable.
-    `left_out` is the number of records that these batches lack compared with full batches, because some of them were
-    cut."""
+    `left_out` is the number of records that these batches lack compared with full batches, because of cuts."""
 
     partition: int
     until: int
@@ -175,8 +173,7 @@ class Acknowledge:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """End this process. `code` 0: the job is over, or another process has replaced this process. 1: start this process
-    again."""
+    """End this process. `code` 0: the job is over, or another process has replaced this one. 1: start it again."""
 
     code: int
     reason: str
@@ -306,15 +303,14 @@ class WorkerCore:
 
     @property
     def rest(self) -> StoreRest | None:
-        """The order to store the contributions that were computed but not completely sent, before the worker leaves;
-        None if there are none."""
+        """The order to store contributions that were not completely sent, before the worker leaves; None if there are
+        none."""
         if self._grants.kept or self._held_back_until:
             return StoreRest(self.term, self._held_back_until)
         return None
 
     def batch_ready(self, batch: Batch) -> list[WorkerAction]:
-        """Add the next batch of a partition, which is complete and decoded. Raise ValueError if `batch` is not the next
-        batch.
+        """Add the next batch of a partition, which is complete and decoded. Raise ValueError for another batch.
 
         The batch is announced immediately if no batch is being computed, or if the server has only few announced
         batches left to grant. Otherwise, the batch is announced in the next tick together with further batches, because
@@ -327,8 +323,8 @@ class WorkerCore:
         return self._announce_if_few()
 
     def hold(self, batch: Batch) -> None:
-        """Add a ready batch without announcing it, because more batches follow at the same moment. `announce` announces
-        all of them."""
+        """Add a ready batch without announcing it, because more batches follow at once. `announce` announces them
+        all."""
         partition = self.served[batch.partition]
         if (number := batch.number_in_partition) != (expected := partition.next_batch):
             raise ValueError(f"expected batch {expected} of partition {partition.number}, got {number}")
@@ -521,8 +517,7 @@ class WorkerCore:
         return msgspec.structs.replace(grant, version=newest.version, key=newest.key, included=newest.included)
 
     def begin(self, grant: Grant) -> Grant | None:
-        """Return the grant to compute when `grant` is next in the queue; None if `grant` is void or the worker
-        leaves."""
+        """Return the grant to compute when `grant` is next in the queue; None if it is void or the worker leaves."""
         if self.draining:
             self.not_begun(grant)
         return self.newest(grant) if self.is_current(grant) else None
@@ -530,8 +525,7 @@ class WorkerCore:
     def gradient_done(
         self, grant: Grant, batches: Sequence[Batch], done: GradientDone, begun_at_s: float
     ) -> list[WorkerAction]:
-        """Push the gradient of the first batches of `grant`, as many as `done` names. The gradient is in the blob
-        store."""
+        """Push the gradient of the first batches of `grant` that `done` names. The gradient is in the blob store."""
         computed = tuple(
             PushedBatch(
                 batch=batch.number, grant_id=number, n_samples=item.num_samples, loss_sum=item.loss_sum,
@@ -713,8 +707,7 @@ def _begun(item: Served) -> ServedPartition:
 
 
 def _problem(served: ServedPartition, item: Served) -> str:
-    """Return the reason why the server, which reports `item`, cannot use the held batches of a partition; "" if it can
-    use them."""
+    """Return the reason why the server, which reports `item`, cannot use a partition's held batches; "" if it can."""
     if item.origin != served.origin:
         # The same batch number would mean other offsets, so the held batches must not be announced.
         return f"the job now begins at offset {item.origin}, not at {served.origin}"

@@ -103,8 +103,7 @@ class Assessment:
         adaptive: forecast for the adaptive planner with its guard; None if the deadline cannot be met.
         all_on_demand_usd, on_demand_s: cost and run time with all workers on-demand.
         all_spot_usd, all_spot_s: expected cost and run time with all workers on spot.
-        bounds: lowest and highest cost ratio of the best mix by Corollary 2; None for unequal rates or without a
-            deadline.
+        bounds: lowest and highest cost ratio of the best mix by Corollary 2; None for unequal rates or no deadline.
     """
 
     request: PlanRequest
@@ -236,8 +235,7 @@ def risk_curve(request: PlanRequest) -> tuple[Floats, Floats]:
 
 
 def _with_longer_deadline(request: PlanRequest, error: InfeasiblePlanError) -> InfeasiblePlanError:
-    """Return the error that the budget is too small. It names the deadline for which the budget would be enough, if
-    any."""
+    """Return the error of a budget that is too small. It names a deadline for which the budget is enough, if any."""
     if error.constraint != "budget" or request.planner.budget_usd is None:
         return error
     costs = unequal_cost_usd(request.planner.samples, request.rates_per_s, request.alpha, request.prices)

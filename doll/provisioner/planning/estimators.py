@@ -214,8 +214,7 @@ class BootTimeEstimator(KeptState):
 
     @property
     def slow_s(self) -> float:
-        """The 90th percentile of boot times: the smallest time that nine of ten boots do not exceed; 0 without
-        boots."""
+        """The 90th percentile of boot times: nine of ten boots do not take longer; 0 without boots."""
         return float(np.quantile(list(self._seconds), 0.9, method="inverted_cdf")) if self._seconds else 0.0
 
 

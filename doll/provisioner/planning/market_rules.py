@@ -20,8 +20,7 @@ from doll.theory.planning import best_assignment
 @dataclass(frozen=True)
 class Slack:
     """The remaining work, time and slack: W samples of work, T seconds to the deadline minus its margin (may be
-    negative), and S samples per second of all streams. Slots that are booting lose `boot_lost` samples until they are
-    ready."""
+    negative), and S samples per second of all streams. Booting slots lose `boot_lost` samples until they are ready."""
 
     work: float
     time_s: float
@@ -79,8 +78,7 @@ def cheaper_on_spot(state: PlannerState) -> Bools:
 
 
 def covering_usd_per_h(state: PlannerState, settings: PlannerSettings) -> float:
-    """Return the price of covering the outages of a spot worker on-demand, per hour of the job, without its time on
-    spot.
+    """Return the price of covering a spot worker's outages on-demand, per hour of the job, without its time on spot.
 
     A covered worker stays on-demand for a dwell and a boot after spot is available again. If this is longer than the
     time until the next outage, the worker never returns, as in the mix of Theorem 4.
@@ -114,7 +112,7 @@ def covered_at_once(on_spot: Bools, state: PlannerState, settings: PlannerSettin
 
 
 def pace(state: PlannerState, settings: PlannerSettings, slack: Slack, worth: Bools) -> Bools:
-    """Choose the markets by the rule "pace": wait for spot while the slack allows it, otherwise cover slots that are
+    """Choose the markets by the rule "pace": while the slack allows it, wait for spot; otherwise cover slots that are
     down.
 
     The guard keeps a reserve: the time until an outage of all spot machines is detected, plus a boot. Waiting must not
@@ -237,8 +235,7 @@ def affordable(returns: Bools, state: PlannerState, settings: PlannerSettings, s
 
 
 def first_by_rate(among: Bools, rates: Floats, needed_per_s: float, *, fastest: bool) -> Bools:
-    """Return the fewest slots, fastest (or slowest) first, whose rates add up to `needed_per_s`; all if the sum is
-    less."""
+    """Return the fewest slots, fastest (or slowest) first, whose rates add up to `needed_per_s`; otherwise all."""
     chosen = np.zeros(len(rates), dtype=np.bool_)
     slots = np.flatnonzero(among)
     if needed_per_s <= 0 or not slots.size:

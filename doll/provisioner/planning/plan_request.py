@@ -120,7 +120,7 @@ def changed_plan(section: PlanConfig, **changes: Any) -> PlanConfig:
 
 
 def apply_speed_up(config: JobConfig | None, section: PlanConfig, notes: list[str]) -> PlanConfig:
-    """Convert prices and cycle of the section to real time if the job's market is replayed faster. `notes` gets a
+    """Convert the section's prices and cycle to real time if the job's market is replayed faster. `notes` gets a
     line."""
     if config is None or not isinstance(config.fleet, ProcessesFleetConfig) or config.fleet.speed_up == 1:
         return section

@@ -111,8 +111,7 @@ class Pool:
 
     @property
     def cycle_s(self) -> float:
-        """The mean up time plus the mean down time of a machine; each is the recording's length if no machine was
-        preempted."""
+        """The mean up time plus the mean down time of a machine; each is the recording's length without preemptions."""
         inside = (self.num_up.times_s >= self.start_s) & (self.num_up.times_s <= self.end_s)
         taken = -np.minimum(np.diff(self.num_up.values[inside]), 0.0).sum()
         return self.length_s * self.num_machines / max(float(taken), 1.0)

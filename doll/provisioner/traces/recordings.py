@@ -26,8 +26,7 @@ Loader = Callable[[Path], tuple[list[TraceSet], Parts]]
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A skipped file, or a skipped part of a file, with the reason: the expected and the actual content, and perhaps a
-    remedy."""
+    """A skipped file, or a skipped part of a file, with the expected and the actual content, and perhaps a remedy."""
 
     what: str
     why: str
@@ -113,8 +112,7 @@ def left_out_text(skipped: Sequence[LeftOut], at_most: int = 20) -> str:
 
 
 def _listed(folder: Path, result: Survey) -> list[Path]:
-    """Return the entries of a folder in order. If the folder cannot be listed, return no entries and add the folder to
-    `result`."""
+    """Return the entries of a folder in order. If it cannot be listed, return none and add it to `result`."""
     try:
         return sorted(folder.iterdir())
     except OSError as error:

@@ -35,8 +35,7 @@ _MAX_ROUNDS: Final = 50  # a queue that fills faster than it is read must not ho
 
 @dataclass
 class Ec2Notices:
-    """Reads notices from the queue, without waiting. `clock` returns Unix seconds; it is used for events without a
-    time."""
+    """Reads notices from the queue, without waiting. `clock` returns Unix seconds, for events without a time."""
 
     client: Any
     queue_url: str

@@ -188,8 +188,7 @@ class KubernetesFleet:
         return instance
 
     def instances(self) -> Sequence[Instance]:
-        """Return the instances. This method also deletes pods that get no node, that cannot start, or that ended an
-        hour ago."""
+        """Return the instances. Pods that get no node, cannot start, or ended an hour ago are deleted."""
         try:
             workers, now_s = self._workers(), self.clock()
             seen = {instance.id: instance for _, instance in workers} | self._given_back(workers, now_s)

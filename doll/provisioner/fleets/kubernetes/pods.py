@@ -146,8 +146,7 @@ def why_it_waits(pod: Pod) -> str:
 
 
 def unschedulable_since_s(pod: Pod) -> float | None:
-    """Return the time since which no node accepts the pod or a queue (Kueue) keeps the pod waiting; None if not
-    known."""
+    """Return the time since which no node accepts the pod or a queue (Kueue) keeps it waiting; None if not known."""
     scheduled = condition(pod, "PodScheduled", "False")
     if scheduled is None or scheduled.get("reason") not in _WAITS or pod["metadata"].get("deletionTimestamp"):
         return None
@@ -155,8 +154,7 @@ def unschedulable_since_s(pod: Pod) -> float | None:
 
 
 def never_starts(pod: Pod) -> str:
-    """Return the reason why a container of the pod cannot start until a person corrects its template; "" if it may
-    start."""
+    """Return the reason why a container of the pod cannot start until a person corrects its template; "" otherwise."""
     status = pod.get("status", {})
     for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
         waiting = container.get("state", {}).get("waiting") or {}

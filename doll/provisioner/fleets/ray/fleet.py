@@ -190,8 +190,8 @@ class RayFleet:
         return instance
 
     def instances(self) -> Sequence[Instance]:
-        """Return the instances. This method also ends actors that no node accepts, and tells workers on a drained node
-        to leave."""
+        """Return the instances. Actors that no node accepts are ended, and workers on a drained node are told to
+        leave."""
         try:
             self._listed()
             now_s = self.clock()
@@ -330,8 +330,7 @@ def lease_key(cluster: str, job: str) -> str:
 
 @contextlib.contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keep this process's handler of SIGTERM, because Ray's handler would end the provisioner in the middle of a
-    turn."""
+    """Keep this process's handler of SIGTERM, because Ray's handler would end the provisioner within a turn."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
