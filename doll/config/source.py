@@ -44,15 +44,16 @@ class SourceSection(Section, ABC):
 
     @abstractmethod
     def position_identity(self) -> list[Any] | None:
-        """Return, as JSON, the values that determine a position in this source, from which a restarted producer
-        continues.
+        """Return, as JSON, the values that identify this source. A restarted producer continues from a position only if
+        they are equal.
 
         None: the source has no positions, because it draws at random or is a pipe. Every source must define this
-        method: if a file source did not, the file would be sent again from its start.
+        method. Without it, a restarted producer would send a file again from its start.
         """
 
     def format_problem(self, given: FormatSection | None) -> str:
-        """Return why `data.format` does not decode what this source sends; "" if it does, or if the task decodes it."""
+        """Return the reason why `data.format` cannot decode the records of this source; "" if it can, or if the task
+        decodes them."""
         return ""
 
 
