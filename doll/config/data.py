@@ -75,8 +75,7 @@ _WORDS: Final = ("earliest", "latest")
 
 
 def _check_start(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Report a single error for a wrong value. Otherwise, there would be one error for each form that the value may
-    have."""
+    """Report a single error for a wrong value, and not one error for each form that the value may have."""
     if isinstance(value, dict):
         return StartConfig.model_validate(value)
     if isinstance(value, StartConfig) or value in _WORDS:
@@ -156,8 +155,7 @@ class DataConfig(Section):
 
     @property
     def num_partitions(self) -> int:
-        """The number of streams, which are the partitions of the samples topic. Raises ConfigError if Kafka has not
-        been asked."""
+        """The number of streams (partitions of the samples topic). Raises ConfigError if Kafka has not been asked."""
         if self.asks_kafka:
             raise ConfigError(
                 f"data.partitions: expected the number of partitions of topic {self.topic}, which only Kafka knows: "

@@ -1,5 +1,4 @@
-"""The fingerprint of a job: the settings on which checkpoint, server and workers must agree, as `key=value` fields.
-Pure.
+"""The fingerprint of a job: settings on which checkpoint, server and workers must agree, as `key=value` fields. Pure.
 
 Its keys are keys of the job file: the data keys that determine which samples a batch number refers to, the task and its
 arguments, and the whole training section. It also contains facts about the model. A server and its workers must agree
@@ -139,8 +138,8 @@ def differences(expected: Mapping[str, str], got: Mapping[str, str]) -> str:
 
 
 def refused_changes(saved: Mapping[str, str], wanted: Mapping[str, str], may_change: Sequence[str] = MAY_CHANGE) -> str:
-    """Return the differences because of which a job cannot continue from a checkpoint with the fields `saved`; empty if
-    it can."""
+    """Return the differences that make it impossible to continue from a checkpoint with the fields `saved`; or
+    empty."""
     fixed = _SCHEDULED if _SCHEDULE in saved and may_change is MAY_CHANGE else ()
     return _describe(
         saved, wanted, [key for key in _changed(saved, wanted) if key in fixed or not is_among(key, may_change)]
@@ -194,7 +193,7 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _argument(key: str, value: Any) -> str:
-    """Return the value of an argument. For a path, return only its last part, because the folder may differ between
+    """Return the value of an argument. For a path, return only its last part: the folder may differ between
     machines."""
     if isinstance(value, str) and str(key).endswith(PATH_ENDINGS):
         value = PurePath(value).name
@@ -207,8 +206,7 @@ def _class(name: str) -> str:
 
 
 def _value(value: Any) -> str:
-    """Return text unchanged, and any other value as JSON without spaces. For a long value, return the checksum of this
-    text."""
+    """Return text unchanged, and any other value as JSON without spaces. For a long value, return a checksum."""
     plain = value if isinstance(value, str) else json.dumps(_in_order(value), separators=(",", ":"), default=str)
     text = _text(plain)
     if len(text) <= _MAX_VALUE_CHARS:

@@ -75,8 +75,7 @@ class JobConfig(Section):
         return self
 
     def _problems(self) -> Iterator[str]:
-        """Yield the problems of keys that do not fit together. Each rule may assume that no earlier rule was
-        violated."""
+        """Yield the problems of keys that do not fit together. Each rule assumes that the earlier rules hold."""
         data, worker, policy = self.data, self.worker, self.training.policy
         if not JOB_NAME.fullmatch(self.job):
             yield f"job: expected 1-63 of a-z 0-9 _ - beginning with a letter or digit, got {self.job!r}"

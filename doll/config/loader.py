@@ -76,8 +76,7 @@ def dump_run(config: JobConfig, folder: Path) -> str:
 
 
 def located(data: dict[Any, Any], folder: Path) -> dict[Any, Any]:
-    """Return the keys of a job file in `folder`. If it belongs to a run, its paths are resolved in the present folder
-    of the run.
+    """Return the keys of a job file in `folder`. Paths of a run's job file are resolved in the present run folder.
 
     The path of the base folder (with the user's own files) does not change. If this folder does not exist any more, it
     is searched at the same path relative to the run.
@@ -121,8 +120,7 @@ def _has_task(folder: Path, task: Any) -> bool:
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader that accepts only plain YAML values. It counts merged keys (`<<`), because a few lines can expand to
-    10^9 keys."""
+    """A loader that accepts only plain YAML values. It counts merged keys (`<<`), which can expand to 10^9 keys."""
 
     merged = 0
 

@@ -1,5 +1,4 @@
-"""The base class of all sections of the job file. It limits numbers by their unit, which is the suffix of the key's
-name.
+"""The base class of all sections of the job file. It limits numbers by unit, the suffix of the key's name.
 
 No run can use a number beyond these limits. Examples are a wait that system calls refuse or round to 0, a size that
 exceeds any memory, and an integer that JSON and float64 cannot represent. Some keys define narrower bounds.
@@ -65,8 +64,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_credentials(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse URLs with credentials. A nested section checks its own fields, sometimes with a more helpful
-        message."""
+        """Refuse URLs with credentials. A nested section checks its own fields, sometimes with a better message."""
         texts = value if isinstance(value, list) else [value]
         if isinstance(value, dict) and get_origin(cls.model_fields[info.field_name or ""].annotation) is dict:
             texts = list(value.values())
@@ -102,8 +100,7 @@ def _check_limits(name: str, field: FieldInfo, number: float) -> None:
 
 
 def _bounds_of(field: FieldInfo, *kinds: str) -> list[float]:
-    """Return the bounds of these kinds (gt, ge, lt, le; `allow_inf_nan`: no bound) of a field or of the numbers in
-    it."""
+    """Return the bounds of these kinds (gt, ge, lt, le; `allow_inf_nan`: no bound) of a field or its numbers."""
     rules = [*field.metadata, *_rules(field.annotation)]
     bounds = [getattr(rule, kind, None) for rule in rules for kind in kinds]
     return [bound for bound in bounds if bound is not None]

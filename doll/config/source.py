@@ -44,16 +44,15 @@ class SourceSection(Section, ABC):
 
     @abstractmethod
     def position_identity(self) -> list[Any] | None:
-        """Return, as JSON, the values that identify this source. A restarted producer continues from a position only if
-        they are equal.
+        """Return, as JSON, the values that identify this source. A restarted producer continues only if they are equal.
 
         None: the source has no positions, because it draws at random or is a pipe. Every source must define this
         method. Without it, a restarted producer would send a file again from its start.
         """
 
     def format_problem(self, given: FormatSection | None) -> str:
-        """Return the reason why `data.format` cannot decode the records of this source; "" if it can, or if the task
-        decodes them."""
+        """Return the reason why `data.format` cannot decode this source's records; "" if it can, or if the task
+        does."""
         return ""
 
 

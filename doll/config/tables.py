@@ -1,5 +1,4 @@
-"""`training.tables`: the optimizers of the rows of tables (embeddings with sparse=True), and the limits of bounded
-tables."""
+"""`training.tables`: the optimizers of rows of tables (embeddings with sparse=True), and limits of bounded tables."""
 
 from __future__ import annotations
 

@@ -145,8 +145,7 @@ OptimizerConfig = Annotated[SgdConfig | AdamConfig | AdagradConfig | TorchConfig
 
 
 class SchedulePart(NamedClass):
-    """A torch scheduler class, or a class with the same interface, which sets the learning rate for a number of
-    updates."""
+    """A torch scheduler class, or a class with the same interface, for the learning rate of a number of updates."""
 
     updates: PositiveInt | None = None
     """number of updates for which this part lasts; omitted in the last part, which has no end"""
@@ -157,9 +156,8 @@ def _as_list(value: Any) -> Any:
 
 
 class EmaConfig(Section):
-    """An exponential moving average of the weights, which the server computes. After each update with at least one
-    sample, average = decay * average + (1 - decay) * weights. The average starts with the initial weights of the
-    job."""
+    """An exponential moving average of the weights at the server. After each update with at least one sample, average =
+    decay * average + (1 - decay) * weights. The average starts with the initial weights of the job."""
 
     decay: float = Field(ge=0, lt=1)
     evaluate: bool = True

@@ -92,7 +92,7 @@ class Feed:
             rest += data
 
     def acknowledge(self, *, now: bool = False) -> None:
-        """Tell the program what Kafka has acknowledged, at most ten times per second. `now`: tell it at once."""
+        """Report to the program what Kafka has acknowledged, at most ten times per second. `now`: report at once."""
         at_s = time.monotonic()
         if not now and at_s - self._acknowledged_s < _ACKNOWLEDGE_S:
             return

@@ -99,7 +99,7 @@ def diff_versions(target: Target, a: str, b: str) -> VersionDiff:
 
 
 def _tensors(checkpoint: Checkpoint | None) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the weights by name, if the checkpoint names them."""
+    """Return the weights by name, if the checkpoint contains their names."""
     if checkpoint is None:
         return {}
     weights = checkpoint.tensors.get(_WEIGHTS, np.zeros(0, np.float32))

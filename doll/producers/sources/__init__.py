@@ -31,7 +31,8 @@ ARRIVALS, SAMPLES, CONCEPT, ORDER = range(4)
 
 
 def child_rng(seed: int, *key: int) -> np.random.Generator:
-    """Return the generator of one purpose: independent of generators with another key, equal in every run of a seed."""
+    """Return the random generator for one purpose. It is independent of generators with another key, and equal in every
+    run with the same seed."""
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=key))
 
 
@@ -56,11 +57,11 @@ class Stream:
 
     @property
     def first_place(self) -> int:
-        """The place where the stream continues in a file whose sample i belongs to stream i mod N."""
+        """The number of the stream's next sample in a file whose sample i belongs to stream i mod N."""
         return self.number + self.position * self.count
 
     def rng(self) -> np.random.Generator:
-        """Return the generator of this stream. It draws other numbers for other values of `sent`."""
+        """Return the random generator of this stream. It draws different numbers for different values of `sent`."""
         return child_rng(self.seed, SAMPLES, self.number, self.sent)
 
     def shared_rng(self) -> np.random.Generator:
