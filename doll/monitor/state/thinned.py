@@ -1,4 +1,4 @@
-"""A series of limited length: of too many points, every second one is deleted; the others keep their numbers."""
+"""A series of limited length. If there are too many points, every second one is deleted; others keep their numbers."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class VersionRecords:
 
     Attributes:
         updates, evaluations: rows of the tables of `doll.monitor.state.history`.
-        spent_usd: Unix time, and amount that the provisioner had spent until then, in order of time.
+        spent_usd: pairs of Unix time and the amount that the provisioner had spent until this time, in order of time.
     """
 
     updates: Sequence[Row] = ()
@@ -65,7 +65,7 @@ class VersionLine:
         policy, recipe: name of the policy, and the keys of `training` in the fingerprint.
         elapsed_s: seconds of learning.
         prequential, held_out: losses and metrics by name; prequential ones are means over the last 50 updates.
-        cost_usd: cost of provisioned machines until then.
+        cost_usd: cost of provisioned machines until the version was saved.
         fingerprint: fingerprint of the job file and the model.
         code: checksum of the task's source.
         aliases, is_pinned: its marks.

@@ -59,7 +59,7 @@ class Decisions:
 
     Attributes:
         newest: the newest decision; empty before the first one.
-        notable: decisions with actions, or with changes of the wanted state or of actions that a person must take.
+        notable: decisions with actions, or with a new wanted state or new actions that a person must take.
         market: machines, prices and costs over time.
     """
 
@@ -117,7 +117,7 @@ class PageState:
         restarts: number of restarts of roles and services that this machine started.
         kept: versions in its checkpoints, read when a version is opened. None: not read, or not readable.
         served: state of its model server. None: no model server is watched.
-        problem: why the page may not show the newest state; "" if it does.
+        problem: reason why the page may not show the newest state; "" if it does.
     """
 
     config: JobConfig
