@@ -37,7 +37,7 @@ class Access:
     """An ASGI application that wraps another one and forwards only requests of allowed readers.
 
     Args:
-        token: token that readers must have; "": no token, but the `Host` must be a name of the loopback interface.
+        token: token that readers must have. "": no token, but the `Host` must be a name of the loopback interface.
     """
 
     def __init__(self, app: ASGIApp, token: str = "") -> None:
