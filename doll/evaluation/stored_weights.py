@@ -29,7 +29,7 @@ _NO_LAYERS: Final[Mapping[str, RowLayers]] = {}
 
 
 class Place(NamedTuple):
-    """The place of a version. Versions of a later term are newer, even if their number is lower."""
+    """The term and number of a version. Versions of a later term are newer, even if their number is lower."""
 
     term: int
     version: int
