@@ -147,7 +147,7 @@ def refused_changes(saved: Mapping[str, str], wanted: Mapping[str, str], may_cha
 
 
 def resume_refusal(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-    """Return the changes that `refused_changes` refuses, and what to do about them; empty if there are none."""
+    """Return a text with the changes that `refused_changes` refuses and a remedy; empty if there are none."""
     refused = refused_changes(saved, wanted)
     if not refused:
         return ""

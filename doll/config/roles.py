@@ -1,4 +1,4 @@
-"""The processes of a job and what they use: checkpoints, probes, blobs, the control channel."""
+"""The sections for the processes of a job, and for their checkpoints, probes, blobs and control channel."""
 
 from __future__ import annotations
 

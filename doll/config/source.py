@@ -192,8 +192,8 @@ class FeedSource(SourceSection):
 
 
 class PythonSource(SourceSection):
-    """The records that a function returns: the function is called once for each stream, as `function(stream, **args)`,
-    and returns an iterator of bytes, or of texts, which are sent in UTF-8. `stream` is a
+    """The records that a function returns. The function is called once for each stream, as `function(stream, **args)`.
+    It returns an iterator of bytes or of texts; texts are sent in UTF-8. `stream` is a
     `doll.producers.sources.Stream`."""
 
     kind: Literal["python"]

@@ -1,4 +1,5 @@
-"""Access control of a page: checks each request before anything else, and limits what browsers do with the answer."""
+"""Access control of a page: checks each request first, and sets headers that restrict the use of the answer in
+browsers."""
 
 from __future__ import annotations
 

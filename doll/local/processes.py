@@ -96,8 +96,8 @@ def end(process: subprocess.Popen[bytes], grace_s: float) -> int:
 
 
 def free_port() -> int:
-    """Return a loopback port that is free now and that this function has not returned recently, because a server
-    requests several ports before it binds them. Another process may bind the port first, so callers retry a failed
+    """Return a loopback port that is free now. A server requests several ports before it binds them, so ports that were
+    returned recently are not returned again. Another process may bind the port first, so callers retry a failed
     bind."""
     for port in random.SystemRandom().sample(_PORTS, 200):
         if port in _given:

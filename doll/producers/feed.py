@@ -25,7 +25,7 @@ class Feed:
     """The connection to the program. Use it as a context manager."""
 
     def __init__(self, path: Path, positions: Sequence[int], max_bytes: int) -> None:
-        """Connect, and tell the program where to begin.
+        """Connect, and send the program the positions at which to begin.
 
         Args:
             path: path of the socket.

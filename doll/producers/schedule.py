@@ -32,7 +32,7 @@ def scheduled_samples(
     `source.limit_samples` is not applied here.
 
     Args:
-        starts: number of samples that each stream already holds (see `sources.open_streams`).
+        starts: number of samples that each stream already contains (see `sources.open_streams`).
         positions: number of samples of the job's file that were sent to each stream before; empty: none.
         pipe: file descriptor of standard input.
         feed: connection to the program, if the source is a program.

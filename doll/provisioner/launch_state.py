@@ -95,7 +95,7 @@ class LaunchState(KeptState):
             a later spot launch has succeeded.
         limits: limits of launches, which may be replaced at any time. Pauses that have begun do not change.
         pending: orders whose outcome is not known yet, with their times, by slot. They are repeated unchanged.
-        launches_from_s: time before which nothing is launched, because a predecessor whose state is lost may have
+        launches_from_s: time before which nothing is launched. If the state of a predecessor is lost, it may have
             launched machines that are not listed yet.
         run: `Order.run` of new orders.
         stopped: reason why nothing is launched until a person acts; "": launches are allowed. It is only set before any

@@ -1,4 +1,4 @@
-"""Compares the existing with the wanted machines, and returns what to launch, end or wait for, with reasons. Pure.
+"""Compares the existing with the wanted machines, and returns launches, terminations and waits, with reasons. Pure.
 
 Rules for each slot:
 

@@ -3,7 +3,7 @@
 A slot that has no worker because of this rule is *released*. Its machine ends in an orderly way: the worker finishes or
 returns its batches, sends the updates that it still holds back, and leaves. The server assigns its partitions to the
 other workers (`release_request`), so that they also learn its data, as in the paper. A released slot is *recalled*, and
-gets partitions again, if the deadline comes into danger or the rule is switched off. See
+gets partitions again, if the deadline is in danger or the rule is switched off. See
 docs/decisions/0032-scale-in-releases-slots.md and 0079-the-others-take-over-from-a-released-worker.md.
 """
 
@@ -88,8 +88,8 @@ def sharing(
         slots: slots that have workers, shape (N,).
         capacity_per_s: samples per second that each worker can compute, shape (N,). 0: not known; the worker gets no
             share.
-        without_partition: slots whose streams other slots serve now, shape (N,). If such a slot is to have a worker, it
-            gets an equal part of the total rate. None: there is no such slot.
+        without_partition: slots whose streams other slots serve now, shape (N,). If such a slot gets a worker, it gets
+            an equal part of the total rate. None: there is no such slot.
 
     Raises:
         ValueError: no slot with a rate above 0 is left.

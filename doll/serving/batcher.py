@@ -55,7 +55,7 @@ class BatchTimes:
         self.were_short = True
 
     def are_short(self) -> bool:
-        """Return whether the next batch is to be computed on the event loop's thread."""
+        """Return whether to compute the next batch on the event loop's thread."""
         if self.were_short:
             return True
         self._untried += 1

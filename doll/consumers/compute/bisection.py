@@ -76,9 +76,9 @@ def usual_norm(norms: Sequence[float]) -> float:
 def harmful(before: float, wrong: float, after: float) -> bool:
     """Return whether a step harms ordinary samples, whose mean loss is `before` and `after` the step.
 
-    The step is harmful if the loss at least doubles, and also rises by at least a quarter of the rise that wrong
-    targets would cause (`wrong` is the loss with wrong targets). The second condition is needed because a loss close to
-    zero may double without harm.
+    The step is harmful if two conditions hold. First, the loss at least doubles. Second, the loss rises by at least a
+    quarter of the rise that wrong targets would cause (`wrong` is the loss with wrong targets). The second condition is
+    needed because a loss close to zero may double without harm.
     """
     if not math.isfinite(after):
         return True

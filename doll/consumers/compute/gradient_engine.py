@@ -242,7 +242,8 @@ class GrantHandler:
 
         Raises:
             TaskError: the fault is the task's or the model's.
-            ServiceUnavailableError: Kafka does not take a dead letter, or the wait for the blob store was given up.
+            ServiceUnavailableError: Kafka does not accept a dead letter, or the worker has stopped waiting for the blob
+                store.
         """
         started_s = time.perf_counter()
         version: int | None = None

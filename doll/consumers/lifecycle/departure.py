@@ -21,7 +21,7 @@ MARGIN_S = 0.25
 
 
 def end_within(seconds: float, code: int) -> None:
-    """End this process with exit code `code` after `seconds`, whatever it is doing."""
+    """End this process with exit code `code` after `seconds` in any case."""
     timer = threading.Timer(seconds, os._exit, args=(code,))
     timer.daemon = True
     timer.start()

@@ -1,6 +1,6 @@
 """The stage processes of a virtual worker. The worker forks them at its start, before it has threads and connections.
 
-The stages end when the worker ends, whatever the cause. The worker ends when a stage ends
+The stages end when the worker ends for any reason. The worker ends when a stage ends
 (`doll.consumers.pipeline.pipeline_engine`).
 """
 

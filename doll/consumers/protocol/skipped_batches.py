@@ -83,7 +83,7 @@ class SkippedBatches:
         return until
 
     def record(self, worker: int, session: int, partition: int) -> Skip:
-        """Return the record that tells the server about the range, which must exist."""
+        """Return the record that reports the range to the server. There must be a range."""
         assert self._range is not None
         return Skip(worker=worker, session=session, partition=partition, **self._range._asdict())
 

@@ -493,7 +493,7 @@ class WorkerCore:
         return Send(nack)
 
     def is_wanted(self, term: int, batch: int, grant_id: int) -> bool:
-        """Return whether the gradient of this batch must still be computed for this grant, as far as this worker knows.
+        """Return whether the gradient of this batch must still be computed for this grant, to this worker's knowledge.
 
         A later grant replaces an earlier one. A grant of a later server may have the same id. Any thread may call this
         method.

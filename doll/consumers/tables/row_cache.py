@@ -2,15 +2,15 @@
 the least recently used rows are removed first. Pure.
 
 The cache stores rows as the server has them, and adds the worker's own steps when a row is read. So a cached row
-equals, to the bit, the server's row of some version. A cached row is brought to a later version in two ways: the cache
-adds the worker's own pushes that the later version includes, and it replaces rows or values of rows (`Patch`) that
-other workers have changed. A checksum over all rows of the request shows whether server and cache agree. If they do
-not, the complete rows are requested again.
+equals, to the bit, the server's row of some version. To bring a row to a later version, the cache adds the worker's own
+pushes that this version includes. It also replaces rows, or values of rows (`Patch`), that other workers have changed.
+A checksum over all rows of the request shows whether server and cache agree. If they do not, the complete rows are
+requested again.
 
-A row may be used if it is known to be unchanged up to a version v that is at least the grant's minimum version (ESSP,
-Dai et al., AAAI 2015; the paper's `>` would stop all workers at staleness 0). The policy converts clocks to versions. A
-row is known up to the version in which it was fetched, and up to later versions for which the server has reported that
-the row has not changed.
+A row may be used if it is known up to version v and v is at least the grant's minimum version (ESSP, Dai et al., AAAI
+2015). The paper's condition uses `>` instead, which would stop all workers at staleness 0. The policy converts clocks
+to versions. A row is known up to the version in which it was fetched, and up to later versions for which the server has
+reported that the row has not changed.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class RowClient:
 
         Raises:
             BlobError: the grant is not wanted any more, or there was no answer for 20 s.
-            ServiceUnavailableError: the wait for the blob store was given up.
+            ServiceUnavailableError: the worker has stopped waiting for the blob store.
         """
         assert self._send is not None, "connect() comes first"
         assert self._grant is not None, "begin() comes first"

@@ -115,7 +115,7 @@ class WorkerTables:
 
         Raises:
             BlobError: the server does not answer, or the grant is void.
-            ServiceUnavailableError: the wait for the blob store was given up.
+            ServiceUnavailableError: the worker has stopped waiting for the blob store.
         """
 
         def fetch(request: RowRequest) -> FetchedRows:

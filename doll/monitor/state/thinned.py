@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class Thinned(Generic[T]):
-    """Points by their numbers, of which at most `most` are kept.
+    """At most `most` points, by their numbers.
 
     Attributes:
         points: the kept points; they include the newest one if its number is a multiple of the step.

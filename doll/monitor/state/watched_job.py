@@ -199,7 +199,7 @@ class WatchedJob:
             self._restarts[event.restarted] += 1
 
     def _note_workers(self, status: ServerStatus) -> None:
-        """Record events of workers that have joined, gone, or been replaced since the last status."""
+        """Record events of workers that have joined, left, or been replaced since the last status."""
         changed: dict[str, list[int]] = {}
         for worker in status.workers:
             before, now = self._workers.get(worker.worker), (worker.is_live, worker.restarts)

@@ -42,7 +42,7 @@ class Stream:
 
     Attributes:
         number, count: number of the stream, 0 .. count - 1, and number of streams.
-        sent: number of samples that the stream already holds.
+        sent: number of samples that the stream already contains.
         seed: seed of the job.
         max_record_bytes: maximum size of a record; a larger record is refused.
         position: number of samples of the source that the stream got before; 0 for sources without positions.
@@ -77,8 +77,8 @@ def open_streams(config: JobConfig, starts: Sequence[int], positions: Sequence[i
     """Return one iterator of record values per stream.
 
     Args:
-        starts: number of samples that each stream already holds. Random sources continue from there with new draws, so
-            a restarted producer repeats no sample.
+        starts: number of samples that each stream already contains. Random sources continue from there with new draws,
+            so a restarted producer repeats no sample.
         positions: number of samples of the file that each stream got before; the stream continues after them. Empty: 0.
 
     Raises:

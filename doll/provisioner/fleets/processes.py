@@ -5,8 +5,8 @@ machine. At the end of an up interval, the process gets SIGTERM and drains; at t
 Without notice, it only gets SIGKILL. Processes belong to the fork server and end with it.
 
 A worker of several machines is one process. It starts the processes of its stages, and ends if one of them ends. It is
-billed as several machines, and ends when the market takes one of them. Launches are kept in a small file, so that a
-controller that crashes and creates a new fleet with the same fork server gets its instances back.
+billed as several machines, and ends when the market takes one of them. Launches are stored in a small file. After a
+crash of the controller, a new fleet with the same fork server continues with these instances.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ def deadline_rule(
     """Apply the spot guard: move slots off spot if the deadline cannot afford their loss.
 
     Worst case: all spot slots go down now, the planner sees this after `detection_delay` seconds, and all of them must
-    boot on-demand. Then each slot on spot loses rate x (detection delay + boot), a slot that is down loses rate x
+    boot on-demand. Then each slot on spot loses rate x (detection delay + boot). A slot that is down loses rate x
     (planning period + boot), and a slot that moves now loses rate x boot. Slots leave spot until the remaining slack is
     enough for these losses: first slots that would return to spot, then slots that are down or boot there, then the
     fastest slots. A slot that would not lose less by leaving stays.

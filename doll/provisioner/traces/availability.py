@@ -57,13 +57,13 @@ class RecordedAvailability:
     """Slots that follow a recorded number of machines: the slot of rank r is up while more than r machines of the pool
     are up.
 
-    If the recorded pool has fewer machines than there are slots, each machine stands for several slots (a recording of
+    If the recorded pool has fewer machines than there are slots, each machine represents several slots (a recording of
     one machine moves all slots together). The recording repeats after its end.
     """
 
     def __init__(self, times_s: Sequence[float], num_up: Sequence[float], pool_size: int, num_slots: int) -> None:
-        """Store the recording. Each count in `num_up` holds from its time to the next; times ascend, and the last time
-        ends the recording. `pool_size` is the number of machines that were requested."""
+        """Store the recording. Each count in `num_up` is valid from its time to the next time. Times ascend, and the
+        last time ends the recording. `pool_size` is the number of machines that were requested."""
         if len(times_s) != len(num_up) or len(times_s) < 2 or pool_size < 1:
             raise ConfigError(f"expected two or more times with counts and a pool, got {len(times_s)} and {pool_size}")
         self._spans_s = np.diff(np.asarray(times_s, float)).tolist()
@@ -133,9 +133,9 @@ def pool_of_workers(pool: Pool, machines_per_worker: int, num_workers: int) -> P
 def slots_up(pool: Pool, times_s: Floats, num_slots: int, rng: np.random.Generator) -> Bools:
     """Return the slots that have a spot machine at these times, shape (len(times_s), num_slots).
 
-    The share of slots that are up is the recorded share of machines that are up. If it falls, slots that lose their
-    machine are drawn at random from those that have one; if it rises, slots are drawn from those that have none. They
-    are drawn because a recording only counts machines, and no slot must have an advantage over the others.
+    The share of slots that are up is the recorded share of machines that are up. If the share falls, slots that have a
+    machine are drawn at random and lose it. If the share rises, slots without a machine are drawn and get one. They are
+    drawn because a recording only counts machines, and no slot must have an advantage over the others.
     """
     wanted = np.rint(pool.num_up.at(times_s) * (num_slots / pool.num_machines)).astype(int)
     up = np.zeros((len(times_s), num_slots), dtype=np.bool_)

@@ -27,7 +27,8 @@ POOL_COLUMNS = ("trace_set", "pool", "num_machines", "on_demand_usd_per_hour")
 
 @dataclass(frozen=True)
 class Series:
-    """A step function of time: `values[i]` holds from `times_s[i]` to `times_s[i + 1]`. The last time is the end."""
+    """A step function of time: `values[i]` is the value from `times_s[i]` to `times_s[i + 1]`. The last time is the
+    end."""
 
     times_s: Floats
     values: Floats

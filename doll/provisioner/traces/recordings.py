@@ -43,7 +43,7 @@ class Survey:
     skipped: list[LeftOut] = field(default_factory=list)
 
     def check(self, folder: Path) -> None:
-        """Raise ConfigError if no recording is usable; the message lists what was skipped and why."""
+        """Raise ConfigError if no recording is usable; the message lists the skipped files with the reasons."""
         if not self.sets:
             raise no_recordings_error(folder, self.skipped)
 

@@ -68,7 +68,7 @@ def run_up(
 
     Args:
         hook: creates the hook of the run. None: the default hook.
-        fresh: begin a new generation on topics that hold an earlier run.
+        fresh: begin a new generation on topics that contain an earlier run.
         folder: run folder that already exists for this run. None: a new one.
         display: shows the progress. None: on standard error.
         page: serve the live page during the run.

@@ -139,7 +139,7 @@ def condition(pod: Pod, kind: str, status: str) -> Mapping[str, Any] | None:
 
 
 def why_it_waits(pod: Pod) -> str:
-    """Return the scheduler's message on a pod without a node, or the names of the gates that hold the pod."""
+    """Return the scheduler's message on a pod without a node, or the names of the scheduling gates of the pod."""
     gates = ", ".join(str(gate.get("name")) for gate in pod["spec"].get("schedulingGates") or ())
     said = str((condition(pod, "PodScheduled", "False") or {}).get("message", ""))
     return f"held by its scheduling gates: {gates}" if gates else said
