@@ -256,7 +256,8 @@ class WorkerRuntime:
             intake.watch.samples_at_s = time.monotonic()
 
     def _give(self, intake: PartitionIntake) -> None:
-        """Pass the decoded batches of a partition to the core. Batches that follow batches without a record wait."""
+        """Pass the decoded batches of a partition to the core. If batches without a record come first, later batches
+        wait."""
         if self.intakes.get(intake.number) is not intake:
             return
         core, served = self._core, self._core.served[intake.number]

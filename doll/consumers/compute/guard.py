@@ -154,8 +154,8 @@ class Guard:
 
     def _may_do_harm(self, gradient: Gradient, count: int) -> bool:
         """Return whether the step of an unusual batch may harm the model. Streams change, and late in training most
-        difficult batches do no harm. This test computes passes of a few samples, and an inspection computes passes of
-        all samples. Return False if the model diverges, because then the samples are not the cause."""
+        difficult batches do no harm. This test is cheaper than an inspection: it computes passes of only a few samples.
+        Return False if the model diverges, because then the samples are not the cause."""
         if self._diverges():
             return False
         if self._canary is None or self._buffer_changes.unusual(

@@ -86,9 +86,8 @@ class DecodedBatch:
 
 
 class SeenForms:
-    """The form that samples must have, which is the form that the task declares. If there is no declaration and x or y
-    has several arrays or samples may differ in shape, it is the form of the first good samples of this process. Not
-    thread-safe."""
+    """The form that samples must have. If the task declares a form, it is this form. Otherwise, if x or y has several
+    arrays or samples may differ in shape, it is the form of the first good samples of this process. Not thread-safe."""
 
     def __init__(self, task: Task) -> None:
         """Start with the task's declaration. Raise ConfigError if `Task.spec` does not return fields."""

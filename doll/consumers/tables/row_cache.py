@@ -33,7 +33,7 @@ _PLACE_BYTES: Final = 8 + 8 + 2 + 9 + 16  # version, marks, place in the index a
 
 
 class OpLog:
-    """The own steps of a worker on one table, which fetched rows may lack: INC, CLOCK and read-my-writes.
+    """The own steps of a worker on one table that fetched rows may lack (INC, CLOCK and read-my-writes).
 
     The steps of one batch are one entry, with one row for each id (coalesced). An entry is kept until the server's rows
     contain it: for each version, the server reports how many of the worker's batches are included. Not thread-safe.

@@ -1,4 +1,4 @@
-"""The versions that a job keeps, with lineage, errors, cost and names of each. Pure.
+"""The versions that a job keeps, with the lineage, errors, cost and names of each version. Pure.
 
 All values come from existing records: the samples of a version from its checkpoint, the errors from the records of
 updates and of the evaluator, and the cost from the provisioner's decisions.

@@ -146,7 +146,7 @@ StackKind = Literal["self_managed", "msk"]
 class StackPart(NamedTuple):
     """A service that runs beside the workers on AWS and costs money from the first hour on, with its price.
 
-    The rows are those of the table in deploy/terraform/README.md, us-east-1; a test compares the two.
+    The rows are the same as in the table of deploy/terraform/README.md (us-east-1); a test compares the two tables.
     """
 
     name: str

@@ -33,8 +33,8 @@ _MARKOV = "chain"
 @dataclass(frozen=True)
 class AvailabilityInterval:
     """The n-th interval of a slot, in which its spot machine is available or not. Times are wall seconds since the
-    opening; `end_s` may be infinite. `taken_s` is the time at which the machine of an up interval is taken: `end_s`
-    plus the notice, if there is one."""
+    opening; `end_s` may be infinite. `taken_s` is the time at which the machine of an up interval ends: `end_s` plus
+    the notice, if there is one."""
 
     number: int
     up: bool

@@ -112,7 +112,7 @@ def left_out_text(skipped: Sequence[LeftOut], at_most: int = 20) -> str:
 
 
 def _listed(folder: Path, result: Survey) -> list[Path]:
-    """Return the entries of a folder in order. If it cannot be listed, return none and add it to `result`."""
+    """Return the entries of a folder in order. If it cannot be listed, return no entries and add it to `result`."""
     try:
         return sorted(folder.iterdir())
     except OSError as error:

@@ -51,7 +51,8 @@ class ApiError(Exception):
 
 class PodApi:
     """The calls of the API server that the fleet needs, in plain JSON, so that a template may use any field of this
-    server. `settings` is the Python client's `Configuration`: address, certificates, and the token, which it renews."""
+    server. `settings` is the Python client's `Configuration`: it has address, certificates and token, and renews the
+    token."""
 
     def __init__(self, settings: Any, namespace: str, timeout_s: float) -> None:
         self._settings = settings
