@@ -102,8 +102,8 @@ class PipelineGradientEngine:
         check: Callable[..., None], task: Task, clock: Callable[[], float] = time.monotonic, scope: str = "",
     ) -> None:  # fmt: skip
         """Start the engine. `guard` is the guard of `computer`, which has the undivided model and inspects unusual
-        batches. `check` is `check_with_samples` for the task, its model and the stages' layers. It is called before the
-        first batch is learned."""
+        batches. `check` is `check_with_samples` of the task, its model and the stages' layers, called before the first
+        batch is learned."""
         pipeline, self._wave = config.worker.pipeline, config.training.policy.batches_per_push
         assert pipeline is not None
         self.depth = 2 * self._wave
