@@ -1,5 +1,6 @@
-"""The model of a worker that computes its own optimizer steps. Its view of the model is the newest weights that it has,
-plus its own steps that are not in these weights (read-my-writes in the seed papers; docs/decisions/0034)."""
+"""The model of a worker that computes its own optimizer steps. The worker's view of the model consists of the newest
+weights that it has, plus its own steps that these weights do not contain (read-my-writes in the seed papers;
+docs/decisions/0034)."""
 
 from __future__ import annotations
 
@@ -52,9 +53,9 @@ class StepModel:
         *, takes_steps: bool = False, rows: WorkerTables | None = None, background: Executor | None = None,
         deltas: DeltaReader | None = None,
     ) -> None:  # fmt: skip
-        """Create the model. `takes_steps`: True: `add` receives the task's own steps instead of gradients, and the
-        optimizer is not used. `rows`: the rows of the model's tables with their optimizer; None: the model has no
-        tables. `background`, `deltas`: see `CachedVersion`."""
+        """Create the model. If `takes_steps` is True, `add` receives the task's own steps instead of gradients, and the
+        optimizer is not used. `rows` contains the rows of the model's tables and their optimizer; None: the model has
+        no tables. `background`, `deltas`: see `CachedVersion`."""
         self._weights = CachedVersion(job, blobs, computer, background, deltas)  # the view without the own steps
         self._model = model
         self._computer = computer
@@ -105,7 +106,8 @@ class StepModel:
         return refreshed.version if grant.first >= self._included else None
 
     def _forget_from(self, batch: int) -> bool:
-        """Forget the steps of `batch` and of later batches, which are computed again. Return whether there were any."""
+        """Forget the steps of `batch` and of later batches, because these batches are computed again. Return whether
+        any step was forgotten."""
         is_any = False
         for steps in (self._kept, self._pushed):
             while steps and steps[-1].batch >= batch:
