@@ -36,8 +36,7 @@ def decode_snapshot(checkpoint: Checkpoint) -> EngineSnapshot:
 
 
 class CheckpointWriter:
-    """A writer of checkpoints in a separate thread. It writes a checkpoint only after the records of its updates are in
-    Kafka.
+    """A writer of checkpoints, in a separate thread. A checkpoint is written after its update records are in Kafka.
 
     A save that fails is tried again, because a store may be unreachable for a while.
     """

@@ -1,5 +1,4 @@
-"""The event log of one parameter server: a file with every event. A replay of the log makes the same model, bit for
-bit.
+"""The event log of one parameter server: a file with every event. A replay makes the same model, bit for bit.
 
 The file is a sequence of length-prefixed MessagePack entries. Each entry is one event with its time; the event of a
 fetched gradient also has the gradient's blob. The first entry is the server's start, with the checkpoint or the origins

@@ -63,9 +63,8 @@ def run_ps(
     """Serve the job until its stop rule is met or until SIGTERM, and return the exit code 0.
 
     After SIGTERM, the server saves a checkpoint, and the job can be resumed. If the stop rule is already met at the
-    start, the server returns 0 at once and writes nothing. There is one exception: a server that replaces another
-    server (no `leader_check`, no `standby`) writes the end of the job again, for the processes that wait for this
-    record.
+    start, the server returns 0 at once and writes nothing. Exception: a server that replaces another one (no
+    `leader_check`, no `standby`) writes the end of the job again, for processes that wait for it.
 
     Args:
         standby: True: begin only after no other server has written anything for `ps.lease_s`.
@@ -149,8 +148,7 @@ class _Launch:
 
     def _finished(self, newest: Checkpoint) -> str | None:
         """Return why the job of this checkpoint has ended, if its stop rule is met and all roles know of the end;
-        otherwise None. After a rollback, a regrid or a new server, the checkpoint has a newer term, and the result is
-        None."""
+        otherwise None. After a rollback, a regrid or a new server, the checkpoint's newer term makes it None."""
         reason = reached_before(self._config.stop, decode_snapshot(newest))
         if reason is None:
             return None
@@ -230,8 +228,7 @@ class _Launch:
 
     def _start(self, checkpoint: Checkpoint | None, term: int = 0, generation: int = 0) -> Start:
         """Continue from the checkpoint, or begin `generation` at `data.start` if there is no checkpoint. If `fresh` is
-        set, begin also if the samples topic has been replaced, because the checkpoint's model cannot continue on
-        another topic.
+        set, begin also if the samples topic was replaced, because the model cannot continue on another topic.
 
         Raises:
             ReplacedSamplesError: the samples topic is not the topic of the checkpoint.

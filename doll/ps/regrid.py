@@ -8,8 +8,7 @@ as after any restart (docs/decisions/0085).
 
 Order of effects: 1. The arguments are checked. 2. A term is claimed, which fences every server of the old grid. 3. The
 newest checkpoint is loaded; no server can add a checkpoint after the claim. 4. The checkpoint is saved under the new
-term, as one file or object. After a crash before step 4 the job has the old grid; after a later crash it has the new
-grid.
+term, as one file or object. After a crash before step 4 the job has the old grid; after a later crash, the new one.
 """
 
 from __future__ import annotations
@@ -106,8 +105,7 @@ def regrid(
 
 
 def _begin(config: JobConfig, store: CheckpointStore, *, term: int) -> tuple[Checkpoint, RegridOutcome]:
-    """Return the checkpoint that begins the new grid, without saving it. It has passed the checks of the next
-    server."""
+    """Return the checkpoint that begins the new grid, unsaved. It has passed the checks of the next server."""
     before = store.load_newest(None)
     if before is None:
         raise ConfigError(

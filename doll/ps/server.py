@@ -87,8 +87,8 @@ _FAULT_POINTS: Final[Mapping[type, str]] = {Grant: "ps.after_grant", Durable: "p
 
 
 class Outbox(Protocol):
-    """The port (interface) for sending the parameter server's records. Each destination gets its records in the order
-    of the calls."""
+    """The port (interface) that sends the server's records. A destination gets its records in the order of the
+    calls."""
 
     def send_command(self, worker: int, record: AnyRecord) -> None:
         """Send a record to one worker, on `commands`."""
@@ -103,8 +103,7 @@ class Outbox(Protocol):
         """Return the number n such that Kafka has acknowledged the first n records of `send_update`."""
 
     def flush(self, timeout_s: float) -> int:
-        """Wait at most `timeout_s` seconds until all records are delivered, and return the number of undelivered
-        records."""
+        """Wait at most `timeout_s` seconds for the delivery of all records, and return how many are undelivered."""
 
 
 class ParameterServer:
@@ -161,8 +160,7 @@ class ParameterServer:
         """Announce this server: a TermStarted record, then Hello to every worker.
 
         The origins of a new job become durable before any process learns of them. Otherwise a restart could determine
-        other origins. Records that arrived before the restart would be lost, and batch numbers would mean other
-        offsets.
+        other origins. Earlier records would be lost, and batch numbers would mean other offsets.
 
         Raises:
             FencedError, CheckpointError: as in `run_periodic`.
@@ -516,8 +514,7 @@ def serve(
     engine = server.engine
     partitions = len(engine.start.origins)
     looped_s = checked_s = periodic_s = time.monotonic()
-    # Events to feed, in order. While the gradient of the first event is being read, the gradients of later events are
-    # requested.
+    # Events to feed, in order. While the gradient of the first one is being read, later ones are requested.
     events: deque[ev.Event | GetRows] = deque()
     while engine.finished is None:
         incoming = channel.poll(_READING_POLL_S if events else _POLL_S)
@@ -554,16 +551,14 @@ def serve(
             server.save_now()
             log.info("leaving", version=engine.version, reason=f"{signals.leave_reason}; the job can be resumed")
             return
-        # Leases might expire while their renewals wait in `events`, and if there are many pushes, `events` is never
-        # empty.
+        # Leases might expire while their renewals wait in `events`, which is never empty if there are many pushes.
         if not events or now - periodic_s > _PERIODIC_S:
             periodic_s = now
             server.run_periodic()
 
 
 def deliver(channel: ControlChannel, signals: Signals, heartbeat: Heartbeat) -> None:
-    """Wait until Kafka has every record, or until SIGTERM. From the last record, other processes learn that the job has
-    ended."""
+    """Wait until Kafka has every record, or until SIGTERM. The last record tells other processes of the end."""
     warned = False
     while (undelivered := channel.flush(_FLUSH_S)) and not signals.leave:
         heartbeat.beat("loop")
@@ -605,8 +600,7 @@ def _check_fencing(server: ParameterServer, *, paused_s: float, lease_s: float) 
 
 def _update_record(update: ev.ApplyUpdate, *, term: int, num_samples: int, apply_s: float, now: float) -> Update:
     """Return the record of one update, which has learned `num_samples` samples and took `apply_s` seconds at the
-    server. `now`: time at which the update was applied, in monotonic seconds, on the same clock as the times of
-    grants."""
+    server. `now`: time at which the update was applied, in monotonic seconds on the clock of the grants."""
     batches = [batch for item in update.sets for batch in item.push.batches]
     names = sorted({name for batch in batches for name in batch.metric_sums})
     weight = sum(batch.total_weight for batch in batches)

@@ -136,9 +136,8 @@ class LeaderCheck:
         self._thread = threading.Thread(target=self._run, name="leader_check", daemon=True)
 
     def require_no_leader(self, should_stop: Callable[[], bool]) -> bool:
-        """Wait for the result of the check. Return True if no server leads, or False if `should_stop` returns True
-        earlier. Raises FencedError if another parameter server leads, and ServiceUnavailableError if Kafka does not
-        answer."""
+        """Wait for the result of the check. Return True if no server leads; False if `should_stop` does so earlier.
+        Raises FencedError if another parameter server leads, and ServiceUnavailableError if Kafka does not answer."""
         while not self._done.wait(_POLL_S):
             if should_stop():
                 return False

@@ -1,5 +1,4 @@
-"""The start of a parameter server, which is a checkpoint or the origins of a new job, and the engine made from the
-start.
+"""The start of a parameter server (a checkpoint, or the origins of a new job), and the engine made from it.
 
 A job may begin with the weights of another run or of a file (`training.init_from`). The first server loads these
 weights before it saves version 0. Each later server continues from a checkpoint (docs/decisions/0085).
@@ -106,9 +105,8 @@ def engine_settings(config: JobConfig, fingerprint: str = "") -> EngineSettings:
 
 
 def _takes_sum(training: TrainingConfig) -> bool:
-    """Return whether the server applies the sum of the contributions instead of their mean. Steps of workers are added,
-    because the workers have already taken the mean or sum over their samples. But an outer step is made of the mean of
-    these steps."""
+    """Return whether the server applies the sum of the contributions instead of their mean. Workers that send steps
+    have already taken the mean or sum of their samples. An outer step uses the mean of these steps."""
     if training.policy.sends_steps:
         return training.policy.outer_step is None
     return training.reduction == "sum"

@@ -66,8 +66,7 @@ class ControlChannel:
         self._thread.start()
 
     def report(self) -> tuple[Mapping[int, str], Mapping[str, int]]:
-        """Return the kind of link of each worker that has a link, and the counts of opened, broken and refused
-        links."""
+        """Return each linked worker's kind of link, and the counts of opened, broken and refused links."""
         return ({}, {}) if self._links is None else (self._links.kinds(), self._links.counters)
 
     def poll(self, timeout_s: float) -> Incoming:

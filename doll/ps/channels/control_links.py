@@ -1,5 +1,4 @@
-"""The parameter server's ends of all control links. They know which worker is attached to which link, and receive
-records.
+"""The parameter server's ends of all control links, which know the attached worker of each link and receive records.
 
 A worker attaches with the session of its last Welcome. A link of another session, term or run is refused. Each worker
 has at most one link: a later link replaces the earlier one. Broken and refused links are closed, counted and logged;

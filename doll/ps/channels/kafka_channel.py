@@ -1,8 +1,8 @@
 """The parameter server's channel to Kafka: it reads `events` from the end, and writes `commands`, `updates`, `metrics`.
 
 There are no consumer groups and no committed offsets. After a Hello, workers repeat the records that they sent while no
-server was running. But a source sends its `SourceEnded` only once. So the channel also searches the newest older events
-for this record.
+server was running. But a source sends its `SourceEnded` only once. So the channel searches the newest older events for
+it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The assignment: which worker serves which partition of the samples topic. Pure.
 
-The assignment is part of every checkpoint (`EngineSnapshot.assignment`); `doll.ps.engine.moves` changes the assignment
-while the job runs.
+The assignment is part of every checkpoint (`EngineSnapshot.assignment`); `doll.ps.engine.moves` changes it in a running
+job.
 """
 
 from __future__ import annotations
@@ -176,8 +176,7 @@ def for_workers(snapshot: EngineSnapshot, num_workers: int, max_workers: int) ->
 def as_they_stand(
     snapshot: EngineSnapshot, partitions: Sequence[PartitionState], owners: Sequence[Worker], workers: Sequence[Worker]
 ) -> EngineSnapshot:
-    """Return `snapshot` with the current state of each partition and of each worker, and the current owner of each
-    partition."""
+    """Return `snapshot` with the current state of each partition, its current owner, and the state of each worker."""
     return msgspec.structs.replace(
         snapshot,
         assignment=tuple(worker.number for worker in owners),

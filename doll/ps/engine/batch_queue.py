@@ -216,8 +216,7 @@ class BatchQueue:
         return grants
 
     def give_back(self, batch_id: BatchId) -> ActiveGrant | None:
-        """Return a held batch to the front of the queue, and return its grant; None if the batch is not the last
-        granted one."""
+        """Return a held batch to the front of the queue. Return None if it is not the last granted batch."""
         if self.computing_grants or not self.held_grants or self.held_grants[-1].batch_id != batch_id:
             return None
         grant = self.held_grants.pop()

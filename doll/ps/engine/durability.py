@@ -45,8 +45,7 @@ class Durability:
         self._unsaved: Counter[int] = Counter()  # by worker: number of batches in the model that are not durable
         self._every_updates = every_updates
         self._every_s = every_s
-        # This limit is below the number of batches that a worker may hold: no worker waits for a checkpoint that is not
-        # due.
+        # A worker may hold more batches than this limit, so no worker waits for a checkpoint that is not due.
         self._crowded = max(1, 3 * max_pending_batches // 4 if costs_rests else max_pending_batches // 2)
         # The checkpoint that is being stored: its version, and its number of batches by partition and by worker.
         self._ordered: tuple[int, tuple[int, ...], dict[int, int]] | None = None
@@ -64,8 +63,7 @@ class Durability:
         self.max_unsaved = max(self.max_unsaved, self._unsaved[worker.number])
 
     def moved(self, giver: Worker, taker: Worker, count: int) -> None:
-        """Note that a partition moves from one worker to another. `count`: number of its batches in the model, not
-        durable."""
+        """Note that a partition moves to another worker. `count`: number of its batches in the model, not durable."""
         self._unsaved[giver.number] -= count
         self._unsaved[taker.number] += count
         self.max_unsaved = max(self._unsaved.values(), default=0)
@@ -75,8 +73,7 @@ class Durability:
         self._is_asked = True
 
     def keep(self) -> None:
-        """Request a checkpoint, even of the same version, because it contains decisions that the engine made without an
-        update."""
+        """Request a checkpoint, even of the same version, that contains the engine's decisions without an update."""
         self._must_keep = True
 
     def is_due(self, version: int, now: float, *, final: bool) -> bool:
@@ -214,8 +211,7 @@ class Settling:
             self._unsettled.pop(rest.worker.number, None)
 
     def take(self) -> list[tuple[AppliedSet, Worker]]:
-        """Return the rests with their workers if all announced and requested rests have arrived; otherwise return
-        []."""
+        """Return the rests with their workers if all announced and requested rests are in memory; otherwise []."""
         if (self.is_under_way and self._unsettled) or not all(rest.is_here for rest in self.rests.values()):
             return []
         rests, self.rests = self.rests, {}

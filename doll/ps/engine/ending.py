@@ -41,8 +41,7 @@ class Ending:
         self._asked_at_s = float("-inf")
 
     def end(self, ends: Sequence[int]) -> bool:
-        """Note that a source has ended at the offsets `ends`. Return whether one of the ends is later than the known
-        end."""
+        """Note that a source has ended at the offsets `ends`. Return whether any end is later than the known one."""
         later = tuple(map(max, zip_longest(self.ends, ends, fillvalue=0)))
         if later == self.ends:
             return False
@@ -64,8 +63,7 @@ class Ending:
         ]  # fmt: skip
 
     def look(self, workers: Sequence[Worker], changed: Collection[int]) -> list[Worker]:
-        """Update the workers whose counters have changed. Return the workers whose state, as policies see it, has
-        changed.
+        """Update the workers whose counters have changed. Return those whose state has changed for policies.
 
         For each worker that is not done, this method remembers one partition with batches that are not announced yet.
         As long as that partition has such batches, the other partitions of the worker need not be checked.
@@ -100,8 +98,7 @@ class Ending:
         return partition.bounds(self._size).lo(partition.announced) >= self.end_of(partition.number)
 
     def _count(self, workers: Sequence[Worker]) -> int | None:
-        """Return the number of announced batches that are not in the model. Return None if more may come, or none is
-        left."""
+        """Return the number of announced batches that are not in the model; None if more may come, or none is left."""
         if self._behind or any(self.ends[len(self._partitions) :]):
             return None
         left = sum(len(worker.queue.waiting) + worker.computing + worker.held for worker in workers)
@@ -109,8 +106,7 @@ class Ending:
         return left or None
 
     def asks(self, workers: Sequence[Worker], term: int, now: float) -> list[Settle]:
-        """Return requests to workers to push the batches that they keep for a full push, because no more batches will
-        come."""
+        """Return requests to workers to push the batches that they keep, because no more batches will come."""
         if not self._is_open or now - self._asked_at_s < _ASK_AGAIN_S:
             return []
         self._asked_at_s = now

@@ -267,8 +267,7 @@ class Engine(EngineState):
     # --- pushes -------------------------------------------------------------------------------------------------------
 
     def wants(self, push: Push) -> bool:
-        """Return whether the engine would fetch the gradient of this push, because it is the first answer to a valid
-        grant."""
+        """Return whether this push is the first answer to a valid grant, so that its gradient would be fetched."""
         if push.term != self.term or not push.batches or not push.key:
             return False
         grant = self._grants.get(push.batches[0].grant_id)
@@ -297,8 +296,7 @@ class Engine(EngineState):
         elif grants[0].pushed is not None and tuple(standing) == grants[0].pushed.grants:
             self.counters["refused_duplicate"] += 1
         elif len(grants) < len(standing) or any(grant.pushed is not None for grant in grants):
-            # Some grants of the set are not valid any more. A sum cannot be split, so the batches of the other grants
-            # are computed again.
+            # Some grants of the set are not valid any more. A sum cannot be split: all batches are computed again.
             self.counters["refused_partly"] += 1
             if not any(grant.pushed is not None and grant.pushed.push.key == event.key for grant in grants):
                 self._drop(event, "partly void")
@@ -310,8 +308,7 @@ class Engine(EngineState):
             self._drop(event, "order")
             self._requeue_from(worker, min(grant.batch for grant in grants), "order")
         elif not is_allowed(event, grants, self.policy, self.version):
-            # The push is useless, and a repetition would be useless too. So nothing is requested, and the timeout
-            # requeues the batches.
+            # A repetition of this useless push would be useless, too. The timeout requeues the batches.
             self.counters["refused_content"] += 1
             self._drop(event, "content")
         else:
@@ -400,8 +397,7 @@ class Engine(EngineState):
         has got the batches, the push answers the next grants of the batches. Without this rule, a batch that always
         takes longer than the limit would never be learned.
 
-        Some policies do not allow late pushes, because a held-back part may have been requested since, or the weights
-        are too old.
+        Some policies refuse late pushes: a held-back part may have been requested since, or the weights are too old.
         """
         queue = worker.queue
         if queue.late is not None and queue.late.push.batches == event.batches:
@@ -415,8 +411,7 @@ class Engine(EngineState):
                 return
         longest_s = max(item.compute_s for item in event.batches)
         if 0 <= longest_s < math.inf:
-            # The time that the worker reports is limited: a worker cannot have computed for longer than it has been
-            # live.
+            # The reported time is limited, because a worker cannot compute for longer than it has been live.
             worker.batch_s = max(worker.batch_s, min(longest_s, self._now - worker.live_since_s))
         self._refuse_late(event)
 
@@ -460,8 +455,8 @@ class Engine(EngineState):
     # --- what workers hold back ---------------------------------------------------------------------------------------
 
     def _on_rest(self, worker: Worker, event: Push) -> None:
-        """Handle a rest (the held-back part of earlier batches). A worker sends it before it leaves, or when it is
-        asked for it."""
+        """Handle a rest (the held-back part of earlier batches), which a worker sends on request or before it
+        leaves."""
         queue = worker.queue
         if not self.policy.holds_back:
             self.counters["refused_content"] += 1
@@ -469,12 +464,10 @@ class Engine(EngineState):
         elif event.term != self.term or self._settling.is_known(worker, event.settles):
             self.counters["refused_duplicate"] += 1
         elif not event.key and self._settling.holds_back(worker):
-            # The worker holds back a part of its steps, and this push does not contain the part. Another push must
-            # bring it.
+            # The worker holds back a part of its steps, and this push lacks the part. Another push must contain it.
             self.counters["refused_empty_rest"] += 1
         elif not queue.applied <= event.settles <= queue.received:
-            # The rest belongs to other batches than those at the server, and the worker does not have the rest any
-            # more.
+            # The rest fits other batches than those at the server, and the worker does not have it any more.
             self._roll_back(
                 f"worker {worker.number} settles batches below {event.settles}, and {queue.applied} to "
                 f"{queue.received} can be settled"
@@ -485,8 +478,7 @@ class Engine(EngineState):
                 self._actions.append(ev.FetchGradient(number, event.key, event.version))
 
     def _apply_rests(self) -> bool:
-        """Apply the rests as a separate version, if no granted batch is unfinished. Return whether a version was
-        made."""
+        """Apply the rests as a separate version, if there are no valid grants. Return whether a version was made."""
         if not self._settling.rests or (self._grants and self.stopping is None):
             return False
         if not (rests := self._settling.take()):
@@ -502,8 +494,7 @@ class Engine(EngineState):
     # --- progress -----------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Apply the first rule that changes something, and repeat until no rule changes anything. The order of rules is
-        fixed."""
+        """Apply the first rule, in a fixed order, that changes something. Repeat until no rule changes anything."""
         rules = (
             self._apply_rests, self._apply_skip, self._move_partitions, self._offer_version, self._compute_again,
             self._apply_group, self._start_batches,
@@ -532,8 +523,7 @@ class Engine(EngineState):
         return bool(self._grants.changed)  # also if batches were only withdrawn, because the policy must learn of this
 
     def _offer_version(self) -> bool:
-        """Send a new version to the workers that the policy names, before they get a grant. Return False, because no
-        rule depends on this."""
+        """Send a new version to the workers that the policy names, before they get a grant. Always return False."""
         if self._offered_version != self.version:
             self._offered_version = self.version
             for number in self.policy.recipients(self):
@@ -600,8 +590,7 @@ class Engine(EngineState):
         return grant
 
     def _send_all_grants(self) -> bool:
-        """Send the new grants, except those that a late push answers. Return whether a late push has answered a
-        grant."""
+        """Send the new grants, except those that a late push answers. Return whether a late push answers any."""
         is_answered = False
         granted, self._granted = self._granted, {}
         for number, grants in granted.items():
@@ -753,8 +742,7 @@ class Engine(EngineState):
         if event.version == self.version:
             # On a quiet stream no worker asks for the last version, but evaluator and model server need it.
             self._actions += self._publish(self.version)
-        # A checkpoint that was ordered before the evaluation met the target does not contain the evaluation; the next
-        # one does.
+        # A checkpoint that was ordered before the target was met lacks the evaluation; the next one contains it.
         if self.stopping is not None and event.version == self.version and self._durability.is_kept:
             self.finished = self.stopping
             self._actions.append(ev.Finish(self.finished, event.version, self.error))

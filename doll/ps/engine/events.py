@@ -235,8 +235,7 @@ EngineAction = (
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's part of a checkpoint. Batches that are not applied are not part of it, because their workers
-    announce them again."""
+    """The engine's part of a checkpoint. It lacks batches that are not applied; workers announce them again."""
 
     version: int
     origins: tuple[int, ...]

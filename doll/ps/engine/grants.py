@@ -40,8 +40,7 @@ class Grants:
         self._is_exact = policy.exact_version
         self._standing: dict[int, ActiveGrant] = {}
         self._held: dict[int, BatchId] = {}  # standing grants whose gradients are at the server
-        # Only for a policy of exact versions: numbers of grants, increasing. Some of them are not being computed any
-        # more.
+        # Only for a policy of exact versions: numbers of grants, increasing. Some are not being computed any more.
         self._computing_numbers: deque[int] = deque()
         self._numbers = count(1)
 

@@ -54,8 +54,7 @@ class PolicyMeasures:
         self._joined(worker)
 
     def _joined(self, worker: int) -> None:
-        """Set the worker's clock after a join, so that no other worker waits for the batches that this worker has
-        missed."""
+        """Set the worker's clock after a join, so that nobody waits for the batches that this worker has missed."""
         if self._engine.version:  # at version 0 all workers begin at clock 0, and none has missed a batch
             offset = self._engine.policy.clock_offset(worker)
             self._meter.joined(worker, None if offset is None else self._learned[worker] + offset)

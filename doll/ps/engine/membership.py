@@ -58,8 +58,7 @@ class Worker:
 
     @property
     def is_live(self) -> bool:
-        """Whether the worker sends heartbeats and serves a partition. A spare is not live, because no other worker
-        waits for it."""
+        """Whether the worker sends heartbeats and serves a partition. A spare is not live: nobody waits for it."""
         return self.present and not self.left and bool(self.queue.partitions)
 
     def heard(self, alive: Alive) -> None:
@@ -123,8 +122,7 @@ class Membership:
         # A later machine replaces an older machine even if the later machine's session is lower. The older machine may
         # have got a higher session from a server that did not know the later machine.
         later = event.incarnation > worker.incarnation
-        # The current process may have a session of an earlier server, whose Welcome arrived before the Welcome of this
-        # server.
+        # The current process may have a session from the Welcome of an earlier server, which arrived first.
         replaced = event.process != worker.process and (
             0 < event.incarnation < worker.incarnation or (0 < event.session < worker.session and not later)
         )
@@ -154,8 +152,7 @@ class Membership:
         return worker
 
     def accept(self, number: int, session: int, now: float, actions: list[EngineAction]) -> Worker | None:
-        """Return the sender of a message, and mark it as live. Return None if the message is not from the current
-        session."""
+        """Return the sender of a message, which becomes live; None if the message is not from the current session."""
         if not 0 <= number < len(self._workers):
             self._counters["refused_unknown_worker"] += 1
             return None

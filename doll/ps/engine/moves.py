@@ -136,8 +136,7 @@ class Moves:
         return self._plan(reassigned(owners, serving) if loads is None else reassigned_by_load(owners, serving, loads))
 
     def balance(self, now: float) -> None:
-        """Plan moves if one worker has a backlog and a much higher load than others. Plan at most once in
-        `rebalance_s`."""
+        """Plan moves if one worker has a backlog and a much higher load than others; at most once in `rebalance_s`."""
         if not self._every_s:
             return
         self._loads.observe(now)

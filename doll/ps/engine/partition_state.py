@@ -74,8 +74,7 @@ class PartitionState:
         return self.bounds(records_per_batch).span(batch)
 
     def served(self, flush_until: int = 0) -> Served:
-        """Return the state from which the worker reads on. After `decided`, the worker may cut batches at other
-        offsets."""
+        """Return the state from which the worker reads on. After `decided`, its batches may have other cuts."""
         return Served(
             partition=self.number, origin=self.origin, next_batch=self.durable, included=self.applied,
             leader_epoch=self.leader_epoch, decided=self.received, left_out=self.cuts.before(self.durable),
@@ -83,8 +82,7 @@ class PartitionState:
         )  # fmt: skip
 
     def announce(self, run: BatchRange, count: int) -> bool:
-        """Add the next `count` batches with the ends in `run`. Return False if `run` has other ends of announced
-        batches."""
+        """Add the next `count` batches with the ends in `run`; return False if announced batches have other ends."""
         begin = self.announced
         said = Cuts(run.left_out, run.cuts)
         if said.before(begin) != self.cuts.total:

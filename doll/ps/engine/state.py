@@ -191,8 +191,7 @@ class EngineState:
         return self._limits.limit_s(worker)
 
     def shortfall(self) -> int:
-        """Return how many batches the next update lacks after the live workers have offered all they can; 0 if it lacks
-        none.
+        """Return how many batches the next update lacks beyond those that the live workers can offer; at least 0.
 
         A worker can offer its announced batches, and as many further batches as it has room for. The next checkpoint
         makes room for as many batches as it adds to the durable model.

@@ -66,8 +66,7 @@ class StallDetector:
     def check(self, missing: int, now: float) -> bool:
         """Return whether to report that the next update lacks `missing` batches (`Engine.shortfall`).
 
-        A stall is reported once, after `STALL_REPORT_S` seconds. The next stall begins only after an update was
-        possible.
+        A stall is reported once, after `STALL_REPORT_S` seconds. It ends when an update is possible again.
         """
         if not missing:
             self._last_possible_s, self._reported = now, False

@@ -18,8 +18,7 @@ class TimeLimits:
         self._grant_timeout_s = grant_timeout_s
         self._set_limit_s = set_limit_s
         self._batch_s = 0.0  # mean time of one batch, over all workers
-        # The workers whose first grant has no push yet, with the start of that grant's time. The earliest start comes
-        # first.
+        # The workers whose first grant has no push yet, with the start of that grant's time, the earliest first.
         self._since_s: OrderedDict[Worker, float] = OrderedDict()
 
     def limit_s(self, worker: Worker) -> float:
@@ -65,9 +64,8 @@ class TimeLimits:
     def overdue(self, now: float) -> list[tuple[Worker, float]]:
         """Return the workers whose first push is overdue, each with the start of its time.
 
-        A worker ends a set after the batch that is being computed at `set_limit_s`. So the limit of a set includes the
-        time of one more batch. A worker does not end a wave early, so the limit of a wave includes the time of all its
-        batches.
+        A worker ends a set after the batch that is being computed at `set_limit_s`. So the limit of a set includes one
+        more batch. A worker does not end a wave early, so its limit includes all of its batches.
         """
         overdue = []
         least_s = self._least_s

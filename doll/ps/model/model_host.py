@@ -45,8 +45,7 @@ log = get_logger(__name__)
 _PREFETCH_BYTES: Final = 16 << 20  # limit for the gradients of one poll that are read in advance
 
 _LARGE_BYTES: Final = 1 << 20
-# A sparse gradient with NaN is refused, and its batch is computed again. If the model has diverged, the result is NaN
-# again.
+# A batch whose sparse gradient has NaN is computed again. If the model has diverged, the result has NaN again.
 _MAX_NOT_FINITE: Final = 3
 
 
@@ -118,8 +117,7 @@ class ModelHost:
 
     def fetch(self, order: FetchGradient) -> FetchOutcome:
         """Get this gradient, and keep it until its update. An incomplete, foreign or missing gradient is reported as
-        lost. Raises DivergedError if too many consecutive gradients were not finite; then the host must not be used any
-        more."""
+        lost. Raises DivergedError if too many consecutive ones are not finite; then do not use the host any more."""
         blob = self._ahead.get(order.key)
         self._coming.discard(order.key)
         try:
@@ -280,8 +278,7 @@ class ModelHost:
         return {} if self._tables is None else self._tables.totals
 
     def drop(self, key: str, held: int = 0) -> None:
-        """Delete the blob of a gradient that will not be applied. If `held` is not 0, forget the set with this
-        number."""
+        """Delete the blob of a gradient that will not be applied, and forget the set `held` (0: no set)."""
         self._ahead.forget(key)
         self._coming.discard(key)
         if held:

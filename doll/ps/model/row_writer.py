@@ -116,8 +116,7 @@ class RowWriter:
         return now_s < self._followed_until_s
 
     def _word_at(self, key: str) -> bytes:
-        """Return the last message of readers. For a far store, return the message at the previous check, so that the
-        call does not wait."""
+        """Return the last message of readers; for a far store, without a wait, the message at the previous check."""
         if not self._blobs.is_far:
             return bytes(self._blobs.get(key) or b"")
         coming = self._coming_word

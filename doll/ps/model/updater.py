@@ -108,8 +108,7 @@ class ContributionBuffer:
         return sum(item.num_samples for item in update.sets)
 
     def _authors(self, update: ApplyUpdate) -> dict[int, int]:
-        """Return the author numbers of the update's sets, except rests, because a worker does not keep a rest that it
-        has sent."""
+        """Return the author numbers of the update's sets, except rests: a worker does not keep sent rests."""
         authors = None if self._tables is None else self._tables.authors
         if authors is None:
             return {}

@@ -44,8 +44,7 @@ class IdCounts:
         self.num_added = 0
 
     def add(self, ids: Ids, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Increase the count of each id by its number in `counts`, and return the estimates, which are at most 255.
-        `ids` are distinct."""
+        """Count each of the distinct `ids` as often as `counts` says, and return the estimates, at most 255."""
         hashes = mixed(ids.astype(np.uint64))
         first, step, mask = hashes >> _HALF, hashes | np.uint64(1), np.uint64(self.cells.shape[1] - 1)
         places = [((first + np.uint64(row) * step) & mask).astype(np.int64) for row in range(NUM_HASHES)]
@@ -139,8 +138,7 @@ class BoundedIds:
         self._take(slots)
 
     def name(self, ids: Ids, counts: npt.NDArray[np.int64], version: int) -> Slots:
-        """Note that the update that makes `version` names each id as often as `counts` says. `ids` is strictly
-        increasing.
+        """Note that the update to `version` names each id (strictly increasing) as often as `counts` says.
 
         Return the slots of the ids that get a row by this call.
         """

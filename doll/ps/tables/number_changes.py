@@ -1,5 +1,4 @@
-"""The record of which numbers in rows other workers have changed since a version. Answers to a worker contain only
-these numbers. Pure.
+"""A record of the numbers in rows that other workers have changed: answers to a worker contain only these. Pure.
 
 A worker knows its rows as of an older version and its own later pushes. From these it can compute every number that no
 other worker has changed, to the bit.
@@ -65,8 +64,7 @@ class NumberChanges:
         at[places] = np.uint32(version - self._start)
 
     def since(self, slots: Slots, since: npt.NDArray[np.int64], author: int) -> Bools:
-        """Return, as booleans of shape (n, width), which numbers other authors have changed after the version `since`
-        of each row."""
+        """Return which numbers other authors have changed after each row's version `since`, shape (n, width)."""
         self._make_room(int(slots.max(initial=-1)) + 1)
         at = self._at[slots]
         if author != NOBODY:

@@ -42,8 +42,8 @@ class Subscriptions:
 
     def due(self, worker: int, version: int) -> tuple[int, dict[str, Rows]] | None:
         """Return the version up to which the rows of `worker` have been sent, and its rows that have changed after that
-        version, up to `version`, the newest one. The returned rows count as sent. Return None if the worker has not
-        asked for any row."""
+        version, up to `version`, the newest one. The result counts as sent. Return None if the worker has asked for no
+        row."""
         since = self._sent.get(worker)
         if since is None:
             return None
@@ -117,8 +117,8 @@ class RowServer:
         return self._store(key, encoded)._replace(request_bytes=len(blob))
 
     def changes(self, worker: int, version: int) -> StoredRows | None:
-        """Store the changed rows for `worker`, as they are in `version`, the newest one. Return None if the worker has
-        not asked for any row."""
+        """Store the changed rows for `worker`, as of `version`, the newest one. Return None if it has asked for no
+        row."""
         changes = self._subscriptions.due(worker, version)
         if changes is None:
             return None

@@ -38,8 +38,7 @@ class Table(StoredTable):
         self._numbers: NumberChanges | None = None
 
     def track_numbers(self) -> None:
-        """Track single numbers. From now on, answers contain the changed numbers of known rows instead of whole
-        rows."""
+        """Track single numbers, so that answers contain the changed numbers of known rows, not whole rows."""
         self._numbers = NumberChanges(self.shape.width, self._version)
 
     @property
@@ -93,12 +92,11 @@ class Table(StoredTable):
         return self._touched.changed_since(version)
 
     def apply(self, scale: float, version: int, authors: Mapping[int, int] = _NO_AUTHORS) -> None:
-        """Make the rows of `version`: make one step with `scale` times the sum of the contributions, or no step if
-        there are none.
+        """Make the rows of `version`: one step with `scale` times the sum of the contributions, if there are any.
 
         Args:
-            authors: by number of a set: the process that can compute the set's change by itself. The author of other
-                sets is `NOBODY`.
+            authors: by number of a set, the process that can compute the set's change by itself; `NOBODY` if there is
+                none.
 
         Raises:
             DivergedError: a number is not finite.

@@ -1,5 +1,4 @@
-"""An index of the rows that have changed at all or since a version, so that no search through all rows is needed.
-Pure."""
+"""An index of the rows that have changed at all, or since a version. It replaces a search through all rows. Pure."""
 
 from __future__ import annotations
 
