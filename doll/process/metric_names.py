@@ -1,4 +1,4 @@
-"""Sources and names of `Metric` records that other processes read. A process also sends names of its own.
+"""Sources and names of `Metric` records that other processes read. Each process also sends metrics with further names.
 
 These records also show that a process is alive, or that it has exited normally.
 """
