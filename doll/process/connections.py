@@ -139,7 +139,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 self.transport.close()
                 return
         super().data_received(data)
-        if is_between and self.in_head:  # if a request begins right after a body, its time begins with its next piece
+        if is_between and self.in_head:  # a head after a body is counted from the next piece on
             self.head_bytes = len(data)
 
     def on_message_begin(self) -> None:

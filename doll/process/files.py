@@ -71,8 +71,8 @@ def is_full(folder: Path) -> bool:
 
 
 def folder_problem(folder: Path) -> str:
-    """Return why a folder is not private to this user, and so cannot be trusted; "" if it is private. Raise OSError if
-    it is missing."""
+    """Return why a folder is not private to this user (and not trusted); "" if it is. Raise OSError if it is
+    missing."""
     status = os.lstat(folder)
     if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
         return ""

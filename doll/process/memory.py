@@ -34,8 +34,8 @@ def keep_freed_memory() -> bool:
 
     By default each large activation is mapped again in every batch, and its pages are filled with zeros. For a gradient
     of 1.2 million parameters, this causes 80 thousand page faults, which take a third of the time (measured CPU of one
-    gradient, 256 images: 440 ms before, 272 ms after; 22 and 19 ms for 24 thousand parameters). The process then keeps
-    its maximum size.
+    gradient, 256 images: 440 ms before, 272 ms after; 22 and 19 ms for 24 thousand parameters). The process keeps its
+    maximum size.
 
     The heap gets huge pages if the kernel has them (`use_huge_pages`).
 

@@ -36,8 +36,7 @@ _XUCRED_BYTES: Final = 76
 
 
 def print_any_text() -> None:
-    """Make standard output escape characters that its encoding lacks, as standard error does. Reports contain a λ, for
-    example."""
+    """Make standard output escape characters that its encoding lacks, as standard error does. Reports contain a λ."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -96,8 +95,8 @@ def lock_exclusively(descriptor: int, *, wait: bool = False) -> bool:
 
 
 def sync(descriptor: int) -> None:
-    """Make the content of a file, or the names in a folder, survive a power failure. Raise OSError if the disk fails or
-    is full."""
+    """Make a file's content, or the names in a folder, survive a power failure. Raise OSError if the disk fails or is
+    full."""
     if hasattr(fcntl, "F_FULLFSYNC"):  # macOS: its fsync leaves the data in the disk's cache
         with suppress(OSError):  # a file system that has no such request
             fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
