@@ -45,8 +45,8 @@ def used_rows(name: str, num_rows: int, input: torch.Tensor, padding_idx: int | 
 
 
 class BoundedLayer(torch.nn.Module):
-    """The base class of both layers. It has ids and rows only after a `state_dict` of `doll export` or `run.model()`
-    was loaded.
+    """The base class of both layers. It has ids and rows after it has loaded a `state_dict` of `doll export` or
+    `run.model()`.
 
     Attributes:
         ids: ids that have rows, int64, strictly increasing, shape (n,); None: nothing has been loaded.

@@ -56,8 +56,7 @@ class TableBounds(NamedTuple):
     Attributes:
         max_rows: maximum number of ids that have rows at the same time.
         min_count: number of pushes that must name an id before it gets a row.
-        ttl_updates: the row of an id expires after this number of updates without a push of the id; None: no row
-            expires.
+        ttl_updates: a row expires after this number of updates without a push of its id; None: no row expires.
     """
 
     max_rows: int

@@ -47,8 +47,7 @@ class Rows(NamedTuple):
 
 
 class Patch(NamedTuple):
-    """The current values of some numbers in rows of one table. The receiver already has the other numbers of these
-    rows.
+    """The current values of some numbers in rows of one table. The receiver has the rows' other numbers already.
 
     Attributes:
         ids: int64, shape (n,), strictly increasing.
