@@ -161,8 +161,8 @@ def check_cut(
             raise _cannot(name, f"it returns {type(whole.output).__name__}, expected tensors")
         difference = whole.difference(run_layers(training))
         if difference and whole.difference(run_whole(training)):
-            # The model has a generator of its own. Its result in evaluation mode also applies to training mode, except
-            # for noise.
+            # The model has its own random generator. The result in evaluation mode also applies to training, except for
+            # noise.
             problem = "its output for the same input differs from call to call"
             continue
         if difference:

@@ -397,8 +397,7 @@ def _warm_up() -> None:
 
 
 def _replica(module: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy of the module that shares its memory. Afterwards, `FlatModel` moves all tensors that are not
-    frozen."""
+    """Return a copy of the module that shares its memory. `FlatModel` then moves all tensors that are not frozen."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         is_trained = parameter.requires_grad

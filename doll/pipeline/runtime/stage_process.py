@@ -128,8 +128,7 @@ class StageProcess:
         return 1
 
     def leave_within(self, within_s: float, cause: str) -> None:
-        """Ask the virtual worker to leave, because this stage's machine is taken away. Signal handlers may call
-        this."""
+        """Ask the virtual worker to leave, because this machine is taken away. A signal handler may call this."""
         # The receiving thread sends the message, because the handler may have interrupted another message.
         self._leaving = Leaving(stage=self._number, within_s=within_s, cause=cause)
 
