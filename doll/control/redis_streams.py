@@ -277,7 +277,7 @@ class ServerStreamLink:
 
 
 def link_and_frame(fields: dict[bytes, bytes]) -> tuple[bytes, bytes] | None:
-    """Return the name of the link and the frame of an entry in a server's stream. None: the entry is not valid."""
+    """Return the link's name and the frame of an entry in a server's stream; None if the entry is not valid."""
     name, frame = fields.get(_LINK), fields.get(_FRAME)
     if name is None or frame is None or not name.isalnum() or len(name) > _MAX_NAME_BYTES:
         return None

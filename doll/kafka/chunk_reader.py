@@ -155,10 +155,11 @@ class ChunkReader:
     It only reads committed records, and waits for an unreachable broker. Its methods may be called from any thread.
     With envelopes, chunks contain the keys, headers and timestamps of their records.
 
-    A log that was truncated while nobody read it may already be longer than before. Leader epochs show the truncation:
-    each leader has a higher epoch than its predecessors, and a truncated log continues with records of a later leader.
-    At the start, the library therefore asks the leader for the end of the records up to the epoch of the learned
-    records. Later, a record at a learned offset with a higher epoch is not the record that was learned.
+    A log that was truncated while nobody read it may already be longer than before. Its leader epochs show the
+    truncation: each leader has a higher one than its predecessors, and a truncated log continues with records of a
+    later leader. At the start, the library therefore asks the leader where the records end whose leader epoch is at
+    most that of the learned records. Later, a record at a learned offset with a higher leader epoch is not the learned
+    one.
     """
 
     def __init__(

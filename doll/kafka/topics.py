@@ -406,7 +406,7 @@ def _await_leaders(admin: AdminClient, services: Services, created: Sequence[Top
     """Wait until the leader of each partition of new topics answers requests for it.
 
     Metadata name a leader before that broker has opened the partition's log. On a loaded machine, or with a thousand
-    partitions, this takes seconds, and a process that starts meanwhile gets the error NOT_LEADER_OR_FOLLOWER.
+    partitions, this takes seconds, and a process that starts too early gets the error NOT_LEADER_OR_FOLLOWER.
     """
     partitions = [TopicPartition(topic.name, number) for topic in created for number in range(topic.partitions)]
     with translate_errors(

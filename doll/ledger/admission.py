@@ -48,8 +48,8 @@ def read_lineage(config: JobConfig, services: Services, *, tail_only: bool = Fal
 
 
 def recorded_partitions(store: CheckpointStore) -> int | None:
-    """Return the number of partitions that the job of these checkpoints reads. None: the checkpoints do not contain it.
-    Raise CheckpointError if the store cannot be read."""
+    """Return the number of partitions that the job of these checkpoints reads; None if no checkpoint contains it. Raise
+    CheckpointError if the store cannot be read."""
     checkpoint = store.load_newest(None)
     counts = None if checkpoint is None else decode_counts(checkpoint.state)
     return None if counts is None else len(counts.origins)

@@ -180,7 +180,7 @@ class TorchSteps:
 
 
 def _groups(parameters: Mapping[str, torch.Tensor], groups: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups: first the default group, if it has a parameter; then the others in their order."""
+    """Return the groups in their order, after the default group if it has a parameter."""
     members: dict[str | None, list[torch.Tensor]] = {None: [], **{pattern: [] for pattern in groups}}
     for name, parameter in parameters.items():
         members[next((pattern for pattern in groups if re.search(pattern, name)), None)].append(parameter)

@@ -66,8 +66,8 @@ def _inside(value: Mapping[Any, Any] | list[Any]) -> list[Any]:
 
 
 def read_text(path: Path, *, max_bytes: int) -> str:
-    """Return the UTF-8 text of a file of at most `max_bytes` bytes, of which no more is read. Raise OSError if the file
-    cannot be read, and MalformedError if it is larger or not UTF-8."""
+    """Return the UTF-8 text of a file of at most `max_bytes` bytes; do not read beyond this limit. Raise OSError if the
+    file cannot be read, and MalformedError if it is larger or not UTF-8."""
     with path.open("rb") as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:

@@ -62,7 +62,7 @@ class Cuts:
         return self._sums[at - 1] if at else self._before
 
     def left_out_by(self, batch: int) -> int:
-        """Return the number of records that the cut of this batch leaves out. 0: the batch is not cut."""
+        """Return the number of records that the cut of this batch leaves out; 0 if the batch is not cut."""
         return self.before(batch + 1) - self.before(batch) if self._batches else 0
 
     def at(self, batch: int) -> tuple[int, int]:
@@ -79,7 +79,7 @@ class Cuts:
         return tuple((batch, self.left_out_by(batch)) for batch in self._batches[begin:end])
 
     def next_cut(self, batch: int) -> int | None:
-        """Return the first cut batch that is not below `batch`. None: there is no such batch."""
+        """Return the first cut batch from `batch` on; None if there is no such batch."""
         at = bisect_left(self._batches, batch)
         return self._batches[at] if at < len(self._batches) else None
 

@@ -97,8 +97,8 @@ class Refusals:
             self.recent_refused -= gone_refused
 
     def problem(self, share: float | None, first_records: int) -> str | None:
-        """Return the reason for which the job must end. None: the job continues. The job ends if the window has at
-        least `first_records` records and at least the share `share` of them was refused."""
+        """Return the reason for which the job must end; None if it continues. The job ends if the window has at least
+        `first_records` records, of which at least the share `share` was refused."""
         records, refused = self.recent_records, self.recent_refused
         if share is None or not refused or records < first_records or refused < share * records:
             return None

@@ -59,12 +59,12 @@ class Blobs(Protocol):
         """Return after the store has the blob that was given to `put_soon`. Raise what `put` would have raised."""
 
     def reserve(self, size_bytes: int) -> memoryview | None:
-        """Return memory that `put` stores without a copy if it is the only part. None: there is no such memory. The
+        """Return memory that `put` stores without a copy if it is the only part; None if there is no such memory. The
         memory stays readable while a view of it exists. Do not write to it after `put`.
         """
 
     def get(self, key: str) -> Buffer | None:
-        """Return the blob under `key`. None: it does not exist, or does not exist any more."""
+        """Return the blob under `key`; None if there is none, or none any more."""
 
     def get_soon(self, key: str) -> Buffer | None:
         """Return the blob under `key` that another process has announced (`put_soon`), after a limited wait."""

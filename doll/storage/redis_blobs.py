@@ -177,7 +177,7 @@ class RedisBlobs:
                 self._client.connection_pool.release(connection)
 
     def _max_bytes(self) -> int:
-        """Return Redis's `maxmemory` in bytes. 0: there is no limit, or it is unknown."""
+        """Return Redis's `maxmemory` in bytes; 0 if there is no limit, or the limit is unknown."""
         with contextlib.suppress(redis.RedisError):
             return int(self._client.info("memory").get("maxmemory", 0))
         return 0

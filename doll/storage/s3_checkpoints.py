@@ -140,7 +140,7 @@ class S3CheckpointStore(CheckpointStore):
             self._check_term(checkpoint, self._list())
             data = b"".join(encode_checkpoint(checkpoint))
             if not self._put_new(name, data) and self._get(name)[0] != data:
-                self._put(name, data)  # saved before, and damaged meanwhile or of an older state
+                self._put(name, data)  # saved before, and since damaged or of an older state
             listing = self._list()
             # The stored object is not deleted if a higher claim exists, because that claim may begin from it.
             self._check_term(checkpoint, listing)

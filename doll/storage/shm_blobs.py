@@ -95,7 +95,7 @@ class ShmBlobs(NearBlobs):
         self._unlink(key)
 
     def reserve(self, size_bytes: int) -> memoryview | None:
-        """Return memory for a blob. None: no memory is left, or a reservation would not be faster."""
+        """Return memory for a blob; None if no memory is left, or a reservation would not be faster."""
         if size_bytes < self._reused_from_bytes:
             return None
         segment = self._take_segment(size_bytes)
@@ -189,7 +189,7 @@ class ShmBlobs(NearBlobs):
         return self._try(write)
 
     def _take_segment(self, size: int) -> Segment | None:
-        """Return a busy segment of `size` bytes. None: there is no memory for it."""
+        """Return a busy segment of `size` bytes; None if there is no memory for it."""
         segment = self._segments.take(size)
         if segment is not None:
             return segment

@@ -104,7 +104,7 @@ class Segments:
         self._owned: list[Segment] = []
 
     def take(self, size_bytes: int) -> Segment | None:
-        """Return a free segment of this size and mark it busy. None: no segment is free."""
+        """Return a free segment of this size, marked busy; None if no segment is free."""
         with self._lock:
             for segment in list(self._owned):
                 if segment.size_bytes == size_bytes and segment.is_free():
@@ -230,7 +230,7 @@ class Mappings:
 
 
 def read_stable(path: str) -> bytes | None:
-    """Return a copy of the blob at `path`, in a segment or not; None if it has been deleted or replaced meanwhile.
+    """Return a copy of the blob at `path`, in a segment or not; None if it was deleted or replaced during the read.
     Raise FileNotFoundError if there is no blob."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:

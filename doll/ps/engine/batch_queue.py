@@ -98,8 +98,8 @@ class BatchQueue:
     Attributes:
         partitions: partitions that the worker serves, by number.
         applied: number of granted batches that are in the model, which is the number of the first held batch.
-        settled: number of the first batch of which the worker may still hold back a part. All parts of earlier batches
-            are here.
+        settled: number of the first batch of which the worker may still hold back a part. The server has all earlier
+            parts.
         whole: number of the first batch whose step may be incomplete in the model.
         pending: number of batches that are announced and not durable.
         timed_out: void grants whose time limit has passed. Their batches wait first in the queue, and are not granted

@@ -25,7 +25,7 @@ _ASK_AGAIN_S: Final = 3.0  # seconds; a request without an answer after this tim
 
 
 class Durability:
-    """The checkpoints of one engine. At most one checkpoint is under way.
+    """The checkpoints of one engine. At most one is being stored.
 
     Attributes:
         version: version of the newest stored checkpoint.

@@ -106,7 +106,7 @@ class Membership:
         self._counters = counters
         self.usual: tuple[float, ...] = ()
         self._sessions = 0
-        self._last_heard: OrderedDict[int, float] = OrderedDict()  # of workers that are here, the oldest time first
+        self._last_heard: OrderedDict[int, float] = OrderedDict()  # of workers with `is_here`, the oldest time first
         self._live: set[int] = set()
 
     @property
@@ -114,7 +114,7 @@ class Membership:
         return len(self._live)
 
     def admit(self, event: Join, now: float, actions: list[EngineAction]) -> Worker | None:
-        """Let a process join, and return its worker. None: the process is fenced, or no such worker exists."""
+        """Let a process join, and return its worker. Return None if the process is fenced, or no such worker exists."""
         if not 0 <= event.worker < len(self._workers):
             self._counters["refused_unknown_worker"] += 1
             return None

@@ -214,7 +214,7 @@ class Moves:
                     giver = self._owners[number]
                     if self._move(number, giver, taker, now, freeze):
                         met |= {giver.number, taker.number}
-            elif self.frozen:  # the next worker has gone meanwhile
+            elif self.frozen:  # the next worker has gone since
                 kept = self.frozen & numbers.keys()
                 self.frozen -= kept
                 met |= {self._owners[number].number for number in kept}

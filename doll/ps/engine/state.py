@@ -38,7 +38,7 @@ class EngineState:
         ending: the batches that are left of a source that has ended.
         start: snapshot with which this engine began.
         reached: the evaluation that met the stop rule, in this engine or an earlier one; None: no such evaluation.
-        stopping: reason why the job ends after the checkpoint under way; None: the job continues.
+        stopping: reason why the job ends after the current checkpoint; None: the job continues.
         finished: reason why this engine has ended; then it ignores all events. None: it has not ended.
         error: the problem that ends the job; "": no problem.
     """

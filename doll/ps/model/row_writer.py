@@ -1,6 +1,6 @@
 """The publication of the table rows that each version has changed. Rows are published only while a reader follows them.
 
-A term begins with publication, so that a reader of the previous term can continue at once after the first checkpoint.
+A term begins with publication, so that a reader of the previous term can continue at once from the term's checkpoint.
 """
 
 from __future__ import annotations
