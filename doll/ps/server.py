@@ -289,8 +289,8 @@ class ParameterServer:
     def save_now(self) -> None:
         """Save a checkpoint of the applied updates now and wait for it, because this process is about to end.
 
-        The checkpoint is saved only after all update records are acknowledged. Otherwise the durable model would
-        contain updates without a record.
+        Nothing is saved if Kafka has not acknowledged all update records, because the durable model would contain
+        updates without a record. Nothing is saved either while workers hold back a part of their steps.
 
         Raises:
             FencedError, CheckpointError: as in `run_periodic`.

@@ -93,7 +93,7 @@ class RowArray:
         self._num_rows = len(values)
 
     def hold(self) -> Floats:
-        """Return all current rows, float32, shape (num_rows, width), read-only. Its views do not change.
+        """Return all current rows, float32, shape (num_rows, width), read-only. The result does not change.
 
         The result is a copy only if an earlier result still exists and rows have changed since.
         """
