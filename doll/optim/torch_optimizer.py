@@ -1,7 +1,7 @@
 """The step of any torch optimizer class, with the parameters of the flat vector and their names.
 
-The parameters are views of the updater's own memory, and their gradients are views of the sum. So the state of the
-class always refers to the same tensors. If the new weights must be in other memory, they are copied there afterwards.
+The parameters are views of the updater's own memory, and their gradients are views of the sum. So the class always
+works on the same tensors. If the new weights must be in other memory, they are copied there afterwards.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class TorchOptimizer(Optimizer):
 
 
 class TorchSteps:
-    """A torch optimizer with its groups and its schedule; its state is stored by the names of parameters."""
+    """A torch optimizer with its groups and its schedule. A checkpoint has its state by the names of parameters."""
 
     def __init__(
         self, parameters: Mapping[str, torch.Tensor], config: TorchConfig, schedule: Sequence[SchedulePart] = ()
@@ -161,7 +161,7 @@ class TorchSteps:
         return tensors
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Continue from a result of `tensors`. Raises CheckpointError if it is for other parameters or for another
+        """Continue from a result of `tensors`. Raises CheckpointError if it is for other parameters or another
         optimizer."""
         values = unpacked(tensors.get(VALUES))
         self._optimizer.state.clear()
@@ -187,7 +187,7 @@ class TorchSteps:
 
 
 def _groups(parameters: Mapping[str, torch.Tensor], groups: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups: first the default group, if it has a parameter; then the others in their order."""
+    """Return the groups in their order, after the default group if it has a parameter."""
     members: dict[str | None, list[torch.Tensor]] = {None: [], **{pattern: [] for pattern in groups}}
     for name, parameter in parameters.items():
         members[next((pattern for pattern in groups if re.search(pattern, name)), None)].append(parameter)
@@ -210,9 +210,9 @@ def _trainable(model: FlatModel) -> dict[str, torch.Tensor]:
 
 
 def check_torch_optimizer(model: FlatModel, config: TorchConfig, schedule: Sequence[SchedulePart]) -> None:
-    """Make some steps on a small copy of the model, and on another copy that continues from its state. Raises
-    ConfigError if the optimizer or the schedule cannot be made, needs more than gradients, or has state that a
-    checkpoint cannot hold."""
+    """Test the optimizer: make some steps on a small copy of the model, and on a second copy that continues from the
+    state of the first. Raises ConfigError if the optimizer or the schedule cannot be made, needs more than gradients,
+    or has state that a checkpoint cannot hold."""
     first = _small(model)
     steps = TorchSteps(first, config, schedule)
     _take(steps, first, config)

@@ -83,7 +83,7 @@ def stability(total_rate_per_s: float, group_size: int, batch_size: float, servi
 
 
 def smallest_stable_batch(total_rate_per_s: float, service_s: float) -> int:
-    """Return the smallest b that makes the system stable by the sufficient condition, if μ_C does not depend on b.
+    """Return the smallest b that meets the sufficient condition of stability, if μ_C does not depend on b.
 
     >>> smallest_stable_batch(8000, 0.030)
     241
