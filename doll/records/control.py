@@ -509,7 +509,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     weights_bytes: int = 0  # size of the versions that workers have read
     row_bytes: int = 0  # size of the tables' rows as sent to the workers
     row_request_bytes: int = 0  # size of the ids that workers have requested, as sent
-    plain_row_bytes: int = 0  # size of these ids before coding: 8 bytes for each key
+    plain_row_bytes: int = 0  # size of these rows before coding, with 8 bytes for each key
     void_batches: int = 0  # batches computed again because of the policy (`doll.ps.policies.base.Policy.void`)
 
 

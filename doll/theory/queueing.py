@@ -3,6 +3,8 @@
 A stream delivers samples at the rate λ_A. A batch has b samples; a group has K batches of any workers; each group makes
 one update. All functions also hold for unequal streams if they get the total rate S = Σ λ_n (N λ_A for equal streams).
 
+The number of updates to an error target, J(ε), is `doll.theory.fitting.Decay.updates_to`.
+
 Source: the DOLL paper, Section III (Eq. (1)-(4), Proposition 1, Theorem 1). Corrections: docs/theory.md, D4-D6.
 """
 
