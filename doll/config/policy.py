@@ -117,7 +117,8 @@ class ParallelConfig(PolicyConfig, ABC):
     contributions: Literal["mean", "sum"] = Field(
         default="mean",
         description="mean: each worker's step is divided by the number of live workers (and by wave_batches), so that "
-        "the same lr moves the model as far as under bsp; sum: the steps are added, as in the papers",
+        "the same lr moves the model as far as under bsp; sum: the steps are added, as in the papers. The steps that a "
+        "task computes itself are always added",
     )
 
     @property

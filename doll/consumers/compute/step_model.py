@@ -139,8 +139,11 @@ class StepModel:
         return True
 
     def add(self, gradient: Gradient, *, batch: int) -> bool:
-        """Make a step on the view with the mean (or the sum) of the batch's gradient. The step is divided by the number
-        of live workers if the policy averages them (`PolicyConfig.share`).
+        """Make a step on the view with the mean (or the sum) of the batch's gradient.
+
+        The optimizer's step is divided by the number of live workers if the policy averages them
+        (`PolicyConfig.share`). A task's own step is added whole: only the task knows its size, and steps such as the
+        counts of a topic model must not be divided.
 
         Raises:
             DivergedError: a number of the view or of the optimizer's state is not finite.
@@ -151,14 +154,15 @@ class StepModel:
         scale = 1.0 if self._takes_sum else 1.0 / gradient.weight
         if (norm := scale * gradient.norm) > self._clip_norm:
             scale *= self._clip_norm / norm
-        share = 1.0 if self._grant is None else self._policy.share(self._grant.num_live)
+        num_live = 1 if self._grant is None else self._grant.num_live
+        share = 1.0 if self._optimizer is None else self._policy.share(num_live)
         rows = self._step_rows(gradient.rows, scale, batch, share)
         n, weights = self._model.num_parameters, self._computer.weights
         step = np.empty_like(weights)
         step[:n] = weights[:n]
         step[n:] = gradient.values[n:]
         if self._optimizer is None:
-            weights[:n] += np.float32(share) * gradient.values[:n]
+            weights[:n] += gradient.values[:n]
         else:
             self._optimizer.go_to(self._version)
             self._optimizer.apply([gradient.values], scale, gradient.weight, absent=gradient.absent, lr_factor=share)
