@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from doll.cli.app import app
 from doll.ps.checkpointing import decode_snapshot
 from doll.services import Services
 from job_policies import some
+from job_rig import MakePipeline
 from owners_topic import OwnersTopic, samples
 from typer.testing import CliRunner
 
@@ -37,7 +37,7 @@ POLICIES = ["{name: asp}", "{name: isp}", "{name: wsp, wave_batches: 2, clock_di
 
 @pytest.mark.parametrize("policy", some(POLICIES, "asp", "wsp"))
 def test_a_topic_of_somebody_else_grows_while_workers_and_server_are_killed(
-    services: Services, job_name: str, make_pipeline: Callable[..., Any], policy: str
+    services: Services, job_name: str, make_pipeline: MakePipeline, policy: str
 ) -> None:
     owner = OwnersTopic(services.kafka, f"clicks.{job_name}")
     owner.create(4)
@@ -88,7 +88,7 @@ def test_a_topic_of_somebody_else_grows_while_workers_and_server_are_killed(
 
 
 def test_a_topic_of_the_job_s_own_that_was_altered_is_read_whole_and_commands_go_on(
-    services: Services, job_name: str, make_pipeline: Callable[..., Any]
+    services: Services, job_name: str, make_pipeline: MakePipeline
 ) -> None:
     job = make_pipeline("training.policy={name: asp}", "checkpoint.every_s=0.3")
     job.start()

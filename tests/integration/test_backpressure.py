@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 from confluent_kafka import Producer
 from doll.kafka.clients import kafka_settings
+from job_rig import MakePipeline
 
 pytestmark = pytest.mark.integration
 
 
-def test_a_backlog_above_all_buffers_is_learned(make_pipeline: Any) -> None:
+def test_a_backlog_above_all_buffers_is_learned(make_pipeline: MakePipeline) -> None:
     """32 batches that are not durable and 4096 buffered records leave no room for the rest of 10,000 in one fetch.
 
     Faust hands out all topics in one loop: were a sample to wait for room there, the durable watermark that makes room
@@ -28,7 +28,7 @@ def test_a_backlog_above_all_buffers_is_learned(make_pipeline: Any) -> None:
     assert "exiting code=1" not in job.log("worker-0") + job.log("worker-1")
 
 
-def test_the_end_of_a_log_that_holds_no_record_is_not_waited_for(make_pipeline: Any) -> None:
+def test_the_end_of_a_log_that_holds_no_record_is_not_waited_for(make_pipeline: MakePipeline) -> None:
     """The marker of a transaction takes the last offset: a worker must not start again and again for its sake."""
     job = make_pipeline("stop.updates=4", "worker.stall_timeout_s=10")
     producer = Producer(kafka_settings(job.config, job.services, **{"transactional.id": job.config.job}))

@@ -37,6 +37,7 @@ from doll.records.control import (
 )
 from doll.records.packing import pack
 from format_tasks import TIMES_MS, BadRecord, bad_records, good
+from job_rig import MakePipeline
 from paths import SUPPORT
 from pushes import push_of
 from record_builders import announce, grant_of, welcome
@@ -68,7 +69,7 @@ def point(i: int) -> bytes:
 
 
 @pytest.fixture
-def points(make_pipeline: Any, tmp_path: Path) -> Any:
+def points(make_pipeline: MakePipeline, tmp_path: Path) -> Any:
     (tmp_path / "points.py").write_text(TASK)
     return lambda *overrides: make_pipeline("task.class=points.py:Points", "task.args={}", *overrides)
 
@@ -90,7 +91,7 @@ BAD: dict[str, tuple[bytes | None, str]] = {
 
 
 def test_every_bad_record_is_dead_lettered_with_its_reason_and_the_rest_is_learned(
-    make_pipeline: Any, tmp_path: Path
+    make_pipeline: MakePipeline, tmp_path: Path
 ) -> None:
     """Of partition 0: one in each batch of eight, of every format; headers and times that no client writes; 10 MB."""
     source = f"import sys\n\nsys.path.append({str(SUPPORT)!r})\nfrom format_tasks import EveryFormat\n"
@@ -314,7 +315,7 @@ class Ids(Task):
 """
 
 
-def test_samples_that_would_break_the_model_go_and_no_others(make_pipeline: Any, tmp_path: Path) -> None:
+def test_samples_that_would_break_the_model_go_and_no_others(make_pipeline: MakePipeline, tmp_path: Path) -> None:
     """Well-formed records, of one producer among many: an id out of range, features that destroy the weights, that have
     no gradient. The worker dies once with its letters written and its gradient not pushed."""
     (tmp_path / "ids.py").write_text(IDS)
@@ -359,7 +360,9 @@ def test_samples_that_would_break_the_model_go_and_no_others(make_pipeline: Any,
     )
 
 
-def test_a_task_that_fails_on_every_sample_ends_the_job_with_its_words(make_pipeline: Any, tmp_path: Path) -> None:
+def test_a_task_that_fails_on_every_sample_ends_the_job_with_its_words(
+    make_pipeline: MakePipeline, tmp_path: Path
+) -> None:
     """No sample is refused for it, and no process is started again in vain."""
     (tmp_path / "broken.py").write_text(
         TASK.replace("torch.nn.Linear(3, 2)", "torch.nn.Linear(4, 2)").replace("Points", "Broken")
@@ -375,7 +378,7 @@ def test_a_task_that_fails_on_every_sample_ends_the_job_with_its_words(make_pipe
     assert job.read("dead") == []
 
 
-def test_a_dead_letter_that_kafka_refuses_is_not_taken_for_stored(make_pipeline: Any) -> None:
+def test_a_dead_letter_that_kafka_refuses_is_not_taken_for_stored(make_pipeline: MakePipeline) -> None:
     """An update would count the record as dead, and nobody could ever read it."""
     job = make_pipeline()
     set_topic(job, "dead", "max.message.bytes", "100")
@@ -388,7 +391,7 @@ def test_a_dead_letter_that_kafka_refuses_is_not_taken_for_stored(make_pipeline:
         worker.close()
 
 
-def test_an_update_of_nothing_but_bad_records_fits_into_its_topic(make_pipeline: Any) -> None:
+def test_an_update_of_nothing_but_bad_records_fits_into_its_topic(make_pipeline: MakePipeline) -> None:
     """Somebody upstream has changed the format: every offset of a large group is named."""
     job = make_pipeline()
     first = 5_000_000_000
@@ -413,7 +416,7 @@ def test_an_update_of_nothing_but_bad_records_fits_into_its_topic(make_pipeline:
 
 
 @pytest.mark.parametrize("codec", ["zstd", "gzip"])
-def test_a_batch_that_unpacks_to_too_much_is_dead_and_the_job_goes_on(make_pipeline: Any, codec: str) -> None:
+def test_a_batch_that_unpacks_to_too_much_is_dead_and_the_job_goes_on(make_pipeline: MakePipeline, codec: str) -> None:
     """The client bounds zstd by itself, gzip where the broker packs it again: what docs/security.md says of it."""
     job = make_pipeline()
     if codec != "zstd":

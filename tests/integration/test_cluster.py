@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from doll.local import kafka_jars
 from doll.local.redis_server import LocalRedis
 from doll.services import Services
 from job_files import job
+from job_rig import MakePipeline
 from waiting import WAIT_TIMEOUT_S, until
 
 pytestmark = pytest.mark.integration
@@ -76,7 +77,7 @@ def test_topics_that_were_just_created_are_there_on_every_broker(services: Servi
 
 
 def test_a_job_goes_on_without_one_broker_and_loses_nothing(
-    cluster: Held, make_pipeline: Callable[..., Any], tmp_path: Path
+    cluster: Held, make_pipeline: MakePipeline, tmp_path: Path
 ) -> None:
     pipeline = make_pipeline("kafka.replication_factor=3")
     pipeline.start()

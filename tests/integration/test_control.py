@@ -11,6 +11,7 @@ import pytest
 from doll.records.control import ServerStatus
 from doll.services import CONTROL_ENV
 from doll.storage.blobs import key_prefix
+from job_rig import MakePipeline
 
 from doll_lab.drill.plan import Cut
 from doll_lab.drill.relay import Relays
@@ -22,7 +23,7 @@ def kinds(status: ServerStatus) -> set[str]:
     return {worker.control for worker in status.workers}
 
 
-def test_a_job_learns_every_sample_once_over_kafka_alone(make_pipeline: Any) -> None:
+def test_a_job_learns_every_sample_once_over_kafka_alone(make_pipeline: MakePipeline) -> None:
     """The other channels are those of the tests below."""
     job = make_pipeline("control.kind=kafka", "stop.updates=60")
     job.start()
@@ -34,7 +35,9 @@ def test_a_job_learns_every_sample_once_over_kafka_alone(make_pipeline: Any) -> 
     job.assert_audit_ok()
 
 
-def test_streams_that_vanish_again_and_again_cost_nothing_but_time(make_pipeline: Any, redis_client: Any) -> None:
+def test_streams_that_vanish_again_and_again_cost_nothing_but_time(
+    make_pipeline: MakePipeline, redis_client: Any
+) -> None:
     job = make_pipeline("control.kind=redis", "stop.updates=120", "worker.grant_timeout_s=60")
     job.start()
 
@@ -56,7 +59,9 @@ def test_streams_that_vanish_again_and_again_cost_nothing_but_time(make_pipeline
     assert job.counters().get("requeued_timeout", 0) == 0, "what is unanswered is sent again, not waited for"
 
 
-def test_a_socket_that_is_cut_again_and_again_costs_nothing_but_time(make_pipeline: Any, tmp_path: Path) -> None:
+def test_a_socket_that_is_cut_again_and_again_costs_nothing_but_time(
+    make_pipeline: MakePipeline, tmp_path: Path
+) -> None:
     job = make_pipeline("control.kind=local", "stop.updates=130", "worker.grant_timeout_s=60")
     tmp_path.chmod(0o700)
     paths = {name: tmp_path / f"{name}.sock" for name in ("ps", "worker-1")}
@@ -84,7 +89,7 @@ def test_a_socket_that_is_cut_again_and_again_costs_nothing_but_time(make_pipeli
     assert job.counters().get("requeued_timeout", 0) == 0, "what is unanswered is sent again, not waited for"
 
 
-def test_killed_servers_and_workers_find_each_other_again_on_the_socket(make_pipeline: Any) -> None:
+def test_killed_servers_and_workers_find_each_other_again_on_the_socket(make_pipeline: MakePipeline) -> None:
     job = make_pipeline("control.kind=local", "stop.updates=150")
     job.start()
     for version, name in ((10, "worker-0"), (25, "ps"), (40, "worker-1"), (55, "ps")):

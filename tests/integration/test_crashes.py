@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import signal
-from typing import Any
 
 import pytest
 from doll.local.forks import Role
+from job_rig import MakePipeline
 from waiting import WAIT_TIMEOUT_S
 
 pytestmark = pytest.mark.integration
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.integration
 NO_CHECKPOINTS = ("checkpoint.every_updates=1000", "checkpoint.every_s=1000", "worker.max_pending_batches=200")
 
 
-def test_worker_and_parameter_server_are_killed_in_mid_run(make_pipeline: Any) -> None:
+def test_worker_and_parameter_server_are_killed_in_mid_run(make_pipeline: MakePipeline) -> None:
     job = make_pipeline("stop.updates=150")
     job.start()
     job.send(job.samples(400))
@@ -37,7 +37,7 @@ def test_worker_and_parameter_server_are_killed_in_mid_run(make_pipeline: Any) -
     assert job.checkpoint().term == 3
 
 
-def test_what_was_applied_and_not_saved_is_applied_again(make_pipeline: Any) -> None:
+def test_what_was_applied_and_not_saved_is_applied_again(make_pipeline: MakePipeline) -> None:
     """SIGKILL between apply and checkpoint: the update records of the first server are void, its batches come again.
 
     Also where the job begins at the end of a stream that is there already: its origins are those of the first server.
@@ -60,7 +60,7 @@ def test_what_was_applied_and_not_saved_is_applied_again(make_pipeline: Any) -> 
     assert report.applied == 30 * 16
 
 
-def test_a_worker_that_was_frozen_and_replaced_is_fenced_and_exits(make_pipeline: Any) -> None:
+def test_a_worker_that_was_frozen_and_replaced_is_fenced_and_exits(make_pipeline: MakePipeline) -> None:
     job = make_pipeline("stop.updates=100", "worker.lease_s=3")
     job.start()
     job.send(job.samples(600))
@@ -82,7 +82,7 @@ def test_a_worker_that_was_frozen_and_replaced_is_fenced_and_exits(make_pipeline
     assert job.counters()["workers_lost"] >= 1
 
 
-def test_a_second_parameter_server_ends_the_first(make_pipeline: Any) -> None:
+def test_a_second_parameter_server_ends_the_first(make_pipeline: MakePipeline) -> None:
     """Both servers live. The newer one claims the job; the older one can save no checkpoint any more, and ends."""
     job = make_pipeline("stop.updates=60")
     first: Role = job.launch("ps", "ps_role")  # unsupervised: nobody starts it again
@@ -106,7 +106,7 @@ def test_a_second_parameter_server_ends_the_first(make_pipeline: Any) -> None:
     assert (report.version, report.term) == (60, 2)
 
 
-def test_a_worker_that_is_told_to_go_hands_its_batches_back(make_pipeline: Any) -> None:
+def test_a_worker_that_is_told_to_go_hands_its_batches_back(make_pipeline: MakePipeline) -> None:
     """SIGTERM, as a spot machine gets it: it leaves in time, and the next one goes on where the model stands."""
     job = make_pipeline("stop.updates=60")
     job.start()
@@ -125,7 +125,7 @@ def test_a_worker_that_is_told_to_go_hands_its_batches_back(make_pipeline: Any) 
     assert job.counters()["workers_lost"] >= 1  # on a busy machine a lease may run out too
 
 
-def test_a_parameter_server_that_is_told_to_go_saves_first(make_pipeline: Any) -> None:
+def test_a_parameter_server_that_is_told_to_go_saves_first(make_pipeline: MakePipeline) -> None:
     job = make_pipeline("stop.updates=40", *NO_CHECKPOINTS)
     job.start()
     job.send(job.samples(320))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from doll.records.control import SourceEnded, Update
 from job_policies import some
+from job_rig import MakePipeline
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]  # starts servers
 
@@ -24,7 +25,9 @@ QUIET = ["{name: bsp}", "{name: doll, group_size: 3}", "{name: ssp, staleness: 1
 
 
 @pytest.mark.parametrize("policy", some(QUIET, "bsp", "ssp"))
-def test_a_quiet_partition_holds_up_no_group_and_no_record_counts_twice(make_pipeline: Any, policy: str) -> None:
+def test_a_quiet_partition_holds_up_no_group_and_no_record_counts_twice(
+    make_pipeline: MakePipeline, policy: str
+) -> None:
     """One partition gets full batches, the others few records, while workers and the server are killed."""
     job = make_pipeline(f"training.policy={policy}", "data.workers=3", "data.batch_size=8", "data.cut_after_s=0.3")
     job.start()
@@ -49,7 +52,7 @@ def test_a_quiet_partition_holds_up_no_group_and_no_record_counts_twice(make_pip
     assert all(0 < member.hi - member.lo < 8 for member in cut)
 
 
-def test_the_end_of_a_source_is_learned_by_a_server_that_was_not_there(make_pipeline: Any) -> None:
+def test_the_end_of_a_source_is_learned_by_a_server_that_was_not_there(make_pipeline: MakePipeline) -> None:
     """The source ended before the first server began, and said so; more is said there of a topic that is gone."""
     job = make_pipeline("data.batch_size=8", "data.partitions=3", "training.policy={name: doll, group_size: 4}")
     job.send(job.samples(31))
@@ -77,7 +80,7 @@ POLICIES = [
 
 
 @pytest.mark.parametrize("policy", some(POLICIES, "doll", "isp", "wsp", "diloco"))
-def test_a_source_that_ends_is_learned_to_its_last_record(make_pipeline: Any, policy: str) -> None:
+def test_a_source_that_ends_is_learned_to_its_last_record(make_pipeline: MakePipeline, policy: str) -> None:
     """`doll produce` sends a number of samples that fills neither batches nor groups. A worker is killed meanwhile."""
     samples = 8 * 5 * 7 + 3
     job = make_pipeline(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from doll.ledger import dead_letters
 from doll.ledger.dead_letters import replay, replay_publisher
 from doll.records.bounded import printable
 from doll.records.control import DeadLetter
+from job_rig import MakePipeline
 from typer.testing import CliRunner
 
 pytestmark = pytest.mark.integration
@@ -77,7 +77,7 @@ def ends(config: JobConfig, services: Any) -> list[int]:
 
 
 def test_dead_records_are_listed_shown_replayed_once_and_then_learned(
-    make_pipeline: Callable[..., Any], tmp_path: Path
+    make_pipeline: MakePipeline, tmp_path: Path
 ) -> None:
     (tmp_path / "lines.py").write_text(TASK)
     task = "task={class: 'lines.py:Lines'}"
@@ -156,7 +156,7 @@ def test_dead_records_are_listed_shown_replayed_once_and_then_learned(
     assert (report.applied, report.dead, report.superseded, report.gaps) == (64 - 6 - 2, 6, 1, 2)
 
 
-def test_where_the_log_has_let_go_the_letter_serves_if_it_is_whole(make_pipeline: Callable[..., Any]) -> None:
+def test_where_the_log_has_let_go_the_letter_serves_if_it_is_whole(make_pipeline: MakePipeline) -> None:
     job = make_pipeline()
     config, services = job.config, job.services
     cut = b"x" * 70_000  # a letter keeps 65,536 bytes
@@ -189,7 +189,7 @@ def test_where_the_log_has_let_go_the_letter_serves_if_it_is_whole(make_pipeline
     assert [item.offset for item in once_more if item.source] == [19, 20]
 
 
-def test_a_record_that_kafka_refuses_is_an_error(make_pipeline: Callable[..., Any]) -> None:
+def test_a_record_that_kafka_refuses_is_an_error(make_pipeline: MakePipeline) -> None:
     job = make_pipeline()
 
     def dead(offset: int, payload: bytes) -> dead_letters.DeadRecord:
@@ -210,7 +210,7 @@ def test_a_record_that_kafka_refuses_is_an_error(make_pipeline: Callable[..., An
     assert values_at(job.config, job.services, 0, done.offset, done.offset + 1) == [b"small"]
 
 
-def test_a_replay_that_was_cut_off_or_overtaken_replays_nothing_twice(make_pipeline: Callable[..., Any]) -> None:
+def test_a_replay_that_was_cut_off_or_overtaken_replays_nothing_twice(make_pipeline: MakePipeline) -> None:
     job = make_pipeline()
     config, services = job.config, job.services
     letter = DeadLetter(worker=0, partition=0, offset=0, reason="bad", payload=b"once", payload_bytes=4)

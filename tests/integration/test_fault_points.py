@@ -8,13 +8,13 @@ from __future__ import annotations
 import dataclasses
 import re
 import signal
-from typing import Any
 
 import numpy as np
 import pytest
 from doll.local.forks import Role
 from doll.local.supervisor import Restart, RoleSpec, Supervisor
 from doll.process.fault_points import ENV, POINTS, fault_point
+from job_rig import MakePipeline
 from paths import DOCS
 
 # What the processes of a name die at, one after the other: each process has one such point, and the last one has none.
@@ -67,7 +67,7 @@ def test_a_point_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, w
 
 @pytest.mark.integration
 @pytest.mark.parametrize("who", DEATHS)
-def test_deaths_in_the_gaps_cost_nothing(make_pipeline: Any, who: str) -> None:
+def test_deaths_in_the_gaps_cost_nothing(make_pipeline: MakePipeline, who: str) -> None:
     deaths = DEATHS[who]
     rounds = max(map(len, deaths.values()))
     # In a set of several batches: a group has twice as many of them as there are workers.
@@ -98,7 +98,7 @@ def test_deaths_in_the_gaps_cost_nothing(make_pipeline: Any, who: str) -> None:
             samples[at] = value
         job.send(samples)
         dead = sum(min(len(points), number + 1) for points in deaths.values())
-        job.until(lambda dead=dead: len(job.restarts) >= dead, f"death {number + 1} of {deaths}")
+        job.until(lambda dead=dead: len(job.restarts) >= dead, f"death {number + 1} of {deaths}")  # type: ignore[misc]
     # More than the stop rule needs of both streams: one of them may be ahead when its worker dies.
     job.send(job.samples(ROUND * group_size * 8 + 160))
     job.until_finished()

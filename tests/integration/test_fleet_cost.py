@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import pytest
 from fleet_worlds import NOTICE_S, WORLDS, World
+from job_rig import MakePipeline
 from provision_program import Provisioner
 from waiting import WAIT_TIMEOUT_S
 
@@ -37,7 +38,7 @@ PLAN: Final = (
 
 @pytest.mark.parametrize("make_world", WORLDS)
 def test_the_bill_is_what_was_expected(
-    make_pipeline: Callable[..., Any], tmp_path: Path, make_world: Callable[..., Any]
+    make_pipeline: MakePipeline, tmp_path: Path, make_world: Callable[..., Any]
 ) -> None:
     """Of four nodes two go with a notice and one without, and each is replaced: by the deadline, 0 lost, 0 twice."""
     with make_world(make_pipeline, PLAN, tmp_path) as (job, world):

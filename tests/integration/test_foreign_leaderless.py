@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from doll.errors import ServiceUnavailableError
@@ -13,6 +12,7 @@ from doll.local import kafka_jars
 from doll.local.kafka_broker import KafkaCluster
 from doll.local.redis_server import LocalRedis
 from doll.services import Services
+from job_rig import MakePipeline
 from owners_topic import OwnersTopic, samples
 from waiting import until
 
@@ -33,7 +33,7 @@ def services(cluster: KafkaCluster, redis_server: LocalRedis) -> Services:
 
 
 def test_records_of_a_partition_without_a_leader_are_waited_for(
-    cluster: KafkaCluster, services: Services, make_pipeline: Callable[..., Any]
+    cluster: KafkaCluster, services: Services, make_pipeline: MakePipeline
 ) -> None:
     owner = OwnersTopic(services.kafka, "clicks")
     owner.create(2, {"min.insync.replicas": "1"}, replica_assignment=[[1], [2]])

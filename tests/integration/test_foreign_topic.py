@@ -6,12 +6,14 @@ import os
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 from doll.records.control import Finished, Scale, ServerStatus
 from doll.services import Services
 from job_policies import POLICIES
+from job_rig import MakePipeline
 from owners_topic import OwnersTopic, samples
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]  # starts servers
@@ -52,7 +54,7 @@ def write_transactions(owner: OwnersTopic, records: list[tuple[str, bytes]]) -> 
 
 @pytest.mark.parametrize("policy", POLICIES if KILLS else POLICIES[:1])
 def test_every_committed_record_is_learned_once_while_workers_and_partitions_change(
-    owner: OwnersTopic, make_pipeline: Callable[..., Any], services: Services, policy: str,
+    owner: OwnersTopic, make_pipeline: MakePipeline, services: Services, policy: str,
     record_property: Callable[[str, Any], None],
 ) -> None:  # fmt: skip
     """From 4 workers to 7, 2 and 5, from 12 keyed partitions to 16; one record in ten is in an aborted transaction."""
@@ -91,8 +93,8 @@ def test_every_committed_record_is_learned_once_while_workers_and_partitions_cha
         started = max(started, workers)
         if phase:
             job.until_status(lambda status: bool(status.run_id), "a status")
-            job.control("events", Scale(workers=workers, run_id=job.status.run_id))
-        job.until_status(lambda status, workers=workers: serve(status, workers), "workers and their partitions")
+            job.control("events", Scale(workers=workers, run_id=job.last_status.run_id))
+        job.until_status(partial(serve, workers=workers), "workers and their partitions")
         if phase == 2:
             owner.add_partitions(16)
         kills = left // (4 - phase)
@@ -100,8 +102,8 @@ def test_every_committed_record_is_learned_once_while_workers_and_partitions_cha
         for _ in range(kills):
             job.kill(rng.choice([*job.supervisor.handles()]))
             goal = len(job.updates) + 3
-            job.until(lambda goal=goal: has_learned(goal), "more updates")
-        job.until_status(lambda status, workers=workers: serve(status, workers), "moved partitions")
+            job.until(partial(has_learned, goal), "more updates")
+        job.until_status(partial(serve, workers=workers), "moved partitions")
     written += write_transactions(owner, keyed(1000))
     if "asp" in policy:
         job.until(lambda: all(line.pending < 8 for line in job.audit().partitions), "whole batches of each", 180)
@@ -125,7 +127,7 @@ def test_every_committed_record_is_learned_once_while_workers_and_partitions_cha
     record_property("ledger", f"{report.applied} applied of {len(committed)} committed, term {report.term}")
 
 
-def test_another_number_of_workers_goes_on(owner: OwnersTopic, make_pipeline: Callable[..., Any]) -> None:
+def test_another_number_of_workers_goes_on(owner: OwnersTopic, make_pipeline: MakePipeline) -> None:
     owner.create(5)
     for partition in range(5):
         owner.fill(partition, samples(80))
@@ -143,7 +145,7 @@ def test_another_number_of_workers_goes_on(owner: OwnersTopic, make_pipeline: Ca
 # --- where a job begins ---------------------------------------------------------------------------------------------
 
 
-def test_it_begins_where_retention_has_left_the_log(owner: OwnersTopic, make_pipeline: Callable[..., Any]) -> None:
+def test_it_begins_where_retention_has_left_the_log(owner: OwnersTopic, make_pipeline: MakePipeline) -> None:
     owner.create(2)
     for partition in range(2):
         owner.fill(partition, samples(100))
@@ -165,7 +167,7 @@ def test_it_begins_where_retention_has_left_the_log(owner: OwnersTopic, make_pip
     ],
 )
 def test_a_start_is_decided_once(
-    owner: OwnersTopic, make_pipeline: Callable[..., Any], start: str, origins: tuple[int, int]
+    owner: OwnersTopic, make_pipeline: MakePipeline, start: str, origins: tuple[int, int]
 ) -> None:
     owner.create(2, {"retention.ms": "-1"})  # the records are dated weeks ago, and the broker's default is a week
     day_ms, first_ms = 86_400_000, 1_793_491_200_000  # 2026-11-01T00:00:00Z
@@ -201,7 +203,7 @@ def test_a_start_is_decided_once(
     ],
 )
 def test_what_its_owner_does_to_it_ends_the_server_with_the_remedy(
-    owner: OwnersTopic, make_pipeline: Callable[..., Any], change: str, words: str
+    owner: OwnersTopic, make_pipeline: MakePipeline, change: str, words: str
 ) -> None:
     owner.create(2)
     for partition in range(2):
@@ -229,7 +231,7 @@ def test_what_its_owner_does_to_it_ends_the_server_with_the_remedy(
 
 
 def test_what_was_deleted_before_it_was_read_is_counted_as_lost(
-    owner: OwnersTopic, make_pipeline: Callable[..., Any]
+    owner: OwnersTopic, make_pipeline: MakePipeline
 ) -> None:
     owner.create(2)
     for partition in range(2):
@@ -246,7 +248,7 @@ def test_what_was_deleted_before_it_was_read_is_counted_as_lost(
     assert (report.ok, report.lost, report.lost_ranges[0][:]) == (True, 11, (0, 0, 11))
 
 
-def test_it_waits_for_nothing_where_the_job_has_finished(owner: OwnersTopic, make_pipeline: Callable[..., Any]) -> None:
+def test_it_waits_for_nothing_where_the_job_has_finished(owner: OwnersTopic, make_pipeline: MakePipeline) -> None:
     owner.create(2)
     for partition in range(2):
         owner.fill(partition, samples(64))

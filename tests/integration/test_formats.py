@@ -10,6 +10,7 @@ import apicurio
 import pytest
 from apicurio import Apicurio
 from fake_registry import avro, fake_registry, schema
+from job_rig import MakePipeline
 
 pytestmark = pytest.mark.integration
 
@@ -60,7 +61,7 @@ def click(number: int, written: Any, i: int) -> bytes:
 
 
 @pytest.fixture
-def clicks(make_pipeline: Any, tmp_path: Path) -> Any:
+def clicks(make_pipeline: MakePipeline, tmp_path: Path) -> Any:
     (tmp_path / "clicks.py").write_text(TASK)
     return lambda *overrides: make_pipeline("task.class=clicks.py:Clicks", "task.args={}", *overrides)
 

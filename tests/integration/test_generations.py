@@ -20,6 +20,7 @@ from doll.run.status import require_finished
 from doll.run.target import Target
 from doll.services import BLOBS_ENV
 from doll.storage.file_checkpoints import FileCheckpointStore
+from job_rig import MakePipeline
 from record_builders import term_started
 from waiting import WAIT_TIMEOUT_S, until
 
@@ -33,7 +34,7 @@ def refused(job: Any, name: str, **env: str) -> str:
     return str(job.log(name).splitlines()[-1])
 
 
-def test_lost_checkpoints_a_new_generation_and_its_restart(make_pipeline: Any) -> None:
+def test_lost_checkpoints_a_new_generation_and_its_restart(make_pipeline: MakePipeline) -> None:
     job = make_pipeline("stop.updates=4")
     job.start()
     job.send(job.samples(64))
@@ -81,7 +82,7 @@ def test_lost_checkpoints_a_new_generation_and_its_restart(make_pipeline: Any) -
     assert "hold an earlier run (term 3, version 8" in refused(job, "ps-lost-again", **{AFTER_TERM_ENV: "1"})
 
 
-def test_a_samples_topic_that_was_deleted_and_created_again_is_refused_by_all(make_pipeline: Any) -> None:
+def test_a_samples_topic_that_was_deleted_and_created_again_is_refused_by_all(make_pipeline: MakePipeline) -> None:
     job = make_pipeline()
     job.start()
     job.send(job.samples(160))
@@ -134,7 +135,7 @@ def test_a_samples_topic_that_was_deleted_and_created_again_is_refused_by_all(ma
     require_finished(target_of(job))
 
 
-def test_a_job_that_could_not_go_on_is_told_from_one_that_has_ended(make_pipeline: Any) -> None:
+def test_a_job_that_could_not_go_on_is_told_from_one_that_has_ended(make_pipeline: MakePipeline) -> None:
     job = make_pipeline()
     target = target_of(job)
     with pytest.raises(DollError, match="has not ended"):

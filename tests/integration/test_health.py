@@ -6,13 +6,13 @@ import dataclasses
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from doll.local.kafka_broker import LocalKafka
 from doll.local.processes import free_port
 from doll.process.health import PORT_ENV
+from job_rig import MakePipeline
 
 pytestmark = pytest.mark.integration
 
@@ -29,7 +29,7 @@ def ask(port: int, path: str) -> tuple[int, dict[str, Any]]:
         return 0, {}
 
 
-def test_each_process_tells_whether_it_works(make_pipeline: Callable[..., Any], broker: LocalKafka) -> None:
+def test_each_process_tells_whether_it_works(make_pipeline: MakePipeline, broker: LocalKafka) -> None:
     job = make_pipeline(
         "evaluation.enabled=true",
         "source={kind: python, of: examples.synthetic.source:gaussians, args: {features: 4, classes: 2}}",

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from doll.local.supervisor import RoleSpec
 from imds_stub import imds_stub
+from job_rig import MakePipeline
 
 pytestmark = pytest.mark.integration
 
@@ -20,7 +21,7 @@ def machine(job: Any, name: str, incarnation: int, **environment: str) -> RoleSp
     return RoleSpec(name, plain.target, plain.log_path, plain.args, {**plain.env, **identity, **environment})
 
 
-def test_a_machine_that_was_replaced_starts_again_and_ends_without_a_trace(make_pipeline: Any) -> None:
+def test_a_machine_that_was_replaced_starts_again_and_ends_without_a_trace(make_pipeline: MakePipeline) -> None:
     job = make_pipeline()
     job.start_ps()
     job.supervisor.start(machine(job, "i-2", 2))
@@ -42,7 +43,7 @@ def test_a_machine_that_was_replaced_starts_again_and_ends_without_a_trace(make_
     assert job.supervisor.exit_codes()["i-3"] is None
 
 
-def test_a_spot_notice_ends_a_worker_in_order(make_pipeline: Any) -> None:
+def test_a_spot_notice_ends_a_worker_in_order(make_pipeline: MakePipeline) -> None:
     job = make_pipeline("worker.notice_s=20")
     job.start_ps()
     with imds_stub() as stub:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from doll.errors import ServiceUnavailableError
 from doll.kafka.clients import kafka_settings
 from doll.kafka.reader import JobRecords, TimedRecord
 from doll.records.control import Evaluated, Hello, Leave, Metric, encode
+from job_rig import MakePipeline
 from record_builders import update
 
 pytestmark = pytest.mark.integration
@@ -22,7 +22,7 @@ HOUR_S = 3600.0
 
 
 @pytest.fixture
-def job(make_pipeline: Callable[..., Any]) -> Any:
+def job(make_pipeline: MakePipeline) -> Any:
     """Topics, and nobody that writes to them but the test."""
     return make_pipeline()
 

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from doll.config import dump
 from doll.errors import DataLossError
 from doll.kafka.clients import kafka_settings
 from doll.ledger.balance import Range
+from job_rig import MakePipeline
 from typer.testing import CliRunner
 
 pytestmark = pytest.mark.integration
@@ -61,7 +61,7 @@ def cli(job: Any, *arguments: str) -> Any:
         return CliRunner().invoke(app, [*arguments, "--job", str(job.job_path)])
 
 
-def test_unread_records_that_are_deleted_stop_the_job(make_pipeline: Callable[..., Any]) -> None:
+def test_unread_records_that_are_deleted_stop_the_job(make_pipeline: MakePipeline) -> None:
     job = make_pipeline(*HELD_UP)
     lose_while_held_up(job)
     said = stops(job)
@@ -89,7 +89,7 @@ def test_unread_records_that_are_deleted_stop_the_job(make_pipeline: Callable[..
     assert (report.lost_ranges, report.lost, report.applied) == ((Range(0, 16, 42),), 26, 2 * 64 - 26)
 
 
-def test_where_the_job_file_allows_it_lost_records_are_skipped_and_counted(make_pipeline: Callable[..., Any]) -> None:
+def test_where_the_job_file_allows_it_lost_records_are_skipped_and_counted(make_pipeline: MakePipeline) -> None:
     job = make_pipeline(*HELD_UP, "data.on_data_loss=skip", "stop.samples=102")
     lose_while_held_up(job)
     job.until_finished()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from doll.local.forks import Role
 from doll.local.kafka_broker import LocalKafka
 from doll.local.redis_server import LocalRedis
+from job_rig import MakePipeline
 
 pytestmark = pytest.mark.integration
 
@@ -27,7 +27,7 @@ def _services_come_back(broker: LocalKafka, redis_server: LocalRedis) -> Iterato
             server.start()
 
 
-def test_the_broker_goes_away_and_comes_back_and_once_more(make_pipeline: Any, broker: LocalKafka) -> None:
+def test_the_broker_goes_away_and_comes_back_and_once_more(make_pipeline: MakePipeline, broker: LocalKafka) -> None:
     """It is stopped, and later killed."""
     job = make_pipeline("stop.updates=120", *PATIENT)
     job.start()
@@ -52,7 +52,7 @@ def test_the_broker_goes_away_and_comes_back_and_once_more(make_pipeline: Any, b
         assert len(logged) < 20 * (2 + away_s / 30), "\n".join(logged)
 
 
-def test_redis_is_killed_and_comes_back_empty(make_pipeline: Any, redis_server: LocalRedis) -> None:
+def test_redis_is_killed_and_comes_back_empty(make_pipeline: MakePipeline, redis_server: LocalRedis) -> None:
     job = make_pipeline("stop.updates=120", *PATIENT)
     job.start()
     job.send(job.samples(1000))
@@ -72,7 +72,7 @@ def test_redis_is_killed_and_comes_back_empty(make_pipeline: Any, redis_server: 
 
 
 def test_a_job_that_ends_while_the_broker_is_away_says_so_when_it_is_back(
-    make_pipeline: Any, broker: LocalKafka
+    make_pipeline: MakePipeline, broker: LocalKafka
 ) -> None:
     job = make_pipeline()
     job.start()
@@ -86,6 +86,7 @@ def test_a_job_that_ends_while_the_broker_is_away_says_so_when_it_is_back(
     assert ps.poll() is None
     broker.start()
     job.until_finished()
+    assert job.finished is not None
     assert job.finished.reason == "interrupted"
     report = job.assert_audit_ok()
     assert (report.version, report.pending) == (10, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from doll.dashboard.sources import RunningJob
 from doll.local.kafka_broker import LocalKafka
 from doll.monitor.views.page import page
 from doll.records.control import encode
+from job_rig import MakePipeline
 from record_builders import dead_letter, term_started, update
 from statuses import live_worker, server_status
 from waiting import until
@@ -20,10 +20,10 @@ from waiting import until
 pytestmark = pytest.mark.integration
 
 
-def test_records_of_the_topics_are_shown_as_they_come(make_pipeline: Callable[..., Any], tmp_path: Path) -> None:
+def test_records_of_the_topics_are_shown_as_they_come(make_pipeline: MakePipeline, tmp_path: Path) -> None:
     job = make_pipeline()
 
-    def write(kind: str, record: Any) -> None:
+    def write(kind: Any, record: Any) -> None:
         job._producer.produce(job.config.topic(kind), encode(record), partition=0)
         assert job._producer.flush(30) == 0
 
@@ -47,7 +47,7 @@ def test_records_of_the_topics_are_shown_as_they_come(make_pipeline: Callable[..
 
 
 def test_a_page_outlives_a_restart_of_the_broker(
-    make_pipeline: Callable[..., Any], broker: LocalKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_pipeline: MakePipeline, broker: LocalKafka, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "_ASK_EVERY_S", 0.5)
     monkeypatch.setattr(sources, "_AWAY_S", 2.0)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from job_policies import some
+from job_rig import MakePipeline
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]  # starts servers
 
@@ -22,7 +21,7 @@ POLICIES = [
 
 
 @pytest.mark.parametrize("policy", some(POLICIES, "doll", "wsp"))
-def test_a_worker_learns_from_several_partitions_of_unequal_length(make_pipeline: Any, policy: str) -> None:
+def test_a_worker_learns_from_several_partitions_of_unequal_length(make_pipeline: MakePipeline, policy: str) -> None:
     job = make_pipeline(f"training.policy={policy}", "data.partitions=5", "data.batch_size=8")
     job.start()
     for partition, count in enumerate(SKEW):

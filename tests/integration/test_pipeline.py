@@ -23,6 +23,7 @@ from doll.storage.blobs import decode_blob, decode_latest, latest_key
 from doll.storage.redis_blobs import RedisBlobs
 from doll.storage.redis_client import connect_redis
 from job_policies import some
+from job_rig import MakePipeline
 from paths import EXAMPLES
 
 pytestmark = pytest.mark.integration
@@ -40,7 +41,7 @@ class WithBatchNorm(Gaussian):
 """
 
 
-def test_a_job_learns_every_sample_once(make_pipeline: Any) -> None:
+def test_a_job_learns_every_sample_once(make_pipeline: MakePipeline) -> None:
     job = make_pipeline("stop.updates=40")
     job.start()
     job.send(job.samples(800))
@@ -66,7 +67,7 @@ def test_a_job_learns_every_sample_once(make_pipeline: Any) -> None:
     assert published.tobytes() == weights.tobytes()
 
 
-def test_adam_on_packed_records_with_more_batches_than_workers(make_pipeline: Any) -> None:
+def test_adam_on_packed_records_with_more_batches_than_workers(make_pipeline: MakePipeline) -> None:
     """K = 5 > N = 2, four samples a record."""
     job = make_pipeline(
         "stop.updates=10", "training.policy.group_size=5", "training.optimizer={name: adam, lr: 0.01}",
@@ -90,7 +91,7 @@ OTHERS = [name for name in POLICIES.built_in if name != "doll"]
 
 
 @pytest.mark.parametrize("policy", some(OTHERS, "bsp", "ssp", "isp", "wsp", "diloco"))
-def test_other_policies_and_batch_norm(make_pipeline: Any, tmp_path: Path, policy: str) -> None:
+def test_other_policies_and_batch_norm(make_pipeline: MakePipeline, tmp_path: Path, policy: str) -> None:
     (tmp_path / "bn.py").write_text(BATCH_NORM_TASK)
     sizes = {"wsp": ", wave_batches: 2", "diloco": ", local_batches: 1"}
     job = make_pipeline(
@@ -126,13 +127,13 @@ def test_other_policies_and_batch_norm(make_pipeline: Any, tmp_path: Path, polic
     assert 1.3 < variance.mean() < 2.8
 
 
-def churn_job(make_pipeline: Any, *overrides: str) -> Any:
+def churn_job(make_pipeline: MakePipeline, *overrides: str) -> Any:
     job = make_pipeline("task.class=churn.py:Churn", "task.args={}", *overrides)
     shutil.copy(CHURN, job.folder / "churn.py")
     return job
 
 
-def test_records_of_a_plain_kafka_client_are_trained_on(make_pipeline: Any) -> None:
+def test_records_of_a_plain_kafka_client_are_trained_on(make_pipeline: MakePipeline) -> None:
     """The lines of docs/records.md, which know nothing of DOLL but the name of a topic."""
     job = churn_job(make_pipeline, "stop.updates=10")
     job.start()
@@ -150,7 +151,7 @@ def test_records_of_a_plain_kafka_client_are_trained_on(make_pipeline: Any) -> N
 
 
 @pytest.mark.skipif(shutil.which("kcat") is None, reason="kcat is not on PATH")
-def test_records_of_kcat_are_trained_on(make_pipeline: Any) -> None:
+def test_records_of_kcat_are_trained_on(make_pipeline: MakePipeline) -> None:
     job = churn_job(make_pipeline, "stop.updates=5")
     job.start()
     lines = subprocess.run([sys.executable, str(CHURN), "200"], capture_output=True, check=True).stdout.splitlines()
@@ -165,7 +166,7 @@ def test_records_of_kcat_are_trained_on(make_pipeline: Any) -> None:
     assert job.assert_audit_ok().dead == 0
 
 
-def test_a_program_piped_into_doll_produce_is_trained_on(make_pipeline: Any) -> None:
+def test_a_program_piped_into_doll_produce_is_trained_on(make_pipeline: MakePipeline) -> None:
     job = churn_job(make_pipeline, "stop.updates=10", "arrivals.process=asap")
     job.start()
     command = f"{sys.executable} {CHURN} 200 | {sys.executable} -m doll produce --job {job.job_path} --stdin"
@@ -204,7 +205,7 @@ class Witness(Gaussian):
 '''
 
 
-def test_every_worker_gets_every_new_version_to_the_bit(make_pipeline: Any, tmp_path: Path) -> None:
+def test_every_worker_gets_every_new_version_to_the_bit(make_pipeline: MakePipeline, tmp_path: Path) -> None:
     """The same log makes the same model: the replay has the weights that the workers saw and the checkpoint holds."""
     (tmp_path / "witness.py").write_text(WITNESS)
     job = make_pipeline("task.class=witness.py:Witness", "stop.updates=30", "checkpoint.event_log=true")

@@ -16,6 +16,7 @@ from doll.producers.main import run_producer
 from doll.records.control import Finished, Hello, Stop
 from doll.services import Services
 from forked_commands import Program, environment
+from job_rig import MakePipeline
 from record_builders import term_started
 from waiting import WAIT_TIMEOUT_S
 
@@ -77,7 +78,7 @@ def other(job: Any, *overrides: str) -> Path:
     return path
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_the_difference(make_pipeline: Any) -> None:
+def test_a_checkpoint_of_another_model_is_refused_with_the_difference(make_pipeline: MakePipeline) -> None:
     job = make_pipeline("stop.updates=4")
     job.start()
     job.send(job.samples(64))
@@ -102,7 +103,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_difference(make_pipel
     np.testing.assert_array_equal(job.checkpoint().tensors["weights"], weights)
 
 
-def test_a_worker_of_another_job_file_is_refused_with_the_difference(make_pipeline: Any) -> None:
+def test_a_worker_of_another_job_file_is_refused_with_the_difference(make_pipeline: MakePipeline) -> None:
     job = make_pipeline("stop.updates=4")
     job.start_ps()
     for change, said in (
@@ -129,7 +130,7 @@ TASKS = {
 }
 
 
-def test_a_task_that_does_not_load(make_pipeline: Any) -> None:
+def test_a_task_that_does_not_load(make_pipeline: MakePipeline) -> None:
     job = make_pipeline("task.class=mine.py:Mine", "task.args={}")
     for number, (text, said) in enumerate(TASKS.items()):
         (job.folder / f"mine{number}.py").write_text(text)
@@ -141,7 +142,7 @@ def test_a_task_that_does_not_load(make_pipeline: Any) -> None:
 
 
 def test_a_worker_that_starts_after_the_end_of_the_job_is_told_so(
-    make_pipeline: Any, monkeypatch: pytest.MonkeyPatch
+    make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its predecessor died on the last message: without this it would wait for a server that never comes."""
     job = make_pipeline("ps.lease_s=2")
@@ -163,7 +164,9 @@ def test_a_worker_that_starts_after_the_end_of_the_job_is_told_so(
     assert not reader.has_finished(job.config, job.services, lambda: False), "it was resumed"
 
 
-def test_a_job_that_ended_and_was_resumed_has_not_ended(make_pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_ended_and_was_resumed_has_not_ended(
+    make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = make_pipeline("ps.lease_s=2")
     monkeypatch.setattr(kafka_channel, "RESUME_GRACE_S", 0.0)
     job.control("commands", Stop(term=1, reason="updates: 20 reached"), partition=1)

@@ -6,28 +6,28 @@ import dataclasses
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from doll.local.forks import Role
+from job_rig import MakePipeline
 
 pytestmark = pytest.mark.integration
 
 DRAIN_S = 3.0
 
 
-def test_a_worker_that_has_just_joined_leaves_on_sigterm(make_pipeline: Any) -> None:
+def test_a_worker_that_has_just_joined_leaves_on_sigterm(make_pipeline: MakePipeline) -> None:
     """Between its own start-up and Faust's there was a moment in which the signal was heard and forgotten."""
     job = make_pipeline(f"worker.drain_s={DRAIN_S}")
     job.start_ps()
     for delay_s in (0.0, 0.05, 0.15, 0.3, 0.6):  # one after the other: each holds the slot that the one before has left
         name = f"worker-0-after-{delay_s:g}"
         worker: Role = job.launch(name, "worker_role", 0)
-        job.until(lambda name=name: "joined" in job.log(name), f"{name} to join")
+        job.until(lambda name=name: "joined" in job.log(name), f"{name} to join")  # type: ignore[misc]
         told_s = time.monotonic() + delay_s
-        job.until(lambda told_s=told_s: time.monotonic() >= told_s, "the moment")
+        job.until(lambda told_s=told_s: time.monotonic() >= told_s, "the moment")  # type: ignore[misc]
         worker.terminate()
-        job.until(lambda worker=worker: worker.poll() is not None, f"the end of {name}")
+        job.until(lambda worker=worker: worker.poll() is not None, f"the end of {name}")  # type: ignore[misc]
         assert worker.exitcode == 0, name
 
 
@@ -35,7 +35,7 @@ NEVER = ("worker.lease_s=600", "worker.grant_timeout_s=600")  # who waited for a
 GROUP, BATCH = 2, 8
 
 
-def test_what_a_worker_hands_back_is_replaced_at_once(make_pipeline: Any) -> None:
+def test_what_a_worker_hands_back_is_replaced_at_once(make_pipeline: MakePipeline) -> None:
     """Digest 1.2: with replacement at least 99 % of lambda / (K b) updates for the streams that are up."""
     wanted = 100
     job = make_pipeline(*NEVER, f"worker.drain_s={DRAIN_S}")
@@ -77,7 +77,7 @@ class Held(Gaussian):
 
 
 def test_a_notice_ends_a_worker_in_time_and_its_gradient_is_computed_by_another(
-    make_pipeline: Any, tmp_path: Path
+    make_pipeline: MakePipeline, tmp_path: Path
 ) -> None:
     """The gradient takes longer than the notice leaves: its batch is requeued, and another takes its place."""
     (tmp_path / "held.py").write_text(TASK)

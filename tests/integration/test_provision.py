@@ -22,6 +22,7 @@ from doll.run.status import JobStatus, status_of
 from doll.run.target import open_target
 from doll.services import KAFKA_ENV, REDIS_ENV
 from fleet_worlds import WORLDS
+from job_rig import MakePipeline
 from provision_program import Provisioner, journal_of
 from statuses import server_status
 from waiting import WAIT_TIMEOUT_S
@@ -35,7 +36,7 @@ PLAN = (
 
 
 @pytest.fixture
-def provision(make_pipeline: Callable[..., Any]) -> Iterator[Provisioner]:
+def provision(make_pipeline: MakePipeline) -> Iterator[Provisioner]:
     job = make_pipeline(*PLAN, "stop.updates=40")
     provisioner = Provisioner(job)
     job.start_ps()
@@ -112,7 +113,7 @@ def test_drain_hands_everything_back_and_stops_the_other(provision: Provisioner)
 
 @pytest.mark.parametrize("loss", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_standby_on_another_machine_takes_over_from_a_provisioner_that_is_lost(
-    make_pipeline: Callable[..., Any], tmp_path: Path, loss: signal.Signals
+    make_pipeline: MakePipeline, tmp_path: Path, loss: signal.Signals
 ) -> None:
     """The workers are processes of its machine. One that was only frozen finds its successor, and ends."""
     job = make_pipeline(
@@ -155,7 +156,7 @@ def test_a_standby_on_another_machine_takes_over_from_a_provisioner_that_is_lost
 
 
 def test_status_names_a_provisioner_that_is_silent(
-    make_pipeline: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    make_pipeline: MakePipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = make_pipeline(*PLAN)
     monkeypatch.setenv(KAFKA_ENV, job.services.kafka)
@@ -176,7 +177,7 @@ def test_status_names_a_provisioner_that_is_silent(
     assert ended.silent_s == {}, "a job that has finished needs none"
 
 
-def test_processes_join_the_job_and_end_with_their_owner(make_pipeline: Callable[..., Any]) -> None:
+def test_processes_join_the_job_and_end_with_their_owner(make_pipeline: MakePipeline) -> None:
     """What `fleet.kind: processes` stands for: workers of this job on a market that says what is available."""
     job = make_pipeline(*PLAN, "fleet.speed_up=10")
     job.start_ps()
@@ -212,7 +213,7 @@ def runs(pid: int) -> bool:
         return False
 
 
-def test_the_job_file_is_read_again_while_the_job_runs(make_pipeline: Callable[..., Any]) -> None:
+def test_the_job_file_is_read_again_while_the_job_runs(make_pipeline: MakePipeline) -> None:
     """Deadline, work and behaviour count from the next turn on; a wrong file does not, and is reported; K needs a new
     parameter server (docs/operations.md, "Changing one's mind")."""
     job = make_pipeline(*PLAN, "provision.every_s=3600", "plan.updates=400", "provision.heartbeat_timeout_s=60")
@@ -256,7 +257,7 @@ def test_the_job_file_is_read_again_while_the_job_runs(make_pipeline: Callable[.
                 job.job_path.write_text(before.replace("deadline_s: 90000", "deadline_s: soon"))
             else:
                 edit(wrong)
-            job.until(lambda said=words: said in refusals(job), f"a word on {wrong}")
+            job.until(lambda said=words: said in refusals(job), f"a word on {wrong}")  # type: ignore[misc]
             job.job_path.write_text(before)
         turn = decisions()[-1]["turn"]
         until_decided("it goes on", lambda decision: decision["turn"] >= turn + 3 and decision["target_updates"] == 500)
@@ -284,7 +285,7 @@ def refusals(job: Any) -> str:
 
 @pytest.mark.parametrize("make_world", WORLDS)
 def test_a_job_on_a_cluster_that_loses_nodes_and_its_provisioner(
-    make_pipeline: Callable[..., Any], tmp_path: Path, make_world: Callable[..., Any]
+    make_pipeline: MakePipeline, tmp_path: Path, make_world: Callable[..., Any]
 ) -> None:
     """One node goes with a notice, one without. Between them a standby takes over, and adopts the workers."""
     overrides = (*PLAN, "stop.updates=60", "provision.lease_s=3", f"checkpoint.folder={tmp_path}/run/checkpoints",

@@ -19,6 +19,7 @@ from doll.provisioner.state_store import FileStateStore
 from doll.records.control import Finished, TermStarted
 from doll.services import KAFKA_ENV, REDIS_ENV
 from fleet_rigs import Ec2Rig
+from job_rig import MakePipeline
 from moto.server import ThreadedMotoServer
 from moto_overlay import REGION, moto_market
 from statuses import server_status
@@ -107,7 +108,7 @@ class Cloud:
 
 
 @pytest.fixture
-def cloud(make_pipeline: Callable[..., Any]) -> Iterator[Cloud]:
+def cloud(make_pipeline: MakePipeline) -> Iterator[Cloud]:
     with moto_market(time.time) as market:
         rig = Ec2Rig(market, time.time)  # type: ignore[arg-type]
         market.boot_s = market.lag_s = 0.0

@@ -15,6 +15,7 @@ from doll.records.control import Scale, TermStarted, Update
 from doll.run.export import ExportOptions, export_model
 from doll.task.base import load_task
 from job_policies import some
+from job_rig import MakePipeline
 from safetensors.torch import load_file
 from stacked import stack
 from torch.optim import lr_scheduler as schedulers
@@ -39,7 +40,7 @@ RECIPE = (
 )  # fmt: skip
 
 
-def test_the_model_is_that_of_a_plain_loop_through_kills(make_pipeline: Any) -> None:
+def test_the_model_is_that_of_a_plain_loop_through_kills(make_pipeline: MakePipeline) -> None:
     job = make_pipeline(
         *RECIPE, f"data.partitions={PARTITIONS}", "stop.updates=120", "checkpoint.event_log=true", "checkpoint.keep=3"
     )
@@ -63,7 +64,7 @@ def test_the_model_is_that_of_a_plain_loop_through_kills(make_pipeline: Any) -> 
     job.until_version(50)
     job.start_worker(2)
     job.until_status(lambda status: bool(status.run_id), "a status")
-    job.control("events", Scale(workers=3, run_id=job.status.run_id))
+    job.control("events", Scale(workers=3, run_id=job.last_status.run_id))
     job.until_status(lambda status: status.num_workers == 3 and not status.moving_partitions, "three workers")
     send(40)
     job.until(lambda: any(member.worker == 2 for member in job.updates[-1].members), "an update of the third worker")
@@ -95,7 +96,7 @@ STEPS = ["{name: ssp, staleness: 2}", "{name: diloco, local_batches: 2, grace_s:
 
 
 @pytest.mark.parametrize("policy", some(STEPS, "ssp"))
-def test_workers_step_by_a_class_through_kills(make_pipeline: Any, policy: str) -> None:
+def test_workers_step_by_a_class_through_kills(make_pipeline: MakePipeline, policy: str) -> None:
     """Their moments begin again with their processes, so no plain loop makes this model; a replay does."""
     job = make_pipeline(*RECIPE, f"training.policy={policy}", "stop.updates=60", "checkpoint.event_log=true")
     job.start()

@@ -21,6 +21,7 @@ from doll.records.control import AnyRecord, Member, ServerStatus, Update, Worker
 from doll.records.record_sizes import COMPRESSED, fitted
 from doll.services import Services
 from job_files import job
+from job_rig import MakePipeline
 from waiting import WAIT_TIMEOUT_S
 
 pytestmark = pytest.mark.integration
@@ -151,7 +152,7 @@ class Hostile(Task):
 
 
 def test_a_job_of_which_most_records_are_refused_goes_on_with_topics_of_a_small_limit(
-    make_pipeline: Any, tmp_path: Path
+    make_pipeline: MakePipeline, tmp_path: Path
 ) -> None:
     (tmp_path / "hostile.py").write_text(HOSTILE)
     made = make_pipeline(
@@ -194,7 +195,7 @@ class Long(Task):
 """
 
 
-def test_a_job_whose_records_are_near_the_limit(make_pipeline: Any, tmp_path: Path) -> None:
+def test_a_job_whose_records_are_near_the_limit(make_pipeline: MakePipeline, tmp_path: Path) -> None:
     (tmp_path / "long.py").write_text(TASK)
     made = make_pipeline(
         "task.class=long.py:Long", "task.args={}", "stop.samples=96", "data.batch_size=4",

@@ -18,6 +18,7 @@ import pytest
 from apicurio import Apicurio
 from fake_registry import avro, fake_registry, schema
 from forked_commands import environment
+from job_rig import MakePipeline
 
 pytestmark = pytest.mark.integration
 
@@ -67,7 +68,7 @@ def click(number: int, written: Any, i: int) -> bytes:
 
 
 @pytest.fixture
-def job(make_pipeline: Any, tmp_path: Path) -> Any:
+def job(make_pipeline: MakePipeline, tmp_path: Path) -> Any:
     (tmp_path / "clicks.py").write_text(TASK)
     return lambda url: make_pipeline(
         "task.class=clicks.py:Clicks", "task.args={}", f"data.format={{kind: avro, registry: {url}}}",

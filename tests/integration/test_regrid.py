@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import shutil
-from typing import Any
+from pathlib import Path
 
 import pytest
 from doll.config import dump, load
 from doll.ps.checkpointing import decode_snapshot
 from doll.storage.stores import open_store
+from job_rig import MakePipeline
 
 pytestmark = pytest.mark.integration
 
 
-def test_a_deployed_job_goes_on_in_another_grid_from_an_earlier_version(make_pipeline: Any) -> None:
+def test_a_deployed_job_goes_on_in_another_grid_from_an_earlier_version(make_pipeline: MakePipeline) -> None:
     job = make_pipeline()
-    before = shutil.copy(job.job_path, job.folder / "before.yaml")
+    before = Path(shutil.copy(job.job_path, job.folder / "before.yaml"))
     ps = job.launch("ps-before", "ps_role", job_path=before)
     workers = [job.launch(f"worker-before-{n}", "worker_role", n, job_path=before) for n in range(2)]
     job.send(job.samples(400))

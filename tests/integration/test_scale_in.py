@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from doll.config import dump, load
 from doll.provisioner.state_store import FileStateStore
 from doll.records.control import Leave
+from job_rig import MakePipeline
 from waiting import WAIT_TIMEOUT_S
 
 pytestmark = pytest.mark.integration
@@ -27,7 +27,7 @@ UPDATES_PER_S = 50  # until the release: the 2,000 updates of the job last 40 s
 
 
 @pytest.fixture(params=["bsp", "isp"])
-def job(request: pytest.FixtureRequest, make_pipeline: Callable[..., Any]) -> Any:
+def job(request: pytest.FixtureRequest, make_pipeline: MakePipeline) -> Any:
     job = make_pipeline(*OVERRIDES, f"training.policy={{name: {request.param}}}")
     job.start_ps()
     return job

@@ -19,6 +19,7 @@ from doll.dashboard.sources import RunningJob
 from doll.local.processes import free_port
 from doll.local.supervisor import Supervisor
 from doll.monitor.views.page import page
+from job_rig import MakePipeline
 from waiting import WAIT_TIMEOUT_S, until
 
 pytestmark = pytest.mark.integration
@@ -72,7 +73,7 @@ class Asker:
 
 
 @pytest.fixture
-def job(make_pipeline: Any) -> Any:
+def job(make_pipeline: MakePipeline) -> Any:
     """A job that is under way, with its server and an alias for a version that is left later."""
     job = make_pipeline("stop.updates=1000", "checkpoint.keep=100")
     job.start()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+from job_rig import MakePipeline
 
 pytestmark = pytest.mark.integration
 
@@ -51,7 +51,7 @@ def basket(i: int) -> tuple[bytes, int]:
     return json.dumps(record).encode(), len(items)
 
 
-def test_each_item_is_learned_once_and_each_record_audited_once(make_pipeline: Any, tmp_path: Path) -> None:
+def test_each_item_is_learned_once_and_each_record_audited_once(make_pipeline: MakePipeline, tmp_path: Path) -> None:
     (tmp_path / "baskets.py").write_text(TASK)
     job = make_pipeline(
         "task.class=baskets.py:Baskets", "task.args={}", "stop.samples=3000", "checkpoint.every_updates=5",
@@ -82,4 +82,4 @@ def test_each_item_is_learned_once_and_each_record_audited_once(make_pipeline: A
     assert report.dead == sum(len(member.dead) for update in job.updates for member in update.members) > 0
     assert {letter.whole for letter in letters} == {True, False}
     assert any("gives 11 samples: expected at most 10" in letter.reason for letter in letters)
-    assert dict(job.status.skipped)["empty"] > 0
+    assert dict(job.last_status.skipped)["empty"] > 0

@@ -5,18 +5,20 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from doll.errors import ConfigError
 from doll.storage.blobs import decode_blob, decode_latest, latest_key
 from doll.storage.stores import open_blobs
+from job_rig import MakePipeline
 
 pytestmark = pytest.mark.integration
 
 
 @pytest.mark.parametrize("model", ["small", "large"])
-def test_a_job_learns_every_sample_once_also_when_it_is_wiped(make_pipeline: Any, tmp_path: Path, model: str) -> None:
+def test_a_job_learns_every_sample_once_also_when_it_is_wiped(
+    make_pipeline: MakePipeline, tmp_path: Path, model: str
+) -> None:
     """The blobs of the large model (1.2 MB) are in files that are used again."""
     large = ["task.args.hidden=[400,700]"] if model == "large" else []
     job = make_pipeline("stop.updates=200", "worker.stall_timeout_s=600", *large)
@@ -50,7 +52,7 @@ def test_a_job_learns_every_sample_once_also_when_it_is_wiped(make_pipeline: Any
     blobs.close()
 
 
-def test_shm_asked_for_and_not_there_is_an_error(make_pipeline: Any) -> None:
+def test_shm_asked_for_and_not_there_is_an_error(make_pipeline: MakePipeline) -> None:
     job = make_pipeline("blobs.kind=shm")
     with pytest.raises(ConfigError, match=r"blobs\.kind is shm: expected a process that `doll up` starts"):
         open_blobs(job.config, job.services, give_up=lambda: True)

@@ -11,6 +11,7 @@ from examples.clicks import task as clicks
 from examples.ratings import task as ratings
 from fuzzing import ALL_EXAMPLES
 from job_policies import some
+from job_rig import MakePipeline
 
 pytestmark = pytest.mark.integration
 
@@ -35,14 +36,14 @@ def mean_loss(job: Any, first: int, last: int) -> float:
 
 
 @pytest.mark.parametrize("sparse", [False, True] if ALL_EXAMPLES else [True])  # dense models: see the factors below
-def test_clicks_are_learned_down_to_the_bayes_log_loss(make_pipeline: Any, sparse: bool) -> None:
+def test_clicks_are_learned_down_to_the_bayes_log_loss(make_pipeline: MakePipeline, sparse: bool) -> None:
     task = f"task.args={{columns: 4096, sparse: {str(sparse).lower()}}}"
     job = make_pipeline(*CLICKS, task, "source.limit_samples=60000", "stop.updates=400")
     job.start()
     job.start_producer()
     job.until_finished()
     job.assert_audit_ok()
-    source = job.config.source
+    source: Any = job.config.source
     rng = sources.child_rng(job.config.seed, sources.CONCEPT)
     truth = clicks.draw_truth(source.args["categories"], 1.1, source.args["density"], rng)
     bayes = clicks.bayes_log_loss(truth, np.random.default_rng(0), 100_000)
@@ -51,7 +52,7 @@ def test_clicks_are_learned_down_to_the_bayes_log_loss(make_pipeline: Any, spars
     assert bayes - 0.015 < mean_loss(job, 300, 400) < bayes + 0.03
 
 
-def test_the_factors_of_ratings_are_learned_down_to_the_noise(make_pipeline: Any) -> None:
+def test_the_factors_of_ratings_are_learned_down_to_the_noise(make_pipeline: MakePipeline) -> None:
     job = make_pipeline(*FACTORS, "source.limit_samples=160000", "stop.updates=2000")
     job.start()
     job.start_producer()
@@ -81,7 +82,7 @@ BAD_RATINGS: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize(("settings", "bad"), [(CLICKS, BAD_CLICKS), (FACTORS, BAD_RATINGS)], ids=["clicks", "ratings"])
 def test_bad_records_are_dead_letters_and_the_rest_is_learned(
-    make_pipeline: Any, settings: tuple[str, ...], bad: dict[str, tuple[bytes, str]]
+    make_pipeline: MakePipeline, settings: tuple[str, ...], bad: dict[str, tuple[bytes, str]]
 ) -> None:
     job = make_pipeline(
         *settings, "data.batch_size=8", "data.samples_per_record=1", "training.policy.group_size=2", "stop.updates=8"
@@ -106,7 +107,7 @@ def test_bad_records_are_dead_letters_and_the_rest_is_learned(
     assert sum(update.n_samples for update in job.updates) == 128 - 2 * len(bad)
 
 
-def test_lines_of_criteo_are_learned_as_packed_records_are(make_pipeline: Any) -> None:
+def test_lines_of_criteo_are_learned_as_packed_records_are(make_pipeline: MakePipeline) -> None:
     """What another Kafka client writes: the lines themselves."""
     job = make_pipeline(
         *CLICKS, "data.batch_size=8", "data.samples_per_record=1", "training.policy.group_size=2", "stop.updates=4"
@@ -124,7 +125,7 @@ STEPS = ["{name: ssp, staleness: 2}", "{name: isp, significance: 0.7}"]
 
 
 @pytest.mark.parametrize("policy", some(STEPS, "isp"))
-def test_factors_are_learned_by_steps_of_the_workers_too(make_pipeline: Any, policy: str) -> None:
+def test_factors_are_learned_by_steps_of_the_workers_too(make_pipeline: MakePipeline, policy: str) -> None:
     job = make_pipeline(
         *FACTORS, "training.optimizer={name: sgd, lr: 2}", f"training.policy={policy}", "source.limit_samples=160000",
         "stop.samples=140000",

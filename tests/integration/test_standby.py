@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from doll.local.forks import Role
+from job_rig import MakePipeline
 from waiting import WAIT_TIMEOUT_S
 
 pytestmark = pytest.mark.integration
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.integration
 LEASE_S = 2.0
 
 
-def started_with_standby(make_pipeline: Any, updates: int) -> tuple[Any, Role, Role]:
+def started_with_standby(make_pipeline: MakePipeline, updates: int) -> tuple[Any, Role, Role]:
     job = make_pipeline(f"stop.updates={updates}", f"ps.lease_s={LEASE_S}")
     leader: Role = job.launch("ps", "ps_role")
     for worker in (0, 1):
@@ -27,7 +28,7 @@ def started_with_standby(make_pipeline: Any, updates: int) -> tuple[Any, Role, R
     return job, leader, standby
 
 
-def test_a_standby_waits_while_the_leader_lives_and_succeeds_it_when_it_dies(make_pipeline: Any) -> None:
+def test_a_standby_waits_while_the_leader_lives_and_succeeds_it_when_it_dies(make_pipeline: MakePipeline) -> None:
     job, leader, standby = started_with_standby(make_pipeline, 60)
     waited_until_s = time.monotonic() + 2.5 * LEASE_S  # nothing to learn for longer than a lease: the leader is alive
     job.until(lambda: time.monotonic() > waited_until_s, "two leases")
@@ -45,7 +46,7 @@ def test_a_standby_waits_while_the_leader_lives_and_succeeds_it_when_it_dies(mak
     assert (report.version, report.term) == (60, 2)
 
 
-def test_a_leader_that_was_frozen_writes_nothing_when_it_wakes_up(make_pipeline: Any) -> None:
+def test_a_leader_that_was_frozen_writes_nothing_when_it_wakes_up(make_pipeline: MakePipeline) -> None:
     job, leader, standby = started_with_standby(make_pipeline, 80)
     frozen_s = time.time()
     leader.send_signal(signal.SIGSTOP)
@@ -67,7 +68,7 @@ def test_a_leader_that_was_frozen_writes_nothing_when_it_wakes_up(make_pipeline:
     assert (report.version, report.term) == (80, 2)
 
 
-def test_a_standby_leaves_with_the_job_and_when_it_is_told_to(make_pipeline: Any) -> None:
+def test_a_standby_leaves_with_the_job_and_when_it_is_told_to(make_pipeline: MakePipeline) -> None:
     job, leader, standby = started_with_standby(make_pipeline, 40)
     other: Role = job.launch("ps-standby-2", "ps_standby_role")
     job.until(lambda: "standby_waiting" in job.log("ps-standby-2"), "the second standby")
@@ -87,7 +88,7 @@ def test_a_standby_leaves_with_the_job_and_when_it_is_told_to(make_pipeline: Any
     assert [started.term for started in job.term_starts] == [1]
 
 
-def test_a_plain_server_leaves_a_living_leader_alone_and_succeeds_a_dead_one(make_pipeline: Any) -> None:
+def test_a_plain_server_leaves_a_living_leader_alone_and_succeeds_a_dead_one(make_pipeline: MakePipeline) -> None:
     """Two supervisors that each keep a `doll ps` running must not take the job from each other for ever."""
     job = make_pipeline("stop.updates=60")
     leader: Role = job.launch("ps", "ps_role")
@@ -114,7 +115,7 @@ def test_a_plain_server_leaves_a_living_leader_alone_and_succeeds_a_dead_one(mak
     job.assert_audit_ok()
 
 
-def test_a_server_that_was_replaced_ends_though_it_has_nothing_to_save(make_pipeline: Any) -> None:
+def test_a_server_that_was_replaced_ends_though_it_has_nothing_to_save(make_pipeline: MakePipeline) -> None:
     """As one that was cut off does: its loop has turned all the time."""
     job = make_pipeline("stop.updates=20", f"ps.lease_s={LEASE_S}")
     leader: Role = job.launch("ps", "ps_role")
@@ -133,7 +134,7 @@ def test_a_server_that_was_replaced_ends_though_it_has_nothing_to_save(make_pipe
     job.assert_audit_ok()
 
 
-def test_of_two_standbys_of_a_new_job_one_leads(make_pipeline: Any) -> None:
+def test_of_two_standbys_of_a_new_job_one_leads(make_pipeline: MakePipeline) -> None:
     """As in the Helm chart, whose servers are alike. Both may begin at once: then the later one fences the other, which
     its supervisor starts again."""
     job = make_pipeline("stop.updates=20", f"ps.lease_s={LEASE_S}")

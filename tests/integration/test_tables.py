@@ -16,6 +16,7 @@ from doll.storage.stores import open_blobs
 from doll.tables.rows import TableShape
 from doll.task.base import load_task
 from job_policies import some
+from job_rig import MakePipeline
 
 pytestmark = pytest.mark.integration
 
@@ -35,7 +36,7 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("policy", some(list(POLICIES), "doll", "wsp"))
-def test_tables_outlive_server_and_workers(make_pipeline: Any, policy: str) -> None:
+def test_tables_outlive_server_and_workers(make_pipeline: MakePipeline, policy: str) -> None:
     job = make_pipeline(
         *CLICKS,
         f"training.policy={POLICIES[policy]}",
@@ -59,12 +60,12 @@ def test_tables_outlive_server_and_workers(make_pipeline: Any, policy: str) -> N
     assert 500 < len(touched) < COLUMNS / 10, "rows that no click has used are not touched"
     losses = [update.loss for update in job.updates]
     assert np.mean(losses[-50:]) < np.mean(losses[:20])
-    assert job.status.measures is not None
-    assert 0 < job.status.measures.row_bytes < 4 * COLUMNS * job.version / 10
-    assert 0 < job.status.measures.row_request_bytes < job.status.measures.row_bytes
+    assert job.last_status.measures is not None
+    assert 0 < job.last_status.measures.row_bytes < 4 * COLUMNS * job.version / 10
+    assert 0 < job.last_status.measures.row_request_bytes < job.last_status.measures.row_bytes
 
 
-def test_a_bounded_table_outlives_server_and_workers(make_pipeline: Any) -> None:
+def test_a_bounded_table_outlives_server_and_workers(make_pipeline: MakePipeline) -> None:
     from safetensors.torch import load_file
 
     max_rows = 1000
@@ -86,7 +87,7 @@ def test_a_bounded_table_outlives_server_and_workers(make_pipeline: Any) -> None
     job.kill("worker-1")
     job.until_finished()
     job.assert_audit_ok()
-    (table,) = job.status.tables
+    (table,) = job.last_status.tables
     assert (table.name, table.rows <= max_rows) == (NAME, True)
     assert table.evicted > 0
     assert table.refused > 0
@@ -102,7 +103,7 @@ def test_a_bounded_table_outlives_server_and_workers(make_pipeline: Any) -> None
     assert tensors["table.rows"].shape == (len(ids), 1)
 
 
-def test_the_exported_model_has_the_rows_of_its_tables(make_pipeline: Any) -> None:
+def test_the_exported_model_has_the_rows_of_its_tables(make_pipeline: MakePipeline) -> None:
     from safetensors.torch import load_file
 
     job = make_pipeline(*CLICKS, "stop.updates=20", "source.limit_samples=6000")
@@ -127,13 +128,13 @@ def shapes(config: JobConfig) -> dict[str, TableShape]:
     return tables.shapes
 
 
-def test_requests_that_are_forged_torn_or_late_are_refused_and_counted(make_pipeline: Any) -> None:
+def test_requests_that_are_forged_torn_or_late_are_refused_and_counted(make_pipeline: MakePipeline) -> None:
     job = make_pipeline(*CLICKS, "stop.updates=150", "source.limit_samples=25000")
     job.start()
     job.start_producer()
     job.until_version(5)
     job.until_status(lambda status: all(worker.is_live for worker in status.workers), "live workers")
-    term, session = job.status.term, job.status.workers[0].session
+    term, session = job.last_status.term, job.last_status.workers[0].session
     blobs = open_blobs(job.config, job.services, give_up=lambda: True)
     wanted = {NAME: RowRequest(np.array([3, 5]), np.empty(0, np.int64))}
     request = b"".join(encode_row_request(wanted, shapes(job.config), job=job.scope, version=0).parts)
@@ -157,8 +158,15 @@ def test_requests_that_are_forged_torn_or_late_are_refused_and_counted(make_pipe
         key = row_request_key(job.scope, term, 0, session, number)
         if blob:
             blobs.put(key, [blob], 60.0)
-        record = {"worker": 0, "session": session, "term": term, "number": number, "key": key, **changes}
-        job.control("events", GetRows(**record))
+        record: dict[str, Any] = {
+            "worker": 0,
+            "session": session,
+            "term": term,
+            "number": number,
+            "key": key,
+            **changes,
+        }
+        job.control("events", GetRows(**{"worker": 0, **record}))
     job.until_status(lambda status: status.counters.get("refused_get_rows", 0) == len(forged), "all are refused")
     job.until_finished()
     job.assert_audit_ok()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from confluent_kafka import Producer
 from doll.kafka.clients import kafka_settings
+from job_rig import MakePipeline
 
 pytestmark = pytest.mark.integration
 
@@ -39,7 +40,7 @@ class Writer:
         self._producer.abort_transaction(60)
 
 
-def test_only_what_is_committed_is_learned(make_pipeline: Any) -> None:
+def test_only_what_is_committed_is_learned(make_pipeline: MakePipeline) -> None:
     job = make_pipeline()
     plain, kept = Writer(job, codec="lz4"), Writer(job, "kept", codec="zstd")
     dropped = Writer(job, "dropped", codec="snappy")
@@ -83,7 +84,7 @@ def test_only_what_is_committed_is_learned(make_pipeline: Any) -> None:
     assert job.restarts == []
 
 
-def test_a_long_hole_is_passed_in_a_few_updates(make_pipeline: Any) -> None:
+def test_a_long_hole_is_passed_in_a_few_updates(make_pipeline: MakePipeline) -> None:
     job = make_pipeline()  # batches of 8, two in an update
     plain, dropped = Writer(job), Writer(job, "dropped")
     plain.write(*job.samples(20))

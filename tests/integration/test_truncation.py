@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from confluent_kafka import Producer
@@ -14,6 +13,7 @@ from doll.local import kafka_jars
 from doll.local.kafka_broker import KafkaCluster
 from doll.local.redis_server import LocalRedis
 from doll.services import Services
+from job_rig import MakePipeline
 from waiting import WAIT_TIMEOUT_S, until
 
 pytestmark = pytest.mark.integration
@@ -45,7 +45,7 @@ def samples_topic(services: Services, job_name: str) -> str:
 
 
 def test_a_log_that_was_truncated_and_refilled_while_no_worker_read_it_is_refused(
-    cluster: KafkaCluster, samples_topic: str, make_pipeline: Callable[..., Any]
+    cluster: KafkaCluster, samples_topic: str, make_pipeline: MakePipeline
 ) -> None:
     job = make_pipeline("kafka.replication_factor=3")
     admin = AdminClient(kafka_settings(job.config, job.services))

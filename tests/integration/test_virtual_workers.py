@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from job_rig import MakePipeline
 
 from doll_lab.drill.actions import children_of
 
@@ -41,7 +42,7 @@ def more(job: Any, updates: int) -> None:
     job.until_version(job.version + updates)
 
 
-def test_virtual_workers_outlive_stages_workers_and_servers(make_pipeline: Any) -> None:
+def test_virtual_workers_outlive_stages_workers_and_servers(make_pipeline: MakePipeline) -> None:
     job = make_pipeline(*JOB, "stop.updates=220")
     job.start()
     job.send(job.samples(16_000))  # one stream alone is enough for all updates: a worker that has left does not return
@@ -68,7 +69,7 @@ def test_virtual_workers_outlive_stages_workers_and_servers(make_pipeline: Any) 
     assert sum(len(update.members) == WAVE for update in job.updates) > 0.9 * len(job.updates)
 
 
-def test_poison_among_the_records_is_refused_by_stages(make_pipeline: Any) -> None:
+def test_poison_among_the_records_is_refused_by_stages(make_pipeline: MakePipeline) -> None:
     """Records that no one can decode, that are not finite, and that would break the model, while a stage dies."""
     job = make_pipeline(*JOB, "stop.updates=60", f"worker.max_pending_batches={4 * WAVE}")
     job.start()
@@ -97,7 +98,7 @@ def test_poison_among_the_records_is_refused_by_stages(make_pipeline: Any) -> No
     assert np.mean(losses[-20:]) < np.mean(losses[:10])
 
 
-def test_a_source_that_ends_is_learned_to_its_last_record_by_stages(make_pipeline: Any) -> None:
+def test_a_source_that_ends_is_learned_to_its_last_record_by_stages(make_pipeline: MakePipeline) -> None:
     """Its last wave is not full, and its last batches are cut."""
     samples = 2 * 8 * WAVE * 3 + 8 + 3
     job = make_pipeline(

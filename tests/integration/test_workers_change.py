@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 from doll.ps.checkpointing import decode_snapshot
 from doll.records.control import Scale, Update
 from job_policies import POLICIES, some
+from job_rig import MakePipeline
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]  # starts servers
 
 
 @pytest.mark.parametrize("policy", some([policy for policy in POLICIES if re.search("doll|: ssp|isp", policy)], "ssp"))
-def test_workers_become_more_and_fewer_between_runs(make_pipeline: Any, policy: str) -> None:
+def test_workers_become_more_and_fewer_between_runs(make_pipeline: MakePipeline, policy: str) -> None:
     job = make_pipeline(f"training.policy={policy}", "data.partitions=6", "data.batch_size=8", "stop.updates=4")
     job.send(job.samples(6 * 48))
     served: list[dict[int, int]] = []
@@ -31,7 +31,7 @@ def test_workers_become_more_and_fewer_between_runs(make_pipeline: Any, policy: 
 
 
 @pytest.mark.parametrize("policy", some(POLICIES, "essp", "vap", "isp", "diloco"))
-def test_workers_become_more_and_fewer_while_the_job_runs(make_pipeline: Any, policy: str) -> None:
+def test_workers_become_more_and_fewer_while_the_job_runs(make_pipeline: MakePipeline, policy: str) -> None:
     """`doll scale` from two workers to five and to one, with a server and workers killed on the way."""
     job = make_pipeline(f"training.policy={policy}", "data.partitions=6", "data.batch_size=8")
     job.start()
@@ -44,7 +44,7 @@ def test_workers_become_more_and_fewer_while_the_job_runs(make_pipeline: Any, po
 
     def scale(workers: int) -> None:
         job.until_status(lambda status: bool(status.run_id), "a status")
-        job.control("events", Scale(workers=workers, run_id=job.status.run_id))
+        job.control("events", Scale(workers=workers, run_id=job.last_status.run_id))
         job.until_status(
             lambda status: status.num_workers == workers and not status.moving_partitions, "moved partitions"
         )
@@ -65,7 +65,7 @@ def test_workers_become_more_and_fewer_while_the_job_runs(make_pipeline: Any, po
     scale(1)
     seen = len(job.updates)
     learn(8)
-    spares = {worker.worker for worker in job.status.workers if worker.is_spare}
+    spares = {worker.worker for worker in job.last_status.workers if worker.is_spare}
     assert spares == {1, 2, 3, 4}
     assert served_by(job.updates[seen + 1 :]) == {0}
     assert [restart for restart in job.restarts if restart.name not in ("ps", "worker-3")] == []

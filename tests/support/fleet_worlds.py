@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -14,6 +14,7 @@ import pytest
 import ray_cluster
 import yaml
 from doll.services import KAFKA_ENV, REDIS_ENV
+from job_rig import MakePipeline
 from kube_nodes import Kubelets
 
 NOTICE_S: Final = 30
@@ -75,9 +76,6 @@ class _RayWorld:
 
     def drain(self, node: str) -> None:
         self._cluster.drain(node, NOTICE_S)
-
-
-MakePipeline = Callable[..., Any]
 
 
 @contextmanager
