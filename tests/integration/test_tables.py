@@ -158,15 +158,8 @@ def test_requests_that_are_forged_torn_or_late_are_refused_and_counted(make_pipe
         key = row_request_key(job.scope, term, 0, session, number)
         if blob:
             blobs.put(key, [blob], 60.0)
-        record: dict[str, Any] = {
-            "worker": 0,
-            "session": session,
-            "term": term,
-            "number": number,
-            "key": key,
-            **changes,
-        }
-        job.control("events", GetRows(**{"worker": 0, **record}))
+        names: dict[str, Any] = {"worker": 0, "session": session, "term": term, "number": number, "key": key}
+        job.control("events", GetRows(**{**names, **changes}))
     job.until_status(lambda status: status.counters.get("refused_get_rows", 0) == len(forged), "all are refused")
     job.until_finished()
     job.assert_audit_ok()
