@@ -6,8 +6,8 @@ these variables.
 
 The module `job` defines the whole file. `training`, `tables`, `policy`, `data`, `format`, `source`, `roles`,
 `connections`, `pipeline`, `provision` and `fleets` define its sections, which are subclasses of `section.Section`.
-`variants` selects a class by the value of a key. `loader` reads a file and formats its errors. `deploy/config_reference.py` makes docs/configuration.md from
-these classes.
+`variants` selects a class by the value of a key. `loader` reads a file and formats its errors.
+`deploy/config_reference.py` makes docs/configuration.md from these classes.
 """
 
 from doll.config.fleets import ComposeFleetConfig as ComposeFleetConfig
