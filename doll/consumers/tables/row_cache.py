@@ -151,9 +151,10 @@ class RowCache:
             self._forget(included)
 
     def get(self, ids: Ids, min_version: int, fetch: Fetch) -> Floats:
-        """Return a copy of rows `ids` of `min_version` or later (GET), float32, shape (n, width). `ids` are strictly
-        ascending. If the cache has all rows, `fetch` is not called. Raise BlobError if the answer is too old or lacks
-        rows; the caller must then request the rows again."""
+        """Return a copy of rows `ids` of `min_version` or later (GET), float32, shape (n, width). The copy includes the
+        worker's own steps. `ids` are strictly ascending. `fetch` is not called if the cache has all rows of
+        `min_version` or later, and need not ask the server about any of them. Raise BlobError if the answer is too old
+        or lacks rows; the caller must then request the rows again."""
         slots = self._index.find(ids)
         is_here = slots >= 0
         version = self._version[slots]
