@@ -158,8 +158,8 @@ class ChunkReader:
     A log that was truncated while nobody read it may already be longer than before. Its leader epochs show the
     truncation: each leader has a higher one than its predecessors, and a truncated log continues with records of a
     later leader. At the start, the library therefore asks the leader where the records end whose leader epoch is at
-    most that of the learned records. Later, a record at a learned offset with a higher leader epoch is not the learned
-    one.
+    most that of the learned records. Later, if the record at a learned offset has a higher leader epoch than the
+    learned record, it is another record.
     """
 
     def __init__(

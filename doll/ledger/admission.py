@@ -1,4 +1,4 @@
-"""The rule for which parameter server may serve a job: its store has the checkpoints of the run in the job's topics.
+"""The rule that a server may serve a job only if its store has the checkpoints of the run in the job's topics.
 
 A new generation may begin if `updates` is empty, or if the caller knows that its records belong to earlier runs
 (`--fresh`). Without these checks, a server that lacks the checkpoints would begin again at version 0, and a run would

@@ -51,7 +51,8 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionCounts:
-    """The account of one partition, in offsets. `produced` is the sum of the counts after it, except `superseded`."""
+    """The account of one partition, in offsets. `produced` is the sum of all fields below it in this class, without
+    `superseded`: `applied` already contains the offsets whose dead letters are superseded."""
 
     partition: int
     origin: int
