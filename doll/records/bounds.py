@@ -3,7 +3,7 @@
 A batch covers r offsets (`data.records_per_batch`), unless it is cut. A cut batch ends earlier, so that its records are
 learned now. The next batch begins where the cut batch ends (docs/decisions/0074). So batch j begins at offset
 
-    origin + j r - (number of records left out by the cuts of the batches before j)
+    origin + j * r - (number of records left out by the cuts of the batches before j)
 
 The server, the workers and the ledger compute offsets only with this module. A control record contains a cut as the
 pair (batch, number of records left out).
@@ -26,7 +26,7 @@ class Cuts:
     """The cut batches of one partition, from some batch on. Most jobs have no cuts, and then all calls are fast.
 
     Attributes:
-        decided: Number of a batch. The bounds of all earlier batches are final, so their reader must not cut them.
+        decided: number of a batch. The bounds of all earlier batches are final, so their reader must not cut them.
     """
 
     def __init__(self, left_out: int = 0, cuts: Iterable[Cut] = (), *, decided: int = 0) -> None:
