@@ -94,8 +94,8 @@ class SharedStateStore:
         self.journal = local.journal
 
     def take(self) -> None:
-        """Become the owner of the state. Writes of a predecessor are refused after that. Raises FencedError if a later
-        provisioner owns the state already, CheckpointError if the store is not available."""
+        """Become the owner of the state. After this call, writes of a predecessor are refused. Raises FencedError if a
+        later provisioner owns the state already, CheckpointError if the store is not available."""
         kept = self._read_own()
         earlier = self._local.load() if kept is None else None
         self._replace(kept if earlier is None else earlier, reread=True)
