@@ -108,7 +108,8 @@ class _CountedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _DeviceQuestions(TorchFunctionMode):
-    """A mode that notices questions about a tensor's device. `torch.nn.init.trunc_normal_` draws nothing on meta."""
+    """A mode that notices whether code has asked if a tensor is on the device meta. For such a tensor,
+    `torch.nn.init.trunc_normal_` draws no random numbers."""
 
     def __init__(self, draws: _CountedDraws) -> None:
         super().__init__()

@@ -52,7 +52,8 @@ class Blobs(Protocol):
 
     def put_soon(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> bool:
         """Store as `put` does, and return whether the store already has the blob. If the store is far, the call may
-        return before that. Then do not change `parts` before `settle`, and tell readers to call `get_soon`."""
+        return False before the store has the blob. Then do not change `parts` before `settle`, and tell readers to call
+        `get_soon`."""
         ...
 
     def settle(self) -> None:
@@ -220,7 +221,8 @@ def encode_bytes(parts: Sequence[Buffer], *, job: str, kind: BytesKind, version:
 
 
 def decode_bytes(data: Buffer, *, job: str, kind: BytesKind, version: int | None) -> tuple[memoryview, int]:
-    """Return the body of such a blob, as a view of `data`, and its version. Raise the same errors as `decode_blob`.
+    """Return the body of a blob that `encode_bytes` has encoded, as a view of `data`, and its version. Raise the same
+    errors as `decode_blob`.
 
     Args:
         version: expected version. None: any version.
