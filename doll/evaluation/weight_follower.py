@@ -80,7 +80,7 @@ class RowFollower:
     def advance(
         self, to: Place, read: Callable[[int], RowChanges | None], is_newest: Callable[[Place], bool]
     ) -> str:  # fmt: skip
-        """Advance to the rows of a published version. Return "" if this succeeds, otherwise the reason why not.
+        """Advance to the rows of a published version. Return "" if this succeeds. If it fails, return the reason.
 
         Args:
             to: place of the version.
@@ -360,7 +360,8 @@ class WeightFollower:
         `beside`, or if the newest one belongs to an earlier run.
 
         Raises:
-            CheckpointError: it cannot be read, is not of this job and model, or there is none of `version`.
+            CheckpointError: the checkpoint cannot be read, or is not of this job and model; or there is no checkpoint
+                of `version`.
         """
         stored = newest_weights(
             self._config, self._run_folder, self._model, version=version, beside=beside, average=self._average,

@@ -56,7 +56,7 @@ def return_freed_memory() -> bool:
 
     The process then takes only the memory of its arrays. With a kept heap it takes two to three times as much, because
     new arrays do not fit into the freed gaps. Mapping new pages takes a fifth of the time of a gradient (measured:
-    4,096 samples through three layers of 400; 213 ms and 132 MB with a kept heap, 267 ms and 55 MB with this).
+    4,096 samples through three layers of 400; 213 ms and 132 MB with a kept heap, 267 ms and 55 MB after this call).
 
     Returns:
         Whether malloc does so; without glibc it does not.
