@@ -240,8 +240,8 @@ class PartitionAccount:
     def evaluate(
         self, low: int | None, end: int, present: Iterable[Span], finished: bool, problems: list[str], first: int
     ) -> PartitionResult:
-        """Assign each offset below the end of the durable model to one of missing, twice, gap, lost, dead and applied,
-        and each offset above it to lost (no longer in the log) or pending.
+        """Assign each offset below the end of the durable model to one of missing, twice, gap, lost, dead and applied.
+        Assign each later offset to lost (no longer in the log) or pending.
 
         Args:
             low: the first offset that the log still holds. None: unknown.

@@ -101,8 +101,8 @@ class ClusterMember:
 class LocalKafka(processes.LocalServer):
     """One Kafka node.
 
-    Its data (in `folder`) and its ports persist across `stop`, `kill` and `restart`; a restart takes about 7 s. If the
-    folder already contains data, the node serves them.
+    The data of the node (in `folder`) and its ports persist across `stop`, `kill` and `restart`; a restart takes about
+    7 s. If the folder already contains data, the node serves them.
 
     Args:
         folder: folder for data, settings and log of the node.
