@@ -106,8 +106,8 @@ class ProvisionerSetup:
 
 class ProvisionerProcess:
     """A running provisioner. Use it as a context manager: call `read_history` once, then one of the loops. Raises
-    ConfigError if the job file lacks the work or the rates, or if its fleet cannot be used; ServiceUnavailableError if
-    Kafka or Redis is not available."""
+    ConfigError if the job file lacks the work or the rates, or if its fleet cannot be used. Raises
+    ServiceUnavailableError if Kafka or Redis is not available."""
 
     def __init__(self, setup: ProvisionerSetup) -> None:
         self._setup = setup

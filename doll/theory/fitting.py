@@ -185,8 +185,8 @@ def fit_tail(
     """Fit as `fit_decay` does, but leave out the start of the run if necessary.
 
     Tries the starts J = 0, a quarter of the run and half of the run, in this order, until a fit follows the end of the
-    run; otherwise returns the last of these fits. A fit follows the end if the logarithm of measured / fitted has no
-    trend over the last half of the run. A falling trend means that the run still improves although the fit does not.
+    run. If no fit does, returns the last of these fits. A fit follows the end if the logarithm of measured / fitted has
+    no trend over the last half of the run. A falling trend means that the run still improves although the fit does not.
 
     Raises:
         ValueError: see `fit_decay`.

@@ -183,9 +183,9 @@ class PlannerState:
 
 
 class SlotHistory(KeptState):
-    """The history of each slot: spot's availability (True before the first observation), the time at which the
-    availability last changed, and the time at which the slot last changed its market. Times are seconds of any one
-    clock; -inf: never. The shape is (N,) for one job of N slots, and (M, N) for M jobs."""
+    """The history of each slot: the availability of spot (True before the first observation), the time of its last
+    change, and the time of the slot's last change of market. Times are seconds of any one clock; -inf: never. The shape
+    is (N,) for one job of N slots, and (M, N) for M jobs."""
 
     KEPT: ClassVar = {"moved_s": Floats, "spot_available": Bools, "spot_changed_s": Floats}
 
