@@ -125,8 +125,8 @@ class Bounds:
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True):
-    """An earlier numbering of a model's batches, which ended with `doll regrid` or `doll rollback`, and the number of
-    batches that were learned with it (docs/decisions/0085, 0090).
+    """An earlier numbering of a model's batches, and the number of batches that were learned with it. The numbering
+    ended with `doll regrid` or `doll rollback` (docs/decisions/0085, 0090).
 
     The batches of the next grid begin at `next_origins`, and are numbered from 0 again. Partitions that are missing in
     the grid were added later, and begin at offset 0.

@@ -13,9 +13,9 @@ of `save`: 1. list, and look for a higher claim; 2. put the checkpoint, if it do
 old ones. A checkpoint is durable only after step 3. If the server finds a higher claim in step 3, step 2 of that claim
 may or may not have listed the checkpoint. Both cases are correct, because the checkpoint's batches have not been
 acknowledged. The server does not delete the checkpoint, because the term of that claim may have begun from it, or a
-repeated save may have found it durable. If the checkpoint is not valid, the next save of a later term deletes it. A
-crash between two steps leaves an object that is either not valid or complete, because S3 stores an object completely or
-not at all, and a list shows all stored objects.
+repeated save may have found it durable. If the checkpoint is not valid, the next save of a later term deletes it. S3
+stores an object completely or not at all, and a list shows all stored objects. Therefore a crash between two steps
+leaves either a complete checkpoint, or a checkpoint that is not valid.
 """
 
 from __future__ import annotations
