@@ -9,8 +9,8 @@ requested again.
 
 A row may be used if it is known up to version v and v is at least the grant's minimum version (ESSP, Dai et al., AAAI
 2015). The paper's condition uses `>` instead, which would stop all workers at staleness 0. The policy converts clocks
-to versions. A row is known up to the version in which it was fetched, and up to later versions for which the server has
-reported that the row has not changed.
+to versions. A row that was fetched in version v is known up to v. If the server later reports that the row has not
+changed up to a later version, the row is known up to that version.
 """
 
 from __future__ import annotations

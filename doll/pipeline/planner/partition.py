@@ -103,7 +103,7 @@ def stops_in_order(profile: Profile, devices: Sequence[Device], *, in_flight: in
 
 
 def stage_needs(profile: Profile, in_flight: int, memory: MemoryRule) -> tuple[Floats, Floats]:
-    """Return two arrays of shape (L + 1, L + 1), where L is the number of layers: the first array is for stages before
+    """Return two arrays of shape (L + 1, L + 1), where L is the number of layers. The first array is for stages before
     the last one, the second array for the last stage. The entry [i, j] is the memory of a stage with the layers i to j
     - 1. Only entries with j > i have a meaning.
     """
