@@ -14,9 +14,9 @@ _MAX_SECRET_BYTES: Final = 64_000
 
 
 def secret(name: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the secret from the variable `name`, otherwise from the file (without its last line break) that the
-    variable `name`_FILE names. Return None if neither is set. Raise ConfigError if both are set or the file cannot be
-    read."""
+    """Return the secret in the environment variable `name`. If this variable is not set, return the content of the file
+    whose path is in the variable `name`_FILE, without the last line break. Return None if neither variable is set.
+    Raise ConfigError if both are set or the file cannot be read."""
     value, path = environment.get(name) or None, environment.get(name + _FILE_SUFFIX) or None
     if path is None:
         return value

@@ -119,7 +119,8 @@ class Feeder:
         return at + len(kept), b"".join(wanted), ended
 
     def release(self, line: bytes) -> list[int]:
-        """Delete the samples that Kafka has according to a producer's line. Return each stream's number of samples.
+        """Delete the samples that Kafka already has. `line` is a producer's report of the number of samples in each
+        stream; return these numbers.
 
         Raises:
             RecordError: the line is not valid.

@@ -152,8 +152,8 @@ class Run:
     def model(self, version: int | None = None, *, average: bool | None = None) -> torch.nn.Module:
         """Return the task's model with the weights of a checkpoint.
 
-        The model is the one of `build_model`, with all rows of its tables. A bounded table has only its existing rows,
-        which its `state_dict()` contains.
+        The model is created by `build_model`, and contains all rows of its tables. A bounded table has only its
+        existing rows, which its `state_dict()` contains.
 
         Args:
             version: number of a kept version. None: the newest checkpoint.
@@ -183,8 +183,9 @@ class Run:
         return module
 
     def audit(self) -> dict[str, Any]:
-        """Return the status of every sample of the stream, in the form of `audit.json`. While the run is running, it is
-        read from the topics, later from the audit at the end of the run.
+        """Return the status of every sample of the stream, in the form of `audit.json`. While the run is running, the
+        status is read from the topics. After the run has ended, the status is read from the audit at the end of the
+        run.
 
         Raises:
             AuditError: a sample is missing or was counted twice.

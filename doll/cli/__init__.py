@@ -17,9 +17,9 @@ def main() -> None:
     """Entry point of the `doll` program.
 
     With `DOLL_FINAL_EXIT_CODE=0`, a role whose failure no restart can fix exits with 0. This is for supervisors that
-    restart every process with another exit code, such as docker's `on-failure`: they would restart it without end. With
-    `DOLL_STOPPED_EXIT_CODE=143`, a role that ends in order after SIGTERM exits with 143. This is for a Job of
-    Kubernetes: after exit code 0 it would treat an evicted pod as completed.
+    restart every process whose exit code is not 0, such as docker's `on-failure`: they would restart the role without
+    end. With `DOLL_STOPPED_EXIT_CODE=143`, a role that ends in order after SIGTERM exits with 143. This is for a Job of
+    Kubernetes, because it would treat an evicted pod as completed if the exit code were 0.
     """
     from doll.cli.app import app
     from doll.process.signals import was_terminated

@@ -53,7 +53,7 @@ class BadRecordsConfig(Section):
 
 class StartConfig(Section):
     """The position in the stream at which a new job starts: either a timestamp, which Kafka converts to offsets, or one
-    offset for each partition. The offsets are determined once and kept: a restart uses the same ones."""
+    offset for each partition. The offsets are determined once and kept: a restart uses the same offsets."""
 
     timestamp: AwareDatetime | None = None
     """start at the first record of each partition with this timestamp or a later one: ISO 8601 with a time zone, as in

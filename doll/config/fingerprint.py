@@ -1,8 +1,9 @@
 """The fingerprint of a job: settings on which checkpoint, server and workers must agree, as `key=value` fields. Pure.
 
-Its keys are keys of the job file: the data keys that determine which samples a batch number refers to, the task and its
-arguments, and the whole training section. It also contains facts about the model. A server and its workers must agree
-on all fields. A run may be resumed with other values of some keys (`refused_changes`); see docs/operations.md.
+The fields have the names of keys of the job file: the data keys that determine which samples a batch number refers to,
+the keys of the task and its arguments, and all keys of the training section. The fingerprint also contains facts about
+the model. A server and its workers must agree on all fields. A run may be resumed with other values of some keys
+(`refused_changes`); see docs/operations.md.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class JsonFormat(FormatSection):
 
 
 class AvroFormat(FormatSection):
-    """Each value is an Avro record, after the header of a schema registry: a byte 0 and the schema's id, 4 bytes. Each
+    """Each value is an Avro record, after the header of a schema registry: a byte 0 and the schema's id (4 bytes). Each
     value is decoded with the schema with which it was written, so the schema may change while the job runs. Dates and
     times are decoded as the whole numbers that Avro stores. Credentials of the registry come from
     `DOLL_REGISTRY_USERNAME` and `DOLL_REGISTRY_PASSWORD`, or `DOLL_REGISTRY_TOKEN`; `DOLL_REGISTRY_CA` is the path of
@@ -74,8 +74,8 @@ class AvroFormat(FormatSection):
 
 class ProtobufFormat(FormatSection):
     """Each value is a Protobuf message. If a message lacks a field that is declared `optional` or is a message, the
-    field gets the default of the task's `record`. Any other missing field gets Protobuf's default. The same holds for
-    fields of nested messages. `uint64` and `fixed64` need the type `doll.UInt64`."""
+    field gets the default of the task's `record`. Any other missing field gets Protobuf's default. These rules also
+    hold for the fields of nested messages. `uint64` and `fixed64` need the type `doll.UInt64`."""
 
     kind: Literal["protobuf"]
     message: str
@@ -86,7 +86,7 @@ class ProtobufFormat(FormatSection):
 
 
 class JsonSchemaFormat(FormatSection):
-    """Each value is a JSON object after the header of a schema registry: a byte 0 and the schema's id, 4 bytes. The
+    """Each value is a JSON object after the header of a schema registry: a byte 0 and the schema's id (4 bytes). The
     registry is not contacted: values are checked against the types of the task's `record`."""
 
     kind: Literal["json_schema"]

@@ -78,8 +78,9 @@ def dump_run(config: JobConfig, folder: Path) -> str:
 def located(data: dict[Any, Any], folder: Path) -> dict[Any, Any]:
     """Return the keys of a job file in `folder`. Paths of a run's job file are resolved in the present run folder.
 
-    The path of the base folder (with the user's own files) does not change. If this folder does not exist any more, it
-    is searched at the same path relative to the run.
+    The base folder contains the user's own files. Its path does not change while this folder exists. If it does not
+    exist any more, the stored relative path from the run folder to the base folder is followed from `folder`. The
+    folder there becomes the base folder if it contains the task.
     """
     if not isinstance(data.get("base_folder"), str):
         return data

@@ -1,4 +1,5 @@
-"""The base class of all sections of the job file. It limits numbers by unit, the suffix of the key's name.
+"""The base class of all sections of the job file. It limits each number by its unit, which is the suffix of the key's
+name.
 
 No run can use a number beyond these limits. Examples are a wait that system calls refuse or round to 0, a size that
 exceeds any memory, and an integer that JSON and float64 cannot represent. Some keys define narrower bounds.

@@ -45,10 +45,10 @@ class SourceSection(Section, ABC):
     @abstractmethod
     def position_identity(self) -> list[Any] | None:
         """Return, as JSON, the values that identify this source. A restarted producer continues from its last position
-        if they have not changed.
+        if these values have not changed.
 
-        None: the source has no positions, because it draws at random or is a pipe. Every source must define this
-        method. Without it, a restarted producer would send a file again from its start.
+        Return None if the source has no positions, because it draws at random or is a pipe. Every source must define
+        this method. Without it, a restarted producer would send a file again from its start.
         """
 
     def format_problem(self, given: FormatSection | None) -> str:

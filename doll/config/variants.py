@@ -20,8 +20,9 @@ class Variants:
     Use it as `Annotated[Base, variants]`. A value of the field is an instance of one of the classes, or a mapping that
     one of them accepts. Each class has the key as a field of type `Literal["its value"]`.
 
-    A discriminator of pydantic is not suitable: it has no default value, it needs classes that validate all their
-    fields at once (`Section` does not), and it would import policies that the job does not use.
+    A discriminator of pydantic is not suitable for three reasons. It has no default value. It needs classes that
+    validate all their fields at once, which `Section` does not do. It would also import policies that the job does not
+    use.
     """
 
     def __init__(

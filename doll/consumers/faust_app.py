@@ -251,7 +251,8 @@ def run_faust(app: DollApp, runtime: WorkerRuntime, drain_s: float) -> int:
 def make_app(config: JobConfig, services: Services, worker: int, folder: Path) -> DollApp:
     """Return a worker's app with its own event loop. `folder` is the folder for Faust's own data.
 
-    This function does most of the work of Faust's start, which takes time. Call it before partitions wait.
+    This function does most of the work of Faust's start, which takes time. Call it before the worker has partitions,
+    because their records would have to wait.
     """
     loop = _new_loop()
     asyncio.set_event_loop(loop)

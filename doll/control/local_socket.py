@@ -171,9 +171,9 @@ class LocalSocket:
 
 
 def connect(path: str) -> socket.socket:
-    """Return a connection to the socket at `path`, on which a process of this user must listen. Sends nothing. Raise
-    LinkError if no process listens. Raise LinkError as a refusal if the folder, the socket or the listening process
-    belongs to another user, or if other users may enter the folder."""
+    """Return a connection to the socket at `path`, on which a process of this user must listen. The function sends
+    nothing. Raise LinkError if no process listens. Raise LinkError as a refusal if the folder, the socket or the
+    listening process belongs to another user, or if other users may enter the folder."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(_CONNECT_S)
     try:

@@ -294,7 +294,8 @@ def _files() -> dict[str, Response]:
 
 
 class PageProtocol(BoundedProtocol):
-    """One connection. The limit is much lower than that of a model server, because the page may run in its process.
+    """One connection to a page. The maximum number of connections is much lower than for a model server, because the
+    page may run in the process of a model server.
 
     If a new connection exceeds the limit, the connection that has waited longest for a request is closed. So idle
     clients do not block others, and no answer is interrupted.
@@ -318,7 +319,7 @@ class PageProtocol(BoundedProtocol):
 
 
 class PageServer(BoundedServer):
-    """The server of a page, with the connection limits of the model server.
+    """The server of a page. It closes idle connections, as the model server does.
 
     Args:
         token: token that readers must have; "": everyone who can reach the loopback interface may read.

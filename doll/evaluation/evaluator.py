@@ -109,7 +109,8 @@ class Evaluator:
             self._evaluations_file.sync(changed=True)
 
     def evaluate_newest(self) -> Evaluation | None:
-        """Measure the newest published weights. Return None if they were measured before, or are not available now."""
+        """Measure the newest published weights, or those of the newest checkpoint if the follower reads checkpoints.
+        Return None if they were measured before or are not available now, or if there are no held-out samples."""
         if not self.has_held_out:
             return None
         if self._follower.reads_checkpoints:

@@ -40,9 +40,9 @@ from doll.tables.row_layers import NO_LAYERS, RowLayers
 
 
 class RowFollower:
-    """The rows of tables for one version after another. It consists of the rows of a checkpoint, mapped from the file,
-    and the rows that have changed after it, in memory. It does no I/O. Not thread-safe, but the versions that it
-    returns never change, and any thread may use them.
+    """The rows of tables for one version after another. It consists of two parts: the rows of a checkpoint, which are
+    mapped from its file, and the rows that have changed after this checkpoint, which are in memory. It does no I/O. Not
+    thread-safe, but the versions that it returns never change, and any thread may use them.
 
     Args:
         limit_bytes: memory limit for rows that have changed since the checkpoint.
@@ -80,7 +80,7 @@ class RowFollower:
     def advance(
         self, to: Place, read: Callable[[int], RowChanges | None], is_newest: Callable[[Place], bool]
     ) -> str:  # fmt: skip
-        """Advance to the rows of a published version. Return "" if this succeeds, otherwise the reason why not.
+        """Advance to the rows of a published version. Return "" if this succeeds. If it fails, return the reason.
 
         Args:
             to: place of the version.
@@ -343,7 +343,7 @@ class WeightFollower:
     def published_version(self, term: int, version: int) -> StoredWeights | None:
         """Return the weights of this version from the blob store; None if the store does not have them (any more).
 
-        They may be a view of shared memory, and must then be released soon.
+        The weights may be a view of shared memory. In this case, release them soon.
 
         Raises:
             ServiceUnavailableError: the blob store does not answer.
@@ -360,7 +360,8 @@ class WeightFollower:
         `beside`, or if the newest one belongs to an earlier run.
 
         Raises:
-            CheckpointError: it cannot be read, is not of this job and model, or there is none of `version`.
+            CheckpointError: the checkpoint cannot be read, or is not of this job and model; or there is no checkpoint
+                of `version`.
         """
         stored = newest_weights(
             self._config, self._run_folder, self._model, version=version, beside=beside, average=self._average,

@@ -5,7 +5,7 @@ lock. The thread delivers the records of each partition in order, and the partit
 them. The thread is at most `_MAX_UNTAKEN` chunks ahead of the receiver. During a pause, fetched records are kept.
 
 Some records are delivered as an `UnreadValue`, which becomes a dead letter: a value above `data.max_record_bytes`, a
-record with headers that the library cannot read, and each record of a batch that it cannot read.
+record with headers that the library cannot read, and each record of a batch that the library cannot read.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class OutOfRange(NamedTuple):
 
 class Truncated(NamedTuple):
     """The log has lost its end, including records below `offset` that were read. Other records will replace the lost
-    ones, or already have. The partition delivers no more records."""
+    records, or have already replaced them. The partition delivers no more records."""
 
     partition: int
     offset: int
@@ -152,14 +152,14 @@ class _Reading:
 class ChunkReader:
     """A reader of partitions from explicit offsets, which commits offsets for a group without joining it.
 
-    It only reads committed records, and waits for an unreachable broker. Its methods may be called from any thread.
-    With envelopes, chunks contain the keys, headers and timestamps of their records.
+    It only reads committed records, and waits for an unreachable broker. Its methods may be called from any thread. If
+    envelopes are requested, chunks contain the keys, headers and timestamps of their records.
 
     A log that was truncated while nobody read it may already be longer than before. Its leader epochs show the
     truncation: each leader has a higher one than its predecessors, and a truncated log continues with records of a
-    later leader. At the start, the library therefore asks the leader where the records end whose leader epoch is at
-    most that of the learned records. Later, a record at a learned offset with a higher leader epoch is not the learned
-    one.
+    later leader. Therefore, at the start, the library sends the leader epoch of the last learned record to the leader.
+    The leader answers at which offset the records with this leader epoch or a lower one end. Later, if the record at a
+    learned offset has a higher leader epoch than the learned record, it is another record.
     """
 
     def __init__(

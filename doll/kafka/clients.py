@@ -80,9 +80,9 @@ def is_denial(error: Any) -> bool:
 
 
 def reason_of(error: Any, kafka: KafkaConfig, operation: str, name: str) -> str:
-    """Return the library's message for an error. For a missing permission, add its name (`operation`, as in ACLs, on
-    the topic, group or transactional id `name`), the user that lacks it, and how to grant it. For a record that is too
-    long, add the limit to raise."""
+    """Return the library's message for an error. For a missing permission, add three facts: its name (`operation`, as
+    in ACLs, on the topic, group or transactional id `name`), the user that lacks it, and how to grant it. For a record
+    that is too long, add the limit to raise."""
     if error.code() == KafkaError.MSG_SIZE_TOO_LARGE:
         change = alter_command(name, f"{SIZE_SETTING}={RECORD_LIMIT_BYTES}")
         return f"{error.str()}: raise the topic's limit: {change}"

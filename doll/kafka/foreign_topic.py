@@ -134,9 +134,9 @@ def _settings(admin: AdminClient, name: str) -> dict[str, str] | None:
 
 def require(config: JobConfig, services: Services) -> list[str]:
     """Check that a server may read the topic now, and return warnings about the topic, one sentence each. Raise
-    ConfigError if the topic is missing, is compacted or has fewer partitions than the job reads, or if this user may
-    not read it or not commit in its own group. Raise ServiceUnavailableError if Kafka does not answer or a partition
-    has no leader."""
+    ConfigError if the topic is missing, is compacted or has fewer partitions than the job reads. Also raise ConfigError
+    if this user may not read the topic, or may not commit in its own group. Raise ServiceUnavailableError if Kafka does
+    not answer or a partition has no leader."""
     topic = look_up(config, services)
     refuse_partitions(config, topic)
     if problem := unreadable(config, services, topic) or compacted(config, topic):

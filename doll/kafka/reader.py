@@ -376,7 +376,8 @@ def end_of_unreadable(
 
     If the library begins to read anywhere in the batch, it reports the first offset of the batch (`base`) and does not
     advance. The end is therefore searched by reads from later offsets: at most twice as many as the batch's length has
-    bits. The search changes the assignment of `consumer`. It must report ends of partitions and offsets out of range.
+    bits. The search changes the assignment of `consumer`, which must report ends of partitions and offsets out of
+    range.
     """
 
     def is_inside(offset: int) -> bool:

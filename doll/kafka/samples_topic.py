@@ -1,9 +1,9 @@
 """Check that the samples topic is still the one that the model was learned from; find where a new job begins.
 
 Offsets identify samples only within one topic. After the topic was deleted and created again, or truncated, the same
-offsets mean other records. A reader that continued at its offset would skip records until the log is as long as before,
-or wait without end. Kafka gives each topic an id, which the checkpoint contains. Brokers before 2.8 have no ids, so the
-change is only detected if the log is shorter than the part that was read.
+offsets mean other records. If a reader continued at its offset, it would skip records until the log is as long as
+before, or it would wait without end. Kafka gives each topic an id, which the checkpoint contains. Brokers before 2.8
+have no ids, so the change is only detected if the log is shorter than the part that was read.
 
 The first server of a job decides once where the job begins in the topic (`data.start`). The decision is kept in the
 checkpoints and in the topic `updates`. Calls raise ServiceUnavailableError if Kafka does not answer.

@@ -121,9 +121,9 @@ class TopicInfo:
 
 
 def ensure(config: JobConfig, services: Services, *, begins: bool = False) -> list[str]:
-    """Create the missing topics, wait until they can be written, check the others, and grant the users of workers and
-    of external producers their permissions. The call may be repeated. A samples topic that belongs to somebody else is
-    only checked, before anything is created.
+    """Create the missing topics, wait until they can be written, and check the other topics. Grant the users of workers
+    and of external producers their permissions. The call may be repeated. A samples topic that belongs to somebody else
+    is only checked, before anything is created.
 
     Args:
         begins: True: the job begins now, and its own samples topic must have the number of partitions in the job file.

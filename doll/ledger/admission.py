@@ -1,4 +1,4 @@
-"""The rule for which parameter server may serve a job: its store has the checkpoints of the run in the job's topics.
+"""The rule that a server may serve a job only if its store has the checkpoints of the run in the job's topics.
 
 A new generation may begin if `updates` is empty, or if the caller knows that its records belong to earlier runs
 (`--fresh`). Without these checks, a server that lacks the checkpoints would begin again at version 0, and a run would
@@ -81,8 +81,8 @@ def fold_lineage(values: Iterable[tuple[int, bytes | None]], location: str, job:
 def admit(config: JobConfig, services: Services, store: CheckpointStore, location: object, after_term: int) -> Lineage:
     """Return the lineage if a parameter server may serve the job from `store`, which is at `location`. Call this
     function before the server claims a term. Terms up to `after_term` belong to earlier runs. Raise CheckpointError if
-    the store cannot be read. Raise ConfigError, which says what to do, if the topics hold a run whose checkpoints are
-    not in the store, or records of another release."""
+    the store cannot be read. Raise ConfigError, which says what to do, in two cases: the topics hold a run whose
+    checkpoints are not in the store, or the topics hold records of another release."""
     # Read the topic first: a server that starts now saves its first checkpoint before it writes its first record.
     lineage = read_lineage(config, services, tail_only=bool(store.versions()))
     versions = store.versions()

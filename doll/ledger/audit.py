@@ -2,10 +2,10 @@
 
 The audit reads the records of the job's processes in Kafka and in the checkpoint store; `doll.ledger.balance` counts
 them. It reads the checkpoint first, then the update records, the dead letters and the partition ends. An update is
-recorded before the checkpoint that contains it is saved, and a dead letter before the update that names it. So each
-later source contains everything that the earlier sources refer to. A server that saves a checkpoint during the audit
-can still make a correct history look wrong, for instance if it begins again or ends. Then the audit reads everything
-again.
+recorded before the checkpoint that contains this update is saved. A dead letter is recorded before the update that
+names this dead letter. So each later source contains everything that the earlier sources refer to. A server that saves
+a checkpoint during the audit can still make a correct history look wrong, for instance if it begins again or ends. Then
+the audit reads everything again.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _MAX_GAP_RECORDS: Final = 5000  # gaps closer than this are read in one pass, as
 
 def audit(config: JobConfig, services: Services, store: CheckpointStore) -> LedgerReport:
     """Balance the ledger of a job against its durable model. The audit only reads, and commits no offset. Raise
-    ServiceUnavailableError if Kafka does not answer or does not have the job's topics, ConfigError if the samples topic
-    has fewer partitions than the job had at its start, and CheckpointError if the newest checkpoint belongs to another
-    job, is unreadable, or does not fit the job file."""
+    ServiceUnavailableError if Kafka does not answer or does not have the job's topics. Raise ConfigError if the samples
+    topic has fewer partitions than the job had at its start. Raise CheckpointError if the newest checkpoint belongs to
+    another job, is unreadable, or does not fit the job file."""
     topics.check(config, services)
     for rounds in range(1, _ATTEMPTS + 1):
         checkpoint = store.load_newest(None)
@@ -95,8 +95,9 @@ def build_ledger(
 
 
 class _GenerationUpdates:
-    """The records of `updates` that existed when this object was created, of one generation: that of the checkpoint or,
-    without a checkpoint, the newest one. The records can be iterated over several times, and are not kept in memory.
+    """The records of one generation in `updates` that existed when this object was created. The generation is that of
+    the checkpoint. If there is no checkpoint, it is the newest generation. The records can be iterated over several
+    times, and are not kept in memory.
     """
 
     def __init__(self, config: JobConfig, reader: RangeReader, checkpoint: Checkpoint | None) -> None:

@@ -51,7 +51,8 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionCounts:
-    """The account of one partition, in offsets. `produced` is the sum of the counts after it, except `superseded`."""
+    """The account of one partition, in offsets. `produced` is the sum of all fields below it in this class, without
+    `superseded`: `applied` already contains the offsets whose dead letters are superseded."""
 
     partition: int
     origin: int
@@ -239,8 +240,8 @@ class PartitionAccount:
     def evaluate(
         self, low: int | None, end: int, present: Iterable[Span], finished: bool, problems: list[str], first: int
     ) -> PartitionResult:
-        """Assign each offset below the end of the durable model to one of missing, twice, gap, lost, dead and applied,
-        and each offset above it to lost (no longer in the log) or pending.
+        """Assign each offset below the end of the durable model to one of missing, twice, gap, lost, dead and applied.
+        Assign each later offset to lost (no longer in the log) or pending.
 
         Args:
             low: the first offset that the log still holds. None: unknown.

@@ -21,7 +21,8 @@ from doll.records.rollbacks import Rollback, is_left
 
 
 class DurableModel(SnapshotCounts, frozen=True, kw_only=True):
-    """The content of the newest checkpoint. The batches of earlier grids precede its batches."""
+    """The content of the newest checkpoint. The model has learned the batches of earlier grids before those of its last
+    grid."""
 
     term: int  # term of its server; 0: there is no checkpoint
     location: str = "the checkpoint store"  # folder or URL of the checkpoints, for messages

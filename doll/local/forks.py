@@ -71,7 +71,8 @@ class Role:
 
 
 class ForkServer:
-    """A server that starts roles. `start` returns before torch is loaded. `close` kills the running roles.
+    """A server that starts roles. `start` returns before torch is loaded. `close` kills the running roles and the
+    server.
 
     Use it from one thread, which must live as long as the roles.
     """
@@ -93,7 +94,7 @@ class ForkServer:
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def start(self) -> None:
-        """Begin to load the modules. This method may be called again."""
+        """Start the process of the fork server, which begins to load the modules. A second call does nothing."""
         if self._process is not None:
             return
         own_end, child_end = socket.socketpair()

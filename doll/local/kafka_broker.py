@@ -101,8 +101,8 @@ class ClusterMember:
 class LocalKafka(processes.LocalServer):
     """One Kafka node.
 
-    Its data (in `folder`) and its ports persist across `stop`, `kill` and `restart`; a restart takes about 7 s. It
-    serves existing data in the folder.
+    The data of the node (in `folder`) and its ports persist across `stop`, `kill` and `restart`; a restart takes about
+    7 s. If the folder already contains data, the node serves them.
 
     Args:
         folder: folder for data, settings and log of the node.
@@ -260,7 +260,7 @@ class LocalKafka(processes.LocalServer):
 
 
 class KafkaCluster(processes.Server):
-    """A cluster of nodes that replicates to all of them, with `min.insync.replicas` of all but one.
+    """A cluster that replicates topics to all of its nodes. `min.insync.replicas` is the number of nodes minus 1.
 
     The data (in `folder`) and the ports persist across crashes. A node has a heap of at most 256 MB, and takes 210 MB
     after its start.

@@ -1,7 +1,8 @@
 """Run a program that is killed when its parent ends: `python -I -S launcher.py [--watch] PARENT_PID PROGRAM ARG...`.
 
-This is a separate program, because code between fork and exec (`preexec_fn`) may deadlock in a parent with threads. The
-launcher requests a death signal and then executes the program: exec changes neither this signal nor the process id.
+The launcher is a separate program, because code between fork and exec (`preexec_fn`) may deadlock in a parent with
+threads. The launcher requests a death signal and then executes the program: exec changes neither this signal nor the
+process id.
 
 `--watch` is for systems without death signals, such as macOS: a child of the program checks twice a second whether the
 parent exists, and kills the program if it does not.

@@ -51,7 +51,7 @@ def running_address() -> str | None:
 class RayHead(processes.LocalServer):
     """A Ray head node (`ray start --head`) whose processes end with this process, even if it is killed. Its port
     persists. Ray's files and the logs of workers are in `folder`. The node has these labels and offers `num_cpus` CPUs.
-    Ray only counts them, so the number may exceed the machine's."""
+    Ray only counts these CPUs, so `num_cpus` may exceed the number of CPUs of the machine."""
 
     _grace_s: ClassVar[float] = 10.0
 

@@ -47,7 +47,7 @@ def forget_pages(tensor: torch.Tensor) -> None:
 class LargeTensorsInFiles(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context in which new CPU tensors of `FROM_BYTES` or more are moved into files, one after the other.
 
-    Their values are the same as without this context, so a model that is built in it is the same.
+    The values of these tensors are the same as without this context, so a model that is built in it is the same.
     """
 
     def __torch_dispatch__(

@@ -1,8 +1,9 @@
 """The implementation of `training.init_from`, which loads tensors of a file or another model into a new model.
 
 Trainable parameters, buffers and tables are matched by their names and shapes. If a table has another number of rows,
-the rows that both have are loaded; for a bounded table, the ids that have rows, with their counts. Frozen parameters
-are not loaded: each process makes its own in `build_model`, and all processes must have the same.
+the rows that both tables have are loaded. From a bounded table, the ids that have rows are loaded, with their counts.
+Frozen parameters are not loaded: each process makes its own in `build_model`, and all processes must have the same
+values.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ _INIT: Final = "__init__"
 def build_without_tables(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
     """Return the result of `build()`, with its tables on the device meta if possible.
 
-    This is not possible if `build` reads a table's values or device, computes with them, freezes a table, or draws
-    random numbers for it in an unknown way. Then `build` is called again with memory for the tables.
+    This is not possible if `build` reads a table's values or device, computes with a table, freezes a table, or draws
+    random numbers for a table in an unknown way. Then `build` is called again with memory for the tables.
     """
     state = torch.get_rng_state()
     draws = _CountedDraws()
@@ -108,7 +108,8 @@ class _CountedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _DeviceQuestions(TorchFunctionMode):
-    """A mode that notices questions about a tensor's device. `torch.nn.init.trunc_normal_` draws nothing on meta."""
+    """A mode that notices whether code has asked if a tensor is on the device meta. For such a tensor,
+    `torch.nn.init.trunc_normal_` draws no random numbers."""
 
     def __init__(self, draws: _CountedDraws) -> None:
         super().__init__()

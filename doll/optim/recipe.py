@@ -17,8 +17,8 @@ def make_optimizer(
     training: TrainingConfig, model: FlatModel, *, clips_norm: bool = True,
     norm_of_tables: Callable[[], float] = lambda: 0.0,
 ) -> Optimizer:  # fmt: skip
-    """Make the optimizer of the server; or, if workers send steps, of a worker, without a moving average and with a
-    schedule that follows the versions of the worker's weights.
+    """Make the optimizer of the server. If workers send steps, make the optimizer of a worker instead: it has no moving
+    average, and its schedule follows the versions of the worker's weights.
 
     Args:
         clips_norm: False if another part of the process clips by norm.

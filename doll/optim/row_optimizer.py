@@ -91,7 +91,7 @@ class RowAdagrad:
 
 @dataclass(frozen=True, slots=True)
 class RowwiseAdagrad(RowAdagrad):
-    """Adagrad with one sum for each row: the sum of the means of its squared gradients.
+    """Adagrad with one sum for each row. Each step adds the mean of the squares of the row's gradient to this sum.
 
     Mudigere et al., "Software-Hardware Co-design for Fast and Scalable Training of Deep Learning Recommendation Models"
     (2021). TorchRec's `RowWiseAdagrad` is the same and has the same epsilon.

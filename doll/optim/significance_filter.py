@@ -35,8 +35,9 @@ class Residual(_NewestBatch):
     """The part of one worker's steps that the worker holds back. Arrays have the shape (num_parameters,).
 
     A number of the residual is sent as soon as its absolute value is larger than v / sqrt(t) times the absolute value
-    of the weight that it changes. After every batch, all nonzero numbers are checked, even those of weights that the
-    batch has not changed. The bound of Theorem 1 requires this, since the threshold falls with t.
+    of the weight that it changes (v is the threshold; `split` explains t). After every batch, all nonzero numbers are
+    checked, even those of weights that the batch has not changed. The bound of Theorem 1 requires this, since the
+    threshold falls with t.
     """
 
     def __init__(self, threshold: float, num_parameters: int) -> None:
@@ -60,9 +61,10 @@ class Residual(_NewestBatch):
 
         Args:
             weights: the weights of the worker, `step` included.
-            version: version of the published weights from which the worker's weights were made. t is version + 1, which
-                is the same for all workers of a round, as in the proof of Theorem 1. The worker's own number of batches
-                is lower if it has joined late.
+            version: version of the published weights from which the worker's weights were made. The threshold v /
+                sqrt(t) uses t = `version` + 1. This t is the same for all workers of a round, as the proof of Theorem 1
+                assumes. The worker's own number of batches cannot be used as t, because it is lower for a worker that
+                joined late.
 
         Raises:
             IllegalEventError: the residual already has a part of this batch, or of a later one.

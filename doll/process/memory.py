@@ -56,7 +56,7 @@ def return_freed_memory() -> bool:
 
     The process then takes only the memory of its arrays. With a kept heap it takes two to three times as much, because
     new arrays do not fit into the freed gaps. Mapping new pages takes a fifth of the time of a gradient (measured:
-    4,096 samples through three layers of 400; 213 ms and 132 MB with a kept heap, 267 ms and 55 MB with this).
+    4,096 samples through three layers of 400; 213 ms and 132 MB with a kept heap, 267 ms and 55 MB after this call).
 
     Returns:
         Whether malloc does so; without glibc it does not.
@@ -84,9 +84,9 @@ def use_huge_pages(settings: Path = _HUGE_PAGE_SETTINGS) -> bool:
     the heap grows into it. A gradient with convolutions takes 4 to 5 % less CPU time (ADR 30). GLIBC_TUNABLES has a
     setting for this, but it must be in the environment before the process starts, which a forked role cannot do.
 
-    Return whether the kernel was asked and did not refuse. It is not asked if `DOLL_HUGE_PAGES` is 0, if its folder of
-    settings shows that it has no huge pages, if they are larger than 2 MiB, or if this process has a lower limit of its
-    address space.
+    Return whether the kernel was asked and did not refuse. The kernel is not asked in four cases: `DOLL_HUGE_PAGES` is
+    0; the kernel's folder of settings shows that it has no huge pages; the huge pages are larger than 2 MiB; this
+    process may not allocate 512 MiB of address space.
     """
     if os.environ.get(HUGE_PAGES_ENV) == "0" or not 0 < _huge_page_bytes(settings) <= _MAX_HUGE_PAGE_BYTES:
         return False

@@ -34,7 +34,8 @@ def poisson(rate_per_s: float, rng: np.random.Generator) -> Iterator[float]:
 
 
 def deterministic(rate_per_s: float, phase: float = 0.0) -> Iterator[float]:
-    """Yield evenly spaced arrival times; the first is `phase` gaps after the start. Phases n/N interleave N streams.
+    """Yield evenly spaced arrival times; the first is `phase` gaps after the start. The phases n / N, for n = 0 .. N -
+    1, interleave N streams evenly.
 
     Raises:
         ValueError: `rate_per_s` is not positive and finite.

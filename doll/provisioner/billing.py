@@ -224,10 +224,11 @@ def bill(
 
 
 def all_on_demand_usd(samples: float, rates_per_s: Floats, on_demand_usd_per_h: float) -> float:
-    """Return the cost of the same work with every worker on-demand: N π_o times the run time at the total rate.
+    """Return the cost of the same work with every worker on-demand: N * π_o * run time at the total rate. π_o is
+    `on_demand_usd_per_h`.
 
     Args:
-        samples: J K b, the work that was done or must be done.
+        samples: J * K * b, the work that was done or must be done.
         rates_per_s: λ_n, samples per second of each stream, shape (N,).
 
     Source: the DOLL paper, Eq. (3) and (5), for unequal streams.

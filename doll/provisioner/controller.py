@@ -8,8 +8,8 @@ an instance twice is no error.
 
 While this process is frozen, another process may make the next turn. The successor takes over the state, so steps 4 and
 6 of this process fail. This process also checks the lease before each termination and order of steps 3 and 5. If a
-check fails, this process ends the instances that it has launched since the check before and that the successor does not
-know.
+check fails, this process ends the instances that it has launched since the previous check and that the successor does
+not know.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class Controller:
         """Make one decision and carry it out. If `draining`, end every instance and launch none.
 
         Raises:
-            FencedError: another provisioner has taken over. Nothing was changed after that.
+            FencedError: another provisioner has taken over. Nothing was changed after the takeover.
             ConfigError, CheckpointError: the state or the journal cannot be written.
         """
         turn = self._observe(now_s, ends_all=draining or self.observed.finished is not None)

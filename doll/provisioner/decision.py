@@ -45,10 +45,10 @@ class Decision:
 
     Attributes:
         now_s, started_s: time of the decision and start of the job's clock, Unix seconds.
-        phase: "run": the job runs. "done" (the job has ended), "drain", "budget" (the budget is spent), "failed" (the
-            job cannot advance, and a person must act) or "idle" (the source sends nothing): in these five phases all
-            machines are ended. "stopped": nothing is launched until a person has acted. "unavailable": nothing is done,
-            because fleet or prices are unavailable.
+        phase: "run": the job runs. In five phases, all machines are ended: "done" (the job has ended), "drain",
+            "budget" (the budget is spent), "failed" (the job cannot advance, and a person must act) and "idle" (the
+            source sends nothing). "stopped": nothing is launched until a person has acted. "unavailable": nothing is
+            done, because fleet or prices are unavailable.
         markets, reasons: wanted market of each slot, with the reason. None: the slot gets no machine; in phase "run",
             scale-in has released the slot.
         binding: the binding constraint, see `Plan.binding`, or "budget".

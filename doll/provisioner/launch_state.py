@@ -42,7 +42,7 @@ class LaunchLimits:
         listing_lag_s: longest time until a launch appears in the listing. This includes launches whose answer was lost.
         max_failures: number of machines of a slot that may fail in a row before nothing more is launched for the slot.
             Interruptions do not count. The pause after each failure doubles, from `retry_s` to `max_backoff_s`.
-        healthy_s: time for which a worker must hold its slot to end such a row of failures.
+        healthy_s: if a worker has held its slot for this time, the count of failures in a row starts at 0 again.
         notice_timeout_s: time after which an instance with an interruption notice is ended if it still exists.
     """
 

@@ -48,7 +48,7 @@ class DecisionPublisher:
 
     def publish(self, decision: Decision, *, last: bool) -> None:
         """Send a decision. `last` states that this process now exits normally, so its later silence is not a failure.
-        After SIGTERM, no such decision is sent: machines continue to run, so the silence must be noticed."""
+        After SIGTERM, no decision with `last` is sent: machines continue to run, so the silence must be noticed."""
         values = {**decision.measurements(), **({LEFT: 1.0} if last else {})}
         self._send(decision.record(), Metric(source=PROVISIONER, values=values, time_s=decision.now_s))
 
@@ -106,8 +106,8 @@ class ProvisionerSetup:
 
 class ProvisionerProcess:
     """A running provisioner. Use it as a context manager: call `read_history` once, then one of the loops. Raises
-    ConfigError if the job file lacks the work or the rates, or if its fleet cannot be used; ServiceUnavailableError if
-    Kafka or Redis is not available."""
+    ConfigError if the job file lacks the work or the rates, or if its fleet cannot be used. Raises
+    ServiceUnavailableError if Kafka or Redis is not available."""
 
     def __init__(self, setup: ProvisionerSetup) -> None:
         self._setup = setup

@@ -2,8 +2,8 @@
 
 Rules for each slot:
 
-- An instance is *ready* when its worker holds the slot, which fences all older instances. The older ones are ended
-then, not before.
+- An instance is *ready* when its worker holds the slot, which fences all older instances. The older instances are ended
+when the new instance is ready, not before.
 - A slot never has more than two instances. The second one only replaces the first.
 - An instance with an interruption notice is replaced but not ended: the cloud ends it, and may not charge for it. If it
 still exists long after its notice, it is ended.

@@ -94,8 +94,8 @@ class SharedStateStore:
         self.journal = local.journal
 
     def take(self) -> None:
-        """Become the owner of the state. Writes of a predecessor are refused after that. Raises FencedError if a later
-        provisioner owns the state already, CheckpointError if the store is not available."""
+        """Become the owner of the state. After this call, writes of a predecessor are refused. Raises FencedError if a
+        later provisioner owns the state already, CheckpointError if the store is not available."""
         kept = self._read_own()
         earlier = self._local.load() if kept is None else None
         self._replace(kept if earlier is None else earlier, reread=True)
@@ -220,8 +220,8 @@ def cleared(kept: Mapping[str, Any], max_failures: int) -> dict[str, Any]:
 def clear_stops(config: JobConfig, run_folder: Path) -> list[str]:
     """Clear the stops and return them. If there are any, a running provisioner is replaced, and ends.
 
-    Restarts do not clear stops, because a supervisor may restart a provisioner after any exit code, and the stopped
-    work would cost money again (docs/decisions/0107-a-stop-lasts-until-it-is-cleared.md). Raises CheckpointError if the
+    Restarts do not clear stops (docs/decisions/0107-a-stop-lasts-until-it-is-cleared.md). A supervisor may restart a
+    provisioner after any exit code, and the stopped work would then cost money again. Raises CheckpointError if the
     store is not available, FencedError if a provisioner has started at the same moment.
     """
     limit = config.provision.max_failures

@@ -3,7 +3,7 @@
 A batch covers r offsets (`data.records_per_batch`), unless it is cut. A cut batch ends earlier, so that its records are
 learned now. The next batch begins where the cut batch ends (docs/decisions/0074). So batch j begins at offset
 
-    origin + j r - (number of records left out by the cuts of the batches before j)
+    origin + j * r - (number of records left out by the cuts of the batches before j)
 
 The server, the workers and the ledger compute offsets only with this module. A control record contains a cut as the
 pair (batch, number of records left out).
@@ -26,7 +26,7 @@ class Cuts:
     """The cut batches of one partition, from some batch on. Most jobs have no cuts, and then all calls are fast.
 
     Attributes:
-        decided: Number of a batch. The bounds of all earlier batches are final, so their reader must not cut them.
+        decided: number of a batch. The bounds of all earlier batches are final, so their reader must not cut them.
     """
 
     def __init__(self, left_out: int = 0, cuts: Iterable[Cut] = (), *, decided: int = 0) -> None:
@@ -125,8 +125,8 @@ class Bounds:
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True):
-    """An earlier numbering of a model's batches, which ended with `doll regrid` or `doll rollback`, and the number of
-    batches that were learned with it (docs/decisions/0085, 0090).
+    """An earlier numbering of a model's batches, and the number of batches that were learned with it. The numbering
+    ended with `doll regrid` or `doll rollback` (docs/decisions/0085, 0090).
 
     The batches of the next grid begin at `next_origins`, and are numbered from 0 again. Partitions that are missing in
     the grid were added later, and begin at offset 0.

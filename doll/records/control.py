@@ -480,10 +480,10 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class Limit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The cause that limits the speed of the job (`doll.ps.engine.limit`).
 
-    `dry`: the others wait for a worker whose partitions hold no unread record. `slow`: the others wait for a worker
-    that needs more time for a batch. `partition`: most unread records are in one partition, and its worker computes all
-    the time. `workers`: there are unread records, and all workers compute most of the time. `updates`: the workers have
-    batches, and wait for weights most of the time.
+    `dry`: the other workers wait for a worker whose partitions hold no unread record. `slow`: the other workers wait
+    for a worker that needs more time for a batch. `partition`: most unread records are in one partition, and its worker
+    computes all the time. `workers`: there are unread records, and all workers compute most of the time. `updates`: the
+    workers have batches, and wait for weights most of the time.
     """
 
     kind: Literal["dry", "slow", "partition", "workers", "updates"]
@@ -560,8 +560,8 @@ class ProvisionDecision(ControlRecord, frozen=True):
     """The decision of the provisioner in one turn. It is for people, dashboards, and a successor without the
     provisioner's state file.
 
-    It is sent to `metrics`, whose readers skip unknown records. On `updates`, the audit would treat an unknown record
-    as damage.
+    The record is sent to `metrics`, whose readers skip unknown records. On `updates`, the audit would treat an unknown
+    record as damage.
     """
 
     turn: int

@@ -21,7 +21,7 @@ def read_file(
     path: Path, *, header: bool = False, repeat: bool = False, skip: int = 0, max_bytes: int = _LONGEST_BYTES
 ) -> Iterator[bytes]:
     """Return the lines of `path` in order, without blank lines. Raise ConfigError if the file cannot be read or has no
-    line. If a later part is damaged, the iterator raises it there.
+    line. If a later part of the file is damaged, the iterator raises ConfigError when it reaches this part.
 
     Args:
         header: True: leave out the first line.

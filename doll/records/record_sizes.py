@@ -29,8 +29,8 @@ _DECIDED_BY: Final = ("worker", "is_live", "session", "incarnation", "silent_s",
 def fitted(status: ServerStatus, limit_bytes: int = STATUS_LIMIT_BYTES) -> ServerStatus:
     """Return the status if it has at most `limit_bytes`; otherwise return it with less information about each worker.
 
-    First, each text in `waiting_for` is kept only for the first worker that has it (for the others, the text is "as
-    worker 3"), and only the first 500 texts are kept. If the status is still too large, only the fields that other
+    First, each text in `waiting_for` is kept only for the first worker that has it (for the other workers, the text is
+    "as worker 3"), and only the first 500 texts are kept. If the status is still too large, only the fields that other
     processes use for decisions are kept; the fields that are shown to people are dropped.
     """
     if len(status.workers) * _SURE_BYTES < limit_bytes:  # surely within the limit

@@ -153,8 +153,8 @@ def write_model(
 def tensors_of(model: FlatModel, stored: StoredWeights) -> dict[str, torch.Tensor]:
     """Return the tensors of the `state_dict()` of the task's complete module, as `build_model` creates it.
 
-    They include the tables, which `model` does not have. `stored` must have been loaded into `model`. The tensors share
-    no memory, because safetensors refuses shared memory.
+    The result includes the tables, which `model` does not have. `stored` must have been loaded into `model`. The
+    tensors share no memory, because safetensors refuses shared memory.
     """
     import torch
 

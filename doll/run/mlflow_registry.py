@@ -43,7 +43,7 @@ def registry_uri(to: str) -> str:
 def register(folder: Path, content: Mapping[str, Any], line: VersionLine, uri: str) -> dict[str, str]:
     """Register the files of `doll export` in `folder`, as a version of the model that has the job's name.
 
-    The same file is registered only once. The aliases of this version are set in any case.
+    If the same file was registered before, it is not registered again. The aliases of the version are set in any case.
 
     Args:
         content: content of `model.json`.

@@ -38,7 +38,8 @@ class _Waiting(NamedTuple):
 
 
 class BatchTimes:
-    """Decides which thread computes a batch. It is the event loop's if batches usually take less than `INLINE_S` there.
+    """Decides which thread computes a batch: the thread of the event loop if batches usually take less than `INLINE_S`
+    there.
 
     On the other thread, a batch also waits for Python's lock. So its time there does not predict the time on the event
     loop's thread. For that reason, a batch is tried on the event loop's thread from time to time, unless all batches

@@ -1,8 +1,8 @@
 """Parameter blobs: a flat float32 vector after a fixed header, so that an incomplete or foreign blob is refused.
 
-Layout, little-endian, 128 bytes before the body: magic `DLBB`, u8 schema version = 2, u8 kind (`w` weights, `g`
-gradient), u8 dtype (1 = float32), u8 reserved = 0, job and run in 96 bytes (see `scope_of`, padded with zeros), i64
-model version, u64 numel, u32 crc32 of the body, u32 crc32 of the header so far; then numel float32. The length of the
+The header has 128 bytes, little-endian: magic `DLBB`, u8 schema version = 2, u8 kind (`w` weights, `g` gradient), u8
+dtype (1 = float32), u8 reserved = 0, job and run in 96 bytes (see `scope_of`, padded with zeros), i64 model version,
+u64 numel, u32 crc32 of the body, u32 crc32 of the header so far. The body, numel float32, follows. The length of the
 header is a multiple of 32 bytes, so the body is aligned.
 
 The argument `job` of a function is the scope of the job and its run (`scope_of`): runs of a job may share a Redis.
@@ -52,7 +52,8 @@ class Blobs(Protocol):
 
     def put_soon(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> bool:
         """Store as `put` does, and return whether the store already has the blob. If the store is far, the call may
-        return before that. Then do not change `parts` before `settle`, and tell readers to call `get_soon`."""
+        return False before the store has the blob. Then do not change `parts` before `settle`, and tell readers to call
+        `get_soon`."""
         ...
 
     def settle(self) -> None:
@@ -220,7 +221,8 @@ def encode_bytes(parts: Sequence[Buffer], *, job: str, kind: BytesKind, version:
 
 
 def decode_bytes(data: Buffer, *, job: str, kind: BytesKind, version: int | None) -> tuple[memoryview, int]:
-    """Return the body of such a blob, as a view of `data`, and its version. Raise the same errors as `decode_blob`.
+    """Return the body of a blob that `encode_bytes` has encoded, as a view of `data`, and its version. Raise the same
+    errors as `decode_blob`.
 
     Args:
         version: expected version. None: any version.

@@ -78,8 +78,8 @@ def decode_contribution(
     """Return the contribution that was given to `Compressor.compress`, as views of `data` if possible.
 
     Raises:
-        BlobError: the blob is incomplete or damaged; or it has another job, version or size, a table that is not in
-            `tables`, or keys that are unsorted, repeated or out of range. The message states which.
+        BlobError: the blob is incomplete or damaged; or it has another job, version or size; or it has a table that is
+            not in `tables`; or its keys are unsorted, repeated or out of range. The message states which.
         NotFiniteError: a value of the sparse form or of a row is NaN or infinite.
     """
     if blob_info(data).kind != "p":

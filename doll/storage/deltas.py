@@ -48,7 +48,8 @@ def changes(
     before: Vector, after: Vector, layout: Layout, *, job: str, since: int, version: int
 ) -> list[Buffer] | None:  # fmt: skip
     """Return the blob of the numbers that differ bitwise between `before` and `after`, as parts for `Blobs.put`. Both
-    are float32 of shape (numel,), of the versions `since` and `version`. Return None if all weights take as little."""
+    are float32 of shape (numel,), of the versions `since` and `version`. Return None if so many numbers differ that the
+    delta would not be smaller than all weights."""
     n = layout.num_parameters
     old, new = before.view(np.uint32), after.view(np.uint32)
     ids = np.flatnonzero(old[:n] != new[:n])

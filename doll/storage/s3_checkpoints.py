@@ -8,14 +8,14 @@ only the base and older checkpoints are valid.
 A document, such as `marks.json` with aliases and pins (`doll.storage.version_marks`), is replaced only if its content
 has not changed since it was read.
 
-Order of the steps of `claim_term`: 1. put the claim, if it does not exist; 2. list; 3. put the base. Of `save`: 1.
-list, and look for a higher claim; 2. put the checkpoint, if it does not exist; 3. list again; 4. delete old ones. A
-checkpoint is durable only after step 3. If the server finds a higher claim in step 3, step 2 of that claim may or may
-not have listed the checkpoint. Both cases are correct, because the checkpoint's batches have not been acknowledged. The
-server does not delete the checkpoint, because the term of that claim may have begun from it, or a repeated save may
-have found it durable. If the checkpoint is not valid, the next save of a later term deletes it. A crash between two
-steps leaves an object that is either not valid or complete, because S3 stores an object completely or not at all, and a
-list shows all stored objects.
+Order of the steps of `claim_term`: 1. put the claim, if it does not exist; 2. list; 3. put the base. Order of the steps
+of `save`: 1. list, and look for a higher claim; 2. put the checkpoint, if it does not exist; 3. list again; 4. delete
+old ones. A checkpoint is durable only after step 3. If the server finds a higher claim in step 3, step 2 of that claim
+may or may not have listed the checkpoint. Both cases are correct, because the checkpoint's batches have not been
+acknowledged. The server does not delete the checkpoint, because the term of that claim may have begun from it, or a
+repeated save may have found it durable. If the checkpoint is not valid, the next save of a later term deletes it. S3
+stores an object completely or not at all, and a list shows all stored objects. Therefore a crash between two steps
+leaves either a complete checkpoint, or a checkpoint that is not valid.
 """
 
 from __future__ import annotations

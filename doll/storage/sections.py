@@ -2,8 +2,8 @@
 
 A *push* (kind `p`) contains vectors and rows of tables. A vector is complete (dense), or has only some values. A
 *delta* (`d`) contains, in the same format, the values of a version that differ from an older version. A *row request*
-(`q`) contains ids, and its answer (`r`) rows. The header and its checksums are the same as in every blob
-(`doll.storage.blobs`).
+(`q`) contains the ids of rows. The answer to it (`r`) contains the rows. The header and its checksums are the same as
+in every blob (`doll.storage.blobs`).
 
 The body, little-endian: u32 number of sections, u32 0; then each section:
 
@@ -11,9 +11,9 @@ The body, little-endian: u32 number of sections, u32 0; then each section:
     i64 since
     name (UTF-8), keys, bits (only form `m`), the values (float32)
 
-Each of these is padded with zeros to 8 bytes, so that values are aligned. `size` is the number of rows of the table, or
-of values of the vector. No two sections have the same form and name, except sections of form `c`, which differ in
-`since` and share no key.
+The name, the keys, the bits and the values are each padded with zeros to a multiple of 8 bytes, so that the values are
+aligned. `size` is the number of rows of the table, or the number of values of the vector. No two sections have the same
+form and name, except sections of form `c`, which differ in `since` and share no key.
 
 Keys increase strictly. There are two codings:
 
@@ -21,13 +21,17 @@ Keys increase strictly. There are two codings:
     lowest bits first. The top bit of a byte is 1 if another byte follows. A longer coding of the same number is
     refused.
 1.  One bit for each possible key, lowest bit of a byte first; it is 1 if the key is present. This coding is shorter if
-   more than an eighth of all keys are present. It is used for up to 65,536 keys.
+    more than an eighth of all keys are present. It is used only if `size` (the number of possible keys) is at most
+    65,536.
 
-If few values need all of their 32 bits, 2 is added to the coding. The values are then stored as: u64 number of the
-values that need 32 bits, u64 bytes of their positions; their positions, in coding 0; the upper 16 bits of all values;
-the lower 16 bits of the values that need them. Each of these is padded with zeros to 8 bytes. The lower bits of all
-other values are 0. A dense vector has this format if its sender has rounded it to bfloat16 (`RoundedVector`). Coding 4
-is only for such a vector: float16 numbers, to be multiplied by 2 to the power of `since`.
+If a section with keys has at least 64 values, and at most an eighth of them need all of their 32 bits, 2 is added to
+the coding. The values are then stored as: u64 number of the values that need 32 bits, u64 bytes of their positions;
+their positions, in coding 0; the upper 16 bits of all values; the lower 16 bits of the values that need them. Each of
+these parts is padded with zeros to a multiple of 8 bytes. The lower bits of all other values are 0. A dense vector of
+at least 64 values has this format if its sender has rounded it to bfloat16 (`RoundedVector`).
+
+Coding 4 is for a dense vector that its sender has rounded to float16 with a common exponent (`RoundedVector.exponent`).
+The values are float16 numbers; each must be multiplied by 2 to the power of `since`.
 
 Functions that encode raise ValueError as `encode_push` does; functions that decode raise BlobError and NotFiniteError
 as `decode_push` does.
@@ -36,12 +40,15 @@ as `decode_push` does.
 |---|---|---|---|
 | `d` | - | size of 1 | a vector, dense |
 | `r` | count | count of width | rows of a table; of width 1: some values of a vector |
-| `m` | count | one for each bit that is 1 | some values of rows of a table: bit i width + j is of value j of row i |
+| `m` | count | one for each bit that is 1 | some values of rows of a table (see the bits below) |
 | `k` | count | - | send these rows |
 | `c` | count | - | send the changes of these rows since version `since` |
 
-In a push, the values that `m` omits are zero. In an answer, they are unchanged from the receiver's values, and `since`
-is the CRC-32 of the present values of all rows that the receiver has said it knows, in their order.
+Bit number `i * width + j` of form `m` says whether value j of the i-th row in this section is present.
+
+In a push, the values that form `m` omits are zero. In an answer, the receiver already has the omitted values. `since`
+then contains a checksum instead of a version: the CRC-32 of the current values of all rows in `RowRequest.known`, in
+ascending order of ids.
 """
 
 from __future__ import annotations

@@ -179,8 +179,8 @@ class Mappings:
     def view(self, path: str) -> memoryview | None:
         """Return the blob at `path`, read-only. It is not overwritten while a view of it exists.
 
-        Return None if the blob has been deleted or replaced, or if its file was truncated, so that reading it would
-        raise SIGBUS. Raise FileNotFoundError if there is no blob.
+        Return None if the blob has been deleted or replaced. Also return None if its file was truncated, because
+        reading the file would raise SIGBUS. Raise FileNotFoundError if there is no blob.
         """
         with self._lock:
             status = os.stat(path, follow_symlinks=False)

@@ -1,5 +1,5 @@
-"""Open a job's checkpoint store (a folder, or S3) and its blob store (shared memory, or Redis), and find the weights
-that `training.init_from` names. Free of torch.
+"""Open a job's checkpoint store (a folder, or S3) and its blob store (shared memory, or Redis). Also find the weights
+that `training.init_from` names. This module does not import torch.
 
 Register a new checkpoint store in `CHECKPOINT_STORES`, and the form of its URLs in `doll.config.roles`.
 """
@@ -39,8 +39,8 @@ def checkpoint_location(config: JobConfig, run_folder: Path) -> Path | str:
 
 def open_store(config: JobConfig, run_folder: Path, part: str = "") -> CheckpointStore:
     """Return the job's checkpoint store, or a separate one in the folder `part` beside the checkpoints. The call does
-    not access the store. Raise CheckpointError if it is in S3 and boto3 cannot be set up (region, credentials file),
-    and ConfigError if no store is registered for the scheme of `checkpoint.folder`."""
+    not access the store. Raise CheckpointError if the store is in S3 and boto3 cannot be set up (region, credentials
+    file). Raise ConfigError if no store is registered for the scheme of `checkpoint.folder`."""
     location, section = checkpoint_location(config, run_folder), config.checkpoint
     history = VersionHistory(section.history_every_s, section.history_s)
     if isinstance(location, Path):

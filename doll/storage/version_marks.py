@@ -1,5 +1,7 @@
-"""Aliases and pins of a job's versions, and the rule for which checkpoints are kept: the newest ones, one of each hour
-for a week, and all with an alias or a pin. Pure.
+"""Aliases and pins of a job's versions, and the rule that decides which checkpoints are kept. Pure.
+
+Three kinds of checkpoints are kept: the newest ones (`checkpoint.keep`), all with an alias or a pin, and one of each
+interval `checkpoint.history_every_s` for `checkpoint.history_s` seconds.
 
 The aliases and pins are in a JSON file beside the checkpoints, so that people can read them.
 """

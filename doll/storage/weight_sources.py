@@ -1,7 +1,7 @@
 """Read the weights that `training.init_from` names: checkpoints of a run, a safetensors file, or torch's state_dict.
 
 A file of torch is a pickle. It is read with `weights_only=True`, which creates only tensors and plain containers and
-refuses everything else, so no code in it is run (docs/security.md).
+refuses all other objects. So no code in the file is run (docs/security.md).
 """
 
 from __future__ import annotations

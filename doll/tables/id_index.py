@@ -1,8 +1,8 @@
 """A hash table from ids to slots, made of numpy arrays, without loops over ids. Pure.
 
-It uses open addressing with linear probing. A cell contains the number of a slot, and a slot contains its id. For each
-id of the capacity, cells take 8 to 16 bytes and slots 9 bytes. The cell of a removed id stays marked until all cells
-are rebuilt.
+The hash table uses open addressing with linear probing. A cell contains the number of a slot, and a slot contains its
+id. For each id of the capacity, cells take 8 to 16 bytes and slots 9 bytes. The cell of a removed id stays marked until
+all cells are rebuilt.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The rows of one table that have changed since a checkpoint, for one version after another. Pure.
 
-The layers of a version never change. The next version has the same layers and a new one. The new layer is merged with
-the layer below while the lower one is at most twice as large. So there are few layers, and few copies of each row.
+The layers of a version never change. The next version has the same layers and a new one with the rows that it changes.
+Before the new layer is added, it is merged with the layer below, into a copy, as long as the layer below is at most
+twice as large. The earlier version keeps its own layers. So there are few layers, and few copies of each row.
 """
 
 from __future__ import annotations

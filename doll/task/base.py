@@ -358,8 +358,8 @@ class Task:
         """Optional, for models that do not learn by a gradient: return the change of the weights for one batch.
 
         The method replaces the gradient and the optimizer in the workers. It needs a policy whose workers send steps
-        (`training.policy`). Loss and metrics are computed before it, without gradients. If it also has a parameter
-        `weight` or `group`, it gets an array with the weights or group ids of the samples in it, as `loss`.
+        (`training.policy`). Loss and metrics are computed before the step, without gradients. If the method also has a
+        parameter `weight` or `group`, it gets an array with the weights or group ids of the samples in it, as `loss`.
 
         Args:
             weights: the weights, float32, shape (numel,), in the layout of `doll.model.flat_model`. Do not change them.

@@ -1,7 +1,7 @@
 """The expected cost and run time of a mix of spot and on-demand workers.
 
 An on-demand worker is billed until the job ends. A spot worker is billed only while it is up. `samples` is the total
-work, J K b: updates times batches per update times samples per batch.
+work, J * K * b: updates times batches per update times samples per batch.
 
 Source: the DOLL paper, Eq. (19)-(22). The corrections are listed in docs/theory.md. The formulas for equal streams,
 (15) and (16), are in `benchmarks/paper/formulas.py`.
@@ -44,7 +44,7 @@ class Prices:
 
 
 def work_samples(updates: float, group_size: int, batch_size: float) -> float:
-    """Return J K b, the number of samples that `updates` updates use.
+    """Return J * K * b, the number of samples that `updates` updates use.
 
     >>> work_samples(10_000, group_size=20, batch_size=256)
     51200000.0
@@ -107,7 +107,7 @@ def unequal_cost_usd(samples: float, rates_per_s: npt.ArrayLike, alpha: float, p
     """Return the expected cost in USD, Eq. (22), with the n slowest streams on spot, for each n = 0 .. N.
 
     Args:
-        samples: J K b, the total work.
+        samples: J * K * b, the total work.
         rates_per_s: λ_n, arrival rate of each worker's stream in samples per second, in any order.
         alpha: availability of spot, in [0, 1].
 
@@ -143,8 +143,8 @@ def relative_cost(effective_per_s: Floats, alpha: float, prices: Prices) -> Floa
 
 
 def effective_of_sorted(ascending_per_s: Floats, alpha: float) -> Floats:
-    """Return S - (1 - α) Λ(n), the effective samples per second with the n slowest streams on spot, for each n = 0 ..
-    N. This is Eq. (20) times K b.
+    """Return S - (1 - α) * Λ(n), the effective samples per second with the n slowest streams on spot, for each n = 0 ..
+    N. S is the sum of all rates, and Λ(n) the sum of the n lowest rates. The result is Eq. (20) times K * b.
 
     Args:
         ascending_per_s: λ_n in ascending order, samples per second, shape (N,).

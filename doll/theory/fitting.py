@@ -1,4 +1,4 @@
-"""J(ε) from the error curve of a run: a fit of β ρ^J + γ, the form of Eq. (10), with bootstrap intervals.
+"""J(ε) from the error curve of a run: a fit of β * ρ^J + γ, the form of Eq. (10), with bootstrap intervals.
 
 The form holds for strongly convex problems. For other problems, the form and its extrapolation are only empirical. The
 fit minimises the relative error, because the target is usually at the low end of the curve. If a single exponential
@@ -20,10 +20,10 @@ from doll.theory.checks import Floats
 
 @dataclass(frozen=True)
 class Decay:
-    """The bound of Eq. (10): the error after J updates is at most β ρ^J + γ.
+    """The bound of Eq. (10): the error after J updates is at most β * ρ^J + γ.
 
     Attributes:
-        rho: ρ = 1 - η c, in (0, 1).
+        rho: ρ = 1 - η * c, in (0, 1).
         beta: β = G(w_0) - G* - γ; at least 0 for a run that improves.
         gamma: γ, the error floor that is due to the gradient noise.
     """
@@ -38,7 +38,7 @@ class Decay:
         checks.non_negative(gamma=self.gamma)
 
     def error(self, updates: npt.ArrayLike) -> Floats:
-        """Return β ρ^J + γ for each J in `updates`, in the same shape."""
+        """Return β * ρ^J + γ for each J in `updates`, in the same shape."""
         return np.asarray(self.beta * np.power(self.rho, np.asarray(updates, dtype=np.float64)) + self.gamma)
 
     def updates_to(self, target: float) -> int:
@@ -127,7 +127,7 @@ class CurveFit:
 def fit_decay(
     updates: npt.ArrayLike, errors: npt.ArrayLike, rng: np.random.Generator, *, replicas: int = 200
 ) -> CurveFit:
-    """Fit β ρ^J + γ with β, γ >= 0 to measured errors.
+    """Fit β * ρ^J + γ with β, γ >= 0 to measured errors.
 
     The intervals come from a moving-block bootstrap of the relative residuals, because the residuals of neighbouring
     evaluations are not independent (the weights are similar). The block length is the cube root of m.
@@ -185,8 +185,8 @@ def fit_tail(
     """Fit as `fit_decay` does, but leave out the start of the run if necessary.
 
     Tries the starts J = 0, a quarter of the run and half of the run, in this order, until a fit follows the end of the
-    run; otherwise returns the last of these fits. A fit follows the end if the logarithm of measured / fitted has no
-    trend over the last half of the run. A falling trend means that the run still improves although the fit does not.
+    run. If no fit does, returns the last of these fits. A fit follows the end if the logarithm of measured / fitted has
+    no trend over the last half of the run. A falling trend means that the run still improves although the fit does not.
 
     Raises:
         ValueError: see `fit_decay`.

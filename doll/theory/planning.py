@@ -58,7 +58,7 @@ def best_assignment(
     feasible n is feasible. So the scan stops at the first n that is late or more expensive than the one before.
 
     Args:
-        samples: J K b, the remaining work.
+        samples: J * K * b, the remaining work.
         rates_per_s: λ_n, arrival rate of each worker's stream in samples per second.
         alpha: availability of spot, in [0, 1].
         deadline_s: θ, the remaining time in seconds.

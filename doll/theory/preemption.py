@@ -24,7 +24,8 @@ _NEVER = 1e-200  # availabilities below this count as 0
 def uptime_variance_s2(time_s: float, alpha: float, cycle_s: float) -> float:
     """Return v(t), the variance of the up seconds of one spot worker within `time_s`, from a stationary start.
 
-    v(t) = 2 p [t/g - (1 - e^(-g t)) / g²], p = α (1 - α), g = 1 / (p · cycle).
+    v(t) = 2 * p * (t / g - (1 - e^(-g * t)) / g²), with t = `time_s` and p = α * (1 - α). g = 1 / (p * `cycle_s`) is
+    the sum of both transition rates.
 
     Args:
         time_s: length of the time window, seconds.
@@ -53,9 +54,9 @@ def shortfall_prob(
     """Return the probability of fewer than `needed` samples of spot workers within `time_s`, from a stationary start.
 
     The total up time of a few workers is not normally distributed: often a worker is not interrupted at all. Therefore
-    the distribution of Σ λ_n U_n + noise is computed from its characteristic function (Gil-Pelaez's integral by the
-    midpoint rule), with E[exp(s U)] of a two-state chain in closed form. Rates that differ by less than a twentieth are
-    replaced by their mean.
+    the distribution of Σ λ_n * U_n + noise is computed, where U_n is the up time of worker n. It is computed from its
+    characteristic function, by the midpoint rule for Gil-Pelaez's integral. E[exp(s * U)] of a two-state chain has a
+    closed form. Rates that differ by less than a twentieth are replaced by their mean.
 
     Args:
         needed: number of samples; may be negative.
@@ -120,12 +121,13 @@ class Availability(NamedTuple):
 
 
 def gang_availability(machines: int, alpha: float, cycle_s: float) -> Availability:
-    """Return the availability of k machines that work only while all of them are up: α^k, and the cycle / (k α^(k-1)).
+    """Return the availability α^k and the cycle, `cycle_s` / (k * α^(k-1)), of k machines that work only while all are
+    up.
 
     Assumes that the machines are independent two-state chains. A period in which all k machines are up ends k times as
-    often as an up period of one machine, after α cycle / k on average. The share of these periods in the time is α^k.
-    Machines that fail together interrupt the worker less often. If all machines of a pool fail together, they have the
-    α and the cycle of one machine.
+    often as an up period of one machine, after α * `cycle_s` / k on average. The share of these periods in the time is
+    α^k. Machines that fail together interrupt the worker less often. If all machines of a pool fail together, they have
+    the α and the cycle of one machine.
 
     Args:
         machines: k, 1 or more.

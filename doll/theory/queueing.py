@@ -27,7 +27,7 @@ def batch_rate_per_s(total_rate_per_s: float, batch_size: float) -> float:
 
 
 def update_rate_per_s(total_rate_per_s: float, group_size: int, batch_size: float) -> float:
-    """Return λ_U = S / (K b), the updates per second of a stable system.
+    """Return λ_U = S / (K * b), the updates per second of a stable system.
 
     Source: the DOLL paper, Eq. (1).
 
@@ -52,8 +52,8 @@ class Stability(NamedTuple):
 
     Attributes:
         sufficient: (b / S) / μ_C. Above 1, the queue is stable even if one worker computes all K batches.
-        necessary: (b / S) / ((H_K / K) μ_C). At or below 1, the queue grows without bound if K different workers
-            compute the K batches and the compute times are exponential.
+        necessary: (b / S) / ((H_K / K) * μ_C), where H_K is the K-th harmonic number. At or below 1, the queue grows
+            without bound if K different workers compute the K batches and the compute times are exponential.
     """
 
     sufficient: float

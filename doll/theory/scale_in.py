@@ -128,7 +128,7 @@ def knee(steps: npt.ArrayLike, losses: npt.ArrayLike, slope: float, span: float 
 
 @dataclass(frozen=True)
 class ReferenceCurve:
-    """The curve of Eq. (2), L(t) = 1 / (θ0 t^θ1 + θ2) + θ3: the loss after t steps with all workers."""
+    """The curve of Eq. (2), L(t) = 1 / (θ0 * t^θ1 + θ2) + θ3: the loss after t steps with all workers."""
 
     theta: tuple[float, float, float, float]
 
@@ -144,7 +144,7 @@ class ReferenceCurve:
 
 @dataclass(frozen=True)
 class SlowCurve:
-    """The curve of Eq. (3), l(t) = 1 / (θ0 t² + θ1 t + θ2) + θ3: the loss t steps after the last removal."""
+    """The curve of Eq. (3), l(t) = 1 / (θ0 * t² + θ1 * t + θ2) + θ3: the loss t steps after the last removal."""
 
     theta: tuple[float, float, float, float]
 
@@ -340,9 +340,9 @@ def mean_step_s(seconds: npt.ArrayLike) -> float | None:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """A model of the step time, d(w) = a + b w: seconds of a step with w workers.
+    """A model of the step time, d(w) = a + b * w: seconds of a step with w workers.
 
-    Differs from the paper's code, whose three coefficients c0 + (w - 1) c1 + w c2 have only two degrees of freedom.
+    Differs from the paper's code, whose three coefficients c0 + (w - 1) * c1 + w * c2 have only two degrees of freedom.
     """
 
     a: float
@@ -354,7 +354,7 @@ class StepTimes:
 
 
 def fit_step_times(workers: npt.ArrayLike, seconds: npt.ArrayLike, counts: npt.ArrayLike | None = None) -> StepTimes:
-    """Fit a + b w by least squares.
+    """Fit a + b * w by least squares.
 
     Args:
         workers: number of workers w of each measurement, shape (n,); at least two different numbers.

@@ -1,5 +1,5 @@
-"""A worker's channel to Kafka outside Faust. The channel joins the job, writes to the topics `events` and `dead`, and
-reads the topic `commands`.
+"""The part of a worker's connection to Kafka that does not use Faust, which only delivers the samples. It joins the
+job, writes to the topics `events` and `dead`, and reads the topic `commands`.
 
 The channel sends with librdkafka, whose producer keeps the order, retries without limit and never duplicates a record.
 It reads commands on a separate connection, because a client has only one fetch per broker at a time. On a shared
@@ -43,7 +43,8 @@ class JobEndedError(Exception):
 
 
 class WorkerChannel:
-    """The Kafka channel of one worker outside Faust. Any thread may call `send` and `send_dead_letters`.
+    """The part of one worker's connection to Kafka that does not use Faust. Any thread may call `send` and
+    `send_dead_letters`.
 
     Methods that read raise ServiceUnavailableError if Kafka does not answer.
     """
@@ -66,8 +67,8 @@ class WorkerChannel:
         self._publisher.send(self._events_topic, record, key=self._key)
 
     def send_dead_letters(self, letters: list[DeadLetter]) -> None:
-        """Store refused records, and return after Kafka has them. No update can therefore count these records earlier.
-        Raise ServiceUnavailableError if Kafka does not accept the records."""
+        """Store refused records, and return after Kafka has them. Therefore no update counts these records as dead
+        before Kafka has them. Raise ServiceUnavailableError if Kafka does not accept the records."""
         for letter in letters:
             self._publisher.send(self._dead_topic, letter, key=self._key)
         while letters and self._publisher.flush(1.0):

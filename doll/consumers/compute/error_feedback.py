@@ -29,7 +29,7 @@ class ErrorFeedback:
 
     def round(self, values: npt.NDArray[np.float32]) -> RoundedVector | None:
         """Add the present error to `values`, shape (numel,), and return the rounded sum. Return None if a number is not
-        finite. The caller sends such a contribution unrounded, and the server refuses it."""
+        finite. The caller then sends the contribution unrounded, and the server refuses the contribution."""
         wanted = torch.from_numpy(np.array(values))
         if self._error is not None:
             wanted += self._error

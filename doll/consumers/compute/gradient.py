@@ -156,7 +156,8 @@ class GradientComputer:
     ) -> Gradient:  # fmt: skip
         """Return the gradient of the summed loss over n >= 1 samples, as in `doll.task.batches.SampleBatch`.
 
-        This does not change the weights of the replica, so a worker may compute several batches at one version.
+        The computation does not change the weights of the replica, so a worker may compute several batches at one
+        version.
 
         Args:
             use_running_stats: whether batch norm uses its running statistics, so that samples do not influence each

@@ -68,7 +68,8 @@ class GradientEngine(Protocol):
 
     def store_rest(self, until: int) -> Future[GradientDone]:
         """Store contributions that were computed but not pushed. These are contributions that are kept for a later
-        push, or the held-back part of the steps of batches below `until`. Fails like `submit`."""
+        push, or the held-back part of the steps of batches below `until`. The future fails with the same errors as that
+        of `submit`."""
 
     def stop(self) -> None:
         """Begin no further batch, because the worker leaves. The answer to submitted batches that have not begun is a
@@ -120,8 +121,8 @@ class ThreadGradientEngine:
 class SetContribution(Protocol):
     """The contribution of a set of batches to an update: the sum of their gradients, or of the worker's own steps.
 
-    The object knows which batches it has added, for which grants: a push names exactly these (docs/decisions/0042). Not
-    thread-safe.
+    The object stores which batches it has added, and for which grants, because a push names exactly these batches and
+    grants (docs/decisions/0042). Not thread-safe.
 
     Attributes:
         holds_back: whether `values` returned only a part of the sum; `rest` returns the remaining part.

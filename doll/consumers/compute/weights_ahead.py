@@ -60,7 +60,8 @@ class WeightsAhead:
 
     def take(self, source: Grant | NewVersion) -> Weights | None:
         """Return the weights that `source` names, and drop them from this reader. Wait if they are being read. Return
-        None if the weights were not read or could not be read. The caller then reads them and gets any error."""
+        None if the weights were not read or could not be read. The caller then reads the weights itself, and gets the
+        error if this fails."""
         place = _place(source)
         with self._lock:
             if self._offered is not None and _place(self._offered) <= place:

@@ -133,10 +133,10 @@ class PartitionBatcher(Generic[R]):
     ) -> Iterator[RawBatch[R]]:
         """Take the next records of the log, and yield each batch that they complete, in order.
 
-        Offsets below the next expected offset were seen before and are ignored. Skipped offsets become gaps, or lost if
-        they were passed to `mark_lost`. A batch without records is yielded empty, and many such batches are yielded as
-        one range. Every batch number therefore appears exactly once. The computing time depends on the number of
-        batches and gaps, not on the number of records.
+        Offsets below the next expected offset were seen before and are ignored. Skipped offsets become gaps; if they
+        were passed to `mark_lost`, they count as lost instead. A batch without records is yielded empty, and many such
+        batches are yielded as one range. Every batch number therefore appears exactly once. The computing time depends
+        on the number of batches and gaps, not on the number of records.
 
         Args:
             offsets: ascending offsets, preferably a `range` if none is missing.

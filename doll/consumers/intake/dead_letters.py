@@ -73,8 +73,8 @@ class DeadLetters:
         return decoded
 
     def refuse_samples(self, batch: Batch, bad: Mapping[int, str]) -> ComputedBatch:
-        """Write dead letters for the samples at the positions `bad` of the batch, with these reasons. Return the
-        remaining samples, like `usable_samples`. The batch does not change."""
+        """Write dead letters for some samples of the batch: `bad` contains the reason for each of their positions.
+        Return the remaining samples, like `usable_samples`. The batch does not change."""
         refused = refuse(batch.data, bad)
         # The values are not in memory any more: they are dropped after a batch is decoded.
         values = self._channel.read_values(self._topic, batch.partition, [item.offset for item in refused])

@@ -85,7 +85,8 @@ class DeletedRecords:
         """Return whether the durable model now contains `offset`, which an earlier process of this worker has learned.
 
         If it does, this process ends, and the next process starts after `offset`. This method asks the server and gives
-        it time to answer. Otherwise, records that retention deleted after they were durable would count as lost.
+        it time to answer. Without this question, records that retention deleted after they were durable would count as
+        lost.
         """
         self._channel.send(self._core.join())
         deadline_s = self._clock() + _NEWER_START_TIMEOUT_S

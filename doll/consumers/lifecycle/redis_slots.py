@@ -1,9 +1,9 @@
 """Slots for identical workers. Each worker process leases a slot in Redis.
 
 Containers of one service (`docker compose up --scale worker=8`) get the same command, so they have no number. A process
-takes the lowest slot that is not leased, and renews its lease. If no slot is free, the process waits as a spare. Leases
-only prevent processes from fencing each other. If two processes still have the same slot (Redis was wiped, a process
-was frozen), the parameter server fences the earlier process.
+takes the lowest slot that is not leased, and renews its lease. If no slot is free, the process waits as a spare. The
+only purpose of leases is that processes do not fence each other. If two processes still have the same slot (Redis was
+wiped, a process was frozen), the parameter server fences the earlier process.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def lease_slot(
     """Yield a free slot of the job after waiting as long as needed; None if `stop` was set before.
 
     While it waits, the process answers health probes as `worker`: healthy but not ready. The first lease is long, so
-    that torch can be loaded; call `start_renewing` after that.
+    that torch can be loaded; call `start_renewing` after torch is loaded.
 
     Args:
         leave: function that is called, in another thread, when another process has leased the slot.

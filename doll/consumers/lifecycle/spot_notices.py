@@ -113,11 +113,11 @@ def set_identity_from_tags(imds: Imds, environment: MutableMapping[str, str] | N
 
 
 def slot_of_this_machine(slot: int | None) -> int:
-    """Return `slot`. If `slot` is None, return the slot in the tags of this EC2 machine, and set the other values of
-    the tags in the environment.
+    """Return `slot`, or the slot in the tags of this EC2 machine if `slot` is None. Set the other values of the tags in
+    the environment in both cases, unless the environment already has them.
 
     Raises:
-        ConfigError: the tags are missing, or contain no slot.
+        ConfigError: a tag whose value is needed is missing or not valid.
         ServiceUnavailableError: this is not an EC2 machine, or its metadata service is off.
     """
     if slot is not None:

@@ -99,8 +99,8 @@ class StageProcesses:
         """Return the stage that ended first, and how it ended, in words. Wait up to 1 s for its end. `number` is a
         stage whose link is closed.
 
-        When a signal ends a stage, its neighbours then exit with a code. So a stage that a signal has ended was the
-        first.
+        If a signal ends a stage, its neighbours then exit with a code, because their links are closed. So a stage that
+        was ended by a signal was the first one.
         """
         ends: dict[int, str] = {}
         until_s = time.monotonic() + _END_S

@@ -84,7 +84,8 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class ComputedBatch:
-    """The contribution of one batch of a set in one computation. Other weights may lead to other dead samples.
+    """The contribution of one batch of a set in one computation. If the batch is computed again with other weights,
+    other samples may be dead.
 
     `dead_samples` counts the refused samples in records that are not dead as a whole. `dead_reasons` has the number of
     dead letters for each reason.
@@ -310,7 +311,8 @@ class WorkerCore:
         return None
 
     def batch_ready(self, batch: Batch) -> list[WorkerAction]:
-        """Add the next batch of a partition, which is complete and decoded. Raise ValueError for another batch.
+        """Add the next batch of a partition, which is complete and decoded. Raise ValueError if it is not the next
+        batch.
 
         The batch is announced immediately if no batch is being computed, or if the server has only few announced
         batches left to grant. Otherwise, the batch is announced in the next tick together with further batches, because

@@ -9,8 +9,8 @@ requested again.
 
 A row may be used if it is known up to version v and v is at least the grant's minimum version (ESSP, Dai et al., AAAI
 2015). The paper's condition uses `>` instead, which would stop all workers at staleness 0. The policy converts clocks
-to versions. A row is known up to the version in which it was fetched, and up to later versions for which the server has
-reported that the row has not changed.
+to versions. A row that was fetched in version v is known up to v. If the server later reports that the row has not
+changed up to a later version, the row is known up to that version.
 """
 
 from __future__ import annotations
@@ -151,9 +151,10 @@ class RowCache:
             self._forget(included)
 
     def get(self, ids: Ids, min_version: int, fetch: Fetch) -> Floats:
-        """Return a copy of rows `ids` of `min_version` or later (GET), float32, shape (n, width). `ids` are strictly
-        ascending. If the cache has all rows, `fetch` is not called. Raise BlobError if the answer is too old or lacks
-        rows; the caller must then request the rows again."""
+        """Return a copy of rows `ids` of `min_version` or later (GET), float32, shape (n, width). The copy includes the
+        worker's own steps. `ids` are strictly ascending. `fetch` is not called if the cache has all rows of
+        `min_version` or later, and need not ask the server about any of them. Raise BlobError if the answer is too old
+        or lacks rows; the caller must then request the rows again."""
         slots = self._index.find(ids)
         is_here = slots >= 0
         version = self._version[slots]

@@ -30,7 +30,7 @@ class Noise:
 
     Attributes:
         convexity: c = (1 - ρ) / η, with η = lr / (1 - momentum).
-        smoothness_times_variance: L B = 2 K b c γ / η; the curve determines only this product.
+        smoothness_times_variance: L * B = 2 * K * b * c * γ / η; the curve determines only this product.
         smoothness_times_variance_high: the same product at the upper end of γ's interval.
     """
 

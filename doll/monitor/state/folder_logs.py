@@ -1,5 +1,10 @@
-"""Files of a run folder besides its tables. Events of processes and decisions of the provisioner, which are not in the
-topics, are lines of JSON. The newest updates, with the offsets of their batches, are for details on the page."""
+"""Files of a run folder besides its tables: events, decisions, and the newest updates.
+
+Two files contain lines of JSON: the events of the processes, and the decisions of the provisioner. The events in the
+first file are in no topic of the job. The topic `metrics` contains the decisions with fewer fields
+(`ProvisionDecision`). A third file contains the newest updates with the offsets of their batches. The page of an ended
+run shows details from this file.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Prequential error: each sample is used for testing before it is used for training.
 
-Workers compute the losses in an `Update` with the weights *before* the update learns from these samples. Their running
-mean therefore estimates the error on data that the model has not seen.
+Workers compute the losses in an `Update` with the weights *before* the update learns from these samples. The running
+mean of these losses therefore estimates the error on data that the model has not seen.
 """
 
 from __future__ import annotations

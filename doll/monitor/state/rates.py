@@ -52,8 +52,9 @@ def steady_update_rate(
 def remaining_sd_s(times_s: npt.NDArray[np.float64], updates_left: float) -> float:
     """Return the standard deviation of the seconds for `updates_left` more updates; NaN if no rate is known yet.
 
-    The gaps between updates are treated as independent, with variance s². The sum of the next n gaps has the variance n
-    s². The mean of the m measured gaps is not exact, which adds n² s²/m. The variance is therefore s² (n + n²/m).
+    The gaps between updates are treated as independent, with variance s². The sum of the next n = `updates_left` gaps
+    has the variance n * s². The mean of the m measured gaps is not exact, which adds n² * s² / m. The variance is
+    therefore s² * (n + n² / m).
     """
     gaps = np.diff(times_s[-_GAPS:])
     if len(gaps) < 2 or not updates_left >= 0:

@@ -143,9 +143,11 @@ def as_received(x: torch.Tensor) -> torch.Tensor:
 
 
 class _JoinedOutputs(torch.autograd.Function):
-    """A function that joins `outputs` into one number. Backward ignores its gradient and passes on `gradients`.
+    """A function that joins `outputs` into one number. Its backward pass ignores the gradient of this number, and
+    passes on `gradients`.
 
-    It replaces `torch.autograd.graph.get_gradient_edge`, because `backward` of torch 2.6 does not accept edges.
+    This function replaces `torch.autograd.graph.get_gradient_edge`, because `backward` of torch 2.6 does not accept
+    edges.
     """
 
     @staticmethod

@@ -62,7 +62,9 @@ def check_parts(task: Task, model: torch.nn.Module, parts: Sequence[Sequence[Lay
 def check_with_samples(
     task: Task, model: torch.nn.Module, parts: Sequence[Sequence[Layer]], samples: SampleBatch, *, batch: int
 ) -> None:
-    """Check the stages of `cut` with at least one sample of the stream. Random numbers may have other results.
+    """Check the stages of `cut` with at least one sample of the stream. In training mode, the model's output may differ
+    from call to call because the model draws its own random numbers. Then only the comparison in evaluation mode
+    counts.
 
     Raises:
         TaskError: the stages compute another result than the model. A restart would not change this.

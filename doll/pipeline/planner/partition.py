@@ -43,11 +43,12 @@ class DoesNotFitError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class MemoryRule:
-    """The memory of a stage with W bytes of weights and A bytes of activations: W (1 + opt) + m (W + A), plus inputs,
-    temporaries and reserved bytes if the rule has them.
+    """The memory of a stage with W bytes of weights and A bytes of activations: W * (1 + opt) + m * (W + A), plus
+    inputs, temporaries and reserved bytes if the rule has them.
 
     m is the number of minibatches that are between their forward and backward pass. It is 1 at the last stage, which
-    runs both passes in one step. At the other stages it is at most N_m, depending on the times of the stages.
+    runs both passes in one step. At the other stages m is at most N_m, the number of minibatches in flight; it depends
+    on the times of the stages.
 
     Attributes:
         optimizer_multiplier: opt, number of arrays of the weights' size besides the weights: gradients, optimizer
@@ -102,8 +103,9 @@ def stops_in_order(profile: Profile, devices: Sequence[Device], *, in_flight: in
 
 
 def stage_needs(profile: Profile, in_flight: int, memory: MemoryRule) -> tuple[Floats, Floats]:
-    """Return two arrays of shape (L + 1, L + 1), for a stage before the last one and for the last. At [i, j] is the
-    memory of a stage of layers i to j - 1. Only entries above the diagonal are stages.
+    """Return two arrays of shape (L + 1, L + 1), where L is the number of layers. The first array is for stages before
+    the last one, the second array for the last stage. The entry [i, j] is the memory of a stage with the layers i to j
+    - 1. Only entries with j > i have a meaning.
     """
     layers = profile.layers
     parameters = np.cumsum([0.0, *(layer.parameter_bytes for layer in layers)])

@@ -1,8 +1,8 @@
 """The layers of a model, between which it may be cut into stages.
 
-If the task names layers (`Task.stages`), these are used. Otherwise, a `torch.nn.Sequential` has its own layers, also
-nested ones. The graph of any other module (`torch.fx`) is cut where only one tensor is passed on, such as between the
-blocks of a residual network.
+If the task names layers (`Task.stages`), these layers are used. Otherwise, the layers of a `torch.nn.Sequential` are
+its modules, and the modules of each `Sequential` inside it. The graph of any other module (`torch.fx`) is cut where
+only one tensor is passed on, such as between the blocks of a residual network.
 
 `torch.distributed.pipelining` also cuts graphs, but its `torch.export` fixes the number of samples of a batch. In DOLL
 this number varies if samples are refused.

@@ -1,8 +1,8 @@
 """A virtual worker's protocol with its stages: order and weights of minibatches (the HetPipe paper, section 4). Pure.
 
-N_m minibatches are in flight. Minibatch p starts when minibatch p - N_m is complete. All stages compute it on the same
-version of the weights: the version that was pulled last, plus the worker's own steps that this version does not
-include. Minibatches complete in order. A wave is N_m minibatches, whose steps are pushed together.
+At most N_m minibatches are in flight. Minibatch p starts when minibatch p - N_m is complete. All stages compute it on
+the same version of the weights: the version that was pulled last, plus the worker's own steps that this version does
+not include. Minibatches complete in order. A wave is N_m minibatches, whose steps are pushed together.
 
 Stages have memory for one version besides the version in use. So the next version is pulled while they compute.
 """

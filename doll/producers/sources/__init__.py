@@ -77,8 +77,8 @@ def open_streams(config: JobConfig, starts: Sequence[int], positions: Sequence[i
     """Return one iterator of record values per stream.
 
     Args:
-        starts: number of samples that each stream already contains. Random sources continue from there with new draws,
-            so a restarted producer repeats no sample.
+        starts: number of samples that each stream already contains. Random sources continue after these samples with
+            new draws, so a restarted producer repeats no sample.
         positions: number of samples of the file that each stream got before; the stream continues after them. Empty: 0.
 
     Raises:

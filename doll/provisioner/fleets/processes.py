@@ -2,7 +2,7 @@
 
 With a `SpotMarket` the fleet is a spot market on one machine. A spot launch is refused while the slot's market has no
 machine. At the end of an up interval, the process gets SIGTERM and drains; at the end of the notice, it gets SIGKILL.
-Without notice, it only gets SIGKILL. Processes belong to the fork server and end with it.
+If the market gives no notice, the process only gets SIGKILL. Processes belong to the fork server and end with it.
 
 A worker of several machines is one process. It starts the processes of its stages, and ends if one of them ends. It is
 billed as several machines, and ends when the market takes one of them. Launches are stored in a small file. After a

@@ -34,8 +34,9 @@ def alpha_quantile(
     """Return the quantile of α, given the numbers of ended up and down periods and the total up and down seconds (above
     0). Decay and the division by a design effect may make fractions of the numbers.
 
-    q ~ Gamma(prior + ends_of_up, up_s), r ~ Gamma(prior + ends_of_down, down_s), so p = r·down / (r·down + q·up) is
-    Beta(prior + ends_of_down, prior + ends_of_up) and α = p·up / (p·up + (1-p)·down), which increases with p.
+    The posteriors are q ~ Gamma(prior + ends_of_up, up_s) and r ~ Gamma(prior + ends_of_down, down_s). So p = r *
+    down_s / (r * down_s + q * up_s) is Beta(prior + ends_of_down, prior + ends_of_up). α = p * up_s / (p * up_s + (1 -
+    p) * down_s) increases with p, so a quantile of p gives the quantile of α.
 
     >>> round(alpha_quantile(0.5, 50, 50, 9000.0, 1000.0), 3)
     0.9

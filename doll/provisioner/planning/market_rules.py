@@ -1,6 +1,6 @@
 """The rules that choose markets, in samples and seconds: when to wait for spot, and the spot guard (`deadline_rule`).
 
-All rules use the slack S·T - W: the number of samples that may still be lost without missing the deadline. S is the
+All rules use the slack S * T - W: the number of samples that may still be lost without missing the deadline. S is the
 total rate of all streams, T the remaining time, and W the number of remaining samples. The slack is constant while all
 slots work. A slot that is down loses its rate each second. A slot that moves to another market loses its rate times the
 boot time.
@@ -92,7 +92,8 @@ def covered_at_once(on_spot: Bools, state: PlannerState, settings: PlannerSettin
     """Return the workers on spot whose outages are always covered on-demand, because waiting for spot costs more.
 
     If a job waits for a stream that is much faster than the mean, all other workers are paid for a longer time. A
-    stream is covered if covering it costs less per sample than the job costs with only the faster streams covered.
+    stream is covered if covering it costs less per sample than the job costs per sample when only the faster streams
+    are covered.
     """
     rates, alpha, prices = state.rates_per_s, state.alpha.point, state.prices
     slots = np.flatnonzero(on_spot)
@@ -177,10 +178,10 @@ def deadline_rule(
     """Apply the spot guard: move slots off spot if the deadline cannot afford their loss.
 
     Worst case: all spot slots go down now, the planner sees this after `detection_delay` seconds, and all of them must
-    boot on-demand. Then each slot on spot loses rate x (detection delay + boot). A slot that is down loses rate x
-    (planning period + boot), and a slot that moves now loses rate x boot. Slots leave spot until the remaining slack is
-    enough for these losses: first slots that would return to spot, then slots that are down or boot there, then the
-    fastest slots. A slot that would not lose less by leaving stays.
+    boot on-demand. Then each slot on spot loses rate * (detection delay + boot) samples. A slot that is down loses rate
+    * (planning period + boot) samples, and a slot that moves now loses rate * boot samples. Slots leave spot until the
+    remaining slack is enough for these losses: first slots that would return to spot, then slots that are down or boot
+    there, then the fastest slots. A slot stays on spot if leaving would not reduce its loss.
 
     `move_s` is the cost of a move now: the boot time, or 0 if nothing runs yet. Returns the markets (True: spot), and
     the slots whose market the guard changed.

@@ -41,7 +41,8 @@ class PlannerSettings:
     """The aims of the job, and the behaviour of the planner. Raises ValueError for a number out of its range.
 
     Args:
-        samples: total samples to learn: J K b for the J updates of K batches of b samples that meet the error target.
+        samples: total samples to learn: J * K * b for the J updates of K batches of b samples that meet the error
+            target.
         batch_size: b, number of samples that the task makes of the records of a batch.
         group_size: K, batches per update. None: the policy does not fix it.
         deadline_s, budget_usd: θ on the job's clock, and the maximum cost of the workers. None: no limit.
@@ -58,8 +59,8 @@ class PlannerSettings:
         margin: fraction of the deadline that is kept as a reserve for noise in arrivals.
         slack_reserve: rule "pace": fraction of the slack of a uniform pace below which spot's outages are covered. 0:
             the slack is used as early as possible. 1: the job never falls behind the uniform pace.
-        return_reserve: rule "pace": fraction of that slack above which workers return to spot. An outage may use up the
-            difference to `slack_reserve` before workers move again.
+        return_reserve: rule "pace": fraction of the slack of a uniform pace above which workers return to spot. An
+            outage may use up the difference to `slack_reserve` before workers move again.
         risk: rule "theorem": accepted probability of missing the deadline. None: the expected end must meet the
             deadline.
         spot_stable_s: time for which spot must be available before a slot returns. None: 2 boots, at least 5
@@ -101,7 +102,7 @@ class PlannerSettings:
 
     @property
     def samples_per_update(self) -> float | None:
-        """The samples per update, K b; None if updates differ."""
+        """The samples per update, K * b; None if updates differ."""
         return None if self.group_size is None else self.group_size * self.batch_size
 
     @property
@@ -182,9 +183,9 @@ class PlannerState:
 
 
 class SlotHistory(KeptState):
-    """The history of each slot: spot's availability (True before the first observation), the time at which the
-    availability last changed, and the time at which the slot last changed its market. Times are seconds of any one
-    clock; -inf: never. The shape is (N,) for one job of N slots, and (M, N) for M jobs."""
+    """The history of each slot: the availability of spot (True before the first observation), the time of its last
+    change, and the time of the slot's last change of market. Times are seconds of any one clock; -inf: never. The shape
+    is (N,) for one job of N slots, and (M, N) for M jobs."""
 
     KEPT: ClassVar = {"moved_s": Floats, "spot_available": Bools, "spot_changed_s": Floats}
 

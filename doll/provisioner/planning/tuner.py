@@ -258,8 +258,8 @@ class ScaleInTuner(KeptState):
     def gain_of_removal(self, history: LossHistory) -> float | None:
         """Return Perf/$ with one worker fewer, divided by the current Perf/$, for the same steps and prices.
 
-        The measured step times d(w) = a + b w are used: run time is proportional to d and cost to w d. Returns None if
-        step times were measured with only one number of workers.
+        The measured step time with w workers is d(w) = a + b * w. The run time is proportional to d(w), and the cost to
+        w * d(w). Returns None if step times were measured with only one number of workers.
         """
         measured = [*self._step_times, *self._step_time_now(history)]
         if len({workers for workers, _, _ in measured}) < 2:

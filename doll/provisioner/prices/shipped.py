@@ -1,4 +1,4 @@
-"""The price tables that ship with DOLL, for plans and estimates without an AWS account or while AWS does not answer.
+"""The price tables that ship with DOLL. Plans and estimates use them if there is no AWS account or AWS does not answer.
 
 `ec2_on_demand.csv` has on-demand prices of us-east-1. `ec2_regions.csv` has both prices of a few types and regions.
 """

@@ -1,8 +1,8 @@
 """The up times of preemptible machines: the paper's two-state Markov chains, or a recorded number of machines. Pure.
 
-A worker with k machines is up while all of them are. If machines come and go one by one, its up time is the
-intersection of theirs (`all_up`). A recording counts machines of one kind, and n machines make ⌊n/k⌋ workers
-(`pool_of_workers`).
+A worker with k machines is up while all of its machines are up. If machines come and go one by one, the worker's up
+time is the intersection of the up times of its machines (`all_up`). A recording counts machines of one kind, and n
+machines make ⌊n/k⌋ workers (`pool_of_workers`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Preemption(Protocol):
 
 
 class Markov:
-    """Independent two-state chains. Each is up a share alpha of the time; the mean cycle is `cycle_s`.
+    """Independent two-state chains. Each chain is up for the share `alpha` of the time; the mean cycle is `cycle_s`.
 
-    The paper samples its chain every 2 s; this is the limit of that chain in continuous time.
+    The paper samples its chain every 2 s; this class is the limit of the paper's chain in continuous time.
     """
 
     def __init__(self, alpha: float, cycle_s: float, rng: np.random.Generator) -> None:
@@ -107,7 +107,7 @@ def all_up(machines: Sequence[Iterator[tuple[bool, float]]]) -> Iterator[tuple[b
 
 class WholeWorkers:
     """A `Preemption` of slots with k machines each, which come and go independently. The machines of slot n have the
-    numbers k n to k n + k - 1."""
+    numbers k * n to k * n + k - 1."""
 
     def __init__(self, machine: Preemption, machines_per_worker: int) -> None:
         self._machine = machine
@@ -134,8 +134,8 @@ def slots_up(pool: Pool, times_s: Floats, num_slots: int, rng: np.random.Generat
     """Return the slots that have a spot machine at these times, shape (len(times_s), num_slots).
 
     The share of slots that are up is the recorded share of machines that are up. If the share falls, slots that have a
-    machine are drawn at random and lose it. If the share rises, slots without a machine are drawn and get one. They are
-    drawn because a recording only counts machines, and no slot must have an advantage over the others.
+    machine are drawn at random and lose it. If the share rises, slots without a machine are drawn and get one. Slots
+    are drawn at random because a recording only counts machines, and no slot must have an advantage over the others.
     """
     wanted = np.rint(pool.num_up.at(times_s) * (num_slots / pool.num_machines)).astype(int)
     up = np.zeros((len(times_s), num_slots), dtype=np.bool_)

@@ -82,8 +82,8 @@ class SpotMarket:
             on_demand_usd_per_h: on-demand price, USD per market hour.
             name: name of the pool or of the chain.
             speed_up: market seconds per wall second.
-            notice_s: wall seconds between notice and end. It does not depend on `speed_up`: a worker cannot leave
-                faster.
+            notice_s: wall seconds between notice and end. This time does not depend on `speed_up`, because a worker
+                cannot leave faster.
             no_notice_share: share of the up intervals that end without notice.
             seed: seed for the choice of these intervals.
             offset_s: market seconds in `prices` after its first time at which the market opens.

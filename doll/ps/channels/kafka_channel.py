@@ -2,7 +2,7 @@
 
 There are no consumer groups and no committed offsets. After a Hello, workers repeat the records that they sent while no
 server was running. But a source sends its `SourceEnded` only once. So the channel searches the newest older events for
-it.
+this record.
 """
 
 from __future__ import annotations

@@ -60,9 +60,9 @@ def reassigned_by_load(current: Sequence[int], workers: Collection[int], loads: 
     """Return an assignment to these workers that balances the loads of the partitions with few moves.
 
     Partitions of other workers are assigned first, the largest first, each to the worker with the lowest load. Then
-    partitions move from the worker with the highest load to the one with the lowest, as long as a move lowers the
-    larger of the two loads by a tenth of the mean. If there are enough partitions, each worker has one. Assigning the
-    result again by the same loads moves nothing.
+    partitions move from the worker with the highest load to the worker with the lowest load. The moves end when no move
+    lowers the larger of the two loads by a tenth of the mean. If there are enough partitions, each worker has one.
+    Assigning the result again by the same loads moves nothing.
 
     Args:
         loads: load of each partition, at least 0, in any unit.

@@ -98,9 +98,9 @@ class Durability:
 
     def stored(self, version: int) -> dict[Worker, tuple[dict[int, int], int, dict[int, int]]] | None:
         """Note that the checkpoint of `version` is stored. Return an item for each worker that has more durable batches
-        than before. The item has the durable batches of each partition with more of them, the durable batches of the
-        worker, and the records that cuts have left out of these partitions. Return None if the checkpoint was not
-        ordered."""
+        than before. The item has the durable batches of each partition whose number of durable batches has grown, the
+        durable batches of the worker, and the records that cuts have left out of these partitions. Return None if the
+        checkpoint was not ordered."""
         if self._ordered is None or self._ordered[0] != version:
             return None
         _, applied, by_worker = self._ordered

@@ -63,7 +63,9 @@ class Ending:
         ]  # fmt: skip
 
     def look(self, workers: Sequence[Worker], changed: Collection[int]) -> list[Worker]:
-        """Update the workers whose counters have changed. Return those whose state has changed for policies.
+        """Update the workers whose counters have changed. Return the workers whose `is_done` has changed. If `num_left`
+        has become None or is no longer None, return all workers, because policies then decide differently for each of
+        them.
 
         For each worker that is not done, this method remembers one partition with batches that are not announced yet.
         As long as that partition has such batches, the other partitions of the worker need not be checked.

@@ -61,7 +61,8 @@ class EngineState:
         `generation`, `samples_id` and `run_id` are used for a new job only, see `EngineSnapshot`.
 
         Raises:
-            ValueError: neither or both are given, or the policy's state is not a state of this policy.
+            ValueError: neither or both of `origins` and `snapshot` are given, or the snapshot has no state of this
+                policy.
         """
         if (origins is None) == (snapshot is None):
             raise ValueError("expected either origins (a new job) or a snapshot (a resumed one)")

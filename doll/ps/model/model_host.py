@@ -117,7 +117,8 @@ class ModelHost:
 
     def fetch(self, order: FetchGradient) -> FetchOutcome:
         """Get this gradient, and keep it until its update. An incomplete, foreign or missing gradient is reported as
-        lost. Raises DivergedError if too many consecutive ones are not finite; then do not use the host any more."""
+        lost. Raises DivergedError if too many consecutive gradients are not finite; then do not use the host any
+        more."""
         blob = self._ahead.get(order.key)
         self._coming.discard(order.key)
         try:
@@ -186,7 +187,8 @@ class ModelHost:
 
     def publish(self, version: int) -> str:
         """Publish the weights, and return their blob key. After the return, workers can read the blob. `version`:
-        version of the current weights. If it is older or already published, the call only returns the key."""
+        version of the current weights. If this version or a later one was already published, the call only returns the
+        key."""
         key = weights_key(self._scope, self._term, version)
         if not self._published or version > self._published[-1]:
             self._put_weights(key, version)

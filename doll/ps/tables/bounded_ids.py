@@ -28,10 +28,10 @@ class IdCounts:
     """Counts of the ids of a table with at most `max_rows` rows, in constant memory: a count-min sketch with ageing.
     Not thread-safe.
 
-    Cormode and Muthukrishnan (2005), with conservative update (Estan and Varghese, 2002), and regular halving, as in
-    the sketch of TinyLFU (Einziger, Friedman, Manes, 2017). An estimate is never below the true count, which is halved
-    as often as the sketch. The sketch has four rows, each with at least 8 cells per row of the table, and is halved
-    every 2 counts per row of the table. So an estimate is more than 1 too high with a probability below 2 %.
+    The sketch is that of Cormode and Muthukrishnan (2005), with conservative update (Estan and Varghese, 2002). Its
+    counts are halved regularly, as in TinyLFU (Einziger, Friedman, Manes, 2017). The sketch has four rows, each with at
+    least 8 * `max_rows` cells. All cells are halved after every 2 * `max_rows` counts. An estimate is never below the
+    true count, halved as often as the cells. It is more than 1 too high with a probability below 2 %.
 
     Attributes:
         cells: uint8, shape (NUM_HASHES, a power of two).

@@ -20,8 +20,8 @@ from doll.tables.rows import Ids, Rows
 
 
 class Subscriptions:
-    """The rows that workers have asked for: a bit for each row and worker, in pages that take memory only after they
-    are used.
+    """The rows that workers have asked for. They are stored as a bit for each row and worker, in pages that take memory
+    only after they are used.
 
     Dai et al., "High-Performance Distributed ML at Scale through Parameter Server Consistency Models" (AAAI 2015): the
     first GET of a row registers a call-back. Here a push holds only the rows that have changed since the last push.
@@ -41,9 +41,9 @@ class Subscriptions:
         self._sent.setdefault(worker, version)
 
     def due(self, worker: int, version: int) -> tuple[int, dict[str, Rows]] | None:
-        """Return the version up to which the rows of `worker` have been sent, and its rows that have changed after that
-        version, up to `version`, the newest one. The result counts as sent. Return None if the worker has asked for no
-        row."""
+        """Return the version up to which the rows of `worker` have been sent, and those of its rows that have changed
+        after that version. `version` is the newest version. The result counts as sent. Return None if the worker has
+        asked for no row."""
         since = self._sent.get(worker)
         if since is None:
             return None

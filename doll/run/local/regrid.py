@@ -5,8 +5,9 @@ checkpoint of the new grid, from which on the new settings are valid (`doll.ps.r
 file; 5. continue as `doll resume`. After a crash at any point the run can be resumed: before the end of step 3 with the
 old settings, afterwards with the new ones (`doll.run.target`).
 
-`doll rollback` continues training from an earlier version. Samples that were learned after it are learned again or
-skipped. In place of steps 2 to 4, it saves the earlier version again as the newest checkpoint (`doll.ps.rollback`).
+`doll rollback` continues training from an earlier version. Samples that were learned after this version are learned
+again or skipped. In place of steps 2 to 4, the command saves the earlier version again as the newest checkpoint
+(`doll.ps.rollback`).
 
 If the roles of a job are started one by one, its job file already has the new settings. The command checks that no
 server leads, and saves the checkpoint. Then the roles are started as usual.

@@ -5,8 +5,8 @@ on the scores: the order of the subnets determines where to launch, and launches
 limits the number of different requests in 24 hours, so the same request is sent at the start and every hour. The quotas
 are for `doll doctor`.
 
-Sources: Amazon EC2 User Guide, "Spot placement score"; AWS, "Amazon EC2 instance type quotas": one quota of vCPUs for
-all types whose family begins with A, C, D, H, I, M, R, T or Z, separately for spot and on-demand.
+Sources: Amazon EC2 User Guide, "Spot placement score"; AWS, "Amazon EC2 instance type quotas". All types whose family
+begins with A, C, D, H, I, M, R, T or Z have one common quota of vCPUs for spot, and another one for on-demand.
 """
 
 from __future__ import annotations

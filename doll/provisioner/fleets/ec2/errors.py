@@ -94,8 +94,8 @@ RULES: Final = {code: rule for rule, codes in _CODES.items() for code in codes}
 
 
 def rule_of_pool(code: str) -> ErrorRule:
-    """Return the rule of a code in `Errors[]`. An unknown code does not count as a lack of capacity. Only this pool is
-    not requested for a while."""
+    """Return the rule of a code in `Errors[]`. An unknown code does not count as a lack of capacity: DOLL avoids only
+    this pool, for 30 s, and can still request other pools."""
     return _find(code) or _REFUSED
 
 

@@ -1,8 +1,9 @@
 """`Fleet` of bare pods on Kubernetes. Outside the API server, it only stores the pods that recently disappeared there.
 
 A launch whose answer was lost is identified by its name. Reads are consistent (a list without a resource version), so a
-deletion is visible at once. The scheduler chooses the node, so there is one pool, which an order cannot avoid. Rights:
-create, get, list and delete pods of one namespace, and get their owner, a ConfigMap, if the job file names one.
+deletion is visible at once. The scheduler chooses the node, so there is one pool, which an order cannot avoid. The
+fleet needs these rights: create, get, list and delete pods of one namespace. If the job file names a ConfigMap as the
+owner of the pods, the fleet also needs the right to get this ConfigMap.
 """
 
 from __future__ import annotations
