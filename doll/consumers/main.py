@@ -29,6 +29,7 @@ from doll.consumers.compute.gradient_engine import (
     ThreadGradientEngine,
 )
 from doll.consumers.compute.guard import Guard
+from doll.consumers.compute.shared_samples import SharedSamples
 from doll.consumers.compute.step_model import StepModel
 from doll.consumers.compute.task_steps import OwnSteps
 from doll.consumers.compute.weights_ahead import DeltaReader
@@ -330,6 +331,9 @@ class _WorkerProcess:
         guard: BatchComputer = Guard(config, task, computer, usual)
         if task.defines_step:
             guard = OwnSteps(config, task, model)
+        scale_in = config.provision.scale_in
+        differs = rounds or policy.filter_threshold > 0  # otherwise all workers have the same weights
+        is_compared = differs and scale_in.enabled and scale_in.evict == "worst_replica"
         handler = GrantHandler(
             config,
             local_model=local_model,
@@ -339,6 +343,7 @@ class _WorkerProcess:
             dead_letters=dead_letters,
             contribution=contribution,
             rows=rows,
+            shared=SharedSamples(config, task, computer) if is_compared else None,
             scope=scope,
         )
         return ThreadGradientEngine(handler.handle, handler.offer, handler.store_rest, background)
