@@ -80,7 +80,7 @@ def learn(ratings: str, seed: int, rounds: int, workers: int, noise: float) -> d
 def looks(run: dict[str, np.ndarray], every: int) -> list[dict[str, Any]]:
     """What both rules choose, after every so many evaluations."""
     per = len(run["own"]) // len(run["shared"])
-    found = []
+    chosen = []
     for end in range(FIRST, len(run["shared"]) + 1, every):
         window = slice(max(0, end - WINDOW), end)
         truth = run["held_out"][window].mean(axis=0)
@@ -89,14 +89,14 @@ def looks(run: dict[str, np.ndarray], every: int) -> list[dict[str, Any]]:
             mean = mean + _OLD_WEIGHT * (row - mean)
         excess = np.round(mean / mean.mean() - 1, 2)
         worst = certain_largest(run["shared"][window])
-        found.append(
+        chosen.append(
             {
                 "worst": int(truth.argmax()), "spread": float(truth.std(ddof=1) / truth.mean()),
                 "before": int(excess.argmax()) if excess.max() > np.sort(excess)[-2] else -1,
                 "now": -1 if worst is None else worst.column,
             }
         )  # fmt: skip
-    return found
+    return chosen
 
 
 def main(arguments: Sequence[str]) -> int:

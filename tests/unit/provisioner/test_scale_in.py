@@ -266,8 +266,8 @@ def test_the_worst_replica_goes_first_where_it_is_certain(
     assert scene.until_released().released == (goes,)
     (entry,) = scene.journal("release")
     assert entry["by"] == by
-    told = "on the same samples its loss is" if by == "worst_replica" else "its worker is the slowest"
-    assert told in entry["why"]
+    expected = "on the same samples its loss is" if by == "worst_replica" else "its worker is the slowest"
+    assert expected in entry["why"]
     assert ("no replica is certainly the worst in 40 evaluations" in entry["why"]) == (worse == 0.0)
 
 

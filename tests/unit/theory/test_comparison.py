@@ -1,4 +1,4 @@
-"""The largest of several columns: found if it is larger by more than noise, and hardly ever named if none is."""
+"""The largest of several columns: named if it is larger by more than noise, and hardly ever named if none is."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def losses(
 
 def share(rng: np.random.Generator, **more: float) -> tuple[float, float]:
     """In how many looks a column is named, and in how many it is the last one."""
-    found = [certain_largest(losses(rng, **more)) for _ in range(LOOKS)]  # type: ignore[arg-type]
-    named = [item.column for item in found if item is not None]
-    return len(named) / LOOKS, named.count(5) / LOOKS
+    looks = [certain_largest(losses(rng, **more)) for _ in range(LOOKS)]  # type: ignore[arg-type]
+    columns = [largest.column for largest in looks if largest is not None]
+    return len(columns) / LOOKS, columns.count(5) / LOOKS
 
 
 @pytest.mark.parametrize("memory", [0.0, 0.5])
@@ -49,11 +49,11 @@ def test_a_column_with_an_equal_is_hardly_ever_named_however_many_there_are(colu
 
 def test_without_pairs_the_difference_would_drown_in_that_of_the_samples() -> None:
     rng = np.random.default_rng(1)
-    found = 0
+    named = 0
     for _ in range(LOOKS):
         values = losses(rng, worse=3e-4)
-        found += certain_largest(np.stack([rng.permutation(column) for column in values.T], axis=1)) is not None
-    assert found / LOOKS <= 0.05
+        named += certain_largest(np.stack([rng.permutation(column) for column in values.T], axis=1)) is not None
+    assert named / LOOKS <= 0.05
 
 
 @given(st.integers(0, 2**32), st.permutations(range(6)), st.floats(-3, 3))
@@ -62,12 +62,12 @@ def test_neither_the_order_of_the_columns_nor_what_a_row_has_in_common_counts(
 ) -> None:
     rng = np.random.default_rng(seed)
     values = losses(rng, worse=2e-4)
-    found = certain_largest(values)
+    named = certain_largest(values)
     other = certain_largest(values[:, order] + common * rng.normal(size=(len(values), 1)))
-    assert (found is None) == (other is None)
-    if found is not None and other is not None:
-        assert order[other.column] == found.column
-        assert other[1:] == pytest.approx(found[1:], rel=1e-6)
+    assert (named is None) == (other is None)
+    if named is not None and other is not None:
+        assert order[other.column] == named.column
+        assert other[1:] == pytest.approx(named[1:], rel=1e-6)
 
 
 def test_what_it_says() -> None:
