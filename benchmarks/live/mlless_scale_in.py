@@ -7,6 +7,7 @@ workers takes less time: this stands for the exchange that grows with the number
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -41,6 +42,7 @@ class Row:
         time_s: from the first launch to the loss; `cost_usd` is the bill until then.
         num_released: workers that have left.
         missing, twice: offsets, by the audit.
+        criteria: by what each worker that left was chosen (docs/decisions/0121).
     """
 
     is_on: bool
@@ -53,16 +55,19 @@ class Row:
     num_released: int
     missing: int
     twice: int
+    criteria: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, is_on: bool, seed: int, goal: float, folder: Path, report: dict[str, Any]) -> Row:
         """Of a run's report.json and the journal of its controller."""
         (journal,) = folder.glob("provision-*.jsonl")
-        kinds = [json.loads(line)["kind"] for line in journal.read_text(encoding="utf-8").splitlines()]
+        entries = [json.loads(line) for line in journal.read_text(encoding="utf-8").splitlines()]
+        kinds = [entry["kind"] for entry in entries]
         audit, loss = report["audit"], float(report["best_loss"])
         return cls(
             is_on, seed, loss <= goal, report["finish_s"], report["cost_usd"], report["updates"], loss,
             kinds.count("release") - kinds.count("recall"), audit["missing"], audit["duplicate"],
+            tuple(entry["by"] for entry in entries if entry["kind"] == "release"),
         )  # fmt: skip
 
     @property
@@ -101,8 +106,8 @@ def run(folder: Path, options: Options) -> Report:
         claims=claims(rows),
         notes=[
             f"{asked['workers']} workers at first, batches of {asked['batch_size']} ratings, isp with v = 0.7, a "
-            f"decision every {asked['every_s']} s; runs of both kinds alternate. The stream of a worker "
-            "that leaves waits.",
+            f"decision every {asked['every_s']} s; runs of both kinds alternate. The others take over "
+            "the stream of a worker that leaves. Chosen by: what distinguished the worker from the others.",
         ],
         data={"rows": [asdict(row) for row in rows]},
     )
@@ -111,7 +116,8 @@ def run(folder: Path, options: Options) -> Report:
 def table(rows: Sequence[Row]) -> Table:
     """A line for each kind, means over its runs."""
     columns = ("scale-in", "reached", "workers left", "time, s", "cost, USD", "updates", "best loss", "Perf/$")
-    result = Table("`doll spot` to the held-out loss of the job", (*columns, "missing", "twice"), left=columns[:1])
+    left = (columns[0], "chosen by")
+    result = Table("`doll spot` to the held-out loss of the job", (*columns, "missing", "twice", left[1]), left=left)
     for is_on in (False, True):
         mine = [row for row in rows if row.is_on == is_on]
         if mine:
@@ -122,6 +128,8 @@ def table(rows: Sequence[Row]) -> Table:
                     mean_sd([row.cost_usd for row in mine], 5), mean_sd([row.updates for row in mine], 0),
                     mean_sd([row.loss for row in mine], 4), mean_sd([row.perf_per_usd for row in mine], 2),
                     *(str(sum(getattr(row, name) for row in mine)) for name in ("missing", "twice")),
+                    ", ".join(f"{name} {count}" for name, count in Counter(
+                        name for row in mine for name in row.criteria).most_common()),
                 ]
             )  # fmt: skip
     return result

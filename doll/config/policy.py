@@ -36,11 +36,13 @@ class PolicyConfig(Section, ABC):
             Proposition 1 of the DOLL paper holds with K = `batches_per_update`.
         publishes_deltas: an update changes so few numbers that workers read only the changed numbers, and not the whole
             weights or rows.
+        holds_back: workers may hold back a part of their steps, which is settled before their batches become durable.
         supports_tables: the policy's bounds also hold for rows that workers request individually.
     """
 
     serial_updates: ClassVar[bool] = False
     publishes_deltas: ClassVar[bool] = False
+    holds_back: ClassVar[bool] = False
     supports_tables: ClassVar[bool] = True
     name: str
 
@@ -71,7 +73,7 @@ class PolicyConfig(Section, ABC):
     @property
     def filter_threshold(self) -> float:
         """v of the significance filter: a worker holds a change back while the change is at most v / sqrt(t) of the
-        weight that it changes. t is the round: 1 for batches computed at version 0. Default: 0, nothing is held back.
+        weight that it changes. t is the round: 1 for batches computed at version 0. Default: 0, everything is sent.
         Only if `sends_steps`."""
         return 0.0
 

@@ -63,7 +63,7 @@ class PlanConfig(Section):
 class ScaleInConfig(Section):
     """Remove workers when they hardly speed up the job, as MLLess's tuner does (docs/operations.md, "Scale-in").
 
-    The records of a removed worker's stream stay in Kafka, and are learned only after the worker returns.
+    The other workers take over the streams of a removed worker.
     """
 
     enabled: bool = False
@@ -80,8 +80,9 @@ class ScaleInConfig(Section):
     """minimum number of workers; it must be enough to hold the batches of an update"""
     evict: Literal["worst_replica", "slowest"] = "worst_replica"
     """which worker is removed. worst_replica: if workers hold back parts of their steps, the worker whose own weights
-    have the highest loss, as in MLLess; otherwise the same as slowest. slowest: the worker of the slowest stream, then
-    the slowest worker"""
+    have the highest loss on held-out samples, as in MLLess, if the difference is larger than its noise; otherwise the
+    same as slowest. slowest: the worker of the slowest stream, else the slowest worker, else that of the newest
+    machine"""
     fit_span: float = Field(default=5.0, ge=0)
     """losses are averaged over about this many updates before a curve is fitted to them, as in MLLess; 0: no
     averages"""

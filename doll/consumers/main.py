@@ -19,7 +19,7 @@ from doll.config import JobConfig
 from doll.config.fingerprint import difference
 from doll.consumers.channels.control_link import ControlLink
 from doll.consumers.channels.kafka_channel import JobEndedError, WorkerChannel
-from doll.consumers.compute.error_feedback import ErrorFeedback
+from doll.consumers.compute.error_feedback import ErrorFeedback, rounded_before
 from doll.consumers.compute.gradient import CachedVersion, ForwardPasses, GradientComputer
 from doll.consumers.compute.gradient_engine import (
     BatchComputer,
@@ -29,6 +29,7 @@ from doll.consumers.compute.gradient_engine import (
     ThreadGradientEngine,
 )
 from doll.consumers.compute.guard import Guard
+from doll.consumers.compute.shared_samples import SharedSamples
 from doll.consumers.compute.step_model import StepModel
 from doll.consumers.compute.task_steps import OwnSteps
 from doll.consumers.compute.weights_ahead import DeltaReader
@@ -297,7 +298,8 @@ class _WorkerProcess:
         usual: Sequence[float],
     ) -> ThreadGradientEngine:  # fmt: skip
         config, task, model, computer = self._config, self._task, self._model, self._computer
-        sends_steps = config.training.policy.sends_steps
+        policy, form = config.training.policy, config.blobs.contributions
+        sends_steps, rounds = policy.sends_steps, policy.holds_back and form == "bf16"
         rows = None
         if model.tables is not None and row_client is not None:
             steps_rows = sends_steps and not task.defines_step
@@ -305,16 +307,16 @@ class _WorkerProcess:
                 row_client, config.worker.row_cache_bytes,
                 max_rows={name: bounds.max_rows for name, bounds in model.tables.bounds.items()},
                 optimizers=row_optimizers(config.training, row_client.tables) if steps_rows else None,
-                threshold=config.training.policy.filter_threshold, report=self._channel.report,
+                threshold=policy.filter_threshold, rounds=rounds, report=self._channel.report,
             )  # fmt: skip
             model.tables.connect(rows.look_up)
-        compressor, form = Compressor(scope), config.blobs.contributions
+        compressor = Compressor(scope)
         if sends_steps or model.tables is not None or form != "float32":
             tables = {} if model.tables is None else model.tables.shapes
-            rounding = None if form == "float32" else ErrorFeedback(form).round
+            rounding = None if form == "float32" else rounded_before if rounds else ErrorFeedback(form).round
             compressor = Compressor(scope, model.num_parameters, tables, rounding)
         deltas = None
-        if config.training.policy.publishes_deltas:
+        if policy.publishes_deltas:
             deltas = DeltaReader(scope, blobs, Layout(computer.num_values, model.num_parameters))
         local_model: CachedVersion | StepModel
         contribution: SetContribution
@@ -322,13 +324,16 @@ class _WorkerProcess:
         if sends_steps:
             local_model = contribution = StepModel(
                 scope, blobs, config.training, model, computer, takes_steps=task.defines_step, rows=rows,
-                background=background, deltas=deltas,
+                background=background, deltas=deltas, rounds=rounds,
             )  # fmt: skip
         else:
             local_model, contribution = CachedVersion(scope, blobs, computer, background, deltas), computer.new_sum()
         guard: BatchComputer = Guard(config, task, computer, usual)
         if task.defines_step:
             guard = OwnSteps(config, task, model)
+        scale_in = config.provision.scale_in
+        differs = rounds or policy.filter_threshold > 0  # otherwise all workers have the same weights
+        is_compared = differs and scale_in.enabled and scale_in.evict == "worst_replica"
         handler = GrantHandler(
             config,
             local_model=local_model,
@@ -338,6 +343,7 @@ class _WorkerProcess:
             dead_letters=dead_letters,
             contribution=contribution,
             rows=rows,
+            shared=SharedSamples(config, task, computer) if is_compared else None,
             scope=scope,
         )
         return ThreadGradientEngine(handler.handle, handler.offer, handler.store_rest, background)

@@ -40,10 +40,16 @@ class Residual(_NewestBatch):
     threshold falls with t.
     """
 
-    def __init__(self, threshold: float, num_parameters: int) -> None:
-        """`threshold`: v >= 0; 0: nothing is ever held back, and no memory is used."""
+    def __init__(self, threshold: float, num_parameters: int, *, rounds: bool = False) -> None:
+        """Create an empty residual.
+
+        Args:
+            threshold: v >= 0. If it is 0, and nothing is rounded, nothing is ever held back, and no memory is used.
+            rounds: whether numbers are sent rounded to 16 bits (`blobs.contributions`) and the rest is held back.
+        """
         self._threshold = threshold
-        self._size = num_parameters if threshold > 0 else 0
+        self._rounds = rounds
+        self._size = num_parameters if threshold > 0 or rounds else 0
         self._held = np.zeros(self._size, np.float32)
         # The residual before the newest batch, which may have to be computed again, and the number of this batch.
         self._before = np.zeros(self._size, np.float32)
@@ -74,9 +80,10 @@ class Residual(_NewestBatch):
         self._batch = batch
         total = self._held
         total += step
-        is_sent = np.abs(total) > _limit(weights, self._threshold, version)
-        np.multiply(total, is_sent, out=step)
-        total[is_sent] = 0.0
+        np.multiply(total, np.abs(total) > _limit(weights, self._threshold, version), out=step)
+        if self._rounds:
+            step[:] = _rounded(step)
+        total -= step
         self.is_held = bool(total.any())
 
     def add_to(self, weights: Array) -> None:
@@ -111,15 +118,12 @@ See: TypeAlias = Callable[[Ids], tuple[Floats, npt.NDArray[np.bool_]]]
 
 
 class RowResidual(_NewestBatch):
-    """A `Residual` of the rows of one table.
+    """A `Residual` of the rows of one table."""
 
-    If the last 16 bits of a sent number are not significant, they are held back as well. Then the number takes half the
-    bytes (`doll.storage.sections`).
-    """
-
-    def __init__(self, threshold: float, width: int) -> None:
-        """`threshold`: v > 0."""
+    def __init__(self, threshold: float, width: int, *, rounds: bool = False) -> None:
+        """Create an empty residual. `threshold`, `rounds`: see `Residual`."""
         self._threshold = threshold
+        self._rounds = rounds
         self._before = no_rows(width)
         self._batch = -1
         self.held = no_rows(width)
@@ -138,10 +142,8 @@ class RowResidual(_NewestBatch):
         self._before, self._batch = self.held, batch
         ids, total = add_in_order([self.held, step])
         rows, is_here = see(ids)
-        limit = _limit(rows, self._threshold, version)
-        sent = _rounded(total)
-        np.copyto(sent, total, where=~(np.abs(total - sent) <= limit))
-        sent[np.abs(total) <= limit] = 0.0
+        sent = _rounded(total) if self._rounds else total.copy()
+        sent[np.abs(total) <= _limit(rows, self._threshold, version)] = 0.0
         sent[~is_here] = total[~is_here]
         self.held = _without_zeros(Rows(ids, total - sent))
         return _without_zeros(Rows(ids, sent))
@@ -172,9 +174,11 @@ def _limit(weights: Floats, threshold: float, version: int) -> Floats:
 
 
 def _rounded(values: Floats) -> Floats:
-    """Return the nearest numbers whose last 16 bits are 0 (bfloat16). The differences are exact float32 numbers."""
+    """Return the nearest numbers whose last 16 bits are 0 (bfloat16); a number that is too large stays as it is. The
+    differences are exact float32 numbers."""
     with np.errstate(over="ignore"):
-        return ((values.view(np.uint32) + np.uint32(0x8000)) & np.uint32(0xFFFF0000)).view(np.float32)
+        rounded = ((values.view(np.uint32) + np.uint32(0x8000)) & np.uint32(0xFFFF0000)).view(np.float32)
+    return np.where(np.isfinite(rounded), rounded, values)
 
 
 def _without_zeros(rows: Rows) -> Rows:

@@ -428,8 +428,8 @@ class Controller:
         """Let scale-in decide which slots have no worker from now on. The decision is saved before it takes effect."""
         changes = self._plan.review_workers(self._state(turn), self.observed, turn.instances, turn.now_s)
         for change in changes:
-            log.info("scale_in", what=change.kind, slot=change.slot, why=change.why)
-            self._append_journal(change.kind, turn.now_s, slot=change.slot, why=change.why)
+            log.info("scale_in", what=change.kind, slot=change.slot, by=change.by, why=change.why)
+            self._append_journal(change.kind, turn.now_s, slot=change.slot, by=change.by, why=change.why)
         if changes:
             self._save()
 

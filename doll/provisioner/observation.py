@@ -25,7 +25,8 @@ from doll.theory import checks
 from doll.theory.checks import Floats
 
 _MAX_INCARNATION: Final = 10**9
-_NEWEST: Final = 0.1  # weight of the newest batch in a worker's mean service time and loss
+_NEWEST: Final = 0.1  # weight of the newest batch in a worker's mean service time
+_MOST_COMPARED: Final = 48  # newest measurements of a slot that are compared with those of other slots
 
 
 PAUSE_S: Final = 480.0
@@ -150,8 +151,8 @@ class _Slot(msgspec.Struct):
     read_at_s: float = 0.0
     service_s: float = 0.0  # recent mean of the time from a granted batch to its stored gradient
     is_cold: bool = False  # its process has computed nothing yet
-    loss: float | None = None  # recent mean per sample of its batches, before learning from them
-    holds_back: bool = False  # the worker withholds a part of its newest step
+    services_s: list[float] = []  # newest service times of its process, if losses are kept
+    shared_losses: list[tuple[int, float]] = []  # version, and the loss of its replica on the version's shared samples
 
     def note_incarnation(self, incarnation: int) -> None:
         """Record that an instance of this incarnation exists or existed. Implausible numbers are ignored, because
@@ -301,9 +302,11 @@ class Observed(KeptState):
             slot.is_cold = False
         else:
             slot.service_s += (_NEWEST if slot.service_s else 1.0) * (took_s - slot.service_s)
-        slot.holds_back = member.held_back
-        if member.total_weight and math.isfinite(loss := member.loss_sum / member.total_weight):
-            slot.loss = loss if slot.loss is None else slot.loss + _NEWEST * (loss - slot.loss)
+            if self.keeps_losses:
+                slot.services_s = [*slot.services_s, took_s][-_MOST_COMPARED:]
+        if self.keeps_losses and member.shared_loss is not None:
+            point = (member.base_version, member.shared_loss)
+            slot.shared_losses = [*slot.shared_losses, point][-_MOST_COMPARED:]
 
     def _is_slot(self, worker: int) -> bool:
         return 0 <= worker < len(self._slots)
@@ -319,6 +322,7 @@ class Observed(KeptState):
             self._follow_assignment()
         if record.process != slot.process:
             slot.process, slot.since_s, slot.is_cold = record.process, at_s, True
+            slot.services_s, slot.shared_losses = [], []
         slot.session, slot.incarnation, slot.left = record.session, record.incarnation, False
         slot.note_incarnation(record.incarnation)
         slot.last_seen_s = max(slot.last_seen_s, at_s)
@@ -357,6 +361,8 @@ class Observed(KeptState):
         self.version, self.batches_done = max(0, record.resumed_version), max(0, record.resumed_batches)
         self.evaluations = [evaluation for evaluation in self.evaluations if evaluation[0] <= record.kept_version]
         self.losses.cut(record.kept_version)
+        for slot in self._slots:
+            slot.shared_losses = [] if is_new_run else [at for at in slot.shared_losses if at[0] <= record.kept_version]
 
     def observe_ends(self, now_s: float, ends: Sequence[int]) -> None:
         """Record the end offset of each partition at `now_s`, which shows the rate of the samples."""
@@ -408,22 +414,23 @@ class Observed(KeptState):
         count, seconds = self._service
         return seconds / count if count else math.nan
 
-    def slot_service_s(self, slot: int) -> float:
-        """Return the recent mean service time of the slot's batches, seconds; 0 before the first batch."""
-        return self._slots[slot].service_s
+    def services_s(self, slots: Sequence[int]) -> Floats:
+        """Return the newest service times of these slots' batches, as many of each slot, shape (n, number of slots)."""
+        times = [self._slots[slot].services_s for slot in slots]
+        count = min(map(len, times))
+        return np.array([each[len(each) - count :] for each in times]).T.reshape(count, len(slots))
+
+    def shared_losses(self, slots: Sequence[int]) -> Floats:
+        """Return the losses of these slots' replicas, shape (n, number of slots). A row has the losses on the same
+        samples at the same version, at which each of these slots was evaluated."""
+        by_version = [dict(self._slots[slot].shared_losses) for slot in slots]
+        versions = sorted(set.intersection(*map(set, by_version)))
+        return np.array([[losses[version] for losses in by_version] for version in versions]).reshape(-1, len(slots))
 
     def capacity_per_s(self, batch_size: float) -> Floats:
         """Return the samples per second that each slot's worker can compute, shape (N,); 0 before its first batch."""
         service_s = np.array([slot.service_s for slot in self._slots])
         return np.where(service_s > 0, batch_size / np.maximum(service_s, 1e-9), 0.0)
-
-    def replica_losses(self) -> Floats | None:
-        """Return the recent mean loss of each slot's batches with its worker's own weights, shape (N,); NaN before the
-        first batch. Returns None if no worker holds back a part of its steps, because then all workers have the same
-        weights."""
-        if not any(slot.holds_back for slot in self._slots):
-            return None
-        return np.array([math.nan if slot.loss is None else slot.loss for slot in self._slots])
 
     @property
     def batches_per_update(self) -> float:

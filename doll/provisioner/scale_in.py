@@ -3,15 +3,16 @@
 A slot that has no worker because of this rule is *released*. Its machine ends in an orderly way: the worker finishes or
 returns its batches, sends the updates that it still holds back, and leaves. The server assigns its partitions to the
 other workers (`release_request`), so that they also learn its data, as in the paper. A released slot is *recalled*, and
-gets partitions again, if the deadline is in danger or the rule is switched off. See
-docs/decisions/0032-scale-in-releases-slots.md and 0079-the-others-take-over-from-a-released-worker.md.
+gets partitions again, if the deadline comes into danger or the rule is switched off. See
+docs/decisions/0032-scale-in-releases-slots.md, 0079-the-others-take-over-from-a-released-worker.md and
+0121-scale-in-releases-what-differs.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from doll.provisioner.planning.state import Bools, PlannerSettings, PlannerState
 from doll.provisioner.planning.tuner import ScaleInTuner, TunerSettings
 from doll.records.control import ProvisionDecision, Scale, ServerStatus
 from doll.theory.checks import Floats
+from doll.theory.comparison import certain_largest
 from doll.theory.fitting import fit_tail
 
 _RECALL: Final = 0.5
@@ -34,6 +36,8 @@ MOST_LATE = 0.05
 """The accepted probability of missing the deadline after a release, if the job does not state one (`plan.risk`)."""
 _DEARER = 1.01  # factor of the expected cost that is more than the rounding of forecasts
 _REPLICAS = 50
+Evict = Literal["worst_replica", "slowest"]
+_EQUAL_RATES: Final = 1.1  # rates of streams are estimates: up to this factor they count as equal
 
 
 def spare_needed_s(settings: PlannerSettings, reserve: float) -> float:
@@ -149,7 +153,8 @@ class ScaleInSettings:
         deadline_reserve: fraction of the deadline that must be left as a reserve after a release.
         require_gain: whether a release requires that Perf/$ rises according to the measured step times.
         target: held-out error that the job must reach. None: only the planned work counts.
-        evict: the worker to release: "worst_replica", as in the paper, or "slowest", as in MLLess's code.
+        evict: the worker to release: "worst_replica", as in the paper, where one replica is certainly the worst; or
+            "slowest", as in MLLess's code.
         batches_of_update: batches of an update with 0, 1, ..., N live workers; empty if the number never changes.
     """
 
@@ -157,7 +162,7 @@ class ScaleInSettings:
     deadline_reserve: float = 0.05
     require_gain: bool = True
     target: ErrorTarget | None = None
-    evict: Literal["worst_replica", "slowest"] = "worst_replica"
+    evict: Evict = "worst_replica"
     batches_of_update: tuple[int, ...] = ()
 
     def floor_growth(self, workers: int) -> float:
@@ -167,13 +172,58 @@ class ScaleInSettings:
         return self.batches_of_update[workers] / self.batches_of_update[workers - 1]
 
 
+Criterion = Literal["", "interruption_notice", "worst_replica", "slowest_stream", "slowest_worker", "newest_machine"]
+
+
 @dataclass(frozen=True)
 class SlotChange:
-    """An action of the rule; the journal gets a line of this kind."""
+    """An action of the rule; the journal gets a line of this kind. `by`: what distinguished the slot from the others;
+    "" for a recall."""
 
     kind: Literal["release", "recall", "release_refused"]
     slot: int
     why: str
+    by: Criterion = ""
+
+
+class Candidate(NamedTuple):
+    """The slot to release, what distinguishes it from the others, and this in words."""
+
+    slot: int
+    by: Criterion
+    why: str
+
+
+def choose_slot(slots: Sequence[int], rates_per_s: Floats, observed: Observed, evict: Evict) -> Candidate:
+    """Return the slot to release, out of `slots`, of which there is at least one.
+
+    The worst replica comes first: the slot whose worker's own weights have the highest loss on the samples that all
+    workers evaluate, if noise cannot explain the difference. Otherwise it is the slowest stream, the slowest worker,
+    or, if these are equal too, the newest machine. `rates_per_s`: rates of all streams, shape (N,).
+    """
+    equal = ""
+    if evict == "worst_replica":
+        losses = observed.shared_losses(slots)
+        if (worst := certain_largest(losses)) is not None:
+            excess, error = worst.excess / losses.mean(), worst.error / losses.mean()
+            return Candidate(
+                slots[worst.column], "worst_replica",
+                f"its replica is the worst: on the same samples its loss is {excess:.3%} (standard error {error:.3%}) "
+                f"above that of the next one, in {len(losses)} evaluations",
+            )  # fmt: skip
+        equal = f"no replica is certainly the worst in {len(losses)} evaluations; "
+    slowest_per_s = rates_per_s[slots].min()
+    slots = [slot for slot in slots if rates_per_s[slot] <= _EQUAL_RATES * slowest_per_s]
+    if len(slots) == 1:
+        why = f"{equal}its stream is the slowest, with {slowest_per_s:.3g} samples/s"
+        return Candidate(slots[0], "slowest_stream", why)
+    times_s = observed.services_s(slots)
+    if (slowest := certain_largest(times_s)) is not None:
+        took_s = times_s[:, slowest.column].mean()
+        why = f"its worker is the slowest: a batch takes {took_s:.3g} s, {slowest.excess:.3g} s more than with the next"
+        return Candidate(slots[slowest.column], "slowest_worker", f"{equal}{why}")
+    newest = max(slots, key=lambda slot: (0.0 if (held := observed.holder(slot)) is None else held.since_s, slot))
+    return Candidate(newest, "newest_machine", f"{equal}no stream or worker is the slowest; its machine is the newest")
 
 
 class ScaleIn(KeptState):
@@ -239,15 +289,16 @@ class ScaleIn(KeptState):
         verdict = self._tuner.ask(observed.losses, now_s)
         if not verdict.remove:
             return []
-        slot = self._candidate(state, observed, noticed)
-        if slot is None:
+        candidate = self._candidate(state, observed, noticed)
+        if candidate is None:
             return [SlotChange("release_refused", -1, f"{verdict.why}, but no worker is ready")]
+        slot = candidate.slot
         if refusal := self._refusal(slot, state, asked, observed):
-            return [SlotChange("release_refused", slot, f"{verdict.why}, but {refusal}")]
+            return [SlotChange("release_refused", slot, f"{verdict.why}, but {refusal}", candidate.by)]
         self.released[slot] = True
-        self._whys[slot] = verdict.why
+        self._whys[slot] = f"{verdict.why}; {candidate.why}"
         self._tuner.removed(observed.losses, now_s)
-        return [SlotChange("release", slot, verdict.why)]
+        return [SlotChange("release", slot, self._whys[slot], candidate.by)]
 
     def _recall_in_danger(
         self, state: PlannerState, asked: PlannerSettings, observed: Observed
@@ -269,28 +320,14 @@ class ScaleIn(KeptState):
         self._whys.pop(slot, None)
         return SlotChange("recall", slot, why)
 
-    def _candidate(self, state: PlannerState, observed: Observed, noticed: Collection[int]) -> int | None:
-        """Return the slot to release; None if no worker is ready.
-
-        A slot that is about to lose its machine comes first. Next comes the worst replica: the slot whose batches have
-        the highest loss with its worker's own weights. If these are equal, or all workers have the same weights, the
-        slot with the slowest stream is released. If streams are equal, the slot with the slowest worker is released.
-        """
+    def _candidate(self, state: PlannerState, observed: Observed, noticed: Collection[int]) -> Candidate | None:
+        """Return the slot to release; None if no worker is ready. A slot that is about to lose its machine comes
+        first."""
         assert self._settings is not None
-        rates = state.rates_per_s / state.rates_per_s.max()
-        losses = observed.replica_losses() if self._settings.evict == "worst_replica" else None
-        # A hundredth of the loss is noise, like a tenth of a rate.
-        excess = np.zeros(self._num_slots) if losses is None else np.nan_to_num(losses / np.nanmean(losses) - 1)
         slots = [slot for slot in np.flatnonzero(self.active).tolist() if state.up[slot] or slot in noticed]
-        # Rates are estimates: rates that differ by less than a tenth count as equal.
-        return min(
-            slots,
-            key=lambda slot: (
-                slot not in noticed, -round(float(excess[slot]), 2), round(float(rates[slot]), 1),
-                -observed.slot_service_s(slot), -slot,
-            ),
-            default=None,
-        )  # fmt: skip
+        if leaving := [slot for slot in slots if slot in noticed]:
+            return Candidate(leaving[-1], "interruption_notice", "its machine is about to be interrupted")
+        return choose_slot(slots, state.rates_per_s, observed, self._settings.evict) if slots else None
 
     def _refusal(self, slot: int, state: PlannerState, asked: PlannerSettings, observed: Observed) -> str:
         """Return the reason why the slot must not be released, or ""."""

@@ -77,7 +77,9 @@ def play(job: Any) -> None:
     leaves = [record for record in job.read("events") if isinstance(record, Leave)]
     assert [leave.worker for leave in leaves] == [slot], "it left, it was not killed"
     filters = any(member.held_back for update in job.updates for member in update.members)
-    assert filters == (job.config.training.policy.name == "isp")
+    evaluates = any(member.shared_loss is not None for update in job.updates for member in update.members)
+    assert filters == evaluates == (job.config.training.policy.name == "isp")
+    assert release["by"], "what distinguished this worker from the other"
     job.until(lambda: nothing_held_back(job, slot), "all that its filter held back")
     (ended,) = [machine for machine in machines(job) if machine["instance"]["slot"] == slot]
     assert ended["exit_code"] in (0, None)

@@ -20,6 +20,7 @@ import torch
 from doll.config import JobConfig, parse
 from doll.config.policy import POLICIES as REGISTERED
 from doll.config.policy import policy_section
+from doll.consumers.compute.error_feedback import rounded_before
 from doll.consumers.compute.gradient import CachedVersion, Gradient, GradientComputer
 from doll.consumers.compute.gradient_engine import GrantHandler
 from doll.consumers.compute.guard import GuardedGradient
@@ -83,6 +84,7 @@ POLICIES: Final[dict[str, str]] = {name: f"{{name: {name}}}" for name in REGISTE
     "essp, ahead": "{name: essp, staleness: 3, under_way: 4}",
     "vap": "{name: vap, value_bound: 0.5}",
     "isp": "{name: isp, significance: 0.7}",
+    "isp, rounded": "{name: isp, significance: 0}",
     "wsp": "{name: wsp, wave_batches: 3, clock_distance: 1}",
     "diloco": "{name: diloco, local_batches: 3, quorum: 0.6, grace_s: 1.0}",
 }
@@ -91,9 +93,10 @@ POLICIES: Final[dict[str, str]] = {name: f"{{name: {name}}}" for name in REGISTE
 @functools.cache
 def job_of(policy: str, *, has_tables: bool, overrides: tuple[str, ...] = ()) -> tuple[JobConfig, Task]:
     """The job file of a policy of `POLICIES`, and its task."""
+    is_filtered, form = policy.startswith("isp"), "bf16" if policy.endswith("rounded") else "float32"
     config = parse(
-        JOB % (_TABLES if has_tables else _DENSE, WORKERS, PLACES, POLICIES[policy], LR, 2 if policy == "isp" else 4),
-        overrides,
+        JOB % (_TABLES if has_tables else _DENSE, WORKERS, PLACES, POLICIES[policy], LR, 2 if is_filtered else 4),
+        (*overrides, f"blobs.contributions={form}"),
     )
     return config, load_task(config)
 
@@ -218,6 +221,7 @@ class Process(worlds.Process):
         self.num_parameters = self.model.num_parameters
         self.sends_steps = config.training.policy.sends_steps
         self._size = config.data.records_per_batch
+        rounds = config.blobs.contributions == "bf16"
         self.tables: WorkerTables | None = None
         shapes = {} if self.model.tables is None else self.model.tables.shapes
         if shapes:
@@ -226,7 +230,7 @@ class Process(worlds.Process):
             self.tables = WorkerTables(
                 self.client, 2000,
                 optimizers=row_optimizers(config.training, self.client.tables) if self.sends_steps else None,
-                threshold=config.training.policy.filter_threshold,
+                threshold=config.training.policy.filter_threshold, rounds=rounds,
             )  # fmt: skip
         self.local: Any
         deltas = None
@@ -236,14 +240,14 @@ class Process(worlds.Process):
         if self.sends_steps:
             self.local = inner = StepModel(
                 config.job, world.blobs, config.training, self.model, self.computer, rows=self.tables,
-                background=ManualExecutor(at_once=True), deltas=deltas,
+                background=ManualExecutor(at_once=True), deltas=deltas, rounds=rounds,
             )  # fmt: skip
         else:
             self.local, inner = CachedVersion(config.job, world.blobs, self.computer), self.computer.new_sum()  # type: ignore[assignment]
         is_sparse = self.sends_steps or bool(shapes)
         self.handler = GrantHandler(
             config, local_model=self, guard=self,
-            compressor=Compressor(config.job, self.num_parameters, shapes)
+            compressor=Compressor(config.job, self.num_parameters, shapes, rounded_before if rounds else None)
             if is_sparse
             else Compressor(config.job),
             blobs=world.blobs, dead_letters=None,  # type: ignore[arg-type]  # no sample is refused

@@ -22,7 +22,7 @@ from record_builders import announce
 COMPUTED = ComputedBatch(4, 12.0, {"accuracy": 4.0}, (101,), 2, 0.1)
 
 
-DONE = GradientDone("doll:j:g:3:1", 9, (COMPUTED,), 0.2, 0.3)
+DONE = GradientDone("doll:j:g:3:1", 9, (COMPUTED,), 0.2, 0.3, shared_loss=0.7)
 
 
 def welcome(**changes: Any) -> Welcome:

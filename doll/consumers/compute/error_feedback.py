@@ -20,6 +20,11 @@ from doll.storage.sections import RoundedVector
 _LARGEST: Final = 15  # numbers of float16 are below 2 ** 16; one bit is left for rounding up
 
 
+def rounded_before(values: npt.NDArray[np.float32]) -> RoundedVector | None:
+    """Return `values` if the significance filter has rounded them to bf16; None if not, as what was held back."""
+    return None if (values.view(np.uint32) & np.uint32(0xFFFF)).any() else RoundedVector(values)
+
+
 class ErrorFeedback:
     """The error feedback of one worker. Not thread-safe: one thread computes."""
 

@@ -32,6 +32,7 @@ from doll.telemetry import get_logger
 if TYPE_CHECKING:
     from doll.consumers.compute.gradient import Gradient, LocalModel
     from doll.consumers.compute.guard import GuardedGradient
+    from doll.consumers.compute.shared_samples import SharedSamples
     from doll.consumers.tables.table_rows import WorkerTables
 
 log = get_logger(__name__)
@@ -209,10 +210,11 @@ class GrantHandler:
         dead_letters: DeadLetters,
         contribution: SetContribution,
         rows: WorkerTables | None = None,
+        shared: SharedSamples | None = None,
         scope: str = "",
     ) -> None:
-        """Create the handler. `scope`: see `doll.storage.blobs.scope_of`. Default: the job's name, for a run without an
-        id."""
+        """Create the handler. `shared`: samples on which the replica is evaluated; None: it is not. `scope`: as in
+        `doll.storage.blobs.scope_of`; default: the job's name, for a run without id."""
         self._scope = scope or config.job
         self._seed = config.seed
         self._ttl_s = config.blobs.ttl_s
@@ -223,6 +225,7 @@ class GrantHandler:
         self._dead_letters = dead_letters
         self._contribution = contribution
         self._rows = rows
+        self._shared = shared
         self._limit_s = config.worker.set_limit_s
         self._batches_per_push = config.training.policy.batches_per_push
         self._last = (0, 0, 0)  # term, grant id and version of the last computed batch
@@ -249,6 +252,7 @@ class GrantHandler:
         started_s = time.perf_counter()
         version: int | None = None
         fetch_s, add_s, delta_bytes = 0.0, 0.0, 0
+        shared_loss: float | None = None
         computed: list[ComputedBatch] = []
         self._blobs.settle()  # the last push may still use memory that changes now
         if not self._contribution.begin(grant):
@@ -266,6 +270,7 @@ class GrantHandler:
                 computed.append(usable_samples(batch))
                 continue
             begun_s = time.perf_counter()
+            is_loaded = version is not None
             if version is None:
                 version = self._local_model.load(grant)
                 if version is None:
@@ -278,6 +283,8 @@ class GrantHandler:
             try:
                 if self._rows is not None:
                     self._rows.begin(grant, partial(goes_on, batch.number, grant_id))
+                if self._shared is not None and not is_loaded:
+                    shared_loss = self._shared.loss(version)
                 item = self._compute(batch, version)
             except BlobError as exc:
                 log.warning("rows_missing", batch=batch.number, reason=str(exc))
@@ -289,7 +296,9 @@ class GrantHandler:
             computed.append(item)
         version = grant.version if version is None else version
         self._last = (grant.term, grant.grant_ids[0], version)
-        done = GradientDone("", version, tuple(computed), fetch_s, add_s, delta_bytes=delta_bytes)
+        done = GradientDone(
+            "", version, tuple(computed), fetch_s, add_s, delta_bytes=delta_bytes, shared_loss=shared_loss
+        )
         if (batches[len(computed) - 1].number + 1) % self._batches_per_push:
             return replace(done, is_kept=True)
         if len(computed) > 1:

@@ -51,11 +51,11 @@ class StepModel:
     def __init__(
         self, job: str, blobs: Blobs, training: TrainingConfig, model: FlatModel, computer: GradientComputer,
         *, takes_steps: bool = False, rows: WorkerTables | None = None, background: Executor | None = None,
-        deltas: DeltaReader | None = None,
+        deltas: DeltaReader | None = None, rounds: bool = False,
     ) -> None:  # fmt: skip
         """Create the model. If `takes_steps` is True, `add` receives the task's own steps instead of gradients, and the
         optimizer is not used. `rows` contains the rows of the model's tables and their optimizer; None: the model has
-        no tables. `background`, `deltas`: see `CachedVersion`."""
+        no tables. `background`, `deltas`: see `CachedVersion`. `rounds`: see `Residual`."""
         self._weights = CachedVersion(job, blobs, computer, background, deltas)  # the view without the own steps
         self._model = model
         self._computer = computer
@@ -73,8 +73,8 @@ class StepModel:
         self._included = 0  # batches below this number are in published weights, with their steps
         self._pushed: deque[_Step] = deque()  # pushed, but not in the last fetched weights
         self._kept: deque[_Step] = deque()  # later steps, not pushed
-        self._filters = training.policy.filter_threshold > 0
-        self._residual = Residual(training.policy.filter_threshold, model.num_parameters)
+        self._filters = rounds or training.policy.filter_threshold > 0
+        self._residual = Residual(training.policy.filter_threshold, model.num_parameters, rounds=rounds)
         self._version = 0  # version of the published weights in the view
         self._grant: Grant | None = None  # the grant being computed
         self._holds: tuple[tuple[int, int], ...] = ()

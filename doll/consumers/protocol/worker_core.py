@@ -126,6 +126,7 @@ class GradientDone:
     delta_bytes: int = 0  # see `Push`
     is_on_its_way: bool = False  # see `Push`
     absent: bytes = b""  # see `Push`
+    shared_loss: float | None = None  # see `Push`
 
 
 # --- actions --------------------------------------------------------------------------------------------------------
@@ -589,6 +590,7 @@ class WorkerCore:
             worker=self.worker, session=self.session, term=self.term, version=done.version, key=done.key,
             batches=batches, fetch_s=done.fetch_s, delta_bytes=done.delta_bytes, store_s=done.store_s,
             market=self.market, holds_back=done.holds_back, is_on_its_way=done.is_on_its_way, absent=done.absent,
+            shared_loss=done.shared_loss,
         )  # fmt: skip
         self._held_back_until = batches[-1].batch + 1 if done.holds_back else 0
         self._grants.answer(push)

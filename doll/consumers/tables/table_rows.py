@@ -31,7 +31,7 @@ class WorkerTables:
 
     def __init__(
         self, client: RowClient, max_bytes: int, *, max_rows: Mapping[str, int] = _NO_BOUNDS,
-        optimizers: Mapping[str, RowOptimizer] | None = None, threshold: float = 0.0,
+        optimizers: Mapping[str, RowOptimizer] | None = None, threshold: float = 0.0, rounds: bool = False,
         report: Callable[[dict[str, float]], object] = lambda values: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
@@ -43,7 +43,7 @@ class WorkerTables:
             max_rows: maximum number of rows of each bounded table, by table name.
             optimizers: the optimizer of each table, by name, if this worker computes the optimizer steps. None: the
                 worker sends gradients.
-            threshold: the threshold v of the significance filter for this worker's own steps. 0: all steps are sent.
+            threshold, rounds: of the significance filter for this worker's own steps, see `RowResidual`.
             report: function that is called with `measures` every 10 s.
         """
         self._client = client
@@ -59,8 +59,10 @@ class WorkerTables:
             if optimizer is not None:
                 self.steps[name] = RowSteps(shape.width, optimizer, share * state // (row + state))
         self._residuals: dict[str, RowResidual] = {}
-        if threshold > 0:
-            self._residuals = {name: RowResidual(threshold, shape.width) for name, shape in client.tables.items()}
+        if threshold > 0 or rounds:
+            self._residuals = {
+                name: RowResidual(threshold, shape.width, rounds=rounds) for name, shape in client.tables.items()
+            }
         self._report = report
         self._clock = clock
         self._reported_s = clock()

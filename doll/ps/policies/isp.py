@@ -17,6 +17,7 @@ class IspPolicyConfig(LockstepConfig):
     larger than significance / sqrt(t) of the number. The worker adds up smaller changes until the sum is larger."""
 
     publishes_deltas: ClassVar[bool] = True
+    holds_back: ClassVar[bool] = True
 
     name: Literal["isp"] = "isp"
     significance: float = Field(

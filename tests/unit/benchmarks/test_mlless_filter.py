@@ -35,6 +35,7 @@ def test_runs_are_compared_with_the_first_value() -> None:
     first, second = table(rows).rows
     assert first == [
         "dense",
+        "float32",
         "no limit",
         "0",
         "1 of 1",
@@ -50,6 +51,7 @@ def test_runs_are_compared_with_the_first_value() -> None:
     ]
     assert second == [
         "dense",
+        "float32",
         "no limit",
         "0.7",
         "0 of 1",
@@ -71,7 +73,7 @@ def test_runs_of_one_seed_are_compared_with_each_other() -> None:
         row(0.0, updates=200, pushed=9_000_000, best=0.76), row(0.7, updates=260, pushed=3_000_000, best=None),
     ]  # fmt: skip
     [_, second] = table(rows).rows
-    assert second[3] == "1 of 2"
+    assert second[4] == "1 of 2"
     assert second[-3:-1] == ["2.50 ± 0.00 x", "25.0 ± 7.1 %"]
 
 
@@ -79,15 +81,17 @@ def test_kinds_of_factors_and_networks_are_compared_among_themselves() -> None:
     dense = [row(0.0, updates=100, pushed=4_000_000, best=0.76), row(0.7, updates=110, pushed=800_000, best=0.76)]
     slow = [each._replace(mbit_per_s=100.0, time_s=each.time_s * (3 - 2 * each.significance)) for each in dense]
     tables = [each._replace(model="tables", fetched_bytes=9_000_000) for each in dense]
-    assert [line[0] + line[1] for line in table([*dense, *slow, *tables]).rows] == [
-        "denseno limit", "denseno limit", "dense100", "dense100", "tablesno limit", "tablesno limit"
+    halves = [each._replace(contributions="bf16", pushed_bytes=each.pushed_bytes // 2) for each in dense]
+    rows = [*dense, *slow, *tables, *halves]
+    assert [line[0] + line[2] for line in table(rows).rows] == [
+        "denseno limit", "denseno limit", "dense100", "dense100", "tablesno limit", "tablesno limit", "denseno limit",
+        "denseno limit",
     ]  # fmt: skip
-    verdicts = {
-        claim.claim.split(":")[0]: claim.verdict for claim in claims([*dense, *slow, *tables], mlless_ratings.LEARNED)
-    }
+    assert [line[-3] for line in table(rows).rows][-2:] == ["1.00 x", "2.14 x"], "of what is rounded as well"
+    verdicts = {claim.claim.split(":")[0]: claim.verdict for claim in claims(rows, mlless_ratings.LEARNED)}
     assert verdicts == {
-        "PMF, dense, no limit": "reproduced", "PMF, dense, 100 Mbit/s": "reproduced",
-        "PMF, tables, no limit": "not reproduced",
+        "PMF, dense, float32, no limit": "reproduced", "PMF, dense, float32, 100 Mbit/s": "reproduced",
+        "PMF, tables, float32, no limit": "not reproduced", "PMF, dense, bf16, no limit": "not reproduced",
     }  # fmt: skip
     slower = [slow[0], slow[1]._replace(time_s=100.0)]
     assert claims(slower, mlless_ratings.LEARNED)[0].verdict == "not reproduced"
@@ -111,7 +115,7 @@ def test_the_filter_is_compared_with_the_all_reduce_on_the_same_links(model: str
     [claim] = claims([mine, other._replace(time_s=3.0)], mlless_ratings.LEARNED)
     assert claim.verdict == "reproduced"
     assert claims([mine, other._replace(mbit_per_s=1000.0)], mlless_ratings.LEARNED) == []
-    assert table([mine, other]).rows[1][3:5] == ["1 of 1", "2.0"], "it has no v"
+    assert table([mine, other]).rows[1][4:6] == ["1 of 1", "2.0"], "it has no v"
 
 
 LINES = {

@@ -15,13 +15,15 @@ def row(*, is_on: bool, seed: int, time_s: float, usd: float) -> Row:
 
 def test_a_run_is_read_from_its_report_and_the_journal_of_its_controller(tmp_path: Path) -> None:
     kinds = ["decision", "release", "decision", "release", "recall", "decision"]
-    (tmp_path / "provision-ratings.jsonl").write_text("\n".join(json.dumps({"kind": kind}) for kind in kinds))
+    lines = [{"kind": kind, "by": "slowest_worker" if kind == "release" else ""} for kind in kinds]
+    (tmp_path / "provision-ratings.jsonl").write_text("\n".join(map(json.dumps, lines)))
     report = {
         "best_loss": 0.77, "finish_s": 20.0, "cost_usd": 0.01, "updates": 150, "audit": {"missing": 0, "duplicate": 0},
     }  # fmt: skip
     got = Row.of(True, 3, 0.765, tmp_path, report)
     assert (got.num_released, got.is_reached) == (1, False)
     assert got.perf_per_usd == pytest.approx(5.0)
+    assert table([got]).rows[0][-1] == "slowest_worker 2"
 
 
 def test_runs_of_one_seed_are_compared_with_each_other() -> None:

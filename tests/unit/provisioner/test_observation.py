@@ -160,14 +160,14 @@ def test_the_first_batch_of_a_process_says_nothing_of_how_fast_it_is() -> None:
     model = observed(1)
     for session, process in ((100, "a:1"), (101, "b:1")):
         feed(model, welcome(0, session, session=session, process=process))
-        known_s = model.slot_service_s(0)
+        known_per_s = model.capacity_per_s(1.0)[0]
         for number, seconds in enumerate((9.0, 0.5)):
             version = 2 * (session - 100) + number + 1
             member = Member(
                 worker=0, partition=0, batch=version, lo=0, hi=1, n_samples=1, base_version=0, compute_s=seconds
             )
             model.feed(Update(term=1, version=version, members=(member,), n_samples=1, loss=1.0), T0)
-            assert model.slot_service_s(0) == (known_s, 0.5)[number]
+            assert model.capacity_per_s(1.0)[0] == (known_per_s, 2.0)[number]
 
 
 def test_rates_are_what_arrives() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,12 @@ from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.port import EndReason, Instance
 from doll.provisioner.launch_state import LaunchLimits
+from doll.provisioner.observation import Observed
 from doll.provisioner.planning.state import Alpha, PlannerState
 from doll.provisioner.planning.tuner import TunerSettings
 from doll.provisioner.prices.port import StatedPrices
 from doll.provisioner.reconcile import Launch, Terminate
-from doll.provisioner.scale_in import ErrorTarget, ScaleIn, ScaleInSettings, release_request, sharing
+from doll.provisioner.scale_in import ErrorTarget, ScaleIn, ScaleInSettings, choose_slot, release_request, sharing
 from doll.provisioner.settings import ControllerSettings, controller_settings
 from doll.records.control import Evaluated, Member, ProvisionDecision, Scale, Served, TermStarted, Update
 from doll.theory.cost import Prices
@@ -153,20 +154,45 @@ def test_more_slots_follow_down_to_the_least_number_and_the_job_ends_in_time() -
 
 
 def test_the_slowest_stream_goes_first_and_then_the_slowest_worker() -> None:
-    observed = Scene().controller.observed
     rule = ScaleIn(RULE, 4)
     scene = Scene(replace(job(), rates_per_s=np.array([10.0, 10.0, 4.0, 10.0])))
     assert scene.until_released().released == (2,)
-    even = Scene()
-    members = tuple(
-        Member(worker=slot, partition=slot, batch=0, lo=0, hi=1, n_samples=1, base_version=0, compute_s=took_s)
-        for slot, took_s in enumerate((0.1, 0.5, 0.2, 0.2))
-    )
-    even.step()
-    even.controller.observed.feed(Update(term=1, version=0, members=members, n_samples=1, loss=2.4), even.clock())
-    assert even.controller.observed.slot_service_s(1) == 0.5
+    assert scene.journal("release")[0]["by"] == "slowest_stream"
+    assert rule.active.tolist() == [True] * 4
+    even = all_work()
+    feed_updates(even, [updated(version, services_s=(0.1, 0.5, 0.2, 0.2)) for version in range(1, 41)])
     assert even.until_released().released == (1,)
-    assert (rule.active.tolist(), observed.slot_service_s(0)) == ([True] * 4, 0.0)
+    (entry,) = even.journal("release")
+    assert entry["by"] == "slowest_worker"
+    assert "a batch takes 0.5 s, 0.3 s more than" in entry["why"]
+    assert entry["why"] in even.decisions[-1].reasons[1], "so `doll provision status` says it, too"
+
+
+def test_without_any_difference_the_newest_machine_goes() -> None:
+    scene = all_work()
+    process, incarnation, session = scene.world._holders[2]
+    later = welcome(2, process=f"{process}-2", incarnation=incarnation, session=session)
+    scene.controller.observed.feed(later, scene.clock() + 5)
+    slots, rates = range(4), np.full(4, 10.0)
+    chosen = choose_slot(slots, rates, scene.controller.observed, "worst_replica")
+    assert (chosen.slot, chosen.by) == (2, "newest_machine")
+    assert chosen.why.startswith("no replica is certainly the worst in 0 evaluations; ")
+    assert choose_slot(slots, np.array([10.0, 10.5, 11.1, 9.8]), scene.controller.observed, "slowest").slot == 3
+
+
+def test_a_new_process_and_a_roll_back_forget_what_was_measured() -> None:
+    scene = all_work()
+    observed = scene.controller.observed
+    feed_updates(scene, [updated(version, losses=(2.0, 2.0, 2.0, 2.5)) for version in range(1, 41)])
+    assert observed.shared_losses(range(4)).shape == (40, 4)
+    assert observed.services_s(range(4)).shape == (39, 4), "the first batch of a process says nothing"
+    again = TermStarted(term=2, resumed_version=29, origins=(0,) * 4, records_per_batch=25, time_s=scene.clock())
+    observed.feed(again, scene.clock())
+    assert observed.shared_losses(range(4)).shape == (30, 4), "of versions 0 to 29"
+    observed.feed(welcome(0, process="new", session=10**15), scene.clock())
+    assert observed.shared_losses(range(4)).shape == (0, 4)
+    assert observed.services_s(range(4)).shape == (0, 4)
+    assert observed.services_s([1, 2, 3]).shape == (39, 3)
 
 
 def test_partitions_that_have_moved_decide_which_stream_is_the_slowest() -> None:
@@ -187,41 +213,81 @@ def test_partitions_that_have_moved_decide_which_stream_is_the_slowest() -> None
     assert scene.until_released().released == (1,)
 
 
-def computed(losses: tuple[float, ...], *, held_back: bool) -> Update:
-    """A batch of each slot with two samples of these mean losses; slot 1 is the slowest."""
+def updated(
+    version: int, services_s: Sequence[float] = (0.1, 0.5, 0.1, 0.1), losses: Sequence[float] | None = None
+) -> Update:
+    """A round: a batch of each slot, with its service time, and the losses of the replicas on shared samples."""
     members = tuple(
         Member(
-            worker=slot, partition=slot, batch=0, lo=0, hi=2, n_samples=2, base_version=0,
-            compute_s=0.5 if slot == 1 else 0.1, loss_sum=2 * loss, held_back=held_back,
+            worker=slot, partition=slot, batch=version, lo=0, hi=2, n_samples=2, base_version=version - 1,
+            compute_s=took_s, shared_loss=None if losses is None else losses[slot],
         )
-        for slot, loss in enumerate(losses)
+        for slot, took_s in enumerate(services_s)
     )  # fmt: skip
-    return Update(term=1, version=0, members=members, n_samples=8, loss=sum(losses) / 4)
+    return Update(term=1, version=0, members=members, n_samples=8, loss=2.4)  # `JobWorld` counts the versions
+
+
+def all_work(asked: ControllerSettings | None = None) -> Scene:
+    scene = Scene(asked)
+    scene.until(lambda: len(scene.world.working()) == 4)
+    scene.step()
+    return scene
+
+
+def feed_updates(scene: Scene, updates: Sequence[Update]) -> None:
+    for update in updates:
+        scene.controller.observed.feed(update, scene.clock())
 
 
 @pytest.mark.parametrize(
-    ("losses", "held_back", "rule", "goes"),
+    ("worse", "rule", "goes", "by"),
     [
-        ((2.4, 2.4, 2.4, 2.6), True, RULE, 3),
-        ((2.4, 2.4, 2.401, 2.4), True, RULE, 1),  # equal, except for noise
-        (
-            (2.4, 2.4, 2.4, 2.6),
-            False,
-            RULE,
-            1,
-        ),  # equal weights: the loss says something of the data only
-        ((2.4, 2.4, 2.4, 2.6), True, replace(RULE, evict="slowest"), 1),
+        (0.1, RULE, 3, "worst_replica"),
+        (0.0, RULE, 1, "slowest_worker"),  # equal, except for noise
+        (None, RULE, 1, "slowest_worker"),  # no replica was evaluated: all workers have the same weights
+        (0.1, replace(RULE, evict="slowest"), 1, "slowest_worker"),
     ],
 )
-def test_the_worst_replica_goes_first_where_workers_hold_back(
-    losses: tuple[float, ...], held_back: bool, rule: ScaleInSettings, goes: int
+def test_the_worst_replica_goes_first_where_it_is_certain(
+    worse: float | None, rule: ScaleInSettings, goes: int, by: str
 ) -> None:
-    scene = Scene(job(rule=rule))
+    scene, rng = all_work(job(rule=rule)), np.random.default_rng(0)
+    rounds = []
+    for version in range(1, 41):
+        losses = None if worse is None else (2.4 + 0.2 * rng.normal() + 0.01 * rng.normal(size=4)).tolist()
+        if losses is not None:
+            losses[3] += worse
+        rounds.append(updated(version, losses=losses))
+    feed_updates(scene, rounds[:20])
+    scene.controller._save()
+    scene.restart()  # a successor goes on with what was measured
     scene.step()
-    scene.controller.observed.feed(computed(losses, held_back=held_back), scene.clock())
-    scene.restart()
-    scene.controller.observed.feed(computed(losses, held_back=held_back), scene.clock())
+    feed_updates(scene, rounds[20:])
     assert scene.until_released().released == (goes,)
+    (entry,) = scene.journal("release")
+    assert entry["by"] == by
+    expected = "on the same samples its loss is" if by == "worst_replica" else "its worker is the slowest"
+    assert expected in entry["why"]
+    assert ("no replica is certainly the worst in 40 evaluations" in entry["why"]) == (worse == 0.0)
+
+
+@pytest.mark.parametrize(("worse", "least", "most"), [(0.0, 0.0, 0.05), (3e-4, 0.95, 1.0)])
+def test_who_is_the_worst_replica_is_no_matter_of_chance(worse: float, least: float, most: float) -> None:
+    """Losses of replicas that differ by 0.014 % by chance, on samples whose loss varies by 10 %."""
+    rng, looks = np.random.default_rng(3), 200
+    chosen = []
+    for _ in range(looks):
+        observed = Observed(np.full(4, 10.0), keeps_losses=True)
+        worst = int(rng.integers(4))
+        for version in range(1, 49):
+            losses = 1 + 0.1 * rng.normal() + 1.4e-4 * rng.normal(size=4)
+            losses[worst] += worse
+            observed.feed(updated(version, rng.uniform(0.1, 0.2, 4).tolist(), losses.tolist()), float(version))
+        candidate = choose_slot(range(4), np.full(4, 10.0), observed, "worst_replica")
+        chosen.append((candidate.by, candidate.slot == worst))
+    by_replica = [right for by, right in chosen if by == "worst_replica"]
+    assert least <= len(by_replica) / looks <= most
+    assert sum(by_replica) >= least * looks
 
 
 def test_a_slot_with_an_interruption_notice_goes_first() -> None:

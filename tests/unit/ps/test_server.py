@@ -339,6 +339,15 @@ def test_batches_without_a_usable_sample_make_a_version_and_change_no_weight(rig
     assert rig.optimizer.weights.tobytes() == before.tobytes()
 
 
+def test_an_update_names_the_losses_of_the_replicas_on_shared_samples(rig: Rig) -> None:
+    rig.announce(0, 0, 1)
+    rig.announce(1, 0, 1)
+    for grant, loss in zip(rig.grants(), (0.5, None), strict=True):
+        push = answer(grant, grant.term, "", dead=(100,))
+        rig.server.feed(msgspec.structs.replace(push, shared_loss=loss))
+    assert [member.shared_loss for member in rig.outbox.updates[-1].members] == [0.5, None]
+
+
 def test_an_older_incarnation_is_fenced(rig: Rig) -> None:
     rig.announce(0, 0, 1)
     old = rig.sessions[0]

@@ -40,7 +40,7 @@ def member(number: int, dead: tuple[int, ...] = ()) -> Member:
     return Member(
         worker=number, partition=number, batch=BATCH, lo=OFFSET, hi=OFFSET + 64, n_samples=64, base_version=VERSION,
         dead=dead, compute_s=0.0123, fetch_s=0.0123, store_s=0.0123, wait_s=0.0123, grant_to_push_s=0.0123,
-        market="on_demand", set_grant_id=BATCH, loss_sum=123.456,
+        market="on_demand", set_grant_id=BATCH, loss_sum=123.456, shared_loss=0.123,
     )  # fmt: skip
 
 

@@ -102,7 +102,10 @@ def test_a_blob_with_another_exponent_than_a_float_may_have_is_refused() -> None
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"training": {"policy": {"name": "isp"}}}, "blobs.contributions: expected float32 with training.policy isp"),
+        (
+            {"training": {"policy": {"name": "isp"}}, "blobs": {"contributions": "fp16"}},
+            "blobs.contributions: expected float32 or bf16 with training.policy isp",
+        ),
         (
             {
                 "training": {"policy": {"name": "wsp"}}, "data": {"workers": 2},

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from doll.config import TrainingConfig
+from doll.consumers.compute.error_feedback import rounded_before
 from doll.consumers.compute.gradient import GradientComputer
 from doll.consumers.compute.step_model import StepModel
 from doll.errors import IllegalEventError, ServiceUnavailableError
@@ -16,6 +17,7 @@ from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import DivergedError, Optimizer
 from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import encode_blob
+from doll.storage.contributions import Compressor
 from doll.task.base import Task
 from manual_executor import ManualExecutor
 from memory_stores import MemoryBlobs
@@ -35,14 +37,14 @@ class Regression(Task):
 
 
 class Rig:
-    def __init__(self, *, norm: bool = False, lr: float = LR, **training: Any) -> None:
+    def __init__(self, *, norm: bool = False, lr: float = LR, rounds: bool = False, **training: Any) -> None:
         torch.manual_seed(0)
         layers = [torch.nn.Linear(4, 3), *([torch.nn.BatchNorm1d(3)] if norm else [])]
         self.model = FlatModel(torch.nn.Sequential(*layers))
         self.blobs = MemoryBlobs()
         self.computer = GradientComputer(Regression(), self.model)
         self.training = TrainingConfig.model_validate({"optimizer": {"name": "sgd", "lr": lr}, **training})
-        self.steps = StepModel("unit", self.blobs, self.training, self.model, self.computer)
+        self.steps = StepModel("unit", self.blobs, self.training, self.model, self.computer, rounds=rounds)
 
     @property
     def view(self) -> np.ndarray[Any, Any]:
@@ -291,6 +293,27 @@ def test_what_is_held_back_stays_until_its_rest_is_stored() -> None:
     rig.steps.rest_stored()
     assert rig.steps.rest(6) is None
     assert not rig.steps.holds_back
+
+
+@pytest.mark.parametrize("significance", [0.0, 0.7])
+def test_what_rounding_takes_is_held_back_for_every_significance(significance: float) -> None:
+    rig = Rig(policy={"name": "isp", "significance": significance}, rounds=True)
+    plain = Rig(policy={"name": "isp", "significance": significance})
+    for own in (rig, plain):
+        own.load(own.publish(1))
+        own.learn(5)
+    step = rig.view - 1
+    sent, whole = pushed(rig), pushed(plain)
+    compressor = Compressor("unit", rig.model.num_parameters, rounding=rounded_before)
+    assert not (sent.view(np.uint32) & 0xFFFF).any()
+    assert compressor.rounding is not None
+    assert compressor.rounding(sent) is not None
+    assert (whole.view(np.uint32) & 0xFFFF).any()
+    assert plain.steps.holds_back == (significance > 0)
+    rest = rig.steps.rest(6)
+    assert rest is not None
+    assert compressor.rounding(rest) is None, "a rest is sent whole, so that a checkpoint has everything"
+    np.testing.assert_allclose(sent + rest[: rig.model.num_parameters], step, atol=1e-6)
 
 
 @pytest.mark.parametrize(("batch", "version"), [(0, 99), (99, 99), (99, 0)])
