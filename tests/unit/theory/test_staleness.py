@@ -233,8 +233,8 @@ class Model:
     def differences(self, worker: int, version: int) -> dict[int, int]:
         """By the other worker."""
         own = self.clocks[-1][worker]
-        found = zip(range(len(self.batches)), self.clocks[version], strict=True)
-        return {n: max(at, self.minima[version]) - 1 - own for n, at in found if n != worker and n in self.live}
+        clocks = enumerate(self.clocks[version])
+        return {n: max(at, self.minima[version]) - 1 - own for n, at in clocks if n != worker and n in self.live}
 
     def applied(self, worker: int) -> None:
         self.batches[worker] += 1
