@@ -1,16 +1,19 @@
 """The policies on one task, over several seeds: the digits at one step size, as `doll compare` runs them.
 
 Each run is a whole `doll up`: the same stream at the same times for each policy of a seed, and other weights and other
-samples for each seed. Figures are means and standard deviations over the seeds.
+samples for each seed. Figures are means and standard deviations over the seeds. With `--folder`, a run that was made
+before is read and not repeated.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -44,7 +47,7 @@ class Run:
     loss: float
     updates: int
     samples: int
-    staleness: dict[int, int]
+    staleness: dict[str, int]  # number of reads by difference
     mean_staleness: float
     counted_share: float
     blocked_share: float
@@ -58,30 +61,45 @@ def policy_section(label: str) -> str:
     return f"{{{', '.join([f'name: {name}', *(option.replace('=', ': ') for option in options)])}}}"
 
 
-def learn(job: Path, changes: Sequence[str], label: str, seed: int, folder: Path) -> Run:
-    """One run of a job under a policy."""
-    changes = [*changes, f"training.policy={policy_section(label)}", f"seed={seed}"]
-    report: dict[str, Any] = run_up(load(job, changes), folder)
-    measures, loss = report["measures"], report["loss"]
+def read_run(label: str, seed: int, report: dict[str, Any]) -> Run:
+    """A run from its report.json.
+
+    Raises:
+        RuntimeError: the run has neither reached its stop rule nor diverged.
+    """
+    measures, loss, staleness = report["measures"], report["loss"], report["measures"]["staleness"]
+    if not report["diverged"] and (report["error"] or report["samples"] < report["stop"]["samples"]):
+        raise RuntimeError(f"{label}, seed {seed}: the run has ended early: {report['error'] or report['reason']}")
     loss = report["prequential"]["window_loss"] if loss is None else loss
-    is_finite = report["error"] is None and loss is not None and loss < DIVERGED
-    staleness = measures["staleness"]
+    is_finite = not report["diverged"] and loss is not None and loss < DIVERGED
     return Run(
-        label, seed, loss if is_finite else math.inf, report["updates"], report["samples"],
-        {int(key): count for key, count in staleness["histogram"].items()}, staleness["mean"] or math.nan,
-        staleness["counted_share"] or math.nan, measures["blocked_share"] or math.nan, measures["bytes"]["gradients"],
-        measures["bytes"]["weights"],
+        label, seed, loss if is_finite else math.inf, report["updates"], report["samples"], staleness["histogram"],
+        staleness["mean"] or math.nan, staleness["counted_share"] or math.nan, measures["blocked_share"] or math.nan,
+        measures["bytes"]["gradients"], measures["bytes"]["weights"],
     )  # fmt: skip
 
 
 def runs_of(job: Path, changes: Sequence[str], options: Options, folder: Path) -> Iterator[Run]:
-    """All policies of one seed, then those of the next, on one broker."""
+    """All policies of one seed, then those of the next, on one broker. A run that the folder has is not repeated."""
     with ExitStack() as stack:
-        data = Path(stack.enter_context(TemporaryDirectory()))
-        changes = [*changes, f"kafka.address={stack.enter_context(LocalKafka(data)).address}"]
+
+        @cache
+        def kafka_address() -> str:
+            data = Path(stack.enter_context(TemporaryDirectory()))
+            return stack.enter_context(LocalKafka(data)).address
+
         for seed in options.seeds:
-            for number, label in enumerate(options.settings["policies"].split(",")):
-                run = learn(job, [*changes, f"job={NAME}-{number}-{seed}"], label, seed, folder)
+            for label in options.settings["policies"].split(","):
+                own = folder / f"{label.replace(':', '-').replace('=', '-')}-{seed}"
+                report = own / "report.json"  # of this run; run folders are beside it
+                if not report.is_file():
+                    own.mkdir(exist_ok=True)
+                    more = [f"training.policy={policy_section(label)}", f"seed={seed}", f"job={own.name}"]
+                    made = run_up(load(job, [*changes, *more, f"kafka.address={kafka_address()}"]), own)
+                    run = read_run(label, seed, made)
+                    report.write_text(json.dumps(made), encoding="utf-8")
+                else:
+                    run = read_run(label, seed, json.loads(report.read_text(encoding="utf-8")))
                 print(
                     f"{label}, seed {seed}: {run.loss:.4g}, {run.updates} updates, staleness {run.mean_staleness:.2f} "
                     f"of {100 * run.counted_share:.1f} %",
@@ -108,7 +126,7 @@ def table(title: str, runs: Sequence[Run], digits: int = 3) -> Table:
         mine = [run for run in runs if run.policy == label]
         histogram = Histogram()
         for run in mine:
-            histogram.merge(Histogram(run.staleness))
+            histogram.merge(Histogram({int(key): count for key, count in run.staleness.items()}))
         blocked = statistics.fmean(run.blocked_share for run in mine)
         result.rows.append(
             [
