@@ -50,8 +50,9 @@ def compare(
 
     Staleness is the number of the newest batch of another worker in the weights, minus the number of the batch that is
     computed with these weights: -1 under bsp; a smaller number means staler weights. In 99 % of the reads the weights
-    are not staler than p99. Blocked is the share of the workers' time in which they had a complete batch, were idle,
-    and had no grant.
+    are not staler than p99. The share says how many of the reads count: 100 %, unless some were of versions that are
+    too old to be compared. Blocked is the share of the workers' time in which they had a complete batch, were idle, and
+    had no grant.
 
     Ctrl-C ends the current run in order, and the command shows the completed runs. Exit code 0: every run ended by its
     stop rule and passed its audit. Otherwise, the exit code of the first run that did not.

@@ -501,7 +501,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     staleness: Mapping[int, int] = {}  # number of reads by their staleness, see `doll.theory.staleness`
     staleness_total: int = 0  # sum of the staleness of all reads
-    older_reads: int = 0  # reads of versions that are too old to be compared
+    older_reads: int = 0  # differences that are not counted, because the version that was read is too old
     blocked_s: float = 0.0  # sum over the workers: time with a complete batch, idle and without a grant
     computing_s: float = 0.0  # sum over the workers: time to read weights, compute and store gradients
     idle_s: float = 0.0  # sum over the workers: other time between two pushes, blocked or without a batch

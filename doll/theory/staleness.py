@@ -1,13 +1,17 @@
 """The staleness of the weights that workers use: the histogram of the ESSP paper (Fig. 1, left). Pure.
 
 The clock of worker p is the number of its batches in the model: a version at which this clock is k contains the batches
-0 to k - 1 of p. When worker w computes its batch c with version v, every other worker p contributes one difference
+0 to k - 1 of p. When worker w computes its batch c with version v, every other live worker p contributes one difference
 
     d = (newest batch of p in version v) - c = (clock of p at version v) - 1 - c.
 
 Under the policy bsp every difference is -1. Under a policy that lets no worker be more than s batches ahead of another,
 differences are -s - 1 to s, because a worker may push batch c + s before it waits. The text of the paper defines
 another difference, that of the clocks of two workers; the axis of its figure shows the one used here.
+
+The workers of the paper always have data. Here a clock that a worker has missed is empty: it counts as a batch of no
+samples (docs/decisions/0120). So a worker that joins late begins at the minimum of the other clocks, and a worker
+without batches, for which the policy lets nobody wait, has at least the policy's minimum clock at each version.
 """
 
 from __future__ import annotations
@@ -15,7 +19,6 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -23,10 +26,11 @@ EXACT: Final = 128
 """The largest absolute difference that is counted exactly."""
 ALL_UP_TO: Final = 16
 """Up to this number of workers, a read is by default compared with all other workers; with more, with one other."""
-HISTORY: Final = 1 << 15
-"""The number of versions for which the meter keeps the clock of each worker."""
+HISTORY: Final = 1 << 18
+"""The number of changes of clocks that the meter keeps, over all workers; each takes 16 bytes."""
+LEAST_HISTORY: Final = 64
+"""The number of its last changes that the meter keeps of each worker, however many workers there are."""
 _KEPT_BITS: Final = 5
-_TRIM_AT: Final = 64
 
 
 def bucket(difference: int) -> int:
@@ -52,7 +56,8 @@ class Histogram:
     Attributes:
         counts: number of occurrences of each difference, by its `bucket`.
         total: exact sum of the differences.
-        older: number of reads of versions whose clocks the meter had already forgotten; `counts` does not include them.
+        older: number of differences of versions for which the meter had no clock any more; `counts` does not include
+            them.
     """
 
     __slots__ = ("counts", "older", "total")
@@ -81,6 +86,12 @@ class Histogram:
         return sum(self.counts.values())
 
     @property
+    def counted_share(self) -> float:
+        """The share of all differences that are counted; NaN without reads."""
+        size = self.size
+        return size / (size + self.older) if size + self.older else math.nan
+
+    @property
     def mean(self) -> float:
         """The mean difference; NaN without reads."""
         size = self.size
@@ -106,11 +117,15 @@ class Histogram:
 class StalenessMeter:
     """Tracks which batches each version contains, and counts the differences of every read.
 
-    The cost of a call does not grow with the number of workers. With at most `all_up_to` workers, a read is compared
-    with all other workers. With more workers, each read is compared with one other worker; successive reads of a worker
-    use the other workers in turn. Every pair of workers then counts equally often. The mean has no bias, unless the
-    speeds of the workers repeat with the same period. Workers that are inactive now, or that joined after the version
-    was made, are left out, because no worker waits for them.
+    With at most `all_up_to` workers, a read is compared with all other workers that are live when it is reported. With
+    more workers, a read is compared with one other live worker: successive reads of a worker use the others in turn.
+    Every pair of workers then counts equally often, and the mean has no bias unless the speeds of the workers repeat
+    with the same period. So the cost of a call does not grow with the number of live workers.
+
+    The clock of a worker can be told at each version since its last `history / workers` changes, and at least its last
+    64. Under a policy of bounded staleness, a worker's clock changes at most 2 s + 1 times after the oldest version
+    that another worker may still use. Without a bound, a read is too old only if another worker has applied as many
+    batches meanwhile.
 
     Attributes:
         histogram: histogram of all reads so far.
@@ -124,44 +139,50 @@ class StalenessMeter:
         history: int = HISTORY,
         warm_up: int = 0,
         all_up_to: int = ALL_UP_TO,
-        is_active: Callable[[int], bool] = lambda worker: True,
+        is_live: Callable[[int], bool] = lambda worker: True,
+        minimum_clock: Callable[[int], int] = lambda version: 0,
     ) -> None:
         """
         Args:
             clocks: number of batches of each worker in version `version`.
             version: the current version.
-            history: number of versions before the newest for which reads are counted. 0: only reads of the newest
-                version, which needs no memory.
+            history: number of changes of clocks that are kept, over all workers. 0: only reads of the newest version
+                are counted, which needs no memory.
             warm_up: number of first batches of each worker that are not counted as reads.
             all_up_to: maximum number of workers with which a read is compared with all other workers.
-            is_active: function that returns whether a worker is live.
+            is_live: function that returns whether a worker is live.
+            minimum_clock: function that returns the clock that every live worker has at least at a version.
         """
         self.histogram = Histogram()
         self._clocks = list(clocks)
         self._version = self._oldest = version
-        self._history = history
+        self._kept = max(LEAST_HISTORY, history // max(1, len(self._clocks))) if history else 0  # changes of a worker
         self._warm_up = warm_up
         self._compares_all = len(self._clocks) <= all_up_to
-        self._is_active = is_active
+        self._is_live = is_live
+        self._minimum_clock = minimum_clock
         self._offsets = [0] * len(self._clocks)  # clock minus number of batches
-        self._since = [version] * len(self._clocks)  # the first version in which a worker's current process counts
         self._turns = list(range(len(self._clocks)))  # the other worker with which a worker's last read was compared
-        self._tracks: dict[int, _Track] = {}
-        self._changes: deque[tuple[int, int]] = deque()  # (version, worker) of the entries in `_tracks`, in order
+        self._tracks: dict[int, _Track] = {}  # of the workers whose clock has changed
 
     def joined(self, worker: int, clock: int | None = None) -> None:
-        """Record that a process of this worker begins, for the first time or again.
+        """Record that a process of this worker begins, for the first time or again, or that its clock was raised.
 
         Args:
             clock: clock of the worker's next batch, as the policy counts it. None: the smallest clock of the other
-                active workers, or the worker's own if it is larger. So no worker waits for missed batches.
+                live workers, if it is larger than the worker's own clock. Every version contains the clocks between,
+                which are empty.
         """
-        if clock is None:
-            others = (at for other, at in enumerate(self._clocks) if other != worker and self._is_active(other))
-            clock = max(self._clocks[worker], min(others, default=0))
-        self._offsets[worker] += clock - self._clocks[worker]
-        self._since[worker] = self._version
-        self._set(worker, self._version, clock)
+        own = self._clocks[worker]
+        if clock is not None:
+            self._set(worker, self._version, clock)
+        else:
+            others = (at for other, at in enumerate(self._clocks) if other != worker and self._is_live(other))
+            clock = max(own, min(others, default=0))
+            if clock > own:
+                self._tracks.pop(worker, None)
+                self._clocks[worker] = clock
+        self._offsets[worker] += clock - own
 
     def skipped(self, worker: int, batches: int) -> None:
         """Record that the next `batches` batches of this worker are skipped."""
@@ -174,77 +195,80 @@ class StalenessMeter:
         """
         if batch < self._warm_up:
             return
-        if version < self._oldest:
-            self.histogram.older += count
-            return
-        clock = batch + self._offsets[worker]
+        clock, minimum = batch + self._offsets[worker], self._minimum_clock(version)
         if self._compares_all:
             for other in range(len(self._clocks)):
-                if other != worker:
-                    self._compare(other, version, clock, count)
-        elif len(self._clocks) > 1:
+                if other != worker and self._is_live(other):
+                    self._compare(other, version, minimum, clock, count)
+        else:
             for at in range(clock, clock + count):
-                self._compare(self._next(worker), version, at, 1)
+                if (next_one := self._next(worker)) is not None:
+                    self._compare(next_one, version, minimum, at, 1)
 
     def applied(self, worker: int, version: int, batches: int) -> None:
         """Record that `version` contains the first `batches` batches of this worker. Versions must not decrease."""
         self._set(worker, version, batches + self._offsets[worker])
 
-    def _compare(self, other: int, version: int, clock: int, count: int) -> None:
-        if version < self._since[other] or not self._is_active(other):
+    def _compare(self, other: int, version: int, minimum: int, clock: int, count: int) -> None:
+        own = self._clock_at(other, version)
+        if own is None:
+            self.histogram.older += count
             return
-        if version >= self._version or (track := self._tracks.get(other)) is None:
-            newest = self._clocks[other] - 1
-        else:
-            newest = track.at(version) - 1
+        newest = max(own, minimum) - 1
         for at in range(clock, clock + count):
             self.histogram.add(newest - at)
 
-    def _next(self, worker: int) -> int:
-        other = self._turns[worker] + 1
-        if other == len(self._turns):
-            other = 0
-        if other == worker:
-            other = other + 1 if other + 1 < len(self._turns) else 0
-        self._turns[worker] = other
-        return other
+    def _clock_at(self, worker: int, version: int) -> int | None:
+        """Return the worker's own clock at a version; None if the version is too old."""
+        if version >= self._version:
+            return self._clocks[worker]
+        if version < self._oldest:
+            return None
+        track = self._tracks.get(worker)
+        return self._clocks[worker] if track is None else track.at(version)
+
+    def _next(self, worker: int) -> int | None:
+        """Return the live worker with which the next read of `worker` is compared; None if no other one is live.
+
+        Looks at workers until one is live. The fewer are live, the fewer reads there are: all calls together cost at
+        most as much as with all workers live.
+        """
+        for step in range(1, len(self._turns) + 1):
+            other = (self._turns[worker] + step) % len(self._turns)
+            if other != worker and self._is_live(other):
+                self._turns[worker] = other
+                return other
+        return None
 
     def _set(self, worker: int, version: int, clock: int) -> None:
         self._version = version
-        oldest = version - self._history
-        if self._history:
+        if not self._kept:
+            self._oldest = version
+        else:
             track = self._tracks.get(worker)
             if track is None:
                 track = self._tracks[worker] = _Track(self._clocks[worker])
-            track.append(version, clock)
-            changes = self._changes
-            changes.append((version, worker))
-            while changes[0][0] <= oldest:
-                self._tracks[changes.popleft()[1]].forget_first()
-        if oldest > self._oldest:
-            self._oldest = oldest
+            track.append(version, clock, self._kept)
         self._clocks[worker] = clock
 
 
 class _Track:
-    """The clock of one worker at each of the last versions. The first entry is the clock before these versions."""
+    """The last changes of the clock of one worker. The first entry is the clock before the first change."""
 
-    __slots__ = ("_clocks", "_first", "_versions")
+    __slots__ = ("_clocks", "_versions")
 
     def __init__(self, clock: int) -> None:
         self._versions = array("q", [-1])
         self._clocks = array("q", [clock])
-        self._first = 0
 
-    def append(self, version: int, clock: int) -> None:
+    def append(self, version: int, clock: int, kept: int) -> None:
+        """Add a change, and forget changes before the last `kept` ones."""
         self._versions.append(version)
         self._clocks.append(clock)
+        if len(self._versions) > kept + kept // 4:  # rarely: the deletion moves what is kept
+            del self._versions[:-kept], self._clocks[:-kept]
 
-    def forget_first(self) -> None:
-        self._first += 1
-        if self._first >= _TRIM_AT and 2 * self._first >= len(self._versions):
-            del self._versions[: self._first], self._clocks[: self._first]
-            self._first = 0
-
-    def at(self, version: int) -> int:
-        return self._clocks[bisect_right(self._versions, version, self._first) - 1]
+    def at(self, version: int) -> int | None:
+        """Return the clock at a version; None if its change is forgotten."""
+        at = bisect_right(self._versions, version)
+        return self._clocks[at - 1] if at else None

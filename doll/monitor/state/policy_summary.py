@@ -21,7 +21,7 @@ class Staleness(msgspec.Struct, frozen=True):
         mean: mean difference; None without reads.
         p99: 99 % of the reads are not staler than this difference; None without reads.
         reads: number of differences in `histogram`.
-        older_reads: number of reads of versions that are too old for a comparison.
+        older_reads: number of differences that are not in it, because the version that was read is too old.
         histogram: number of reads by difference.
     """
 
@@ -30,6 +30,11 @@ class Staleness(msgspec.Struct, frozen=True):
     reads: int
     older_reads: int
     histogram: dict[int, int]
+
+    @property
+    def counted_share(self) -> float:
+        """The share of all differences that are in `histogram`; NaN without reads."""
+        return Histogram(self.histogram, older=self.older_reads).counted_share
 
 
 class BytesSent(msgspec.Struct, frozen=True):
@@ -99,6 +104,7 @@ class PolicySummary(msgspec.Struct, frozen=True):
         """Return plain values for `report.json`; `msgspec.convert` with `strict=False` reads them."""
         plain: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
         pushed, fetched = self.bytes.pushed, self.bytes.fetched
+        plain["staleness"]["counted_share"] = self.staleness.counted_share
         plain["bytes"] |= {"pushed": pushed, "fetched": fetched, "both_ways": pushed + fetched}
         return {**plain, "blocked_share": self.blocked_share}
 
@@ -110,9 +116,15 @@ class PolicySummary(msgspec.Struct, frozen=True):
 
     @property
     def staleness_text(self) -> str:
-        """The mean staleness, and the staleness that 99 % of the reads do not exceed."""
+        """The mean staleness, the staleness that 99 % of the reads do not exceed, and the share that is counted."""
         mean, p99 = self.staleness.mean, self.staleness.p99
-        return "?" if mean is None or p99 is None else f"{number(mean)} (p99 {number(p99)})"
+        return "?" if mean is None or p99 is None else f"{number(mean)} (p99 {number(p99)}, {self.counted_text})"
+
+    @property
+    def counted_text(self) -> str:
+        """The share of the reads that staleness counts, rounded down: 100 % means all."""
+        share = self.staleness.counted_share
+        return f"{math.floor(1000 * share) / 10:g} % of reads" if known(share) else "?"
 
     @property
     def blocked_text(self) -> str:

@@ -266,7 +266,7 @@ def _staleness(policy: PolicySummary) -> str:
     mean, p99 = policy.staleness.mean, policy.staleness.p99
     if mean is None or p99 is None:
         return ""
-    return f"{number(mean)} batches (99 %: {number(p99)}, lock step: -1)"
+    return f"{number(mean)} batches (99 %: {number(p99)}, lock step: -1; {policy.counted_text})"
 
 
 def _worker(line: WorkerLine, state: PageState) -> dict[str, Any]:

@@ -102,6 +102,7 @@ def _policy_samples(measures: Measures) -> Iterator[MetricSample]:
     if reads.size:
         yield MetricSample("doll_ps_staleness_mean", (), reads.mean)
         yield MetricSample("doll_ps_staleness_p99", (), reads.percentile(1))
+        yield MetricSample("doll_ps_staleness_counted_ratio", (), reads.counted_share)
     for difference, count in sorted(reads.counts.items()):
         yield MetricSample("doll_ps_staleness_reads_total", (("difference", str(difference)),), float(count))
     for name in _MEASURES:

@@ -15,6 +15,7 @@ from doll.theory.staleness import ALL_UP_TO, HISTORY, StalenessMeter
 
 _FIRST_READ: Final = -1  # lower than every version
 _AS_PUSH: Final = -1  # placeholder: the batch was computed with the version that its push names
+_SKIPPED: Final = -1  # number of the batch in the push of a range without records (ADR 47)
 
 
 class PolicyMeasures:
@@ -37,8 +38,12 @@ class PolicyMeasures:
             version=engine.version,
             history=0 if exact else HISTORY,
             all_up_to=0 if exact else ALL_UP_TO,
-            is_active=lambda number: engine.worker(number).is_live and engine.policy.is_waited_for(number),
+            is_live=lambda number: engine.worker(number).is_live,
+            minimum_clock=engine.policy.minimum_clock,
         )
+        for number, batches in enumerate(self._learned):
+            if offset := engine.policy.clock_offset(number):  # it outlives the server
+                self._meter.joined(number, batches + offset)
         self._pushed_at_s: dict[int, float] = {}  # time of the last push of each worker's process
         self._read: dict[int, int] = {}  # newest version that each worker's process has read
         self.blocked_s = 0.0
@@ -78,16 +83,15 @@ class PolicyMeasures:
 
     def applied(self, update: ApplyUpdate) -> None:
         """Note that an update was applied. Call it once for each update, in order."""
+        learned = [item for item in update.sets if item.push.batches]
+        if learned and learned[0].push.batches[0].batch == _SKIPPED:  # the only set of its update
+            worker, count = learned.pop().push.worker, update.sets[0].batches[0].count
+            self._meter.skipped(worker, count)
+            self._learned[worker] += count
         for worker in self._engine.policy.take_raised():
             self._joined(worker)
-        for item in update.sets:
+        for item in learned:
             push = item.push
-            if not push.batches:
-                continue
-            if (count := item.batches[0].count) > 1:
-                self._meter.skipped(push.worker, count)
-                self._learned[push.worker] += count
-                continue
             clock = self._learned[push.worker]
             self._learned[push.worker] += len(push.batches)
             if push.batches[0].version in (_AS_PUSH, push.version):
@@ -100,9 +104,8 @@ class PolicyMeasures:
             if push.version > self._read.get(push.worker, _FIRST_READ):
                 self._read[push.worker] = push.version
                 self._read_bytes += push.delta_bytes or self._weights_bytes
-        for item in update.sets:
-            if item.push.batches and item.batches[0].count == 1:
-                self._meter.applied(item.push.worker, update.version, self._learned[item.push.worker])
+        for item in learned:
+            self._meter.applied(item.push.worker, update.version, self._learned[item.push.worker])
 
     def _add_times(self, item: AppliedSet) -> None:
         push = item.push

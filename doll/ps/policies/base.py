@@ -188,9 +188,10 @@ class Policy(ABC):
         """Return the workers whose `clock_offset` has increased since the last call. Used for measures only."""
         return ()
 
-    def is_waited_for(self, worker: int) -> bool:
-        """Return whether others may have to wait for this live worker now. Used for measures only. Default: True."""
-        return True
+    def minimum_clock(self, version: int) -> int:
+        """Return the clock that each live worker has at least at a version, in batches, also one without batches. Used
+        for measures only. Default: 0, for a policy without clocks."""
+        return 0
 
     def state(self) -> dict[str, Any] | None:
         """Return the policy's state for a checkpoint, beyond the engine's counters. None: the policy has no state.

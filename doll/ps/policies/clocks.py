@@ -8,8 +8,9 @@ decreases.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from heapq import heappop, heappush
+from operator import itemgetter
 from typing import Any
 
 
@@ -22,7 +23,7 @@ class WorkerClocks:
     """
 
     def __init__(self, history: int) -> None:
-        """`history`: number of clocks below the minimum for which `version_of` may be called."""
+        """`history`: number of clocks below the minimum that `version_of` and `minimum_at` know."""
         self.minimum = 0
         self.raised: set[int] = set()
         self._history = history
@@ -32,9 +33,6 @@ class WorkerClocks:
         self._heap: list[int] = []  # the keys of `_counts`, and earlier keys
         # (clock, version at which the minimum reached it), both increasing. The last item is (minimum, ...).
         self._reached: list[tuple[int, int]] = [(0, 0)]
-
-    def __contains__(self, worker: int) -> bool:
-        return worker in self._clocks
 
     def slowest(self) -> list[int]:
         """Return the active workers whose clock is the minimum. Looks at all active workers."""
@@ -83,6 +81,10 @@ class WorkerClocks:
     def version_of(self, clock: int) -> int:
         """Return the first version with every active worker's batches below `clock`, which is at most `minimum`."""
         return self._reached[bisect_left(self._reached, (clock, 0))][1]
+
+    def minimum_at(self, version: int) -> int:
+        """Return the minimum at a version; for the current version, the minimum so far."""
+        return self._reached[max(0, bisect_right(self._reached, version, key=itemgetter(1)) - 1)][0]
 
     def state(self) -> dict[str, Any]:
         """Return the clocks for a checkpoint: a later server has the same clocks for the same counts of batches."""

@@ -48,7 +48,8 @@ class GatedByClock(Policy):
 
     def __init__(self, history: int) -> None:
         """`history`: how far `needed` may be below the minimum clock, for workers that are not behind the minimum."""
-        self._clocks = WorkerClocks(history)
+        # Once a batch is applied, the minimum may be `history` + 1 above its clock: so far as the others may be ahead.
+        self._clocks = WorkerClocks(2 * history + 1)
         self._gate = WaitingAtGate()
         self._live: dict[int, None] = {}
 
@@ -114,8 +115,8 @@ class GatedByClock(Policy):
         raised, self._clocks.raised = self._clocks.raised, set()
         return raised
 
-    def is_waited_for(self, worker: int) -> bool:
-        return worker in self._clocks
+    def minimum_clock(self, version: int) -> int:
+        return self._clocks.minimum_at(version) * self.batches_per_push
 
     def state(self) -> dict[str, Any] | None:
         return self._clocks.state()

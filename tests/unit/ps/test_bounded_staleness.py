@@ -273,6 +273,7 @@ def test_a_worker_that_comes_back_starts_at_the_minimum_and_no_lower() -> None:
     again.restore(clocks.state())
     again.set(1, 1, is_active=True)
     assert (again.minimum, again.offset(1), again.version_of(8)) == (8, 7, 10)
+    assert [again.minimum_at(version) for version in (0, 6, 7, 9, 10, 11)] == [0, 0, 7, 7, 8, 8]
 
 
 @pytest.mark.parametrize(

@@ -109,11 +109,11 @@ def test_in_turn_every_pair_counts_equally_often() -> None:
     num_workers = 20
     asked: list[int] = []
 
-    def is_active(worker: int) -> bool:
+    def is_live(worker: int) -> bool:
         asked.append(worker)
         return True
 
-    meter = StalenessMeter([0] * num_workers, is_active=is_active)
+    meter = StalenessMeter([0] * num_workers, is_live=is_live)
     pairs: Counter[tuple[int, int]] = Counter()
     for _ in range(3 * (num_workers - 1)):
         for worker in range(num_workers):
@@ -127,30 +127,46 @@ def test_in_turn_every_pair_counts_equally_often() -> None:
 def test_the_cost_of_a_read_does_not_grow_with_the_workers(num_workers: int) -> None:
     asked = 0
 
-    def is_active(worker: int) -> bool:
+    def is_live(worker: int) -> bool:
         nonlocal asked
         asked += 1
-        return True
+        return worker == 3 or not only_one
 
-    meter = StalenessMeter([0] * num_workers, is_active=is_active)
+    only_one = False
+    meter = StalenessMeter([0] * num_workers, is_live=is_live)
     meter.read(3, 0, 0)
-    assert asked == 1
+    assert (asked, meter.histogram.size) == (1, 1)
+    only_one = True
+    meter.read(3, 0, 0)
+    assert (meter.histogram.size, meter.histogram.older) == (1, 0), "there is nobody to compare it with"
 
 
-def test_what_it_keeps_of_old_versions_is_bounded_and_older_reads_are_counted_apart() -> None:
-    meter = StalenessMeter([0, 0, 0], history=10)
+@pytest.mark.parametrize(("num_workers", "history", "kept"), [(3, 600, 200), (50, 600, staleness.LEAST_HISTORY)])
+def test_what_it_keeps_of_old_versions_is_bounded_and_older_reads_are_counted_apart(
+    num_workers: int, history: int, kept: int
+) -> None:
+    meter = StalenessMeter([0] * num_workers, history=history, all_up_to=num_workers)
     for version in range(1, 2001):
-        meter.applied(0, version, version)  # the others stand still: what is kept of them is one clock each
-        meter.read(1, max(0, version - 9), 0)
-        assert len(meter._changes) <= 10
+        meter.applied(0, version, version)  # the others stand still: nothing is kept of them
+        meter.read(1, max(0, version - kept + 1), 0)
+        assert meter.histogram.older == 0
     (track,) = meter._tracks.values()
-    assert len(track._versions) <= 2 * staleness._TRIM_AT
+    assert len(track._versions) == len(track._clocks) <= 1.25 * kept
     before = meter.histogram.size
-    meter.read(1, 1989, 0)
-    assert (meter.histogram.older, meter.histogram.size) == (1, before)
-    meter.read(1, 1990, 0)
-    assert (meter.histogram.older, meter.histogram.size) == (1, before + 2)
-    assert meter.histogram.counts[bucket(1989)] >= 1  # of worker 0 at version 1990
+    meter.read(1, 2000 - len(track._versions), 0)
+    assert meter.histogram.older == 1, "of worker 0, whose clock at this version is forgotten"
+    assert meter.histogram.size == before + num_workers - 2
+    assert meter.histogram.counted_share == pytest.approx(1 - 1 / (meter.histogram.size + 1))
+    meter.read(1, 2000 - kept + 1, 0)
+    assert meter.histogram.older == 1
+    assert meter.histogram.counts[bucket(2000 - kept)] >= 1  # of worker 0 at this version
+
+
+def test_reads_from_before_the_meter_began_are_counted_apart() -> None:
+    meter = StalenessMeter([4, 6, 2], version=10)
+    meter.read(0, 9, 4)
+    meter.read(0, 10, 4)
+    assert (meter.histogram.older, meter.histogram.counts) == (2, {1: 1, -3: 1})
 
 
 def test_exact_versions_are_counted_without_a_history() -> None:
@@ -161,12 +177,12 @@ def test_exact_versions_are_counted_without_a_history() -> None:
     meter.applied(0, 11, 6)
     meter.read(1, 10, 7)
     assert meter.histogram.older == 1
-    assert meter._changes == meter._changes.__class__()
+    assert not meter._tracks
 
 
 def test_a_worker_that_comes_late_begins_at_the_others_clock() -> None:
     away = {2}
-    meter = StalenessMeter([0, 0, 0], is_active=lambda worker: worker not in away)
+    meter = StalenessMeter([0, 0, 0], is_live=lambda worker: worker not in away)
     for number in range(5):
         for worker in (0, 1):
             meter.read(worker, number, number)
@@ -178,11 +194,109 @@ def test_a_worker_that_comes_late_begins_at_the_others_clock() -> None:
     for worker, batch in ((0, 5), (1, 5), (2, 0)):
         meter.read(worker, 5, batch)
     assert meter.histogram.counts == {-1: 16}
-    meter.read(0, 4, 5)  # a version from before: it cannot hold what worker 2 has not missed
-    assert meter.histogram.counts == {-1: 16, -2: 1}
+    meter.read(0, 4, 5)  # a version from before: what worker 2 has missed is empty, so this version contains it
+    assert meter.histogram.counts == {-1: 17, -2: 1}
     meter.joined(2, clock=9)  # as a policy that keeps clocks says
     meter.read(2, 5, 0)
-    assert meter.histogram.counts == {-1: 16, -2: 1, 5 - 1 - 9: 2}
+    assert meter.histogram.counts == {-1: 17, -2: 1, 5 - 1 - 9: 2}
+
+
+def test_a_worker_without_batches_has_the_minimum_clock_of_each_version() -> None:
+    """Worker 2 has no batches. The minimum of a version is the clock that the other two have at least."""
+    meter = StalenessMeter([0, 0, 0], minimum_clock=lambda version: version // 2)
+    for number in range(8):
+        for worker in (0, 1):
+            meter.applied(worker, 2 * number + worker + 1, number + 1)
+    meter.read(0, 16, 8)
+    assert meter.histogram.counts == {-1: 2}
+    meter.read(0, 6, 8)  # with a minimum of 3: its weights are as old for worker 2 as for worker 1
+    assert meter.histogram.counts == {-1: 2, 3 - 1 - 8: 2}
+
+
+class Model:
+    """The definition, with the clocks of all versions: nothing is forgotten, and each call looks at everything.
+
+    A worker that joins late begins at the smallest clock of the others; what it has missed is in every version. With
+    `bounded`, the policy's minimum rises with the smallest clock, and counts for whoever is below it.
+    """
+
+    def __init__(self, num_workers: int, *, bounded: bool) -> None:
+        self.clocks = [[0] * num_workers]  # of each version
+        self.minima = [0]  # of each version
+        self.batches = [0] * num_workers
+        self.live = set(range(num_workers))
+        self.bounded = bounded
+
+    def minimum(self, version: int) -> int:
+        return self.minima[version]
+
+    def differences(self, worker: int, version: int) -> dict[int, int]:
+        """By the other worker."""
+        own = self.clocks[-1][worker]
+        clocks = enumerate(self.clocks[version])
+        return {n: max(at, self.minima[version]) - 1 - own for n, at in clocks if n != worker and n in self.live}
+
+    def applied(self, worker: int) -> None:
+        self.batches[worker] += 1
+        self.clocks.append([at + (n == worker) for n, at in enumerate(self.clocks[-1])])
+        least = min((self.clocks[-1][n] for n in self.live), default=0) if self.bounded else 0
+        self.minima.append(max(self.minima[-1], least))
+
+    def joined(self, worker: int) -> None:
+        least = min((self.clocks[-1][n] for n in self.live - {worker}), default=0)
+        if least > self.clocks[-1][worker]:
+            for clocks in self.clocks:
+                clocks[worker] = least
+        self.live.add(worker)
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("seed", seeds(50))
+def test_every_read_is_counted_as_the_definition_says(seed: int, bounded: bool) -> None:
+    """Workers join, leave, skip batches, come back, and use any version since they began."""
+    rng = random.Random(seed)
+    num_workers = rng.choice((1, 2, 3, 8, 40))
+    model = Model(num_workers, bounded=bounded)
+    is_live, minimum = model.live.__contains__, model.minimum
+    meter, in_turn = (
+        StalenessMeter([0] * num_workers, all_up_to=limit, is_live=is_live, minimum_clock=minimum)
+        for limit in (num_workers, 0)
+    )
+    expected: Counter[int] = Counter()
+    reads = 0
+    for _ in range(800):
+        worker = rng.randrange(num_workers)
+        step = rng.random()
+        if worker not in model.live:
+            if step < 0.3:
+                model.joined(worker)
+                for each in (meter, in_turn):
+                    each.joined(worker)
+        elif step < 0.03:
+            model.live.discard(worker)
+        elif step < 0.06:
+            count = rng.randrange(1, 5)
+            model.batches[worker] += count
+            for each in (meter, in_turn):
+                each.skipped(worker, count)
+        else:
+            newest = len(model.clocks) - 1
+            version = rng.choice((newest, rng.randint(max(0, newest - 20), newest), rng.randint(0, newest)))
+            due = model.differences(worker, version)
+            batch = model.batches[worker]
+            expected.update(due.values())
+            before = Counter(in_turn.histogram.counts)
+            for each in (meter, in_turn):
+                each.read(worker, version, batch)
+            reads += bool(due)
+            assert (Counter(in_turn.histogram.counts) - before).keys() <= {bucket(each) for each in due.values()}
+            model.applied(worker)
+            for each in (meter, in_turn):
+                each.applied(worker, newest + 1, batch + 1)
+    assert meter.histogram.counts == Counter(bucket(each) for each in expected.elements())
+    assert meter.histogram.total == sum(expected.elements())
+    assert in_turn.histogram.size == reads
+    assert meter.histogram.older == in_turn.histogram.older == 0
 
 
 def test_batches_of_the_warm_up_are_not_counted() -> None:

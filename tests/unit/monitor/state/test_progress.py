@@ -5,9 +5,11 @@ import json
 import math
 from dataclasses import replace
 
+import msgspec
 import pytest
 from doll.amounts import clock, number
 from doll.config import JobConfig, StopConfig, load, parse
+from doll.monitor.state.policy_summary import PolicySummary
 from doll.monitor.state.progress import ProgressModel
 from doll.monitor.views.display import Display, panel
 from doll.monitor.views.text import one_line, table_lines, worker_table
@@ -346,11 +348,21 @@ def test_what_the_policy_cost_is_added_up_over_the_terms() -> None:
     assert policy.staleness.mean == pytest.approx(-23 / 8)
     assert (policy.blocked_share, policy.bytes.gradients) == (0.25, 50)
     assert policy.text() == (
-        "staleness -2.88 (p99 -5), workers blocked 25 % of the time, 1,234 batches void, gradients 50 B, weights 0 B"
+        "staleness -2.88 (p99 -5, 100 % of reads), workers blocked 25 % of the time, 1,234 batches void, "
+        "gradients 50 B, weights 0 B"
     )
     assert policy.to_dict()["void_batches"] == 1_234
     model.feed(term_started(3, generation=3))
     assert model.snapshot(1.0).policy is None, "another run"
+
+
+@pytest.mark.parametrize(("older", "text"), [(0, "100 %"), (1, "99.9 %"), (10_000, "50 %"), (90_000, "10 %")])
+def test_a_share_of_reads_that_is_not_whole_is_never_shown_as_100_percent(older: int, text: str) -> None:
+    policy = PolicySummary.total([Measures(staleness={-1: 10_000}, staleness_total=-10_000, older_reads=older)])
+    assert policy is not None
+    assert policy.staleness_text == f"-1 (p99 -1, {text} of reads)"
+    assert policy.to_dict()["staleness"]["counted_share"] == 10_000 / (10_000 + older)
+    assert msgspec.convert(policy.to_dict(), PolicySummary, strict=False) == policy
 
 
 def test_no_rate_is_shown_before_a_start_is_over() -> None:

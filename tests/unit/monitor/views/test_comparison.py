@@ -93,7 +93,7 @@ def test_the_table_has_a_row_for_each_policy(fast: PolicyRun, slow: PolicyRun) -
     ]  # fmt: skip
     assert row.split()[:7] == ["bsp", "1", "x", "bsp", "30", "s", "480"]
     assert "2.0 MB of 8.0 MB" in row
-    assert "-1.03 (p99 -3)" in row
+    assert "-1.03 (p99 -3, 100 % of reads)" in row
     assert "25 %" in row
     assert other.startswith("doll:group_size=8")
     assert len({len(line) for line in lines[1:4]}) == 1, "the columns stand below each other"

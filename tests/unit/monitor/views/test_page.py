@@ -58,7 +58,7 @@ def test_the_four_questions_of_a_job_that_does_well(made_up: MadeUpJob) -> None:
     assert facts(shown, "safety")["audit"] == "61,440 offsets in updates, 0 missing, 0 twice so far"
     assert facts(shown, "safety")["durable"] == "version 474, updates after it: 6"
     assert verdict(shown, "work") == ("good", "8 of 8 workers are live")
-    assert facts(shown, "work")["staleness"] == "-0.899 batches (99 %: -1, lock step: -1)"
+    assert facts(shown, "work")["staleness"] == "-0.899 batches (99 %: -1, lock step: -1; 100 % of reads)"
 
 
 def test_a_job_without_a_provisioner_foresees_its_end_by_its_own_rate() -> None:

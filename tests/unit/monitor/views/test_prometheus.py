@@ -163,12 +163,15 @@ def test_the_age_of_each_roles_last_sign_of_life_is_exposed() -> None:
 
 def test_reads_are_counted_by_staleness() -> None:
     job = JobMetrics("j", 2)
-    measures = Measures(staleness={-3: 1, -1: 99}, staleness_total=-102, blocked_s=2.5, weights_bytes=40)
+    measures = Measures(
+        staleness={-3: 1, -1: 99}, staleness_total=-102, older_reads=25, blocked_s=2.5, weights_bytes=40
+    )
     job.feed(server_status(measures=measures))
     values = exposed(job)
     assert values[key("doll_ps_staleness_reads_total", difference="-3")] == 1
     assert values[key("doll_ps_staleness_reads_total", difference="-1")] == 99
     assert values[key("doll_ps_staleness_mean")] == pytest.approx(-1.02)
     assert values[key("doll_ps_staleness_p99")] == -3
+    assert values[key("doll_ps_staleness_counted_ratio")] == 0.8
     assert values[key("doll_ps_blocked_seconds_total")] == 2.5
     assert values[key("doll_ps_weights_bytes_total")] == 40

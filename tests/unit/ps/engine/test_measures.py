@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 from doll.config.policy import PolicyConfig, policy_section
+from doll.monitor.state.policy_summary import PolicySummary
 from doll.provisioner.traces.availability import Markov
 from doll.ps.engine.engine import Engine
 from doll.ps.engine.events import ApplyUpdate
@@ -16,6 +17,7 @@ from doll.ps.policies.asp import AspPolicyConfig
 from doll.ps.policies.bsp import BspPolicyConfig
 from doll.ps.policies.vap import VapPolicyConfig
 from doll.records.control import Join, Measures
+from doll.theory.staleness import ALL_UP_TO
 from engine_world import POLICIES
 from pushes import applied_set, push_of
 from record_builders import announce
@@ -136,6 +138,28 @@ def test_the_clocks_of_a_policy_outlive_the_server() -> None:
         pushed = push_of(worker=worker, session=session[worker], term=2, version=120, batch=batch, grant_id=1, key="")
         measures.applied(ApplyUpdate(121, (applied_set(pushed),), 1.0, 0, 0))
     assert measures.report().staleness == {-1: 2}, "both have read a version with 100 batches' worth of either"
+
+
+@pytest.mark.parametrize("name", ["asp", "vap", "ssp", "essp", "wsp"])
+@pytest.mark.parametrize("workers", [4, 40])
+@pytest.mark.parametrize("compute_s", [0.01, 0.9])
+def test_every_read_is_counted(name: str, workers: int, compute_s: float) -> None:
+    """Whether workers seldom have a batch, so that nobody waits for them, or nearly always."""
+    system = System(
+        SimulationSettings(
+            rates_per_s=[10.0, 14.0, 6.0, 10.0] * (workers // 4), batch_size=10, policy=POLICIES[name],
+            compute_s=compute_s, seconds=100.0,
+        ),
+        measure=True,
+    )  # fmt: skip
+    system.run()
+    assert system.measures is not None
+    summary = PolicySummary.total([system.measures.report()])
+    assert summary is not None
+    learned = sum(worker.applied for worker in system.engine.workers())
+    assert learned > 200
+    assert summary.staleness.reads == learned * (workers - 1 if workers <= ALL_UP_TO else 1)
+    assert summary.staleness.counted_share == 1.0
 
 
 @pytest.mark.parametrize("name", POLICIES)
