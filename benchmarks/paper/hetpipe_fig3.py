@@ -192,8 +192,8 @@ def checks_of(model: str, by_kind: dict[str, list[Point]], falls: dict[str, floa
     ]  # fmt: skip
     monotone = sum(each <= 0.01 for each in falls.values())
     checks.append(
-        Check(f"{model}: kinds whose throughput does not fall with N_m, same cut", "all", len(falls), monotone, "all",
-              monotone == len(falls))
+        claim("order", f"{model}: kinds whose throughput does not fall with N_m, same cut", "all", monotone, "all",
+              monotone == len(falls), formula=len(falls))
     )  # fmt: skip
     return checks
 
@@ -225,7 +225,7 @@ def run(quick: bool) -> Result:
             )
         )
         checks.append(
-            claim(f"{model}: gain of many minibatches, mixed kinds by kinds of one GPU, means", "below 1",
+            claim("order", f"{model}: gain of many minibatches, mixed kinds by kinds of one GPU, means", "below 1",
                   mixed / alike, "< 1", mixed < alike, _MIXED)
         )  # fmt: skip
         for allocation in ALLOCATIONS:
@@ -235,7 +235,7 @@ def run(quick: bool) -> Result:
                 checks.append(Check(what, None, None, number, "", None))
             else:
                 checks.append(
-                    claim(what, paper, number, "paper ± 1", abs(number - paper) <= 1,
+                    claim("value", what, paper, number, "paper ± 1", abs(number - paper) <= 1,
                           _IN_FLIGHT if model == "ResNet-152" else "")
                 )  # fmt: skip
     rows: list[dict[str, Value]] = [
