@@ -76,7 +76,7 @@ def _range(value: float, sd: float, most_decimals: int = _MOST_DECIMALS) -> str:
 
 
 def _decimals_of(value: float) -> int:
-    """Return the number of decimal places that shows two significant digits of `value`."""
+    """Return the number of decimal places with which two significant digits of `value` are shown."""
     return 0 if value == 0 else min(_MOST_DECIMALS, 1 - math.floor(math.log10(abs(value))))
 
 

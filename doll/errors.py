@@ -43,12 +43,12 @@ class BlobError(DollError):
 
 
 class NotFiniteError(BlobError):
-    """A blob is complete, but a value in it is NaN or infinite: the process that computed it is at fault, not the
+    """A blob is complete, but a value in it is NaN or infinite. The process that computed it is at fault, not the
     transport."""
 
 
 class SampleError(DollError):
-    """A record is not a sample of the task: it is dead-lettered with this message as the reason."""
+    """A record is not a sample of the task. It gets a dead letter with this message as the reason."""
 
 
 class BadRecordsError(SampleError):
@@ -64,7 +64,7 @@ class BadRecordsError(SampleError):
 
 
 class SkipRecord(DollError):
-    """The task skips a record, for the reason in the message: the record is counted, and is not a dead letter."""
+    """The task skips a record, for the reason in the message. The record is counted, but gets no dead letter."""
 
 
 class RetryLater(DollError):

@@ -130,7 +130,8 @@ def resolve(config: JobConfig, *, needs_redis: bool = True) -> Services:
     malformed.
 
     Args:
-        needs_redis: False: the caller only reads Kafka. If there is no Redis address, it is empty in the result.
+        needs_redis: whether a missing Redis address is an error. False: the address may then be empty, because the
+            caller only reads Kafka.
     """
     kafka, redis_url = kafka_address(config), redis_address(config)
     missing = []

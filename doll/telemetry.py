@@ -126,7 +126,7 @@ def _printable(text: str, keep: Iterable[str]) -> str:
 
 
 class RateLimitFilter(logging.Filter):
-    """A filter that passes each message of a library once in 30 s: a client without a server may log 70 a second.
+    """A filter that passes each message of a library once in 30 s, because a client without a server may log 70/s.
 
     Messages are compared by their text before values are inserted.
     """

@@ -24,10 +24,10 @@ _SENT_AT_ONCE: Final = 256  # records
 
 
 class Feeder:
-    """Serves the records of an iterator to a producer. One thread reads the iterator; another one sends the records.
+    """Serves the records of an iterator to a producer. One thread reads the iterator, another one sends the records.
 
-    Sample i goes to stream i mod N. When a producer connects, it tells how many samples each stream has, and receives
-    the rest.
+    Sample i goes to stream i mod N. When a producer connects, it sends the number of samples that each stream has, and
+    receives the remaining samples.
 
     Attributes:
         path: path of the socket, in a folder that only this user can read.
@@ -61,7 +61,7 @@ class Feeder:
         return self._closed
 
     def close(self) -> None:
-        """End the threads and remove the socket. If the iterator is computing its next item, it is not waited for."""
+        """End the threads and remove the socket. This does not wait for an iterator that is computing an item."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -119,7 +119,7 @@ class Feeder:
         return at + len(kept), b"".join(wanted), ended
 
     def release(self, line: bytes) -> list[int]:
-        """Delete the samples that Kafka has, as a producer's line states; return the number of samples of each stream.
+        """Delete the samples that Kafka has according to a producer's line. Return each stream's number of samples.
 
         Raises:
             RecordError: the line is not valid.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def plan(job: str | Path, *, instance: str | None = None, region: str | None = None, **goals: Any) -> Assessment:
-    """Plan a job: whether it can meet its goals, which workers run on spot, and the cost (`doll plan`).
+    """Plan a job: determine whether it can meet its goals, which workers run on spot, and the cost (`doll plan`).
 
     Args:
         job: path of a job file or of a run folder, or the name of a shipped example.

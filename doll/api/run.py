@@ -131,7 +131,7 @@ class Run:
         """Change the number of workers of the run (`doll scale`).
 
         Raises:
-            ConfigError: the job allows fewer workers, or the run has ended.
+            ConfigError: the job does not allow this number of workers, or the run has ended.
             ServiceUnavailableError: the broker or the parameter server does not answer.
         """
         from doll.run import scale as scaling
@@ -183,8 +183,8 @@ class Run:
         return module
 
     def audit(self) -> dict[str, Any]:
-        """Return what happened to every sample of the stream, as in `audit.json`: from the topics of a running run,
-        otherwise from the audit at its end.
+        """Return the status of every sample of the stream, in the form of `audit.json`. While the run is running, it is
+        read from the topics, later from the audit at the end of the run.
 
         Raises:
             AuditError: a sample is missing or was counted twice.
@@ -204,7 +204,7 @@ class Run:
         return ledger.to_dict()
 
     def plot(self) -> Any:
-        """Return the page of a run that has ended: in a notebook the page itself, otherwise its path."""
+        """Return the page of a run that has ended: the page itself in a notebook, otherwise its path."""
         path = RunFolder(self.folder).page
         if not path.exists():
             raise ConfigError(

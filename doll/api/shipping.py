@@ -2,8 +2,7 @@
 
 A class of a module is referred to by its module. The following are written with cloudpickle: a class of a notebook or
 of `__main__`, an instance, and a class without `decode` for pairs (x, y). Only the folder's owner can read or write the
-file, and processes load it only from there: nothing that is received over a network is ever unpickled
-(docs/security.md).
+file, and processes load it only from this folder. Data from a network are never unpickled (docs/security.md).
 """
 
 from __future__ import annotations
@@ -107,9 +106,10 @@ def _pickled(value: Any) -> bytes:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     """Pickles classes of a notebook together with the types of their fields, which cloudpickle omits.
 
-    cloudpickle first creates a class without annotations and sets its attributes afterwards. A `msgspec.Struct` reads
-    its fields when it is created, and would have none. Annotations that are text (`from __future__ import annotations`)
-    name objects of the notebook, which do not exist in the process that loads the class.
+    cloudpickle first creates a class without annotations and sets its attributes afterwards. But a `msgspec.Struct`
+    determines its fields when the class is created, so it would have no fields. Annotations that are text (`from
+    __future__ import annotations`) name objects of the notebook, which do not exist in the process that loads the
+    class.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -179,7 +179,7 @@ def _make_struct(
 
 
 def _post_init(self: Any) -> None:
-    """Call the class's own `__post_init__`, which is set after creation, but which msgspec looks for at creation."""
+    """Call the class's own `__post_init__`. It is set after the class is created, but msgspec looks for it before."""
     type(self).__post_init__(self)
 
 

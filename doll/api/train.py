@@ -47,8 +47,8 @@ def train(
     """Train on a source on this machine, as `doll up` does: with Kafka, a parameter server and workers as processes.
 
     Args:
-        task: a subclass of `doll.Task`, or an instance of one. It may be defined in a notebook. Without `decode`, the
-            samples must be pairs (x, y).
+        task: a subclass of `doll.Task`, or an instance of one. It may be defined in a notebook. If it has no `decode`,
+            the samples must be pairs (x, y).
         source: the samples: any iterable of pairs (x, y), dicts, str or bytes; arrays (X, y); a DataFrame; or a torch
             dataset. Alternatively a dict with the `source` section of a job file: `{"kind": "csv", "path":
             "rows.csv"}`.
@@ -177,7 +177,7 @@ def _job_content(job: str | Path | None) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value for a job file that can be loaded from any folder: with absolute paths and plain numbers."""
+    """Return the value with absolute paths and plain numbers, for a job file that can be loaded from any folder."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

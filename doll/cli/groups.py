@@ -25,7 +25,7 @@ _RENAMED_OPTIONS: Final = {"--runs-folder": "--parent-folder"}
 
 
 class DollGroup(typer.core.TyperGroup):
-    """A group that turns a `DollError` into one message on standard error and the exit code of its class.
+    """A group that reports a `DollError` as one message on standard error, and exits with the exit code of its class.
 
     With `DOLL_DEBUG=1` the traceback is shown, too. The help is plain text; it lists commands in their registration
     order.

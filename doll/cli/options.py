@@ -209,7 +209,7 @@ class StreamOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MarketOptions:
-    """Options that replace keys of the job file's plan section about machines; each field has the name of its key."""
+    """Options for machines. Each field has the name of the key of the job file's plan section that it replaces."""
 
     spot_usd_per_h: Annotated[
         float | None, typer.Option("--spot-price", help="Price of a running spot machine, USD per hour.")

@@ -1,5 +1,5 @@
-"""`doll plan` estimates, before a job runs, whether it can meet its goals, with which workers on spot, and at what
-cost; `doll calibrate` estimates the constants of a plan from the folder of a run."""
+"""`doll plan` estimates, before a job runs, whether it can meet its goals, which workers run on spot, and the cost.
+`doll calibrate` estimates the constants of a plan from the folder of a run."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def status(job: JobOptions, run_folder: RunFolderOption = None, as_json: JsonOpt
 def _provisioner(
     at: Target, overrides: list[str], *, dry_run: bool = False
 ) -> Iterator[tuple[ProvisionerProcess, Interrupts]]:
-    """Yield a provisioner that has read its history. Until then, interrupts end the process; later, only its loop."""
+    """Yield a provisioner that has read its history. Before that, interrupts end the process; then, only its loop."""
     from doll.config import load
     from doll.process.signals import Interrupts
     from doll.provisioner.main import ProvisionerProcess, ProvisionerSetup

@@ -131,7 +131,7 @@ def _wanted(version: str | None, split: str | None) -> dict[str, float]:
 
 
 def _plain(version: str) -> str:
-    """Return the version in its plain form, such as `7` for `007`. Refuse a text that is not a version or alias."""
+    """Return the version in its plain form, such as `7` for `007`. Refuse any text but versions and aliases."""
     version = version.strip()
     if version.isdecimal():
         return str(int(version))

@@ -1,12 +1,13 @@
 """The job file: one YAML file that describes a whole job and is checked before anything starts.
 
-Order of precedence: defaults < file < `--set key=value`. The file never contains credentials: they are in the
-environment (`DOLL_KAFKA_USERNAME`, `DOLL_KAFKA_PASSWORD`, `DOLL_REDIS_PASSWORD`), from which the code that opens a
-connection reads them.
+Order of precedence: defaults < file < `--set key=value`. The file never contains credentials: they are in environment
+variables (`DOLL_KAFKA_USERNAME`, `DOLL_KAFKA_PASSWORD`, `DOLL_REDIS_PASSWORD`). The code that opens a connection reads
+these variables.
 
-The module `job` defines the whole file. `training`, `tables`, `policy`, `data`, `source`, `roles`, `pipeline`,
-`provision` and `fleets` define its sections, which are subclasses of `section.Section`. `variants` selects a class by
-the value of a key. `loader` reads a file and formats its errors. `reference` generates docs/configuration.md.
+The module `job` defines the whole file. `training`, `tables`, `policy`, `data`, `format`, `source`, `roles`,
+`connections`, `pipeline`, `provision` and `fleets` define its sections, which are subclasses of `section.Section`.
+`variants` selects a class by the value of a key. `loader` reads a file and formats its errors.
+`deploy/config_reference.py` makes docs/configuration.md from these classes.
 """
 
 from doll.config.fleets import ComposeFleetConfig as ComposeFleetConfig

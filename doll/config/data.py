@@ -29,8 +29,9 @@ MAX_DEFAULT_PLACES: Final = 64
 
 
 class BadRecordsConfig(Section):
-    """When refused records end a job. It then ends with exit code 2 and lists the reasons. All refused records are
-    dead-lettered. A checkpoint contains the records that ended the job, so `doll resume` continues after them."""
+    """The limit at which refused records end a job. The job then ends with exit code 2 and lists the reasons. A dead
+    letter is written for each refused record. A checkpoint contains the records that ended the job, so `doll resume`
+    continues after them."""
 
     share: float | None = Field(default=0.99, gt=0, le=1)
     """the job ends if at least this share of its most recent records, over all workers, is refused; null: never"""
@@ -74,7 +75,7 @@ _WORDS: Final = ("earliest", "latest")
 
 
 def _check_start(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """Report one error for a wrong value, instead of one error for each form that the value may have."""
+    """Report a single error for a wrong value, and not one error for each form that the value may have."""
     if isinstance(value, dict):
         return StartConfig.model_validate(value)
     if isinstance(value, StartConfig) or value in _WORDS:
@@ -154,7 +155,7 @@ class DataConfig(Section):
 
     @property
     def num_partitions(self) -> int:
-        """The number of streams: partitions of the samples topic. Raises ConfigError if Kafka has not been asked."""
+        """The number of streams (partitions of the samples topic). Raises ConfigError if Kafka has not been asked."""
         if self.asks_kafka:
             raise ConfigError(
                 f"data.partitions: expected the number of partitions of topic {self.topic}, which only Kafka knows: "
@@ -164,17 +165,17 @@ class DataConfig(Section):
 
     @property
     def places(self) -> int:
-        """The number of workers to which the job can be scaled; an upper bound if Kafka has not been asked yet."""
+        """The maximum number of workers of the job; an upper bound of this number if Kafka has not been asked yet."""
         streams = MAX_DEFAULT_PLACES if self.asks_kafka else min(self.num_partitions, MAX_DEFAULT_PLACES)
         return self.max_workers or max(self.workers, streams)
 
     @property
     def least_places(self) -> int:
-        """The minimum of `places` for a job that continues: somebody else's topic may have grown since."""
+        """The minimum of `places` for a job that continues, because a foreign topic may have more partitions now."""
         return self.places if self.topic is None else self.max_workers or self.workers
 
     def by_worker(self, of_streams: Sequence[float]) -> list[float]:
-        """Return, for each worker, the sum of `of_streams` over the streams that a new job assigns to it."""
+        """Return the sum of `of_streams` for each worker, over the streams that a new job assigns to the worker."""
         return [sum(of_streams[worker :: self.workers]) for worker in range(self.workers)]
 
     @property

@@ -1,8 +1,8 @@
-"""The fingerprint of a job: what checkpoint, parameter server and workers must agree on, as `key=value` fields. Pure.
+"""The fingerprint of a job: settings on which checkpoint, server and workers must agree, as `key=value` fields. Pure.
 
 Its keys are keys of the job file: the data keys that determine which samples a batch number refers to, the task and its
 arguments, and the whole training section. It also contains facts about the model. A server and its workers must agree
-in all of them. A run may be resumed with other values of some keys (`refused_changes`); see docs/operations.md.
+on all fields. A run may be resumed with other values of some keys (`refused_changes`); see docs/operations.md.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def job_fields(config: JobConfig) -> dict[str, str]:
 
 
 def _training_fields(training: TrainingConfig) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of the training section. A key that is not set is omitted, because a checkpoint of an
-    earlier release without this key does not contain it either."""
+    """Yield the keys and values of the training section. A key that is not set is omitted, because checkpoints of
+    earlier releases do not contain new keys."""
     section = training.model_dump(by_alias=True, exclude=set(NOT_KEPT))
     for number, (names, settings) in enumerate(section.pop("tables").items()):  # the first expression found applies
         section[f"tables.{number}"] = {"names": names, **settings}
@@ -114,8 +114,8 @@ def _training_fields(training: TrainingConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _stream_fields(data: DataConfig) -> dict[str, str]:
-    """Return the number of partitions; or the name of the topic if it belongs to somebody else. The owner of such a
-    topic may add partitions while the job runs, so the checkpoints contain the number that the job reads."""
+    """Return the number of partitions, or the name of a foreign topic. The owner of a foreign topic may add partitions
+    while the job runs, so the checkpoints contain the number that the job reads."""
     return {"data.partitions": str(data.num_partitions)} if data.topic is None else {"data.topic": data.topic}
 
 
@@ -138,8 +138,8 @@ def differences(expected: Mapping[str, str], got: Mapping[str, str]) -> str:
 
 
 def refused_changes(saved: Mapping[str, str], wanted: Mapping[str, str], may_change: Sequence[str] = MAY_CHANGE) -> str:
-    """Return the differences that prevent a job from continuing from a checkpoint with the fields `saved`; empty if
-    there are none."""
+    """Return the differences that make it impossible to continue from a checkpoint with the fields `saved`; or
+    empty."""
     fixed = _SCHEDULED if _SCHEDULE in saved and may_change is MAY_CHANGE else ()
     return _describe(
         saved, wanted, [key for key in _changed(saved, wanted) if key in fixed or not is_among(key, may_change)]
@@ -147,7 +147,7 @@ def refused_changes(saved: Mapping[str, str], wanted: Mapping[str, str], may_cha
 
 
 def resume_refusal(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-    """Return the changes that `refused_changes` refuses, and what to do about them; empty if there are none."""
+    """Return a text with the changes that `refused_changes` refuses and a remedy; empty if there are none."""
     refused = refused_changes(saved, wanted)
     if not refused:
         return ""
@@ -193,7 +193,7 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _argument(key: str, value: Any) -> str:
-    """Return the value of an argument; for a path, only its last part, because its folder may differ between
+    """Return the value of an argument. For a path, return only its last part: the folder may differ between
     machines."""
     if isinstance(value, str) and str(key).endswith(PATH_ENDINGS):
         value = PurePath(value).name
@@ -206,7 +206,7 @@ def _class(name: str) -> str:
 
 
 def _value(value: Any) -> str:
-    """Return text unchanged, and any other value as JSON without spaces; for a long value, return its checksum."""
+    """Return text unchanged, and any other value as JSON without spaces. For a long value, return a checksum."""
     plain = value if isinstance(value, str) else json.dumps(_in_order(value), separators=(",", ":"), default=str)
     text = _text(plain)
     if len(text) <= _MAX_VALUE_CHARS:

@@ -1,4 +1,4 @@
-"""How a record's value holds the fields that a `doll.FieldsTask` learns from."""
+"""The formats of a record's value, which contains the fields that a `doll.FieldsTask` learns from."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class JsonFormat(FormatSection):
 
 
 class AvroFormat(FormatSection):
-    """Each value is an Avro record, after the header of a schema registry: a byte 0 and the schema's id, 4 bytes. It
-    is decoded with the schema with which it was written, so a schema may change while the job runs. Dates and times
-    are decoded as the whole numbers that Avro stores. Credentials of the registry come from `DOLL_REGISTRY_USERNAME`
-    and `DOLL_REGISTRY_PASSWORD`, or `DOLL_REGISTRY_TOKEN`; `DOLL_REGISTRY_CA` is the path of the authority's
-    certificate."""
+    """Each value is an Avro record, after the header of a schema registry: a byte 0 and the schema's id, 4 bytes. Each
+    value is decoded with the schema with which it was written, so the schema may change while the job runs. Dates and
+    times are decoded as the whole numbers that Avro stores. Credentials of the registry come from
+    `DOLL_REGISTRY_USERNAME` and `DOLL_REGISTRY_PASSWORD`, or `DOLL_REGISTRY_TOKEN`; `DOLL_REGISTRY_CA` is the path of
+    the authority's certificate."""
 
     kind: Literal["avro"]
     registry: str | None = None
@@ -73,9 +73,9 @@ class AvroFormat(FormatSection):
 
 
 class ProtobufFormat(FormatSection):
-    """Each value is a Protobuf message. If a field is missing in a message, it gets the default of the task's `record`
-    if the field is declared `optional` or is a message, otherwise Protobuf's default. The same holds for fields of
-    nested messages. `uint64` and `fixed64` need the type `doll.UInt64`."""
+    """Each value is a Protobuf message. If a message lacks a field that is declared `optional` or is a message, the
+    field gets the default of the task's `record`. Any other missing field gets Protobuf's default. The same holds for
+    fields of nested messages. `uint64` and `fixed64` need the type `doll.UInt64`."""
 
     kind: Literal["protobuf"]
     message: str

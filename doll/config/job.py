@@ -75,7 +75,7 @@ class JobConfig(Section):
         return self
 
     def _problems(self) -> Iterator[str]:
-        """Yield the problems of keys that do not fit together. A rule may assume that the rules before it hold."""
+        """Yield the problems of keys that do not fit together. Each rule assumes that the earlier rules hold."""
         data, worker, policy = self.data, self.worker, self.training.policy
         if not JOB_NAME.fullmatch(self.job):
             yield f"job: expected 1-63 of a-z 0-9 _ - beginning with a letter or digit, got {self.job!r}"
@@ -191,7 +191,7 @@ class JobConfig(Section):
             )
 
     def path(self, value: Path) -> Path:
-        """Return `value`, resolved relative to the folder of the job file."""
+        """Return the path `value`, resolved relative to the folder of the job file."""
         return value if value.is_absolute() else self.base_folder / value
 
     def rates_per_s(self) -> list[float]:

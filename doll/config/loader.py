@@ -76,10 +76,10 @@ def dump_run(config: JobConfig, folder: Path) -> str:
 
 
 def located(data: dict[Any, Any], folder: Path) -> dict[Any, Any]:
-    """Return the keys of a job file in `folder`. Paths in the job file of a run are resolved in its present folder.
+    """Return the keys of a job file in `folder`. Paths of a run's job file are resolved in the present run folder.
 
-    The base folder (with the user's own files) stays where it was. If it does not exist there any more, it is searched
-    at the same path relative to the run.
+    The path of the base folder (with the user's own files) does not change. If this folder does not exist any more, it
+    is searched at the same path relative to the run.
     """
     if not isinstance(data.get("base_folder"), str):
         return data
@@ -97,7 +97,7 @@ def located(data: dict[Any, Any], folder: Path) -> dict[Any, Any]:
 
 
 def _replaced(value: Any, before: str, after: str) -> Any:
-    """Return `value`; if it is a path that equals or begins with `before`, with `after` instead of `before`."""
+    """Return `value`. If it is the path `before` or a path inside it, replace `before` by `after`."""
     if isinstance(value, dict):
         return {key: _replaced(inner, before, after) for key, inner in value.items()}
     if isinstance(value, list):
@@ -120,7 +120,7 @@ def _has_task(folder: Path, task: Any) -> bool:
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader of plain YAML values only. It counts merged keys (`<<`): a few lines of them can expand to 10^9 keys."""
+    """A loader that accepts only plain YAML values. It counts merged keys (`<<`), which can expand to 10^9 keys."""
 
     merged = 0
 
@@ -151,8 +151,9 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def plain_values(text: str, origin: str, what: str = "a job file") -> Any:
-    """Return the value of the YAML text `text`; its size and depth are limited, also after all references are expanded.
-    Raise ConfigError if `text` is not YAML or is too large; the message begins with `origin` and names `what`."""
+    """Return the value of the YAML text `text`. Its size and depth are limited, also after the expansion of all
+    references. Raise ConfigError if `text` is not YAML or is too large; the message begins with `origin` and names
+    `what`."""
     if len(text) > MAX_CHARS:
         raise ConfigError(f"{origin} not {what}: expected at most {MAX_CHARS} characters, got {len(text)}")
     try:

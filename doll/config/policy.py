@@ -8,7 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 from importlib.metadata import EntryPoint
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, Literal, NamedTuple
+
+from pydantic import Field
 
 from doll.config.section import Section
 from doll.config.variants import Variants
@@ -73,6 +75,20 @@ class PolicyConfig(Section, ABC):
         Only if `sends_steps`."""
         return 0.0
 
+    @property
+    def averages_workers(self) -> bool:
+        """Whether a contribution that a worker computes in parallel with others has the factor `share` in the model.
+        Default: no, because an update is one step on the mean of all of its contributions."""
+        return False
+
+    def share(self, num_workers: int) -> float:
+        """Return the factor of the step on one batch while `num_workers` workers are live. With it, the steps that all
+        workers make in parallel move the model as far as one step on their mean.
+
+        1 / P; in waves of N_m batches 1 / (P N_m). 1 if the policy does not average its workers.
+        """
+        return 1 / (max(1, num_workers) * self.batches_per_push) if self.averages_workers else 1.0
+
     @abstractmethod
     def batches_per_update(self, num_workers: int) -> int:
         """Return K: how many batches one update takes while `num_workers` workers are live."""
@@ -93,6 +109,21 @@ class PolicyConfig(Section, ABC):
             f"hold (worker.max_pending_batches {max_pending_batches}); start the missing workers, or restart with a "
             "larger worker.max_pending_batches or a smaller group"
         )
+
+
+class ParallelConfig(PolicyConfig, ABC):
+    """Base of the sections of policies under which the workers change the model in parallel, each by its own steps."""
+
+    contributions: Literal["mean", "sum"] = Field(
+        default="mean",
+        description="mean: each worker's step is divided by the number of live workers (and by wave_batches), so that "
+        "the same lr moves the model as far as under bsp; sum: the steps are added, as in the papers. The steps that a "
+        "task computes itself are always added",
+    )
+
+    @property
+    def averages_workers(self) -> bool:
+        return self.contributions == "mean"
 
 
 class _Policies(Variants):

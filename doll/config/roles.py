@@ -1,4 +1,4 @@
-"""The processes of a job and what they use: checkpoints, probes, blobs, the control channel."""
+"""The sections for the processes of a job, and for their checkpoints, probes, blobs and control channel."""
 
 from __future__ import annotations
 
@@ -120,9 +120,9 @@ class WorkerConfig(Section):
 
     @property
     def set_limit_s(self) -> float:
-        """The time after which a worker starts no other batch of a set, and sends the gradient of the set.
+        """The time after which a worker begins no further batch of a set, and sends the gradient of the set.
 
-        It is well below the time after which a grant is replaced, and below the time to drain.
+        This time is well below the timeout of a grant, and below the time to drain.
         """
         return min(MAX_SET_S, self.grant_timeout_s / 4, self.drain_s / 4)
 

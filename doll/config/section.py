@@ -1,7 +1,7 @@
-"""The base of every section of the job file, and the limits of its numbers by unit: the suffix of the key's name.
+"""The base class of all sections of the job file. It limits numbers by unit, the suffix of the key's name.
 
-No run can use a number beyond these limits: a wait that system calls refuse or round to 0, a size that exceeds any
-memory, an integer that JSON and float64 cannot represent. Keys with narrower bounds define their own.
+No run can use a number beyond these limits. Examples are a wait that system calls refuse or round to 0, a size that
+exceeds any memory, and an integer that JSON and float64 cannot represent. Some keys define narrower bounds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from doll.redaction import holds_credentials
 
 
 class Limits(NamedTuple):
-    """The smallest number above 0 and the largest number; negative numbers have the same limits."""
+    """The smallest and the largest absolute value of a number that is not 0."""
 
     least: float
     most: float
@@ -64,7 +64,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_credentials(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse URLs with credentials. A nested section checks its own fields, some with a better message."""
+        """Refuse URLs with credentials. A nested section checks its own fields, sometimes with a better message."""
         texts = value if isinstance(value, list) else [value]
         if isinstance(value, dict) and get_origin(cls.model_fields[info.field_name or ""].annotation) is dict:
             texts = list(value.values())
@@ -100,7 +100,7 @@ def _check_limits(name: str, field: FieldInfo, number: float) -> None:
 
 
 def _bounds_of(field: FieldInfo, *kinds: str) -> list[float]:
-    """Return the bounds of these kinds (gt, ge, lt, le; `allow_inf_nan`: unbounded) of a field or its numbers."""
+    """Return the bounds of these kinds (gt, ge, lt, le; `allow_inf_nan`: no bound) of a field or its numbers."""
     rules = [*field.metadata, *_rules(field.annotation)]
     bounds = [getattr(rule, kind, None) for rule in rules for kind in kinds]
     return [bound for bound in bounds if bound is not None]

@@ -44,15 +44,16 @@ class SourceSection(Section, ABC):
 
     @abstractmethod
     def position_identity(self) -> list[Any] | None:
-        """Return, as JSON, the values that determine a position in this source, from which a restarted producer
-        continues.
+        """Return, as JSON, the values that identify this source. A restarted producer continues from its last position
+        if they have not changed.
 
         None: the source has no positions, because it draws at random or is a pipe. Every source must define this
-        method: if a file source did not, the file would be sent again from its start.
+        method. Without it, a restarted producer would send a file again from its start.
         """
 
     def format_problem(self, given: FormatSection | None) -> str:
-        """Return why `data.format` does not decode what this source sends; "" if it does, or if the task decodes it."""
+        """Return the reason why `data.format` cannot decode this source's records; "" if it can, or if the task
+        does."""
         return ""
 
 
@@ -192,8 +193,8 @@ class FeedSource(SourceSection):
 
 
 class PythonSource(SourceSection):
-    """The records that a function returns: the function is called once for each stream, as `function(stream, **args)`,
-    and returns an iterator of bytes, or of texts, which are sent in UTF-8. `stream` is a
+    """The records that a function returns. The function is called once for each stream, as `function(stream, **args)`.
+    It returns an iterator of bytes or of texts; texts are sent in UTF-8. `stream` is a
     `doll.producers.sources.Stream`."""
 
     kind: Literal["python"]

@@ -1,7 +1,8 @@
 """Compute the size of a policy's step, relative to `bsp` at the same learning rate. Pure.
 
-The mean of the gradients of several workers makes one step. If the workers make steps in parallel and the server adds
-them, the model makes as many steps as there are workers.
+The mean of the gradients of several workers makes one step. Workers that change the model in parallel each make a
+step; with `contributions: mean` each of these steps is divided by the number of workers, so that together they move the
+model as far as one step on the mean. With `contributions: sum` the model moves as far as all of these steps together.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ def step_factor(config: JobConfig) -> float:
 
     >>> from doll.config import parse
     >>> job = "{job: j, task: {class: 'm:C'}, data: {workers: 4}}"
-    >>> [step_factor(parse(job, [f"training.policy.name={name}"])) for name in ("bsp", "ssp", "wsp")]
-    [1.0, 4.0, 16.0]
+    >>> policies = ("{name: bsp}", "{name: wsp}", "{name: ssp, contributions: sum}", "{name: wsp, contributions: sum}")
+    >>> [step_factor(parse(job, [f"training.policy={policy}"])) for policy in policies]
+    [1.0, 1.0, 4.0, 16.0]
     """
     policy, workers = config.training.policy, config.data.workers
     is_sum = config.training.reduction == "sum"
     if (outer := policy.outer_step) is not None:
         factor = outer.lr / (1 - outer.momentum)
     elif policy.sends_steps:
-        factor = float(workers * policy.batches_per_push)
+        factor = workers * policy.batches_per_push * policy.share(workers)
     elif policy.serial_updates:
         return config.group_size / workers if is_sum else 1.0
     else:
-        factor = workers / config.group_size
+        factor = workers * policy.share(workers) / config.group_size
     return factor / workers if is_sum else factor
 
 
@@ -37,6 +39,8 @@ def step_text(config: JobConfig) -> str:
     policy, workers, size = config.training.policy, config.data.workers, config.data.batch_size
     what = "sum of the gradients" if config.training.reduction == "sum" else "mean gradient"
     each = f"each worker steps on the {what} of each of its batches ({size} samples)"
+    parts = workers * policy.batches_per_push
+    one = f"so that {parts} batches ({parts * size} samples) together make one step of training.optimizer.lr"
     if (outer := policy.outer_step) is not None:
         text = (
             f"{each}; the server takes {outer.lr:g} of what {policy.batches_per_push} batches have changed on average, "
@@ -45,9 +49,11 @@ def step_text(config: JobConfig) -> str:
     elif policy.sends_steps:
         waves = "" if policy.batches_per_push == 1 else f", in waves of {policy.batches_per_push} batches"
         text = f"{each}, and the server adds the steps of all {workers} workers{waves}"
+        text += f", each divided by {parts}, {one}" if policy.averages_workers else ""
     else:
         batches = "one batch" if config.group_size == 1 else f"{config.group_size} batches"
         text = f"an update is one step on the {what} of {batches} ({config.group_size * size} samples)"
+        text += f" with a learning rate divided by {workers}, {one}" if policy.averages_workers else ""
     factor = step_factor(config)
     if abs(factor - 1) < 1e-9:
         return f"policy {policy.name}: {text}"

@@ -1,4 +1,4 @@
-"""`training.tables`: how the rows of tables (embeddings with sparse=True) are optimized, and which ids have rows."""
+"""`training.tables`: the optimizers of rows of tables (embeddings with sparse=True), and limits of bounded tables."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class RowAdagradConfig(RowOptimizerConfig):
 
 
 class RowwiseAdagradConfig(RowOptimizerConfig):
-    """Adagrad with one sum for each row, of the means of its squared gradients (Mudigere et al., 2021). The state of a
-    row is one number."""
+    """Adagrad with one number of state for each row: the sum of the means of its squared gradients (Mudigere et al.,
+    2021)."""
 
     name: Literal["rowwise_adagrad"] = "rowwise_adagrad"
     lr: PositiveFloat = 0.1
@@ -64,7 +64,7 @@ AnyRowOptimizerConfig = Annotated[
 
 
 class TableConfig(Section):
-    """Settings of the tables in whose names this regular expression is the first one that is found (re.search)."""
+    """Settings of the tables whose names match this regular expression (re.search), but no earlier one in the list."""
 
     optimizer: AnyRowOptimizerConfig | None = None
     """optimizer of the rows; default: the settings of training.optimizer"""

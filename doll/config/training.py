@@ -145,7 +145,7 @@ OptimizerConfig = Annotated[SgdConfig | AdamConfig | AdagradConfig | TorchConfig
 
 
 class SchedulePart(NamedClass):
-    """A torch class of learning rates, or a class with the same interface, for a number of updates."""
+    """A torch scheduler class, or a class with the same interface, for the learning rate of a number of updates."""
 
     updates: PositiveInt | None = None
     """number of updates for which this part lasts; omitted in the last part, which has no end"""
@@ -156,8 +156,8 @@ def _as_list(value: Any) -> Any:
 
 
 class EmaConfig(Section):
-    """An exponential moving average of the weights, kept at the server: after each update that has learned something,
-    average = decay * average + (1 - decay) * weights. The average starts with the initial weights of the job."""
+    """An exponential moving average of the weights at the server. After each update with at least one sample, average =
+    decay * average + (1 - decay) * weights. The average starts with the initial weights of the job."""
 
     decay: float = Field(ge=0, lt=1)
     evaluate: bool = True
@@ -165,7 +165,7 @@ class EmaConfig(Section):
 
 
 class GuardConfig(Section):
-    """Samples that would damage the model are dead-lettered (docs/security.md)."""
+    """The guard against samples that would damage the model; it writes dead letters for them (docs/security.md)."""
 
     spike_factor: float = Field(default=100.0, ge=0)
     """a sample is checked if its gradient is this many times longer than usual; it is dead-lettered if its step would

@@ -15,7 +15,7 @@ from doll.config.section import Section
 
 
 class Variants:
-    """A set of section classes, one of which is selected by the value of a key; used as an annotation of a field.
+    """A set of section classes for the annotation of a field. The value of a key selects one of the classes.
 
     Use it as `Annotated[Base, variants]`. A value of the field is an instance of one of the classes, or a mapping that
     one of them accepts. Each class has the key as a field of type `Literal["its value"]`.
@@ -31,7 +31,7 @@ class Variants:
         Args:
             key: the key that names the class.
             default: value of the key if the job file omits it. None: the key is required.
-            gone: values that only earlier releases had, and the advice for each of them.
+            gone: values that only earlier releases accepted, and the advice for each of these values.
 
         Raises:
             ValueError: two classes have the same value, or a class has an abstract method.
@@ -80,7 +80,7 @@ class Variants:
 
 
 def sections_of(field: FieldInfo) -> list[type[BaseModel]]:
-    """Return the classes that a field of a section may hold; empty for a plain value."""
+    """Return the section classes that the value of a field may have; empty for a plain value."""
     return list(_sections_in((field.annotation, *field.metadata)))
 
 

@@ -1,4 +1,4 @@
-"""`doll worker --any-slot`: one of several identical processes, each of which takes a free slot."""
+"""The worker process of `doll worker --any-slot`. Several identical processes run, and each takes a free slot."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def run_any_worker(config: JobConfig, services: Services, run_folder: Path) -> i
     """Wait for a free slot, then work in it like `run_worker`. Must be called in the main thread.
 
     Returns:
-        0: the job has ended (a spare also waits for the end), or SIGTERM was received. 1: start this process again, for
-        instance because another process has taken its slot.
+        0: the job has ended, or SIGTERM was received. A process without a slot also waits for the end of the job. 1:
+        start this process again, for instance because another process has taken its slot.
 
     Raises:
         DollError: for the same reasons as `run_worker`.

@@ -1,4 +1,4 @@
-"""The Faust part of a worker: it reads the worker's partitions of `samples` in chunks of records, and owns the main
+"""The Faust app of a worker: it reads the worker's partitions of `samples` in chunks of records, and runs the main
 loop.
 
 The app's agent passes the chunks to `WorkerRuntime`, whose tasks run in the same event loop. `CrashingSupervisor` ends
@@ -10,9 +10,9 @@ group: a group would stop all workers whenever a worker joins or leaves (ADR 000
 runs. Faust therefore knows only one partition, `_LANE`, and each chunk on it names its own partition.
 
 `doll.kafka.chunk_reader` reads the records. One Faust event contains all `Chunk`s that are available (ADR 0027). Faust
-itself sends nothing and commits nothing: the app tells the reader which offset is durable. If the log no longer holds
-the position, the position is never reset silently: everything below it was delivered before, so the app knows exactly
-which offsets it will not get.
+itself sends nothing and commits nothing: the app tells the reader which offset is durable. If the log no longer
+contains the position, the position is never reset silently. All records below the position were delivered before, so
+the app knows exactly which offsets it will not get.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
                 raise
 
     def _take_chunks(self) -> list[Chunk]:
-        """Take the next chunks, up to a delivery of another type."""
+        """Remove and return the next chunks, up to the first delivery of another type."""
         chunks: list[Chunk] = []
         while len(chunks) < _EVENT_CHUNKS and self._deliveries and isinstance(chunk := self._deliveries[0], Chunk):
             chunks.append(chunk)
@@ -183,7 +183,7 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
         return TP(topic, partition)
 
     def _unused(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise RuntimeError. Faust requires these methods for tables, `seek` and topics, which no DOLL app uses."""
+        """Raise RuntimeError. Faust requires these methods for tables, `seek` and topics. No DOLL app uses them."""
         raise RuntimeError("the doll:// transport reads partitions in order: it has no tables and no seek")
 
     _commit = _getmany = _seek = seek_wait = create_topic = earliest_offsets = highwaters = key_partition = _unused
@@ -220,8 +220,8 @@ class DollApp(faust.App):  # type: ignore[misc]
 
 
 class _NoTables(TableManager):  # type: ignore[misc]
-    """A table manager that starts immediately. Faust's own waits a second for the app to add tables, and this app has
-    no tables."""
+    """A table manager that starts immediately. Faust's own table manager waits a second for the app to add tables, but
+    this app has no tables."""
 
     async def on_start(self) -> None:
         if not self.should_stop:
@@ -251,7 +251,7 @@ def run_faust(app: DollApp, runtime: WorkerRuntime, drain_s: float) -> int:
 def make_app(config: JobConfig, services: Services, worker: int, folder: Path) -> DollApp:
     """Return a worker's app with its own event loop. `folder` is the folder for Faust's own data.
 
-    This function does most of the work that Faust needs to start. Call it before partitions wait for this worker.
+    This function does most of the work of Faust's start, which takes time. Call it before partitions wait.
     """
     loop = _new_loop()
     asyncio.set_event_loop(loop)
@@ -313,8 +313,7 @@ class _FaustWorker(faust.Worker):  # type: ignore[misc]
         super()._on_sigterm()
 
     async def _sentinel_task(self) -> None:
-        """Close the loop immediately instead of after a second: this process has already flushed everything that it
-        sends."""
+        """Close the loop immediately instead of after a second, because all records are flushed already."""
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

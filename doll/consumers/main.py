@@ -86,12 +86,11 @@ def run_worker(
     """Work as worker number `worker`.
 
     Args:
-        departure: an object that says when this process must leave; SIGTERM (`worker.drain_s`) and a spot notice
-            (`worker.spot_notices`) set it, too.
+        departure: object that states when this process must leave. SIGTERM (`worker.drain_s`) and a spot notice
+            (`worker.spot_notices`) also set it.
 
     Returns:
-        0: the job has ended, the process had to leave, or another process has taken its place. 1: start this process
-        again.
+        0: the job has ended, the process had to leave, or another process has replaced it. 1: start this process again.
 
     Raises:
         DollError: services do not answer, the task cannot be loaded, or the parameter server runs another job file.
@@ -194,7 +193,8 @@ class _WorkerProcess:
             self._channel.close()
 
     def _join(self) -> tuple[Welcome, int] | None:
-        """Return the server's Welcome and the offset of the first command after it. None: do not work."""
+        """Return the server's Welcome and the offset of the first command after the Welcome. Return None if this
+        process must not work."""
         config, channel = self._config, self._channel
         self._heartbeat.set_waiting_for("the parameter server's answer")
         try:
@@ -344,13 +344,13 @@ class _WorkerProcess:
 
 
 def process_name() -> str:
-    """Return a unique name for this process. It begins with the machine's name, if that is given ($DOLL_INSTANCE)."""
+    """Return a unique name for this process. It begins with the machine's name if $DOLL_INSTANCE is set."""
     machine = os.environ.get(INSTANCE_ENV, "")
     return f"{machine}:{uuid.uuid4().hex}" if machine else uuid.uuid4().hex
 
 
 def incarnation() -> int:
-    """Return the number of this machine among the machines of its slot, from the provisioner. 0: machines are not
+    """Return the number that the provisioner gave to this machine among the machines of its slot; 0 if machines are not
     numbered. Raise ConfigError if the number is not valid."""
     return int(_env_number(INCARNATION_ENV))
 
@@ -368,6 +368,6 @@ def _env_number(name: str) -> float:
 
 
 def _wait_for_boot(booted_s: float, departure: Departure) -> None:
-    """Wait until `booted_s`: a local process that stands for a machine needs as long to boot as a real machine."""
+    """Wait until `booted_s`, to simulate the boot time of a real machine."""
     while (left_s := booted_s - time.monotonic()) > 0 and not departure():
         time.sleep(min(left_s, 0.05))

@@ -1,6 +1,6 @@
-"""The process of a worker without Faust: the tasks that connect protocol, stream, decoder, gradient engine and channel.
+"""The tasks of a worker process outside Faust. They connect protocol, stream, decoder, gradient engine and channel.
 
-The stream feeds `buffer` (Algorithm 1). `prepare` has the batches decoded, and `announce` announces them.
+The stream feeds `buffer` (Algorithm 1). `prepare` requests the decoding of batches, and `announce` announces them.
 `read_commands` and `compute` (Algorithm 2) answer grants. Batches are decoded (`Decoder`) and gradients are computed
 (`GradientEngine`) outside the event loop, so that the loop stays free for heartbeats. Offsets are acknowledged in
 order, and only after the parameter server has reported them as durable.
@@ -106,8 +106,9 @@ class WorkerRuntime:
         link: ControlLink | None = None,
         row_client: RowClient | None = None,
     ) -> None:
-        """Create the tasks. `link`: a control link, which carries grants, pushes and heartbeats while it is open; None:
-        Kafka carries them. `departure`: an object that says when this process must leave; it may have begun before."""
+        """Create the tasks. `link` is a control link, which carries grants, pushes and heartbeats while it is open.
+        None: Kafka carries them. `departure` states when this process must leave; the departure may have begun before
+        this call."""
         self._config = config
         self._core = core
         self._channel = channel
@@ -166,7 +167,7 @@ class WorkerRuntime:
         return intake if intake is not None and intake.reading == delivery.reading else None
 
     def _serve(self, gone: Sequence[int], new: Sequence[int]) -> None:
-        """Stop reading the partitions `gone`, which others serve now, and read the partitions `new`."""
+        """Stop reading the partitions `gone`, which other workers serve now, and read the partitions `new`."""
         self._num_changes += 1
         for number in gone:
             self._num_behind -= len(self.intakes.pop(number).decoded)
@@ -205,7 +206,7 @@ class WorkerRuntime:
         self._filled.set()
 
     async def prepare(self) -> None:
-        """Have batches decoded while the core has room. Resume the stream when few batches are left."""
+        """Request the decoding of batches while the core has room. Resume the stream when few batches are left."""
         buffer = self.buffer
         while True:
             while not buffer:
@@ -255,7 +256,8 @@ class WorkerRuntime:
             intake.watch.samples_at_s = time.monotonic()
 
     def _give(self, intake: PartitionIntake) -> None:
-        """Pass the decoded batches of a partition to the core. Batches after batches without a record wait."""
+        """Pass the decoded batches of a partition to the core. If batches without a record come first, later batches
+        wait."""
         if self.intakes.get(intake.number) is not intake:
             return
         core, served = self._core, self._core.served[intake.number]
@@ -323,12 +325,13 @@ class WorkerRuntime:
                     self._link.welcome(record)
 
     async def keep_link(self) -> None:
-        """Keep a control link open. When a link opens or fails, send the records again that the server may not have."""
+        """Keep a control link open. When a link opens or fails, send again the records that the server may not have
+        received."""
         assert self._link is not None
         await self._link.run(self._commands.put_nowait, lambda: self._do(self._core.resend()))
 
     async def compute(self) -> None:
-        """Answer grants, one at a time. As many of these tasks run as the engine accepts grants at the same time."""
+        """Answer grants, one at a time. One such task runs for each grant that the engine accepts at the same time."""
         core = self._core
         while True:
             order = await self._orders.get()
@@ -439,7 +442,7 @@ class WorkerRuntime:
             self._do(self._core.tick(time.monotonic()))
 
     def _show_waiting(self) -> None:
-        """Tell the probes and the server the reason why decoding waits."""
+        """Report to the probes and the server the reason why decoding waits."""
         if self._core.waiting_for != (waiting_for := self._decoder.waiting_for):
             self._core.waiting_for = waiting_for
             self._heartbeat.set_waiting_for(waiting_for)
@@ -451,8 +454,8 @@ class WorkerRuntime:
                 self._filled.set()
 
     def _cut_batches(self) -> None:
-        """Announce incomplete batches: at the end of a source, or if they have waited longer than `data.cut_after_s`
-        and there is nothing more to read."""
+        """Cut and announce incomplete batches at the end of a source, or if they have waited longer than
+        `data.cut_after_s` and there is nothing more to read."""
         now, after_s = time.monotonic(), self._config.data.cut_after_s
         if self._core.draining:
             return
@@ -466,8 +469,9 @@ class WorkerRuntime:
     def _has_read_all(self, intake: PartitionIntake, now: float, overdue_s: float) -> bool:
         """Return whether all known records of a partition have been read.
 
-        A full buffer stops the reader, so the reader's log ends are old then; only the ends that Kafka was asked for
-        count. While a transaction stays open, the records after it are not delivered, although the log is longer.
+        While the buffer is full, the reader pauses and does not update its log ends, so only log ends that were
+        requested from Kafka count. While a transaction is open, the records after it are not delivered, although the
+        log is longer.
         """
         is_reading = self.buffer.is_half_empty
         if is_reading and now - intake.fed_at_s >= (self._config.data.cut_after_s or 0.0):
@@ -476,7 +480,7 @@ class WorkerRuntime:
         return is_at_end and (is_reading or overdue_s > _ENDS_ASKED_S)
 
     async def watch(self) -> None:
-        """Measure the lag. End the process if there are records and none arrives."""
+        """Measure the lag. End the process if there are records but none arrives."""
         asked_at_s = float("-inf")
         loop = asyncio.get_running_loop()
         while True:

@@ -1,8 +1,8 @@
 """The common part of both ends of a control link, for every transport: numbered frames, heartbeats, and errors. Pure.
 
 A frame is the number of a record on its link (4 bytes, big-endian), followed by the record as in
-`doll.records.control`. A missing number means that records were lost. Silence for `SILENCE_S` is treated as a loss,
-too, because no transport is trusted: a stream in Redis can vanish, and a relay can drop data without closing.
+`doll.records.control`. A missing number means that records were lost. Silence for `SILENCE_S` also counts as a loss,
+because a transport can fail without notice: a stream in Redis can vanish, and a relay can drop data.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from doll.records.control import (
 
 TO_SERVER: Final = (Push, Nack, GetRows, Attach, Ping, Detach)
 TO_WORKER: Final = (Grant, NewVersion, RowsStored, Attached, Ping, Detach)
-# Much more than any record of a worker: a larger length is not a valid length.
+# No record of a worker has nearly this length, so a larger length is invalid.
 MAX_FRAME_BYTES: Final = 1 << 23
 PING_EVERY_S: Final = 1.0
-# Well below the default grant timeout (30 s) and the worker's lease (8 s).
+# This is well below the default grant timeout (30 s) and the worker's lease (8 s).
 SILENCE_S: Final = 4.0
 
 _NUMBER: Final = struct.Struct(">I")
@@ -43,8 +43,8 @@ _WRAP: Final = 1 << 32
 
 
 class LinkError(DollError):
-    """The link has ended. Unanswered records on the link may be lost. `is_refusal`: the other end sent a record or data
-    that is not allowed on the link."""
+    """The link has ended, and unanswered records on the link may be lost. `is_refusal`: True if the other end sent a
+    record or data that is not allowed on the link."""
 
     def __init__(self, reason: str, *, is_refusal: bool = False) -> None:
         super().__init__(reason)
@@ -52,12 +52,12 @@ class LinkError(DollError):
 
 
 def record_of(frame: bytes) -> AnyRecord:
-    """Return the record of a frame, whatever its number. Raise RecordError if the frame holds no record."""
+    """Return the record in a frame, whose number is not checked. Raise RecordError if there is no record."""
     return decode(frame[_NUMBER.size :])
 
 
 class LinkState:
-    """The numbers and times of one end of a link. It accepts the types `accepts`. Times are monotonic seconds."""
+    """The numbers and times (monotonic seconds) of one end of a link, which accepts records of the types `accepts`."""
 
     __slots__ = ("_accepts", "_heard_s", "_received", "_sent", "_sent_s")
 
@@ -76,8 +76,8 @@ class LinkState:
         return frame
 
     def unpack(self, frame: bytes, now: float) -> AnyRecord | None:
-        """Return the record of a received frame; None for a Ping. Raise LinkError if the frame is invalid, a record
-        before it is missing, the record is not allowed at this end, or the record is a Detach."""
+        """Return the record of a received frame; None if it is a Ping. Raise LinkError if the frame is invalid or does
+        not follow the last frame, or if its record is a Detach or is not allowed at this end."""
         if len(frame) < _NUMBER.size:
             raise LinkError(f"expected a frame, got {len(frame)} bytes", is_refusal=True)
         try:
@@ -131,8 +131,8 @@ class Link(ABC):
         """Close the connection. This method may be called again."""
 
     def receive(self, now: float) -> list[AnyRecord]:
-        """Return the received records. If the link has ended, records received before are returned first, and the next
-        call raises LinkError."""
+        """Return the received records. If the link has ended, first return the records that were received before the
+        end; the next call raises LinkError."""
         records: list[AnyRecord] = []
         try:
             if self._error is not None:
@@ -155,7 +155,7 @@ class Link(ABC):
             self.send(Ping(), now)
 
     def close(self, reason: str = "", now: float = 0.0) -> None:
-        """Close the connection. If `reason` is given, send a Detach with it before. This method may be called again."""
+        """Close the connection. If `reason` is given, first send a Detach with it. This method may be called again."""
         if reason and self.filenos()[-1] >= 0:
             with contextlib.suppress(LinkError):
                 self.send(Detach(reason=reason), now)

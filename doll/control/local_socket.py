@@ -1,8 +1,8 @@
 """Control links over a Unix socket, for processes on the same machine. Both ends are a `SocketLink`.
 
-The socket is in a folder that only this user may enter. Both ends check this: a worker gets the path from a record, and
-another user who can write to the folder could impersonate the server. Each frame follows its length (4 bytes,
-big-endian).
+The socket is in a folder that only this user may enter. Both ends check the folder: a worker gets the path from a
+record, and another user who can write to the folder could impersonate the server. On the socket, each frame comes after
+its length (4 bytes, big-endian).
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def next_frame(unread: bytearray) -> bytes | None:
 
 
 class SocketLink(Link):
-    """One end of a link over `connection`, which this object owns and closes. Bytes that the socket does not accept now
-    are sent by a later call."""
+    """One end of a link over `connection`, which this object owns and closes. If the socket does not accept all bytes
+    now, a later call sends the rest."""
 
     kind = "local"
 
@@ -172,8 +172,8 @@ class LocalSocket:
 
 def connect(path: str) -> socket.socket:
     """Return a connection to the socket at `path`, on which a process of this user must listen. Sends nothing. Raise
-    LinkError if no process listens; as a refusal if the folder, the socket or the listening process belongs to another
-    user, or if other users may enter the folder."""
+    LinkError if no process listens. Raise LinkError as a refusal if the folder, the socket or the listening process
+    belongs to another user, or if other users may enter the folder."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(_CONNECT_S)
     try:

@@ -3,8 +3,8 @@
 The server reads one stream, `doll:{<job>}:<run>:control:<term>`, to which all workers add entries. For the other
 direction, each link has its own stream, `doll:{<job>}:<run>:control:<term>:<link>`, which its worker creates. An entry
 contains a frame; entries for the server also contain the name of the link. The reader of a stream trims the stream and
-renews its expiry, so that an ended job leaves no stream behind. Only its reader creates a stream: if an entry is added
-to a stream that is gone (Redis was restarted or wiped), the link breaks.
+renews its expiry. So the streams of an ended job expire. Only its reader creates a stream: if a writer finds no stream
+(Redis was restarted or wiped), the link breaks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from doll.services import Services
 
 _EXPIRE_S: Final = b"60"
-_MAX_ENTRIES: Final = b"20000"  # maximum length of a stream whose reader has stopped: a few MB
+_MAX_ENTRIES: Final = b"20000"  # maximum number of entries if the reader has stopped: a few MB
 _COUNT: Final = b"500"
 _BLOCK_MS: Final = b"1000"
 _MAX_NAME_BYTES: Final = 64
@@ -185,8 +185,8 @@ class ControlStreams:
         self._out.send(b"XADD", key, b"NOMKSTREAM", b"MAXLEN", b"~", _MAX_ENTRIES, b"*", *fields)
 
     def missing(self) -> list[bytes]:
-        """Return the streams that did not exist when an entry was added since the last call. Raise LinkError also if
-        this end's own stream is gone."""
+        """Return the streams for which an `add` since the last call failed, because they did not exist. Raise LinkError
+        also if this end's own stream does not exist any more."""
         missing = []
         for reply in self._out.replies():
             _, key = self._added.popleft()
@@ -203,7 +203,7 @@ class ControlStreams:
         if now - self._renewed_s >= PING_EVERY_S:
             self._renewed_s = now
             self._added.extend(((now, b""), (now, self._key)))
-            self._out.send(b"XTRIM", self._key, b"MINID", self._position)  # keeps the last that was read
+            self._out.send(b"XTRIM", self._key, b"MINID", self._position)  # keeps the last entry that was read
             self._out.send(b"EXPIRE", self._key, _EXPIRE_S)
         else:
             self._out.flush()
@@ -277,7 +277,7 @@ class ServerStreamLink:
 
 
 def link_and_frame(fields: dict[bytes, bytes]) -> tuple[bytes, bytes] | None:
-    """Return the name of the link and the frame of an entry in a server's stream. None: the entry is not valid."""
+    """Return the link's name and the frame of an entry in a server's stream; None if the entry is not valid."""
     name, frame = fields.get(_LINK), fields.get(_FRAME)
     if name is None or frame is None or not name.isalnum() or len(name) > _MAX_NAME_BYTES:
         return None

@@ -1,4 +1,5 @@
-"""Access control of a page: checks each request before anything else, and limits what browsers do with the answer."""
+"""Access control of a page: checks each request first, and sets headers that restrict the use of the answer in
+browsers."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Access:
     """An ASGI application that wraps another one and forwards only requests of allowed readers.
 
     Args:
-        token: token that readers must have; "": no token, but the `Host` must be a name of the loopback interface.
+        token: token that readers must have. "": no token, but the `Host` must be a name of the loopback interface.
     """
 
     def __init__(self, app: ASGIApp, token: str = "") -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 
 def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the patch that changes `before` into `after`: the members that differ, and None for removed members.
+    """Return the patch that changes `before` into `after`. It contains the changed members, and None for removed
+    members.
 
     A list is replaced as a whole. `after` must not contain None, because a merge patch cannot express it.
 

@@ -1,4 +1,4 @@
-"""Runs side by side: the runs in the folder of a `doll compare`, or any other runs in one folder."""
+"""Runs side by side: the runs of one `doll compare`, or any other runs in one folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FILES: Final = ("report.json", "updates.csv", "evaluations.csv")
 
 
 def is_runs_folder(folder: Path) -> bool:
-    """Return whether a folder contains runs, or will contain those of a comparison, and is not a run folder itself."""
+    """Return whether a folder contains runs or belongs to a comparison, and is not a run folder itself."""
     return not (folder / _JOB).exists() and ((folder / _COMPARISON).is_file() or any(folder.glob(f"*/{_JOB}")))
 
 

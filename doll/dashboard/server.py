@@ -283,7 +283,7 @@ async def _form_token(request: Request) -> str:
 
 @functools.cache
 def _files() -> dict[str, Response]:
-    """Return the files of the front end by name. They are kept in memory: no request can name a file on the disk."""
+    """Return the files of the front end by name. They are kept in memory, so no request can name a file on the disk."""
     files = {}
     for path in importlib.resources.files("doll.dashboard").joinpath("static").iterdir():
         if path.name.startswith("."):
@@ -296,8 +296,8 @@ def _files() -> dict[str, Response]:
 class PageProtocol(BoundedProtocol):
     """One connection. The limit is much lower than that of a model server, because the page may run in its process.
 
-    If a new connection exceeds the limit, the one that has waited longest for a request is closed. Idle clients
-    therefore do not block others, and no answer is interrupted.
+    If a new connection exceeds the limit, the connection that has waited longest for a request is closed. So idle
+    clients do not block others, and no answer is interrupted.
     """
 
     max_connections = 128

@@ -37,7 +37,7 @@ class JobSource(Protocol):
     is_live: bool
 
     def read(self, view: Callable[[PageState], T]) -> T:
-        """Return the result of a view of the state, which does not change during the call."""
+        """Return the result of the function `view` of the state. The state does not change during the call."""
 
     def kept_versions(self) -> KeptVersions | None:
         """Return the versions in the job's current checkpoints; None if these cannot be read."""
@@ -72,7 +72,7 @@ class RunningJob:
     """The state of a job from its topics, which a thread follows, and from its provisioner's journal if available.
 
     When the run has written its report to the folder, the state is read from the folder. The state counts as current
-    only while Kafka keeps answering and the thread keeps running.
+    only while Kafka answers and the thread runs.
     """
 
     is_live = True
@@ -110,7 +110,7 @@ class RunningJob:
         return self._ended
 
     def _problem(self, now_s: float) -> str:
-        """Return why the state may not be current; "" if it is current."""
+        """Return the reason why the state may not be current; "" if it is current."""
         if self._stopped:
             return self._stopped
         if math.isnan(self._looked_s):

@@ -140,7 +140,7 @@ class Evaluator:
     def evaluate_final(self, term: int, version: int) -> Evaluation | None:
         """Measure the last version, from Redis or, if Redis does not have it, from the checkpoint.
 
-        Return None if there are no held-out samples, the version was measured before, or it is not found (logged).
+        Return None without held-out samples, or if the version was measured before or is not found (which is logged).
         """
         if not self.has_held_out or self._last == (term, version):
             return None
@@ -177,7 +177,7 @@ class Evaluator:
         return evaluation
 
     def _log_no_checkpoint(self) -> None:
-        """Warn once that there is no checkpoint here: the server has saved one, so it must be in another folder."""
+        """Warn once that this folder has no checkpoint. The server has saved one, so it must be in another folder."""
         if not self._reported_no_checkpoint:
             self._reported_no_checkpoint = True
             log.warning(

@@ -34,13 +34,13 @@ MAX_EVALUATION_S = 300.0  # one round over a large held-out set, at a low priori
 
 
 def run_evaluator(config: JobConfig, services: Services, run_folder: Path, *, after_term: int = 0) -> int:
-    """Evaluate until the job has finished or SIGTERM comes, and return the exit code 0.
+    """Evaluate until the job has finished or SIGTERM is received, and return the exit code 0.
 
     Call it in the main thread, since it handles SIGTERM and SIGINT. If Kafka becomes unavailable after the start, or
     Redis at any time, the evaluator waits.
 
     Args:
-        after_term: terms up to this one belong to earlier runs: their models and their end are ignored.
+        after_term: terms up to this one belong to earlier runs. Their models, and the ends of these runs, are ignored.
 
     Raises:
         ConfigError: the task cannot be used.

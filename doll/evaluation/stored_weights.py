@@ -29,7 +29,7 @@ _NO_LAYERS: Final[Mapping[str, RowLayers]] = {}
 
 
 class Place(NamedTuple):
-    """The place of a version. Versions of a later term are newer, even if their number is lower."""
+    """The term and number of a version. Versions of a later term are newer, even if their number is lower."""
 
     term: int
     version: int
@@ -95,7 +95,7 @@ def newest_weights(
     Args:
         version: version of the checkpoint to read; None: the newest one.
         beside: (term, version) of the weights that the caller already has; None: the caller has none.
-        average: True: read the moving average instead of the weights. None: do so if the checkpoint has one.
+        average: whether to read the moving average instead of the weights. None: read it if the checkpoint has one.
         in_place: True: leave weights and rows in the checkpoint's file; see `CheckpointStore.load_newest`.
 
     Raises:

@@ -1,8 +1,8 @@
 """A reader of the versions of a job's model: from blobs while the job runs, otherwise from checkpoints.
 
 The evaluator and the model server use it. The moving average of the weights (`training.ema`) is only in checkpoints.
-Rows of tables are read from checkpoints, too. If the reader follows changed rows, the server publishes them. Then
-checkpoints are read only for rows that have not changed, and if the reader has fallen behind.
+Rows of tables are also read from checkpoints. A reader can also follow changed rows, which the server then publishes.
+In this case, checkpoints are read only for unchanged rows, and if the reader has missed changes.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from doll.tables.row_layers import NO_LAYERS, RowLayers
 
 
 class RowFollower:
-    """The rows of tables for one version after another: the rows of a checkpoint, mapped from its file, and in memory
-    the rows that have changed since. It does no I/O. Not thread-safe; but the versions that it returns never change,
-    and may be used in any thread.
+    """The rows of tables for one version after another. It consists of the rows of a checkpoint, mapped from the file,
+    and the rows that have changed after it, in memory. It does no I/O. Not thread-safe, but the versions that it
+    returns never change, and any thread may use them.
 
     Args:
         limit_bytes: memory limit for rows that have changed since the checkpoint.
@@ -84,10 +84,9 @@ class RowFollower:
 
         Args:
             to: place of the version.
-            read: function that returns the published changes of a version of this term; None: they do not exist (any
-                more).
-            is_newest: function that returns whether no checkpoint is newer than this place. If it raises an error, the
-                rows stay the same.
+            read: function that returns the published changes of a version of this term; None if they do not exist.
+            is_newest: function that returns True if no checkpoint is newer than this place. If it raises, the rows do
+                not change.
         """
         if self._base is None:
             return "no checkpoint has been read yet"
@@ -125,7 +124,7 @@ class RowFollower:
         return ""
 
     def with_weights(self, weights: npt.NDArray[np.float32], run_id: str) -> StoredWeights:
-        """Return the version that was advanced to, with its weights."""
+        """Return the version of the last `advance`, with its weights."""
         assert self._base is not None, "expected a checkpoint before a version"
         term, version = self._at
         return self._base._replace(
@@ -147,10 +146,9 @@ class WeightFollower:
         blobs: store of the published weights; None: this process cannot reach the store.
         run_folder: folder of the checkpoints, unless `checkpoint.folder` is set.
         model: model of the job, for the shapes of the weights; it is not changed.
-        average: True: read the moving average instead of the weights. None: do so if checkpoints have one.
+        average: whether to read the moving average instead of the weights. None: read it if checkpoints have one.
         after_term: terms up to this one belong to earlier runs.
-        row_bytes: memory limit for changed rows of tables, which are then followed. None: rows of tables are read from
-            checkpoints only.
+        row_bytes: memory limit for changed rows of tables, which the reader then follows. None: checkpoints only.
 
     Attributes:
         blobs: as the argument; may be replaced if the job has other services.
@@ -198,7 +196,7 @@ class WeightFollower:
             self.run_id = record.run_id
 
     def newest(self, beside: Place | None = None) -> StoredWeights | None:
-        """Return the newest version if it is newer than `beside`. None: otherwise, or no source answers (see
+        """Return the newest version; None if it is not newer than `beside`, or no source answers (see
         `unavailable`)."""
         if self._rows is not None:
             return self._newest_with_rows(self._rows, beside)
@@ -246,8 +244,8 @@ class WeightFollower:
         return stored
 
     def _published_with_rows(self, rows: RowFollower, beside: Place | None) -> tuple[StoredWeights | None, bool]:
-        """Return the newest published version if it is newer than `beside`, and whether the result, or else `beside`,
-        is the newest published version."""
+        """Return the newest published version if it is newer than `beside`, otherwise None. Also return whether the
+        caller then has the newest published version."""
         if self.blobs is None:
             return None, False
         stored, is_there, problem = None, False, ""
@@ -274,7 +272,7 @@ class WeightFollower:
         return stored, is_there
 
     def _say_that_rows_are_followed(self) -> None:
-        """Tell the server that rows are followed: it publishes changed rows only while it gets such messages."""
+        """Report to the server that rows are followed. It publishes changed rows only while it gets such messages."""
         if self.blobs is not None and self.run_id and self._clock() >= self._renew_at_s:
             self._renew_at_s = self._clock() + RENEW_S
             self.blobs.put(followed_key(self._scope), [secrets.token_bytes(8)], WORD_LIVES_S)
@@ -343,7 +341,7 @@ class WeightFollower:
         return None if place is None or place == beside else self.published_version(*place)
 
     def published_version(self, term: int, version: int) -> StoredWeights | None:
-        """Return the weights of this version in the blob store; None if they are not there (any more).
+        """Return the weights of this version from the blob store; None if the store does not have them (any more).
 
         They may be a view of shared memory, and must then be released soon.
 
@@ -358,8 +356,8 @@ class WeightFollower:
         return StoredWeights(version, weights, term, "", {}, {}, run_id=self.run_id)
 
     def checkpointed(self, beside: Place | None = None, version: int | None = None) -> StoredWeights | None:
-        """Return the weights of the newest checkpoint, or of `version`. None: no checkpoint is newer than `beside`, or
-        the newest one is of an earlier run.
+        """Return the weights of the newest checkpoint, or of `version`. Return None if no checkpoint is newer than
+        `beside`, or if the newest one belongs to an earlier run.
 
         Raises:
             CheckpointError: it cannot be read, is not of this job and model, or there is none of `version`.

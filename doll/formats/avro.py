@@ -1,4 +1,4 @@
-"""Avro records: each has a header with the id of its writer's schema, or all have one schema and no header.
+"""Avro records. Either each has a header with the id of its writer's schema, or all have one schema and no header.
 
 Each schema is requested once and cached. `fastavro` decodes; msgspec checks types and fills in defaults, as for JSON.
 """
@@ -26,16 +26,16 @@ from doll.telemetry import get_logger
 
 log = get_logger(__name__)
 
-# Wait time for schemas that cannot be used: a restarted registry, or a replica of it, may know them soon.
+# Wait time for schemas that cannot be used. A restarted registry or a replica may know them soon.
 _REFUSAL_KEPT_S: Final = 30.0
 _MAX_REFUSALS: Final = 1000
-# Kept as the numbers that Avro stores, because a task computes with numbers.
+# Values of these types stay the numbers that Avro stores, because a task computes with numbers.
 _TIMES: Final = ("date", "time-", "timestamp-", "local-timestamp-")
-_TEXT: Final = "uuid"  # kept as the text that Avro stores; msgspec converts it for a field of type UUID
+_TEXT: Final = "uuid"  # stays the text that Avro stores; msgspec converts it for a field of type UUID
 
 
 class _Read:
-    """A decoder of values of one schema; if there is a second schema, values are converted to it."""
+    """A decoder of values of one schema. If there is a second schema, the decoder converts values to that schema."""
 
     def __init__(self, schema: Any, resolved: Any = None) -> None:
         self._schema, self._resolved = schema, resolved
@@ -276,7 +276,7 @@ def parsed_schema(registered: RegisteredSchema, name: str) -> Any:
 def _is_recursive(schema: Any) -> bool:
     """Return whether a parsed schema, or a schema that it names, contains itself."""
     named = schema.get("__named_schemas", {}) if isinstance(schema, dict) else {}
-    seen: set[str] = set()  # names of types that do not contain themselves, or are being checked
+    seen: set[str] = set()  # names of types that are being checked, or do not contain themselves
 
     def holds(item: Any, around: frozenset[str]) -> bool:
         if isinstance(item, str):

@@ -16,7 +16,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from doll.errors import ConfigError, SampleError
 from doll.formats.reader import HEADER_BYTES, FieldReader, check_header, inner_kinds, missing
 
-_FIRST_MESSAGE: Final = b"\0"  # the form in which serializers write [0]
+_FIRST_MESSAGE: Final = b"\0"  # serializers write [0] in this form
 _LENGTH_DELIMITED: Final = 2  # the wire type of texts, bytes and messages
 
 
@@ -63,7 +63,8 @@ class ProtobufReader(FieldReader):
         return self._fields_of(self._parse(value if self._prefixes is None else value[self._begin(value) :]))
 
     def _bad_field(self, value: bytes) -> str:
-        """Return the name of a field that cannot be parsed on its own, such as a text that is not UTF-8; "" if none."""
+        """Return the name of a field that cannot be parsed on its own, such as a text that is not UTF-8; otherwise
+        ""."""
         body = value if self._prefixes is None else value[self._begin(value) :]
         try:
             fields = list(UnknownFieldSet(Empty.FromString(body)))

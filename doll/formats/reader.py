@@ -15,7 +15,7 @@ HEADER_BYTES: Final = 5
 _MAGIC: Final = b"\0"
 # Errors that decoders raise for bad bytes: msgspec's errors, text that is not UTF-8, lists that are nested too deep.
 BAD_VALUE: Final = (ValueError, RecursionError)
-# Tokens of JSON that separate fields. A text without an end takes the rest, so that the time is linear.
+# Tokens of JSON that separate fields. A text without an end matches up to the end, so that the time is linear.
 _TOKEN: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[\]{}:]', re.DOTALL)
 _LOOKED_AT_BYTES: Final = 65_536
 _DEEP: Final = 500
@@ -80,7 +80,7 @@ class FieldReader(ABC):
             raise BadRecordsError(positions_of_bad(self.read_one, values)) from None
 
     def read_all(self, values: Sequence[bytes]) -> list[Any]:
-        """Read values as `read` does, if no value is bad. If a value is bad, raise any exception."""
+        """Read values as `read` does. If a value is bad, raise any exception."""
         return [self.read_one(value) for value in values]
 
 

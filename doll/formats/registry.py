@@ -2,7 +2,7 @@
 
 Only an answer with an error code of the registry means that a schema or subject does not exist. In all other cases the
 registry counts as unavailable: no connection, an error of a server or a proxy, a refused log-in, or an answer in
-another format. Then `RetryLater` reports what was received and what to do, and the worker waits.
+another format. Then `RetryLater` reports the received answer and what to do, and the worker waits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of a schema registry for `doll doctor`: it sends the questions that a worker asks, and changes nothing."""
+"""Checks of a schema registry for `doll doctor`. They send the requests of a worker, and change nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ask_registry(section: AvroFormat) -> Iterator[Check]:
     try:
         client = RegistryClient(section.registry)
         try:
-            # Without a subject: any question that only a registry answers; "not found" also is such an answer.
+            # Without a subject, send any request that only a registry can answer, even with "not found".
             registered = client.by_id(1) if subject is None else client.by_subject(subject, section.version)
         except NotInRegistryError as exc:
             missing = str(exc)

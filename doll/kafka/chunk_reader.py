@@ -1,11 +1,11 @@
 """Read the partitions of a topic as chunks of records, in a separate thread: the input of a worker.
 
 The client library is called once per chunk, not once per record, and the thread waits without Python's interpreter
-lock. It delivers the records of each partition in order, and the partitions in the order in which Kafka sends them. It
-stays at most `_MAX_UNTAKEN` chunks ahead of the receiver. A pause keeps the records that the library has fetched.
+lock. The thread delivers the records of each partition in order, and the partitions in the order in which Kafka sends
+them. The thread is at most `_MAX_UNTAKEN` chunks ahead of the receiver. During a pause, fetched records are kept.
 
-A value larger than `data.max_record_bytes`, a record with headers that the library cannot read, and each record of a
-batch that it cannot read are delivered as an `UnreadValue`: it becomes a dead letter, and the stream continues.
+Some records are delivered as an `UnreadValue`, which becomes a dead letter: a value above `data.max_record_bytes`, a
+record with headers that the library cannot read, and each record of a batch that it cannot read.
 """
 
 from __future__ import annotations
@@ -34,15 +34,14 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-# Bounds of a chunk. The library makes a chunk's Python objects in one go, about 0.5 us each, while every other thread
-# of the process waits.
+# Bounds of a chunk. While the library makes a chunk's Python objects, about 0.5 us each, all other threads wait.
 MAX_CHUNK_RECORDS: Final = 512
 MAX_CHUNK_BYTES: Final = 1 << 20
 _MAX_UNTAKEN: Final = 2
 
 FETCH_MIN_BYTES: Final = 65_536
 _MIN_PARTITION_FETCH_BYTES: Final = 4 << 20
-# Limits of what the library fetches in advance: up to the first limit that is reached, plus one fetch.
+# Limits of the records that the library fetches in advance. It stops at the first limit, but finishes a fetch.
 _FETCHED_AHEAD_RECORDS: Final = 20_000
 _FETCHED_AHEAD_KBYTES: Final = 16 * 1024
 # Interval at which the library checks for room; its default of 1 s would stop a fast stream for that time.
@@ -53,11 +52,11 @@ _POLL_S: Final = 0.1  # after this time without records, the thread checks wheth
 _COMMIT_EVERY_S: Final = 5.0  # the library's default; a restarted worker reads from the server's offsets
 _WAIT_S: Final = 1.0  # interval at which a pause checks whether a commit is due
 _LAST_COMMIT_S: Final = 0.7
-# Time for which the library holds a commit back while it looks for the group's coordinator; a close waits for it.
+# Time for which the library delays a commit while it looks for the group's coordinator. A close waits for the commit.
 _COORDINATOR_WAIT_MS: Final = 500
 _LAST_POLL_S: Final = 0.02  # a poll does not return after it has only called `_on_commit`
 
-# The log does not hold the next offset: it was deleted, or a new leader has a shorter log.
+# The log does not contain the next offset, because it was deleted or a new leader has a shorter log.
 _OUT_OF_RANGE: Final = frozenset(
     {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE, KafkaError._LOG_TRUNCATION}
 )
@@ -65,7 +64,7 @@ _HEAD_BYTES: Final = 65_536  # kept part of a value that is too long
 
 
 class Chunk(NamedTuple):
-    """Records of one partition in offset order; the log holds no other records between them."""
+    """Records of one partition in offset order, without gaps: the log has no other records between them."""
 
     partition: int
     offsets: Sequence[int]  # ascending; a `range` if none is missing
@@ -78,7 +77,7 @@ class Chunk(NamedTuple):
 
 
 class NoRecordBelow(NamedTuple):
-    """All records below `offset` have been delivered. Transaction markers and aborted records are not delivered."""
+    """All records below `offset` have been delivered, except transaction markers and aborted records."""
 
     partition: int
     offset: int
@@ -86,7 +85,7 @@ class NoRecordBelow(NamedTuple):
 
 
 class OutOfRange(NamedTuple):
-    """The log does not hold `offset`, the next offset to be read. The partition delivers nothing before `seek`."""
+    """The log does not contain `offset`, the next offset to be read. The partition delivers nothing before `seek`."""
 
     partition: int
     offset: int
@@ -94,8 +93,8 @@ class OutOfRange(NamedTuple):
 
 
 class Truncated(NamedTuple):
-    """The log has lost its end, including records below `offset` that were read: at these offsets there are now, or
-    will be, other records. The partition delivers no more records."""
+    """The log has lost its end, including records below `offset` that were read. Other records will replace the lost
+    ones, or already have. The partition delivers no more records."""
 
     partition: int
     offset: int
@@ -104,7 +103,7 @@ class Truncated(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """The records that are known to be in the model: they are below offset `until`."""
+    """The records that are known to be in the model: all below offset `until`."""
 
     until: int
     leader_epoch: int  # the highest leader epoch of these records when they were read; -1: unknown
@@ -114,10 +113,10 @@ NOTHING_LEARNED: Final = Learned(0, -1)
 
 
 class ReadFrom(NamedTuple):
-    """A partition to be read from offset `start` on; the records of `learned` from `start` on are not durable.
+    """A partition to be read from offset `start` on. The records of `learned` at `start` or later are not durable.
 
-    Each delivery contains `reading`: if a partition is read again from another offset, deliveries of the earlier
-    reading may still be under way.
+    Each delivery contains `reading`. If a partition is read again from another offset, deliveries of the earlier
+    reading may still arrive.
     """
 
     partition: int
@@ -151,16 +150,16 @@ class _Reading:
 
 
 class ChunkReader:
-    """A reader of partitions from explicit offsets. It commits offsets for a group that it does not join.
+    """A reader of partitions from explicit offsets, which commits offsets for a group without joining it.
 
     It only reads committed records, and waits for an unreachable broker. Its methods may be called from any thread.
     With envelopes, chunks contain the keys, headers and timestamps of their records.
 
-    A log that was truncated while nobody read it may already be longer than before. The leader epochs show the
-    truncation: each leader has a higher leader epoch than its predecessors, and a truncated log continues with records
-    of a later leader. Before the library reads at the start, it therefore asks the leader where its records up to the
-    leader epoch of the learned records end. If a record at a learned offset has a higher leader epoch, it is not the
-    record that was learned.
+    A log that was truncated while nobody read it may already be longer than before. Its leader epochs show the
+    truncation: each leader has a higher one than its predecessors, and a truncated log continues with records of a
+    later leader. At the start, the library therefore asks the leader where the records end whose leader epoch is at
+    most that of the learned records. Later, a record at a learned offset with a higher leader epoch is not the learned
+    one.
     """
 
     def __init__(
@@ -185,7 +184,7 @@ class ChunkReader:
         self._readings: dict[int, _Reading] = {}
         self._assigned: set[int] = set()
         self._unreadable: set[int] = set()  # partitions whose next records the library cannot read
-        self._is_waiting_for_commit = False  # of a partition that is not read any more
+        self._is_waiting_for_commit = False  # for a partition that is not read any more
         self._commit_at_s = 0.0
         self._may_commit = False  # there may be durable offsets that are not committed; set from any thread
         self._denied = False  # a refused permission to commit was logged
@@ -225,7 +224,7 @@ class ChunkReader:
             self._changed.notify()
 
     def pause(self) -> None:
-        """Deliver nothing more, except the delivery in progress."""
+        """Stop deliveries, except the one in progress."""
         with self._changed:
             self._paused = True
 
@@ -330,8 +329,8 @@ class ChunkReader:
             self._assign(new)
 
     def _assign(self, numbers: Iterable[int]) -> None:
-        """Read these partitions at their positions, always with an explicit offset: without one, a broker that has just
-        started may deliver nothing."""
+        """Read these partitions at their positions, with explicit offsets: without them, a broker that has just started
+        may deliver nothing."""
         wanted = []
         for number in numbers:
             reading = self._readings[number]
@@ -366,7 +365,7 @@ class ChunkReader:
         if first is None:
             self._note_log_ends()
             return
-        # With a timeout, `consume` would wait for the maximum number of records.
+        # With a longer timeout, `consume` would wait for the maximum number of records.
         records = [first, *self._consumer.consume(self._chunk_records - 1, 0)]
         by_partition = _by_partition(records)
         for number, own in by_partition.items():
@@ -434,7 +433,7 @@ class ChunkReader:
         return UnreadValue.with_reason("too_long", reason, len(value), value[:_HEAD_BYTES])
 
     def _find_unreadable(self, reading: _Reading, base: int, reason: str) -> None:
-        """Deliver the rest of the batch that begins at `base` next, as values that cannot be read."""
+        """Deliver the remaining records of the batch that begins at `base`, as values that cannot be read."""
         self._unassign([reading.where.number])
         probe = self._make_consumer()  # the search for the end would take all partitions from the reader's consumer
         try:
@@ -469,7 +468,7 @@ class ChunkReader:
         code, number = error.code(), reading.where.number
         if code == KafkaError._PARTITION_EOF:
             reading.ended_at = offset or 0
-            if (offset or 0) > reading.position:  # otherwise the last chunk states it, as for most partitions
+            if (offset or 0) > reading.position:  # for most partitions the last chunk states it
                 reading.position = offset or 0
                 self._send(NoRecordBelow(number, reading.position, reading.number))
         elif code in _OUT_OF_RANGE:
@@ -491,7 +490,7 @@ class ChunkReader:
     # --- commits ----------------------------------------------------------------------------------------------------
 
     def _commit_if_due(self) -> None:
-        """Start a commit if there are new durable offsets, at most once in 5 s. A pause does not wait for it."""
+        """Start a commit if there are new durable offsets, at most once in 5 s, even during a pause."""
         if not self._may_commit or (now := time.monotonic()) < self._commit_at_s:
             return
         self._may_commit = False
@@ -511,7 +510,7 @@ class ChunkReader:
             log.warning("offsets_not_committed", reason=reason_of(error, self._config.kafka, "Read", self._group))
         for item in partitions:
             reading = self._readings.get(item.partition)
-            if reading is None:  # it is not read any more
+            if reading is None:  # the partition is not read any more
                 continue
             if error is None and item.error is None:
                 reading.committed = max(reading.committed, item.offset)

@@ -1,8 +1,8 @@
-"""Build the clients of Kafka: producers, consumers and admin clients, from job file and environment. Translate errors
-of the client library: which ACL is missing, for which user; which limit a record exceeds.
+"""Build the clients of Kafka from job file and environment: producers, consumers and admin clients. Translate errors of
+the client library, so that they name a missing ACL and its user, or the limit that a record exceeds.
 
-The clients of a job share `kafka_settings`: addresses, security, reconnection times. Secrets come from the environment:
-a function that makes a client raises ConfigError if they are missing.
+The clients of a job share `kafka_settings`: addresses, security, reconnection times. Secrets come from the environment.
+Functions that make a client raise ConfigError if a secret is missing.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _LEADERLESS: Final = (
     KafkaError.UNKNOWN_LEADER_EPOCH,  # the client knows the leader before the broker itself does
 )
 _AWAY: Final = (KafkaError._TIMED_OUT, KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT)
-# For control records: records that are sent together (the grants of a group, an announcement and a push) share one
-# request. For the broker, a request costs more than this wait costs a round of the job.
+# The wait of control records, so that records that are sent together (the grants of a group, an announcement and a
+# push) share one request. A request costs the broker more than this wait costs a round of the job.
 LINGER_MS: Final = 0.5
 # At level 3 librdkafka writes a line each 50 ms while a broker is unreachable; `error_cb` reports it once instead.
 _LIBRDKAFKA_CRITICAL: Final = 2
@@ -80,9 +80,9 @@ def is_denial(error: Any) -> bool:
 
 
 def reason_of(error: Any, kafka: KafkaConfig, operation: str, name: str) -> str:
-    """Return the library's message for an error. For a missing permission, add which one it is (`operation`, as ACLs
-    name it, on the topic, group or transactional id `name`), which user lacks it, and how to grant it. For a record
-    that is too long, add which limit to raise."""
+    """Return the library's message for an error. For a missing permission, add its name (`operation`, as in ACLs, on
+    the topic, group or transactional id `name`), the user that lacks it, and how to grant it. For a record that is too
+    long, add the limit to raise."""
     if error.code() == KafkaError.MSG_SIZE_TOO_LARGE:
         change = alter_command(name, f"{SIZE_SETTING}={RECORD_LIMIT_BYTES}")
         return f"{error.str()}: raise the topic's limit: {change}"
@@ -92,7 +92,7 @@ def reason_of(error: Any, kafka: KafkaConfig, operation: str, name: str) -> str:
 
 
 def describe_denial(admin: AdminClient, kafka: KafkaConfig, name: str) -> str | None:
-    """Return the permission that this user lacks to see a topic; None if it may see it, or Kafka does not say."""
+    """Return the permission that this user lacks to see a topic; None if the user may see it, or Kafka does not say."""
     futures = admin.describe_topics(TopicCollection([name]), request_timeout=_ASK_S)
     try:
         futures[name].result(_ASK_S)
@@ -293,9 +293,9 @@ def _remedy(reason: str, kafka: KafkaConfig) -> str | None:
 
 
 def kafka_problem(config: JobConfig, services: Services, timeout_s: float) -> str | None:
-    """Return why Kafka does not answer with its metadata, and what to do; None if it answers. A broker that cannot be
-    reached is waited for during `timeout_s`. A broker that is connected and silent has four times this time: it may
-    need it on a machine on which hundreds of processes start at once."""
+    """Return why Kafka does not send its metadata, and what to do; None if Kafka sends them. The function waits
+    `timeout_s` for a broker that cannot be reached, and four times as long for one that is connected and silent. A
+    broker needs this time on a machine on which hundreds of processes start at once."""
     kafka = config.kafka
     errors: list[str] = []
     settings = kafka_settings(config, services)
@@ -306,7 +306,7 @@ def kafka_problem(config: JobConfig, services: Services, timeout_s: float) -> st
         return _unusable(exc)
     begun_s = time.monotonic()
     log_in = " ".join(filter(None, (kafka.security, kafka.mechanism)))
-    while True:  # in short waits: librdkafka retries a refused login until the time is over
+    while True:  # waits are short, because librdkafka retries a refused login until the time is over
         # Wait longer for a broker that is connected and busy, or starting, than for one that refuses.
         wait_s = timeout_s if errors else _BUSY_TIMES * timeout_s
         left_s = max(begun_s + wait_s - time.monotonic(), 0.0)
@@ -314,7 +314,7 @@ def kafka_problem(config: JobConfig, services: Services, timeout_s: float) -> st
             admin.list_topics(timeout=max(min(left_s, _METADATA_WAIT_S), 0.001))
             return None
         except KafkaException as exc:
-            admin.poll(0)  # runs error_cb for the reasons that librdkafka has queued
+            admin.poll(0)  # calls error_cb with the errors that librdkafka has queued
             reason = errors[-1] if errors else exc.args[0].str()
         refusal = next((text for text in reversed(errors) if _remedy(text, kafka) is not None), None)
         if refusal is not None and (left_s <= 0.0 or is_final(refusal)):

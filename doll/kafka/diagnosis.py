@@ -38,8 +38,8 @@ def ask_kafka(
     what the login needs.
 
     Args:
-        goes_on: gets the addresses that the brokers advertise, and returns whether to ask further questions. A client
-            connects to these addresses; if none can be reached, each question waits for its time limit.
+        goes_on: function that gets the addresses that the brokers advertise, and returns whether to ask further
+            questions. If no address can be reached, each question would wait for its time limit.
     """
     refusal = kafka_problem(config, services, _CONNECT_S)
     if refusal is not None:

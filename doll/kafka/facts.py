@@ -22,7 +22,7 @@ class StreamFacts:
 class KafkaFacts:
     """The answers of Kafka."""
 
-    refusal: str = ""  # why Kafka cannot be used at all; then nothing else is known
+    refusal: str = ""  # why Kafka cannot be used at all; if set, nothing else is known
     latency_s: float | None = None  # the shortest time of a few requests for metadata
     brokers: list[tuple[str, int]] = field(default_factory=list)  # host and port of each, as they advertise themselves
     topics: dict[str, ActualTopic] = field(default_factory=dict)  # the job's topics that exist and may be described

@@ -51,7 +51,7 @@ class ForeignTopic:
 
     name: str
     partitions: int
-    topic_id: str = ""  # Kafka's id: a topic that is deleted and created again gets another one; "": no ids
+    topic_id: str = ""  # Kafka's id, which changes if the topic is deleted and created again; "": no ids
     # Partitions without a leader, which cannot be read now, with the brokers that hold a copy.
     leaderless: tuple[tuple[int, tuple[int, ...]], ...] = ()
     may_read: bool | None = None  # whether this user may read records; None: Kafka does not say
@@ -62,8 +62,8 @@ def look_up(config: JobConfig, services: Services, *, admin: AdminClient | None 
     """Return the state of `data.topic`, or of the job's own samples topic.
 
     Args:
-        admin: a client, for callers that ask repeatedly and whose Kafka gives topics ids. None: a topic that Kafka does
-            not know is asked for again for some seconds, because it may have just been created.
+        admin: client of a caller that asks repeatedly, and whose Kafka has ids of topics. None: if Kafka does not know
+            the topic, ask again for some seconds, because the topic may be new.
 
     Raises:
         MissingTopicError: there is no topic of this name.
@@ -133,9 +133,10 @@ def _settings(admin: AdminClient, name: str) -> dict[str, str] | None:
 
 
 def require(config: JobConfig, services: Services) -> list[str]:
-    """Check that a server may read the topic now, and return warnings about it, one sentence each. Raise ConfigError if
-    it is missing, this user may not read it or commit in its own group, it is compacted, or it has fewer partitions
-    than the job reads. Raise ServiceUnavailableError if Kafka does not answer or a partition has no leader."""
+    """Check that a server may read the topic now, and return warnings about the topic, one sentence each. Raise
+    ConfigError if the topic is missing, is compacted or has fewer partitions than the job reads, or if this user may
+    not read it or not commit in its own group. Raise ServiceUnavailableError if Kafka does not answer or a partition
+    has no leader."""
     topic = look_up(config, services)
     refuse_partitions(config, topic)
     if problem := unreadable(config, services, topic) or compacted(config, topic):
@@ -168,7 +169,7 @@ def refuse_partitions(config: JobConfig, topic: ForeignTopic) -> None:
 def with_partitions(
     config: JobConfig, services: Services, *, recorded: int | None = None, begins: bool = False
 ) -> JobConfig:
-    """Return `config` with the number of partitions that the job reads; unchanged if the topic is the job's own.
+    """Return `config` with the number of partitions that the job reads. If the topic is the job's own, change nothing.
 
     Args:
         recorded: number of partitions that the job reads now, if it is known. A list in `arrivals.rate_per_s` has one
@@ -201,7 +202,7 @@ def with_partitions(
 
 
 def compacted(config: JobConfig, topic: ForeignTopic) -> str:
-    """Return the problem that Kafka may delete unlearned records, which the job file forbids; otherwise ""."""
+    """Return the problem that Kafka may delete unlearned records although the job file forbids this; otherwise ""."""
     policy = (topic.settings or {}).get("cleanup.policy", "delete")
     if "compact" not in policy or config.data.on_data_loss == "skip":
         return ""
@@ -262,7 +263,7 @@ def _forbidden(config: JobConfig, services: Services, what: str) -> str:
 
 def _group_problem(config: JobConfig, services: Services) -> str:
     """Return the problem that this user may not use the groups of its clients; otherwise "". Workers commit in their
-    groups; a reader that does not commit also has a group, and asks for its coordinator."""
+    groups. Other readers also need a group, because they ask for its coordinator."""
     admin = make_admin(config, services)
     for prefix, name in ((f"doll-{config.job}-", "w0"), (f"doll.{config.job}.", "read")):
         group = f"{prefix}{name}"

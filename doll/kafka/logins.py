@@ -1,4 +1,4 @@
-"""Convert the login of a job's clients (job file and secrets of the environment) to settings of librdkafka.
+"""Convert the login of a job's clients, from job file and environment, to settings of librdkafka.
 
 All clients have the same login. PLAIN and SCRAM send a user name and a password. OAUTHBEARER sends a token that
 librdkafka gets from `kafka.oauth.token_url` and renews. AWS_MSK_IAM sends a token that AWS's library signs with the
@@ -72,7 +72,7 @@ def own_user(kafka: KafkaConfig) -> str | None:
 
 
 def principal_text(kafka: KafkaConfig) -> str:
-    """Return the principal of this process for a message: `User:doll`, or what is known of it."""
+    """Return the principal of this process for a message: `User:doll`, or the known part of it."""
     if (user := own_user(kafka)) is not None:
         return f"User:{user}"
     if kafka.mechanism == "OAUTHBEARER":

@@ -60,8 +60,8 @@ def needed(config: JobConfig, role: Role) -> list[Permission]:
 def lacking(
     wanted: Iterable[Permission], allowed: Mapping[tuple[Resource, str], Collection[str] | None]
 ) -> list[Permission]:
-    """Return the permissions of `wanted` that are not among the operations `allowed` on each resource. None as the
-    operations of a resource means that they are unknown, and counts as allowed."""
+    """Return the permissions of `wanted` that are not among the operations `allowed` on each resource. If the
+    operations of a resource are None, they are unknown, and count as allowed."""
     return [item for item in wanted if not _allows(allowed.get((item.resource, item.name)), item.operation)]
 
 

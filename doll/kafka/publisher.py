@@ -1,4 +1,4 @@
-"""Send records to a job's topics, in order, with a check of each delivery; or in transactions, all or none."""
+"""Send records to a job's topics, either in order with a check of each delivery, or in transactions (all or none)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-# A broker's limit (message.max.bytes, 1 MB by default) is of what it is sent. An update of 10,000 batches has 2 MB of
-# similar names and numbers. If compression does not shorten a record, librdkafka sends it uncompressed.
+# A broker's limit (message.max.bytes, 1 MB by default) applies to compressed records. An update of 10,000 batches has 2
+# MB before compression. If compression does not shorten a record, librdkafka sends it uncompressed.
 CONTROL_COMPRESSION: Final = "lz4"
 _FULL_QUEUE_POLL_S: Final = 0.1
 _CLOSE_S: Final = 5.0
@@ -44,7 +44,7 @@ class ClientError(NamedTuple):
 
     reason: str
     is_fatal: bool  # the producer cannot go on
-    is_unreachable: bool  # no broker answers; the sent records wait
+    is_unreachable: bool  # no broker answers; sent records wait in the queue
 
 
 class Publisher:
@@ -83,7 +83,7 @@ class Publisher:
         self.close()
 
     def __len__(self) -> int:
-        """Return the number of records that are neither delivered nor refused, plus reports that wait for `poll`."""
+        """Return the number of records that are neither delivered nor refused, and of reports that wait for `poll`."""
         return len(self._producer)
 
     def send(
@@ -95,8 +95,8 @@ class Publisher:
         key: bytes | None = None,
         on_delivery: Callable[[Delivery], None] | None = None,
     ) -> None:
-        """Queue a record. While the queue is full (Kafka is unreachable), this waits: no record is dropped. A later
-        `poll`, `send` or `flush` calls `on_delivery`, and raises what it raises."""
+        """Queue a record. If the queue is full (Kafka is unreachable), wait until there is room. A later `poll`, `send`
+        or `flush` calls `on_delivery`, whose errors it passes on."""
         value = record if isinstance(record, bytes) else encode(record)
         while not self.try_send(topic, value, partition=partition, key=key, on_delivery=on_delivery):
             self.poll(_FULL_QUEUE_POLL_S)
@@ -134,7 +134,7 @@ class Publisher:
         self._producer.poll(timeout_s)
 
     def flush(self, timeout_s: float) -> int:
-        """Wait until everything is delivered or refused. Return how many records are neither after `timeout_s`."""
+        """Wait at most `timeout_s` until all records are delivered or refused, and return how many are neither."""
         return int(self._producer.flush(timeout_s))
 
     def discard(self) -> None:
@@ -177,7 +177,7 @@ class TransactionalPublisher:
     """A producer with a transactional id. Use as a context manager.
 
     Of two producers with one id, the later one continues: it fences the earlier one and aborts its open transaction.
-    `fenced` states, for the error message, what it means that a later producer has started.
+    `fenced` explains, in the error message, that a later producer has started.
     """
 
     def __init__(self, config: JobConfig, services: Services, name: str, *, fenced: str) -> None:

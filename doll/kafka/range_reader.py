@@ -131,8 +131,8 @@ class RangeReader:
     ) -> Iterator[Any]:
         """Yield the client's messages in `ranges`, by partition; each part that has been read is removed from `ranges`.
 
-        A partition ends at a batch that cannot be read: `unreadable_in` gets the error message, and the ranges keep the
-        part that was not read.
+        At a batch that cannot be read, its partition ends: `unreadable_in` gets the error message, and the part that
+        was not read stays in the ranges.
         """
         left = dict(ranges)
         last_message_s = time.monotonic()
@@ -140,7 +140,7 @@ class RangeReader:
             self._consumer.assign([TopicPartition(topic, number, own[0][0]) for number, own in left.items()])
             try:
                 while left:
-                    # It returns after this number of records or this time, so the time must be short.
+                    # `consume` returns after this number of records or this time, so the time must be short.
                     wanted = sum(hi - lo for own in left.values() for lo, hi in own)
                     messages = self._consumer.consume(min(1000, wanted), 0.1)
                     for message in messages:

@@ -29,7 +29,7 @@ log = get_logger(__name__)
 
 LOOKUP_S: Final = 10.0
 _BOUNDS_TIMEOUT_S: Final = 15.0
-# The broker answers as soon as there is a record; an idle reader asks again after this time.
+# The broker answers a fetch as soon as there is a record. An idle reader sends the next fetch after this time.
 _FETCH_WAIT_MS: Final = 5000
 
 Start = Callable[["Partition", int, int], int]
@@ -75,8 +75,8 @@ def bounds_of_partitions(
 
 
 def _offsets_at(consumer: Consumer, topic: str, partitions: Sequence[int], at: int, timeout_s: float) -> dict[int, int]:
-    """Return the offsets of the beginnings or ends: the broker accepts their special numbers as timestamps, as in the
-    library's own lookup. Raise the KafkaException of the first partition whose offset the broker does not state."""
+    """Return the offsets of the beginnings or ends, with a lookup by timestamp: special numbers stand for both. Raise
+    the KafkaException of the first partition whose offset the broker does not state."""
     asked = [TopicPartition(topic, number, at) for number in partitions]
     answers = consumer.offsets_for_times(asked, timeout=timeout_s)
     for answer in answers:
@@ -86,8 +86,8 @@ def _offsets_at(consumer: Consumer, topic: str, partitions: Sequence[int], at: i
 
 
 class PrefetchedBounds:
-    """The bounds of a topic's partitions. The first request asks for all partitions. Each of these answers is returned
-    once; later requests ask the broker for one partition only."""
+    """The bounds of a topic's partitions. The first call asks the broker for all partitions. Each of these answers is
+    returned once; a later call asks the broker for one partition."""
 
     def __init__(
         self,
@@ -145,12 +145,12 @@ def as_message(partition: Partition, message: Any) -> Message:
 
 
 def unreadable_headers(messages: Sequence[Any]) -> dict[int, str]:
-    """Return why the client library cannot read the headers of messages, by the message's index. Callers must only ask
-    for the headers of other messages.
+    """Return, by index, why the client library cannot read the headers of some messages. Callers must not ask for the
+    headers of these messages.
 
-    In Kafka's protocol a header's key is UTF-8, but no broker checks it. For another key, the library raises an error
-    at the first access, and crashes the process at the second one (confluent-kafka 2.16): it returns a list together
-    with its exception, which Python detects in a general call, but not in a line that it has optimized.
+    In Kafka's protocol a header's key is UTF-8, but no broker checks it. For another key, the library returns a list
+    together with an exception (confluent-kafka 2.16). Python detects this in a general call and raises an error, but
+    crashes in code that it has optimized, such as a second call.
     """
     reasons: dict[int, str] = {}
     at, count = 0, len(messages)
@@ -212,8 +212,8 @@ class Reader:
         self._make_lookup = partial(make_consumer, config, services, f"{purpose}-ends")
         self._lookup: Any = None
         self._consumer = make_consumer(config, services, purpose, **{"fetch_wait_max_ms": _FETCH_WAIT_MS, **settings})
-        self.ends: dict[Partition, int] = {}  # end of the history: of the log when this was opened
-        self.positions: dict[Partition, int] = {}  # the next offset: all records before it have been returned
+        self.ends: dict[Partition, int] = {}  # end of the history: end of the log when this reader was opened
+        self.positions: dict[Partition, int] = {}  # the next offset; all records before it have been returned
         self.refused = 0  # number of values that could not be decoded
         try:
             by_topic: dict[str, list[int]] = {}
@@ -263,7 +263,7 @@ class Reader:
         return messages
 
     def decode(self, message: Message) -> AnyRecord | None:
-        """Return the record in a message, or None if it holds no record."""
+        """Return the record in a message; None if the message contains no record."""
         try:
             return decode(message.value)
         except RecordError as exc:
@@ -294,7 +294,7 @@ class Reader:
         return records
 
     def read_to_end(self) -> list[TimedRecord]:
-        """Return the records that the partitions hold now and that were not returned yet; fewer if this takes over 10
+        """Return the records that are now in the partitions and were not returned yet; fewer if this takes over 10
         s."""
         records: list[TimedRecord] = []
         deadline_s = time.monotonic() + _TO_END_S
@@ -308,8 +308,8 @@ class Reader:
         return records
 
     def _written_s(self, message: Message) -> float:
-        """Return the time of a record: of an older record by its writer's clock, of a new record by our own clock,
-        because clocks may differ."""
+        """Return the time of a record. For a new record this is our own clock, because clocks may differ; for an older
+        record, its writer's clock."""
         now_s = time.time()
         if message.offset >= self.ends[message.partition] or not message.written_s:
             return now_s
@@ -350,7 +350,8 @@ class Reader:
     def _ends_client(self) -> Any:
         """Return a separate client, made when it is needed: most readers do not look up ends while they read.
 
-        A broker answers the requests of a connection in order, so a lookup would wait for the fetch in progress.
+        A broker answers the requests of a connection in order, so on the reader's client a lookup would wait for a
+        fetch.
         """
         if self._lookup is None:
             self._lookup = self._make_lookup()
@@ -373,9 +374,9 @@ def end_of_unreadable(
     """Return the offset after a batch that the library cannot read. Raise ServiceUnavailableError if Kafka does not
     answer for 30 s.
 
-    Wherever in the batch the library begins to read, it names the first offset of the batch (`base`) and stays there.
-    The end is therefore searched by reads from later offsets: at most twice as many as the batch's length has bits.
-    `consumer` has another assignment afterwards; it must report ends of partitions, and an offset out of range.
+    If the library begins to read anywhere in the batch, it reports the first offset of the batch (`base`) and does not
+    advance. The end is therefore searched by reads from later offsets: at most twice as many as the batch's length has
+    bits. The search changes the assignment of `consumer`. It must report ends of partitions and offsets out of range.
     """
 
     def is_inside(offset: int) -> bool:
@@ -423,7 +424,7 @@ class Tail(Reader):
 def on_finish(config: JobConfig, services: Services, call: Callable[[], None]) -> Iterator[None]:
     """Within the context, call `call` in a thread, once, when the job finishes.
 
-    An earlier Finished record is ignored: this process was started because the job continues. Raise
+    An earlier Finished record is ignored, because this process was started after it to continue the job. Raise
     ServiceUnavailableError if Kafka does not answer at the start; later, this waits for Kafka.
     """
     exited = threading.Event()
@@ -470,7 +471,7 @@ class JobRecords(Reader):
         self._samples = config.topic("samples")
 
         def start(partition: Partition, low: int, high: int) -> int:
-            # Outside of the kept records: retention has deleted them, or the topic is a new one of the same name.
+            # The position is outside of the log: retention has deleted records, or the topic was created again.
             offset = positions.get(str(partition), low)
             return offset if low <= offset <= high else low
 
@@ -481,7 +482,7 @@ class JobRecords(Reader):
         super().__init__(config, services, "provision", partitions, start)
 
     def named_positions(self) -> dict[str, int]:
-        """Return the next offset, by `topic/partition`: `poll` has returned all records before it."""
+        """Return the next offset, by `topic/partition`. `poll` has returned all records before it."""
         return {str(partition): offset for partition, offset in self.positions.items()}
 
     def sample_ends(self, timeout_s: float = 1.0) -> list[int] | None:

@@ -1,4 +1,4 @@
-"""Check whether brokers that were just started work: they answer, accept records and commit offsets."""
+"""Check whether brokers that were just started answer, accept records and commit offsets."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _START_S: Final = 240.0
 
 
 class ReadinessProbe:
-    """A check that a node, or all `brokers` of a cluster, work while their processes are `alive`. An open port is not
-    enough, because another program may answer on it: the brokers must have this `cluster_id`.
+    """A check that a node, or all `brokers` of a cluster, work while their processes are `alive`. The brokers must have
+    this `cluster_id`, because another program may answer on the port.
 
-    If a record of an idempotent producer is acknowledged, the node writes and assigns producer ids. If an offset can be
-    committed, `__consumer_offsets` exists: while Kafka creates it, a consumer with a group may wait for minutes.
+    A record of an idempotent producer shows that the node writes and assigns producer ids. A committed offset shows
+    that `__consumer_offsets` exists: while Kafka creates this topic, a consumer with a group may wait for minutes.
     """
 
     def __init__(self, address: str, cluster_id: str, alive: Callable[[], bool], brokers: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""Give advice about a login that Kafka, or the client's TLS, has refused, from librdkafka's message. Pure."""
+"""Give advice about a login that Kafka or TLS has refused. The advice depends on librdkafka's message. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ALERTS: Final = ("alert bad certificate", "alert certificate required", "alert 
 
 def login_remedy(reason: str, kafka: KafkaConfig, *, expired: bool = False) -> str | None:
     """Return advice about a refused login; None if `reason`, a message of librdkafka, is not about a login. `expired`:
-    our own certificate has expired; some brokers then report that they do not know it."""
+    our own certificate has expired. Some brokers then report an unknown certificate."""
     text = _ADDRESS.sub("", reason.lower())
     if "alert certificate expired" in text or (expired and "alert " in text):
         return f"our certificate has expired: put a new one into {_OWN_CERTIFICATE}, and start this process again"
@@ -40,7 +40,7 @@ def login_remedy(reason: str, kafka: KafkaConfig, *, expired: bool = False) -> s
     if "unsupported sasl mechanism" in text:
         return f"kafka.sasl_mechanism is {kafka.mechanism}: set it to one that the broker has enabled"
     if "not valid in current sasl state" in text:
-        return None  # a repeated login on an open connection met a request: the next connection has it
+        return None  # a repeated login on an open connection met a request; the next connection succeeds
     if kafka.mechanism == "OAUTHBEARER" and ("token" in text or "sasl" in text or "oauth" in text):
         return (
             "correct kafka.oauth.token_url (and scope), DOLL_KAFKA_CLIENT_ID and DOLL_KAFKA_CLIENT_SECRET; if the "

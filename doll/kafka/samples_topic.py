@@ -1,9 +1,9 @@
 """Check that the samples topic is still the one that the model was learned from; find where a new job begins.
 
-Offsets identify samples only within one topic. If the topic was deleted and created again, or truncated, the same
-offsets are other records: a reader that continued at its offset would wait without end, or skip records until the log
-is as long as before. Kafka gives each topic an id, which the checkpoint contains. Brokers before 2.8 have no ids: with
-them, the change is only detected if the log is shorter than the part that was read.
+Offsets identify samples only within one topic. After the topic was deleted and created again, or truncated, the same
+offsets mean other records. A reader that continued at its offset would skip records until the log is as long as before,
+or wait without end. Kafka gives each topic an id, which the checkpoint contains. Brokers before 2.8 have no ids, so the
+change is only detected if the log is shorter than the part that was read.
 
 The first server of a job decides once where the job begins in the topic (`data.start`). The decision is kept in the
 checkpoints and in the topic `updates`. Calls raise ServiceUnavailableError if Kafka does not answer.
@@ -116,8 +116,7 @@ def bounds_reaching(
 
 
 def truncated_message(name: str, partition: int, next_offset: int, reason: str) -> str:
-    """Return the message for a log that has lost records which were read, and holds or will hold other records at their
-    offsets."""
+    """Return the message for a log that has lost records that were read, and has or will have other records there."""
     return (
         f"{name}/{partition} was read up to offset {next_offset}, has lost records below it since, and holds others in "
         f"their place, or will: the log was truncated ({reason})"
@@ -159,8 +158,8 @@ def start_offsets(config: JobConfig, services: Services, samples: SampleLog) -> 
 
 
 def deleted_before(config: JobConfig, generation: int, origins: Sequence[int]) -> tuple[int, ...]:
-    """Return the number of records of each partition that were deleted before the job could begin with them; () if the
-    job did not start at the earliest record, or the log is older than the job."""
+    """Return the number of records of each partition that were deleted before the job could begin with them. Return ()
+    if the job did not start at the earliest record, or the log is older than the job."""
     is_whole = config.data.topic is None and config.data.start == "earliest" and not generation
     return tuple(origins) if is_whole and any(origins) else ()
 

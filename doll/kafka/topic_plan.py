@@ -1,10 +1,10 @@
 """Define the topics that a job needs: names, partitions, settings. Find problems in the settings of existing topics.
 Pure. A samples topic that belongs to somebody else (`data.topic`) is not included.
 
-A problem is fatal if it would break the ledger or block the job: compaction deletes records that were not learned, and
-refuses records without a key; `updates` with a retention time loses the history of servers and learned batches; a topic
-with fewer replicas than min.insync.replicas can never be written. All other problems are warnings: less data survives
-than the job file requires.
+A problem is fatal if it would break the ledger or block the job. Compaction deletes records that were not learned, and
+refuses records without a key. If `updates` has a retention time, the history of servers and learned batches is lost. A
+topic with fewer replicas than min.insync.replicas cannot be written. All other problems are warnings: less data
+survives failures than the job file requires.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 TopicKind = Literal["samples", "commands", "events", "updates", "metrics", "dead"]
 TOPIC_KINDS: Final[tuple[TopicKind, ...]] = get_args(TopicKind)
 
-# The longest control record and dead letter lists every offset of a large group, because all are refused.
+# The longest control record lists every offset of a large group, if all of its records are refused.
 RECORD_LIMIT_BYTES: Final = 32 * 1024 * 1024
 MIN_ISR_SETTING: Final = "min.insync.replicas"
 SIZE_SETTING: Final = "max.message.bytes"
@@ -64,11 +64,11 @@ def plan_topics(config: JobConfig) -> list[TopicPlan]:
     control = {"retention.ms": str(_CONTROL_RETENTION_MS)}
     # No limit by size either: a broker may have a default limit.
     forever = {"retention.ms": str(_KEEP_FOREVER_MS), "retention.bytes": str(_KEEP_FOREVER_MS)}
-    # An acknowledged record survives the loss of any one broker, and that loss stops no writer.
+    # If one broker is lost, acknowledged records survive, and writers continue.
     in_sync = {"cleanup.policy": "delete", MIN_ISR_SETTING: str(max(1, config.kafka.replication_factor - 1))}
     # Kafka's own limit of 1 MB is too low for a Push or an Update that names many refused records.
     long = {SIZE_SETTING: str(RECORD_LIMIT_BYTES)}
-    # Retention counts from when the broker got a record: neither a writer's clock nor an old event's time deletes it.
+    # Retention begins when the broker gets a record: a wrong clock or an old event's time does not delete records.
     in_sync |= {TIME_SETTING: _APPEND_TIME}
     settings: dict[TopicKind, dict[str, str]] = {
         "samples": samples,

@@ -1,9 +1,9 @@
 """Watch the samples topic while a job learns from it.
 
-Partitions may be added to any samples topic: the server gets their number. The owner of somebody else's topic may also
-delete it, create it again, have it compacted or withdraw the permission, and brokers may fail. If the job's offsets
-then mean other records, or records are lost before they are learned, the server saves a checkpoint and ends. Temporary
-problems are logged once.
+If partitions are added to the topic, the server gets the new number. The owner of a foreign topic may also delete it,
+create it again, have it compacted or withdraw the permission, and brokers may fail. If the job's offsets then mean
+other records, or records are lost before they are learned, the server saves a checkpoint and ends. Temporary problems
+are logged once.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 EVERY_S: Final = 5.0
-_LOOKS: Final = 2  # checks in a row without the topic: a broker that has just started may not know it
+_LOOKS: Final = 2  # checks in a row without the topic, which a broker may not know just after its start
 
 
 class TopicWatch:
     """A watch that checks the topic of one job regularly after it is started.
 
     Attributes:
-        problem: reason why the job cannot continue. None: it can.
+        problem: reason why the job cannot continue; None if it can.
 
     Args:
         expected_id: Kafka's id of the topic that the model is learned from.

@@ -59,19 +59,19 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-_PARTITION_S: Final = 0.05  # a broker on a loaded machine opens a new log in this time
+_PARTITION_S: Final = 0.05  # time in which a broker on a loaded machine opens a new log
 _DELETE_S: Final = 5.0
-_BROKER_S: Final = 2.0  # maximum wait for one broker: another may know more
+_BROKER_S: Final = 2.0  # maximum wait for one broker, because another may answer
 
 
 def _allow_users(admin: AdminClient, config: JobConfig, address: str) -> None:
-    """Allow the users `kafka.worker_user` and `kafka.producer_user`, if they are set, only what a worker and an
-    external producer need. The call may be repeated.
+    """Grant the users `kafka.worker_user` and `kafka.producer_user`, if they are set, only the permissions that a
+    worker and an external producer need. The call may be repeated.
 
     An ACL's resource pattern is one topic or a prefix, and `doll.*.samples` is neither, so each job adds ACLs for its
     own topics. If Kafka allows everyone to use a topic without ACLs (`allow.everyone.if.no.acl.found`), the first ACL
-    excludes all other users, so DOLL's own user gets an ACL in the same request. For the same reason, somebody else's
-    topic gets no ACL: its owner must allow the workers' user to read it.
+    excludes all other users. So DOLL's own user gets an ACL in the same request, and a foreign topic gets no ACL: its
+    owner must allow the workers' user to read it.
     """
     users: dict[str, list[Permission]] = {}
     if (user := config.kafka.worker_user) is not None:
@@ -208,7 +208,7 @@ def _is_created(
                     f"kafka.replication_factor is {config.kafka.replication_factor}: Kafka at {services.kafka} "
                     f"has fewer brokers ({error.str()})"
                 ) from exc
-            if error.code() != KafkaError.TOPIC_ALREADY_EXISTS:  # otherwise another process of the job was faster
+            if error.code() != KafkaError.TOPIC_ALREADY_EXISTS:  # if it exists, another process of the job was faster
                 raise
     return True
 
@@ -369,15 +369,15 @@ def _await_topics(admin: AdminClient, config: JobConfig, services: Services) -> 
     """Wait until every broker lists each topic, with a leader for each of its partitions.
 
     A topic is created about 100 ms before it can be written, and the brokers learn of it one after the other. Without
-    this wait, another process of the job, or the next call, may ask a broker that does not know the topic. This does
-    not wait for a broker that does not answer: its clients get no answer either, and try another broker.
+    this wait, another process of the job, or the next call, may ask a broker that does not know the topic. The wait
+    excludes brokers that do not answer, because their clients try another broker.
     """
     wanted = {topic.name for topic in plan_topics(config)}
     deadline_s = time.monotonic() + ADMIN_S
     brokers = _metadata(admin, services).brokers.values()
     addresses = {f"{broker.host}:{broker.port}" for broker in brokers} if len(brokers) > 1 else {services.kafka}
     waiting = {address: make_admin(config, dataclasses.replace(services, kafka=address)) for address in addresses}
-    without: dict[str, set[str]] = {}  # topics that each broker that has answered lacks
+    without: dict[str, set[str]] = {}  # by address of a broker that has answered: the topics that it lacks
     while waiting:
         for address, client in list(waiting.items()):
             try:
@@ -406,7 +406,7 @@ def _await_leaders(admin: AdminClient, services: Services, created: Sequence[Top
     """Wait until the leader of each partition of new topics answers requests for it.
 
     Metadata name a leader before that broker has opened the partition's log. On a loaded machine, or with a thousand
-    partitions, this takes seconds, and a process that starts meanwhile gets the error NOT_LEADER_OR_FOLLOWER.
+    partitions, this takes seconds, and a process that starts too early gets the error NOT_LEADER_OR_FOLLOWER.
     """
     partitions = [TopicPartition(topic.name, number) for topic in created for number in range(topic.partitions)]
     with translate_errors(

@@ -1,8 +1,8 @@
-"""The rule which parameter server may serve a job: one that has the checkpoints of the run in the job's topics.
+"""The rule for which parameter server may serve a job: its store has the checkpoints of the run in the job's topics.
 
 A new generation may begin if `updates` is empty, or if the caller knows that its records belong to earlier runs
-(`--fresh`). Without these checks, a server without the checkpoints would begin again at version 0, and a run would use
-the records of an earlier run as its own. Calls raise ServiceUnavailableError if Kafka does not answer.
+(`--fresh`). Without these checks, a server that lacks the checkpoints would begin again at version 0, and a run would
+use records of an earlier run as its own. Calls raise ServiceUnavailableError if Kafka does not answer.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from doll.services import Services
     from doll.storage.checkpoints import Checkpoint, CheckpointStore
 
-AFTER_TERM_ENV: Final = "DOLL_AFTER_TERM"  # terms up to it belong to earlier runs; from `doll up` to its roles
+AFTER_TERM_ENV: Final = "DOLL_AFTER_TERM"  # terms up to it belong to earlier runs; set by `doll up` for its roles
 ANY_TERM: Final = 1 << 62
-RUN_ID_ENV: Final = "DOLL_RUN_ID"  # run id of this `doll up` or `doll resume`, which passes it to its parameter servers
+RUN_ID_ENV: Final = "DOLL_RUN_ID"  # run id that `doll up` or `doll resume` passes to its parameter servers
 _TAIL_RECORDS: Final = 1000  # a fenced server writes only a few records, so the last ones contain the newest term
 
 
@@ -48,8 +48,8 @@ def read_lineage(config: JobConfig, services: Services, *, tail_only: bool = Fal
 
 
 def recorded_partitions(store: CheckpointStore) -> int | None:
-    """Return the number of partitions that the job of these checkpoints reads. None: the checkpoints do not contain it.
-    Raise CheckpointError if the store cannot be read."""
+    """Return the number of partitions that the job of these checkpoints reads; None if no checkpoint contains it. Raise
+    CheckpointError if the store cannot be read."""
     checkpoint = store.load_newest(None)
     counts = None if checkpoint is None else decode_counts(checkpoint.state)
     return None if counts is None else len(counts.origins)
@@ -57,7 +57,7 @@ def recorded_partitions(store: CheckpointStore) -> int | None:
 
 def fold_lineage(values: Iterable[tuple[int, bytes | None]], location: str, job: str) -> Lineage:
     """Build the lineage from records (offset, value) of `updates`, in log order. Pure. Raise ConfigError, which names
-    `location`, if a record has another schema version: a server that skipped it would begin again at version 0.
+    `location`, if a record has another schema version. A server that skipped it could begin again at version 0.
 
     Values that are not a control record are skipped; the audit reports them.
     """
@@ -79,10 +79,10 @@ def fold_lineage(values: Iterable[tuple[int, bytes | None]], location: str, job:
 
 
 def admit(config: JobConfig, services: Services, store: CheckpointStore, location: object, after_term: int) -> Lineage:
-    """Return the lineage if a parameter server may serve the job from `store`, which is at `location`. Call it before
-    the server claims anything. Terms up to `after_term` belong to earlier runs. Raise CheckpointError if the store
-    cannot be read. Raise ConfigError, which says what to do, if the topics hold a run whose checkpoints are not in the
-    store, or records of another release."""
+    """Return the lineage if a parameter server may serve the job from `store`, which is at `location`. Call this
+    function before the server claims a term. Terms up to `after_term` belong to earlier runs. Raise CheckpointError if
+    the store cannot be read. Raise ConfigError, which says what to do, if the topics hold a run whose checkpoints are
+    not in the store, or records of another release."""
     # Read the topic first: a server that starts now saves its first checkpoint before it writes its first record.
     lineage = read_lineage(config, services, tail_only=bool(store.versions()))
     versions = store.versions()
@@ -90,7 +90,7 @@ def admit(config: JobConfig, services: Services, store: CheckpointStore, locatio
         refuse_earlier_run(config, services, lineage, after_term, location)
         return lineage
     if lineage.newest_term > versions[-1][0]:
-        # The newest term is of a later run, or of a server of this run whose checkpoints are not in the store.
+        # The newest term belongs to a later run, or to a server of this run whose checkpoints are not in the store.
         lineage = read_lineage(config, services)
         checkpoint = store.load_newest(None)
         if checkpoint is not None:
@@ -102,8 +102,8 @@ def admit(config: JobConfig, services: Services, store: CheckpointStore, locatio
 def _refuse_abandoned(
     config: JobConfig, services: Services, lineage: Lineage, checkpoint: Checkpoint, location: object
 ) -> None:
-    """Raise ConfigError if a later server began from an older version than this checkpoint, with another copy of the
-    store: both copies would then continue with the same version numbers."""
+    """Raise ConfigError if a later server has begun from an older version than this checkpoint. That server has another
+    copy of the store, so both copies would continue with the same version numbers."""
     for term, version in lineage.resumed.items():
         if term > checkpoint.term and version < checkpoint.version:
             raise ConfigError(

@@ -1,12 +1,11 @@
-"""The audit of a job, running or ended. It checks that every record is applied once, dead-lettered once, lost or not
-yet applied.
+"""The audit of a running or ended job. Every record must be applied once, dead-lettered once, lost or pending.
 
-The audit reads what the job's processes wrote to Kafka and to the checkpoint store; `doll.ledger.balance` counts it. It
-reads the checkpoint first, then the update records, the dead letters and the partition ends. The updates of a
-checkpoint are recorded before the checkpoint is saved, and a dead letter is written before the update that names it. So
-each later source contains everything that the earlier sources refer to. A server that saves a checkpoint during the
-audit can still make a correct history look wrong, for instance because it began again or ended. In this case the audit
-reads everything again.
+The audit reads the records of the job's processes in Kafka and in the checkpoint store; `doll.ledger.balance` counts
+them. It reads the checkpoint first, then the update records, the dead letters and the partition ends. An update is
+recorded before the checkpoint that contains it is saved, and a dead letter before the update that names it. So each
+later source contains everything that the earlier sources refer to. A server that saves a checkpoint during the audit
+can still make a correct history look wrong, for instance if it begins again or ends. Then the audit reads everything
+again.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 log = telemetry.get_logger(__name__)
 
 _ATTEMPTS: Final = 3
-_MAX_GAP_RECORDS: Final = 5000  # smaller distances between gaps are read, too: a seek costs as much
+_MAX_GAP_RECORDS: Final = 5000  # gaps closer than this are read in one pass, as a seek costs as much
 
 
 def audit(config: JobConfig, services: Services, store: CheckpointStore) -> LedgerReport:
@@ -68,7 +67,7 @@ def _audit_once(config: JobConfig, services: Services, checkpoint: Checkpoint | 
         loss_allowed = config.data.on_data_loss == "skip"
         is_whole = bool(deleted_before(config, generation.generation, ledger.origins))
         report = ledger.report(ends, lows=lows, loss_allowed=loss_allowed, is_whole=is_whole)
-        # Records that retention has deleted cannot be checked: for them, the worker's record counts.
+        # Gaps whose records retention has deleted cannot be checked, so the worker's report counts.
         remaining = [gap._replace(lo=max(gap.lo, lows[gap.partition])) for gap in report.gap_ranges]
         present = _present_records(reader, samples, [gap for gap in remaining if gap.lo < gap.hi])
         if present:
@@ -78,7 +77,7 @@ def _audit_once(config: JobConfig, services: Services, checkpoint: Checkpoint | 
 
 
 def _other_topic(config: JobConfig, services: Services, checkpoint: Checkpoint | None) -> list[str]:
-    """Return a problem if another topic of the same name has replaced the samples topic since learning began."""
+    """Return the problem that the samples topic was deleted and created again after learning began, if this is so."""
     expected = "" if checkpoint is None else read_counts(config, checkpoint.state).samples_id
     actual_id = topics.topic_id(config, services, "samples") if expected else ""
     problem = replaced_topic(config.topic("samples"), expected, actual_id)
@@ -88,18 +87,16 @@ def _other_topic(config: JobConfig, services: Services, checkpoint: Checkpoint |
 def build_ledger(
     config: JobConfig, reader: RangeReader, checkpoint: Checkpoint | None, location: str = "the checkpoint store"
 ) -> tuple[Ledger, GenerationFilter]:
-    """Return the job's ledger with the updates that `checkpoint` contains and without dead letters, and the filter for
-    these letters. Raise ServiceUnavailableError if Kafka does not send the updates, and CheckpointError if the
-    checkpoint does not fit the job file."""
+    """Return the job's ledger, and the filter for its dead letters. The ledger has the updates that `checkpoint`
+    contains, and no dead letters yet. Raise ServiceUnavailableError if Kafka does not send the updates, and
+    CheckpointError if the checkpoint does not fit the job file."""
     records = _GenerationUpdates(config, reader, checkpoint)
     return Ledger(_durable(config, reader, checkpoint, records, location), records), records.generation
 
 
 class _GenerationUpdates:
-    """The records of `updates` that existed when this object was created, of the checkpoint's generation. Without a
-    checkpoint: of the newest generation.
-
-    The records can be iterated over several times, and are not kept in memory.
+    """The records of `updates` that existed when this object was created, of one generation: that of the checkpoint or,
+    without a checkpoint, the newest one. The records can be iterated over several times, and are not kept in memory.
     """
 
     def __init__(self, config: JobConfig, reader: RangeReader, checkpoint: Checkpoint | None) -> None:
@@ -130,8 +127,7 @@ def _durable(
     """Return the model in the checkpoint. Without a checkpoint, return a model that has learned nothing since the
     origins that the first server recorded.
 
-    The model contains nothing of partitions that were added later: the server does not know them yet, or the next
-    checkpoint will contain them.
+    Partitions that were added later are not learned yet: the next checkpoint of a server will contain them.
     """
     samples = config.topic("samples")
     if checkpoint is not None:

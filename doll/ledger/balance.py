@@ -1,13 +1,13 @@
 """The ledger: the proof that each sample is in the durable model exactly once, is not yet applied, or is dead-lettered.
 
-At any time, each offset of each partition has exactly one state: not yet applied; applied in exactly one update of the
-durable model; dead-lettered; or skipped, because a rollback was told to skip it. The ledger checks this with four
-sources that different processes wrote: the update records (`doll.ledger.valid_updates` decides which of them count),
-the dead letters, the checkpoint's counts of applied batches, and the partitions' ends.
+Each offset of each partition must have exactly one state. It is not yet applied, applied in exactly one update of the
+durable model, dead-lettered, lost, or skipped on request by a rollback. The ledger checks this with four sources,
+written by different processes: the update records (`doll.ledger.valid_updates` decides which of them count), the dead
+letters, the checkpoint's counts of applied batches, and the partitions' ends.
 
 An offset is dead only if the update that counts says so. If a worker dies before its batch is durable, the batch is
-decoded again, perhaps with a corrected task, and its gradient may be computed again with another version. A record that
-an earlier process refused may then be applied. The dead letter of an applied offset is superseded.
+decoded and computed again, perhaps with a corrected task. A record that the earlier process refused may then be
+applied. The dead letter of an applied offset is superseded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from doll.records.bounds import Bounds, Cuts, Grid
 from doll.records.control import DeadLetter, Member, Update
 
 _NAMED: Final = 8  # maximum number of ranges in a message; the report contains all
-# Counts of a report that are sums over the partitions; fields with ranges, and the count that each belongs to.
+# Counts of a report that are sums over the partitions. Fields with ranges, each with the count that it belongs to.
 _SUMS: Final = ("produced", "applied", "pending", "dead", "gaps", "superseded", "lost", "skipped", "unread")
 _RANGES: Final = {
     "missing": "missing", "twice": "twice", "gap_ranges": "gaps", "lost_ranges": "lost", "skipped_ranges": "skipped",
@@ -77,15 +77,15 @@ class LedgerReport:
     version: int  # version of the durable model, written by the parameter server of term `term`
     term: int
     updates: int  # update records that the durable model contains
-    unsaved: int  # update records after it, not durable yet
+    unsaved: int  # update records after the durable version
     voided: int  # void update records: their batches were lost with a server and applied again
-    # Number of offsets from the first that the job must read to the partitions' ends; the sum of the counts below.
+    # Number of offsets from the first one that the job must read to the partition's end; the sum of the counts below.
     produced: int
     applied: int
     pending: int
     dead: int
     gaps: int  # offsets at which the log holds no record
-    # Ranges below the end of the durable model that are in no update, or dead without a dead letter.
+    # Ranges below the end of the durable model that are in no update, or that are dead and have no dead letter.
     missing: tuple[Range, ...]
     twice: tuple[Range, ...]  # ranges that more than one update of the durable model applied
     gap_ranges: tuple[Range, ...]  # the ranges of the `gaps`
@@ -130,7 +130,7 @@ class LedgerReport:
         return [*lines, *self.problems]
 
     def losses(self) -> list[str]:
-        """Return at most one line with the records that were deleted before they were learned, allowed or not."""
+        """Return at most one line about records that were deleted before they were learned, even if this is allowed."""
         allowed = "allowed by data.on_data_loss: skip" if self.loss_allowed else "see data.on_data_loss"
         loss = f"lost: {named(self.lost_ranges)}: deleted from the log before they were learned ({allowed})"
         return [loss] if self.lost_ranges else []
@@ -319,7 +319,7 @@ class PartitionAccount:
         return PartitionResult(line, {name: self._ranges(at) for name, at in places.items()})
 
     def _unlettered_parts(self) -> list[Span]:
-        """Return the batches with refused samples, by their updates, for which there is no dead letter at all."""
+        """Return the batches for which an update reports refused samples and no dead letter exists."""
         letters = sorted({*self._part_letters, *self._whole_letters}) if self._partly else []
         unlettered = []
         for lo, hi in self._partly:
@@ -351,7 +351,7 @@ class _PartitionGrid(NamedTuple):
 
 
 def _may_cut(bounds: Bounds, member: Member) -> bool:
-    """Return whether a batch that is cut according to its update can follow the earlier batches."""
+    """Return whether a batch can follow the earlier batches, given the cut that its update reports."""
     is_new = member.batch >= 0 and bounds.cuts.next_cut(member.batch) is None
     return is_new and bounds.lo(member.batch) < member.hi < bounds.hi(member.batch)
 
@@ -376,9 +376,9 @@ class Ledger:
     """
 
     def __init__(self, durable: DurableModel, records: Iterable[UpdatesRecord]) -> None:
-        """Add the updates that count. `records` are the records of `updates` of the checkpoint's generation, in log
-        order, read after the checkpoint. They are iterated over twice. Raise ValueError if `durable` does not have one
-        entry for each partition."""
+        """Add the updates that count. `records` are the records in topic `updates` of the checkpoint's generation, in
+        log order, read after the checkpoint. The method iterates over them twice. Raise ValueError if `durable` does
+        not have one entry for each partition."""
         num = len(durable.origins)
         if len(durable.applied) != num:
             raise ValueError(f"expected {num} counts of applied batches, got {len(durable.applied)}")
@@ -472,7 +472,7 @@ class Ledger:
             lows: the first offset that each partition still holds. None: nothing was deleted. If the job has ended,
                 records that it has not read may be deleted.
             loss_allowed: True: records that were deleted before they were learned are no failure.
-            is_whole: True: the job must read the log from offset 0 on, whatever the log held when the job began.
+            is_whole: True: the job must read from offset 0 on, even if the log began later when the job began.
         """
         problems = [*self._valid.problems, *self._update_problems, *self._letter_problems]
         present_spans = [

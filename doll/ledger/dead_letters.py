@@ -1,12 +1,11 @@
 """Dead letters for people: which records could not be learned and why, and how to put them into the stream again.
 
-A record is dead only if an update of the durable model says so. Its letter alone is no proof: if a worker dies before
-its batch is durable, the batch is decoded again, perhaps with a corrected task, and a record that was refused before
-may then be learned. The letter of such a record is superseded. A letter after the newest checkpoint is pending: the
-record may still be learned.
+A record is dead only if an update of the durable model says so. Its letter alone does not prove it. If a worker dies
+before its batch is durable, the batch is decoded again, perhaps with a corrected task. A refused record may then be
+learned; its letter is superseded. A letter after the newest checkpoint is pending: the record may still be learned.
 
 A replay appends the record to the end of its partition as a new record, and writes a letter with the new offset. Both
-are written in one transaction. So neither a crash nor a simultaneous second replay can replay a record twice.
+are written in one transaction. So no record is replayed twice, even after a crash or if two replays run at once.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The lineage of a job's model: which records in its topics belong to the current run, and which to earlier runs.
 
-The topics of a job on a given Kafka outlive its runs. A *generation* is one model with its checkpoints, from its first
+The topics of a job are kept after its runs have ended. A *generation* is one model with its checkpoints, from its first
 to its last version, over any number of parameter servers. The number of a generation is the `term` of its first server;
-the first generation on the topics has number 0. A server claims a term above all terms in `updates`. So a later
-generation has a higher number, and servers of earlier generations that still write have lower terms. Each TermStarted
-record names its generation.
+the first generation on the topics has number 0. A server claims a term above all terms in `updates`. So later
+generations have higher numbers, and servers of earlier generations, which may still write, have lower terms. Each
+TermStarted record names its generation.
 
 Each reader of `updates` builds a `Lineage` from the records: admission, audit, views, drills and the provisioner.
 """
@@ -60,7 +60,7 @@ class Lineage:
                 is_new = record.generation > self.generation
                 if is_new or not record.grid:
                     self.origins = record.origins
-                else:  # the grid's origins are the ends of the grid before; added partitions begin at 0
+                else:  # the grid's origins are the ends of the earlier grid; added partitions begin at 0
                     self.origins += (0,) * (len(record.origins) - len(self.origins))
                 self.generation = max(self.generation, record.generation)
                 return LineageChange.GENERATION if is_new else LineageChange.TERM

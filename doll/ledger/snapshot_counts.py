@@ -41,7 +41,7 @@ class SnapshotCounts(msgspec.Struct, frozen=True):
 
 
 def decode_counts(state: bytes) -> SnapshotCounts | None:
-    """Return the counts in an engine's state. None: the state does not contain them."""
+    """Return the counts in an engine's state; None if the state does not contain them."""
     try:
         return msgspec.msgpack.decode(state, type=SnapshotCounts)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

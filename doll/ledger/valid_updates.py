@@ -1,9 +1,9 @@
 """Valid updates: the update records that count, because no later parameter server made them void.
 
-An update is void in three cases: a later server began again from a lower version, a rollback has abandoned it, or its
-own server was already fenced when it wrote the update. This is known only after the whole topic is read. Therefore the
-topic is read twice: first for the server starts, then for their updates. Memory grows with the number of servers, not
-with the number of updates.
+An update is void in three cases: a later server began again from a lower version, a rollback has abandoned the update,
+or its own server was already fenced when it wrote the update. These cases are known only after the whole topic is read.
+Therefore the topic is read twice: first for the server starts, then for their updates. Memory grows with the number of
+servers, not with the number of updates.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class DurableModel(SnapshotCounts, frozen=True, kw_only=True):
     """The content of the newest checkpoint. The batches of earlier grids precede its batches."""
 
     term: int  # term of its server; 0: there is no checkpoint
-    location: str = "the checkpoint store"  # place of the checkpoints, for messages
+    location: str = "the checkpoint store"  # folder or URL of the checkpoints, for messages
 
     @property
     def grids(self) -> tuple[Grid, ...]:
@@ -116,8 +116,8 @@ class ValidUpdates:
             self.voided += hi - first
 
     def _check_term(self, record: TermStarted, *, is_void: bool) -> None:
-        """Report contradictions between a server's start and the durable model. `is_void`: a later server began below
-        it."""
+        """Report contradictions between a server's start and the durable model. `is_void`: True if a later server began
+        at a lower version."""
         durable = self.durable
         if record.term > durable.term and record.resumed_version < durable.version:
             self.problems.append(
@@ -181,8 +181,7 @@ class ValidUpdates:
 
 
 def _void_limits(records: Iterable[UpdatesRecord], rollbacks: Sequence[Rollback]) -> list[float]:
-    """Return the highest version of an update that no later server or rollback voids, by the number of servers before
-    it."""
+    """Return, by the number of earlier servers, the last version that no later server or rollback voids."""
     kept: list[float] = []
     newest = 0
     for record in records:

@@ -71,7 +71,7 @@ class Role:
 
 
 class ForkServer:
-    """A server that starts roles. `start` returns while torch loads; `close` kills the running roles.
+    """A server that starts roles. `start` returns before torch is loaded. `close` kills the running roles.
 
     Use it from one thread, which must live as long as the roles.
     """
@@ -93,7 +93,7 @@ class ForkServer:
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def start(self) -> None:
-        """Start to load the modules. The call may be repeated."""
+        """Begin to load the modules. This method may be called again."""
         if self._process is not None:
             return
         own_end, child_end = socket.socketpair()

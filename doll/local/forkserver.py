@@ -1,11 +1,12 @@
-"""Run the process from which roles are forked. It imports torch once, so a role starts in 0.05 s, not 5 s of CPU.
+"""Run the process from which roles are forked. It imports torch once, so a role needs 0.05 s of CPU time to start, not
+5 s.
 
 `python -m doll.local.forkserver FD MODULE...` exchanges JSON lines over the socket FD: requests `{"start": {...}}` and
 `{"kill": pid, "signal": n}`; answers `{"ready": s}`, `{"started": pid}`, `{"ended": pid, "code": c}`. The process exits
 when its parent exits or closes the socket, and its children end with it.
 
-If a process that has loaded torch cannot be forked (macOS), it loads nothing, and starts a new interpreter for a role:
-`python -m doll.local.forkserver --role TARGET ARGUMENTS`, the arguments in JSON.
+On macOS, a process that has loaded torch cannot be forked. The process then loads nothing, and starts a new interpreter
+for each role: `python -m doll.local.forkserver --role TARGET ARGUMENTS`, with the arguments in JSON.
 
 multiprocessing's forkserver is not used: its children import the caller's main module again, and it uses pickle.
 """
@@ -145,8 +146,7 @@ def _exit_code(pid: int) -> int | None:
 
 
 def _run_role(target: str, args: list[Any]) -> NoReturn:
-    """Call `module:function` with `args`, then exit as a program does: 0, the returned integer, or 1 after a
-    traceback."""
+    """Call `module:function` with `args`. Exit with the returned integer (0 without one), or 1 after a traceback."""
     code = 1
     try:
         module, _, function = target.partition(":")

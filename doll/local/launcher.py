@@ -1,7 +1,7 @@
 """Run a program that is killed when its parent ends: `python -I -S launcher.py [--watch] PARENT_PID PROGRAM ARG...`.
 
 This is a separate program, because code between fork and exec (`preexec_fn`) may deadlock in a parent with threads. The
-death signal that it requests and the process id are kept across exec.
+launcher requests a death signal and then executes the program: exec changes neither this signal nor the process id.
 
 `--watch` is for systems without death signals, such as macOS: a child of the program checks twice a second whether the
 parent exists, and kills the program if it does not.
@@ -22,7 +22,7 @@ _MAX_DESCRIPTORS = 4096
 def die_with_parent(parent_pid: int) -> None:
     """Ask Linux to SIGKILL this process when the thread that started it ends. Exit if the thread has already ended.
 
-    On other systems than Linux this does nothing; there, a program that is executed can be watched instead.
+    On other systems than Linux, this function does nothing; `watch` can be used instead.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -42,8 +42,8 @@ THIS_HOST: Final = Host()
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Ask Linux to kill this forked process when the thread that forked it ends; other systems do not fork. Exit if the
-    parent is not `parent_pid` (known before the fork) any more."""
+    """Ask Linux to kill this forked process when the thread that forked it ends. (Other systems do not fork.) Exit if
+    `parent_pid`, which was read before the fork, is not the parent any more."""
     launcher.die_with_parent(os.getppid() if parent_pid is None else parent_pid)
 
 
@@ -96,8 +96,9 @@ def end(process: subprocess.Popen[bytes], grace_s: float) -> int:
 
 
 def free_port() -> int:
-    """Return a loopback port that is free now and was not returned to this process recently, because a server requests
-    several ports before it binds them. Another process may take it first, so callers retry a failed bind."""
+    """Return a loopback port that is free now. A server requests several ports before it binds them, so ports that were
+    returned recently are not returned again. Another process may bind the port first, so callers retry a failed
+    bind."""
     for port in random.SystemRandom().sample(_PORTS, 200):
         if port in _given:
             continue
@@ -206,7 +207,7 @@ class LocalServer(Server):
         self.start()
 
     def _start_on_port(self, name: str, launch: Callable[[int], bool], tries: int = _BIND_TRIES) -> None:
-        """Launch the server on its port, or on a free port, which another process may take meanwhile."""
+        """Launch the server on its earlier port or a free port. If the port is taken meanwhile, retry."""
         for _ in range(tries):
             port = self._port or free_port()
             if launch(port):
@@ -215,7 +216,7 @@ class LocalServer(Server):
         raise ServiceUnavailableError(f"{name} does not start; the end of {self.log_path}:\n{tail(self.log_path)}")
 
     def _await(self, serves: Callable[[], bool], timeout_s: float, *, every_s: float) -> bool:
-        """Return whether the server answers before its process exits or the time is over; otherwise kill it."""
+        """Return whether the server answers before its process exits and in time. If it does not, kill it."""
         deadline_s = time.monotonic() + timeout_s
         while self.pid is not None and time.monotonic() < deadline_s:
             if serves():

@@ -35,7 +35,7 @@ _ADDRESS_FILE: Final = "ray_current_cluster"  # Ray writes this file into its fo
 
 
 def running_address() -> str | None:
-    """Return the address of the cluster to which `ray start` has added this machine, as Ray finds it; None without
+    """Return the address of the cluster to which `ray start` has added this machine, according to Ray; None without
     one."""
     if given := os.environ.get("RAY_ADDRESS"):
         return given
@@ -50,8 +50,8 @@ def running_address() -> str | None:
 
 class RayHead(processes.LocalServer):
     """A Ray head node (`ray start --head`) whose processes end with this process, even if it is killed. Its port
-    persists. Ray's files and the logs of workers are in `folder`. The node has these labels and offers `num_cpus` CPUs,
-    a number that is only counted and may exceed the machine's."""
+    persists. Ray's files and the logs of workers are in `folder`. The node has these labels and offers `num_cpus` CPUs.
+    Ray only counts them, so the number may exceed the machine's."""
 
     _grace_s: ClassVar[float] = 10.0
 

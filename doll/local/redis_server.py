@@ -49,8 +49,8 @@ def _version(executable: str) -> tuple[int, ...]:
 
 
 class LocalRedis(processes.LocalServer):
-    """A process of Redis or Valkey, with its log in `folder`. Its port persists across `stop`, `kill` and `restart`;
-    its data do not."""
+    """A process of Redis or Valkey, with its log in `folder`. `stop`, `kill` and `restart` keep its port, but not its
+    data."""
 
     _grace_s: ClassVar[float] = 5.0
 

@@ -1,8 +1,7 @@
-"""Manage a run's folder in shared memory: it is removed at the end of the run, or by the next one if the run was
-killed.
+"""Manage a run's folder in shared memory: it is removed when the run ends, or by the next run if the run was killed.
 
-Its owner holds a lock on it. The kernel releases the lock when the owner's process ends, so a folder that can be locked
-is stale.
+The owner of the folder locks it. The kernel releases the lock when the owner's process ends, so a folder that can be
+locked is stale.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def run_folder(root: Path = SHM_ROOT) -> Iterator[Path]:
 
 
 def obstacle(root: Path = SHM_ROOT) -> str | None:
-    """Return why blobs cannot be stored there, or None."""
+    """Return the reason why blobs cannot be stored in shared memory, or None."""
     try:
         status = os.statvfs(root)
     except OSError as exc:

@@ -102,8 +102,8 @@ class Supervisor:
         """Check which roles have exited, and restart those whose wait is over.
 
         Raises:
-            RoleFailedError: a role has failed 5 times in a row, each time within 20 s of its start. If it was killed by
-                SIGKILL the last time, the limit is 20 times, because the role did not cause it.
+            RoleFailedError: a role has failed 5 times in a row, each time within 20 s of its start. If SIGKILL caused
+                the last failure, the limit is 20 failures, because the role itself is not the cause.
             ConfigError: a role reports with exit code 2 that the job file or task is invalid; it is not restarted.
             DataLossError: a role reports with exit code 4 that records were deleted before they were learned.
         """

@@ -18,7 +18,7 @@ def resolve(setting: str, worker: int, *, field: str = "worker.device") -> str:
     Raises:
         ConfigError: this machine does not have the device.
     """
-    if setting.startswith("cpu"):  # `cpu:0` is for tests: the same device, with tensors of its own
+    if setting.startswith("cpu"):  # `cpu:0` is for tests: it is the same device as `cpu`, but has separate tensors
         return setting
     count, has_mps = torch.cuda.device_count(), torch.backends.mps.is_available()
     if setting == "auto":

@@ -1,4 +1,4 @@
-"""Tensors whose memory is a file, for a model that is larger than the available memory.
+"""Tensors whose memory is a file. They are for a model that is larger than the available memory.
 
 The kernel keeps a file's pages in memory while there is room, and otherwise writes them to the disk. The pages do not
 count as the data of a process (RLIMIT_DATA).

@@ -2,13 +2,14 @@
 
 Layout of the vector: first all trainable parameters in the order of `named_parameters()`, then all float buffers
 (batch-norm statistics) in the order of `named_buffers()`, then the memory of all other buffers (counters, masks), each
-from an even index on. A gradient vector has the same layout. For parameters it holds sums over samples; for float
-buffers, the value after the batch times the number of samples, so that the parameter server can take the mean of both;
-for other buffers, the bytes after the batch. These bytes are not float32 numbers: copy them, never compute with them.
+from an even index on. A gradient vector has the same layout. For parameters it contains sums over samples. For float
+buffers it contains the value after the batch times the number of samples, so that the parameter server can take the
+mean of both. For other buffers it contains the bytes after the batch. These bytes are not float32 numbers: copy them,
+never compute with them.
 
-Frozen parameters are not in the vector. They never change, so each process has its own from `build_model`, and a
-checksum in the fingerprint shows whether all processes have the same (docs/architecture.md). Tables, the embeddings
-with `sparse=True`, are not in the vector either: the server has them, and workers fetch rows (docs/decisions/0033).
+Frozen parameters are not in the vector. They never change, so each process makes its own in `build_model`. A checksum
+in the fingerprint shows whether all processes have the same values (docs/architecture.md). Tables, the embeddings with
+`sparse=True`, are not in the vector either: the server has them, and workers fetch rows (docs/decisions/0033).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class FlatModel:
         device: device of the flat tensors and of the module, as torch names it.
         flat: float32, shape (numel,), with the layout above.
         host: weights in this machine's memory: `flat` itself, or a copy if the model is on another device.
-        grad: float32, as long as `flat`. The module's `.grad`s are views into it; the part of the buffers is unused.
+        grad: float32, as long as `flat`. Each `.grad` of the module is a view into it. The buffers' part is unused.
         num_parameters, num_buffers: number of values of trainable parameters, and of float buffers.
         ends_of_parameters: end index of each trainable parameter in `flat`, in order.
         num_floats: number of float values; from this index on `flat` holds bytes.
@@ -66,7 +67,7 @@ class FlatModel:
         Args:
             tables: tables that were removed from the module before.
             device: device of the flat tensors; the module's frozen parameters must be on it.
-            may_be_empty: True if the module is a part of a model, which need not have a trainable parameter.
+            may_be_empty: True if the module is a part of a model. Such a part may have no trainable parameter.
             grad: memory for gradients of another model with the same layout; only one model may use it at a time.
             zeros: function that allocates flat tensors, float32, shape (n,). None: memory of `device`.
 
@@ -100,7 +101,7 @@ class FlatModel:
             here = slice(at, at + tensor.numel())
             _move(tensor, self.flat[here].view(tensor.shape))
             if isinstance(tensor, torch.nn.Parameter):
-                # `.data` has a change counter of its own; a view shares the counter of the whole vector.
+                # `.data` has its own change counter; other views share the counter of the whole vector.
                 tensor.grad = part = self.grad[here].view(tensor.shape).data
                 self._gradients.append((tensor, part))
                 ends_of_parameters.append(here.stop)
@@ -156,7 +157,7 @@ class FlatModel:
     def absent(self) -> int:
         """Return a bit mask of the parameters without a gradient since `begin_gradient`: bit i is for parameter i.
 
-        For these, torch has None. Changes of `.grad` by the module's code count as in torch: it may call `zero_grad`.
+        In torch their `.grad` is None. Changes of `.grad` by the module's code, such as `zero_grad`, count as in torch.
         """
         absent = 0
         for index, ((parameter, home), count) in enumerate(zip(self._gradients, self._counts, strict=True)):
@@ -178,7 +179,8 @@ class FlatModel:
         the vector: torch does not store it in a `state_dict`, because each process can make its own.
 
         Raises:
-            TaskError: a persistent buffer has another shape than in the vector, or is not in it. It is replaced again.
+            TaskError: a persistent buffer is not in the vector, or has another shape there. The module gets the
+                vector's buffers again.
         """
         problem = ""
         for path, owner, buffers in self._owners:
@@ -251,8 +253,7 @@ def _move(tensor: torch.Tensor, home: torch.Tensor) -> None:
 def build(
     config: JobConfig, task: Task, *, with_rows: bool = True, in_files: bool = False, device: str = "cpu"
 ) -> FlatModel:
-    """Build the task's model, which is the same in every process of the job: the seed is set before. It is built in the
-    machine's memory.
+    """Build the task's model in the machine's memory. The seed is set before, so every process builds the same model.
 
     Args:
         device: device to which the model is moved afterwards.

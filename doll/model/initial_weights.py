@@ -1,4 +1,4 @@
-"""The implementation of `training.init_from`: tensors of a file or another model are loaded into a new model.
+"""The implementation of `training.init_from`, which loads tensors of a file or another model into a new model.
 
 Trainable parameters, buffers and tables are matched by their names and shapes. If a table has another number of rows,
 the rows that both have are loaded; for a bounded table, the ids that have rows, with their counts. Frozen parameters
@@ -24,7 +24,7 @@ from doll.tables.rows import TableShape
 _WRAPPER: Final = re.compile(
     r"^(?:_orig_mod\.|module\.)+|(?<=\.)_orig_mod\."
 )  # prefixes of torch.compile, and of DataParallel and DDP
-_NAMED: Final = 6  # maximum number of tensors that a message names; the report has all of them
+_NAMED: Final = 6  # maximum number of tensors in a message; the report contains all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ def match(
     unknown, other_shape, rows, unlike = [], [], [], []
     for name, limits in bounds.items():
         ids, values, counts = (given.pop(part_name(name, part), None) for part in ("ids", "rows", "counts"))
-        # The key is for the initial rows of another job. A layer that shares the table has the same key.
+        # The source's key is for the initial rows of another job. A layer that shares the table has the same key.
         for other in paths[name]:
             given = {key: tensor for key, tensor in given.items() if key not in {part_name(other, p) for p in PARTS}}
         if ids is None or values is None:
@@ -196,8 +196,8 @@ def match(
 def _first_rows(
     shape: TableShape, bounds: TableBounds, ids: torch.Tensor, values: torch.Tensor, counts: torch.Tensor | None
 ) -> FirstRows:
-    """Return the first rows of a bounded table. If there are more ids than it has room for, the ids with the highest
-    counts are used. Raises ValueError if `ids` are not ids of the table with one row each."""
+    """Return the first rows of a bounded table. If there are more ids than rows allowed, use the ids with the highest
+    counts. Raises ValueError if `ids` are not ids of the table with one row each."""
     numbers = ids.reshape(-1).numpy()
     order = np.argsort(numbers, kind="stable")
     if problem := shape.problem(numbers[order]):

@@ -1,7 +1,7 @@
 """The random numbers of a batch: different for each batch, and the same for each computation of the same batch.
 
-Torch, numpy and Python have one generator each for a whole process. A pass over a batch begins with a seed of the
-batch. So dropout masks and negatives do not depend on the worker, nor on its earlier computations.
+Torch, numpy and Python each have one generator for the whole process. Before a pass over a batch, all of them get the
+seed of the batch. So dropout masks and negatives depend neither on the worker nor on its earlier computations.
 """
 
 from __future__ import annotations

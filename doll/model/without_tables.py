@@ -1,8 +1,8 @@
-"""The construction of a task's model without memory for its tables, for workers, which get rows from the server.
+"""The construction of a task's model without memory for its tables, for workers: they get rows from the server.
 
-Embeddings with `sparse=True` are constructed on torch's device meta. Random numbers for them are drawn and discarded, a
-piece at a time, so that every other value of the model is the same as in a model that is built in full. Frozen layers
-must be the same, because a checksum compares them.
+Embeddings with `sparse=True` are constructed on torch's device meta. Their random numbers are drawn in pieces and
+discarded, so that all other values are the same as in a model with tables. Frozen layers must have the same values,
+because a checksum compares them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from doll.telemetry import get_logger
 log = get_logger(__name__)
 
 _DRAWS: Final = ("aten::normal_", "aten::uniform_")
-# A multiple of 16: torch draws normal numbers in blocks of 16, and draws the last 16 again for an incomplete block.
+# A multiple of 16. Torch draws normal numbers in blocks of 16; for an incomplete block, it draws the last 16 again.
 _PIECE: Final = 1 << 16
 _INIT: Final = "__init__"
 
@@ -32,8 +32,7 @@ def build_without_tables(build: Callable[[], torch.nn.Module]) -> torch.nn.Modul
     """Return the result of `build()`, with its tables on the device meta if possible.
 
     This is not possible if `build` reads a table's values or device, computes with them, freezes a table, or draws
-    random numbers for it in an unknown way. Then `build` is called again, and the tables have memory until they are
-    dropped.
+    random numbers for it in an unknown way. Then `build` is called again with memory for the tables.
     """
     state = torch.get_rng_state()
     draws = _CountedDraws()
@@ -52,7 +51,7 @@ def build_without_tables(build: Callable[[], torch.nn.Module]) -> torch.nn.Modul
 
 
 def _needs_memory(module: torch.nn.Module) -> str:
-    """Return the name of a tensor of `module` that has no memory and is not a table; "" if there is none."""
+    """Return the name of a tensor of `module` that has no memory and is not a table; "" if there is no such tensor."""
     if not isinstance(module, torch.nn.Module):
         return ""  # the caller reports this error
     for path, part in module.named_modules():
@@ -88,7 +87,7 @@ class _CountedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(tensor.is_meta for tensor in tensors):
             if not all(tensor.is_meta for tensor in tensors) and not (name == "aten::copy_" and tensors[0].is_meta):
                 self.unknown = name
-                # Torch does not always refuse this: some operations read memory that does not exist.
+                # Refuse such operations, because torch does not refuse all: some would read memory that does not exist.
                 raise RuntimeError(f"{name} on a table and another tensor")
             if torch.Tag.nondeterministic_seeded in func.tags:
                 if name in _DRAWS and tensors[0].is_contiguous():
@@ -96,7 +95,7 @@ class _CountedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 else:
                     self.unknown = name
             if name.endswith("_") and tensors[0].is_meta:
-                return tensors[0]  # an operation in place does nothing here; torch would load its compiler first
+                return tensors[0]  # do nothing: in torch, this operation in place would first load the compiler
         return func(*args, **named)
 
     def _draw(self, func: Any, tensor: torch.Tensor, args: Sequence[Any], named: Mapping[str, Any]) -> None:
@@ -109,7 +108,7 @@ class _CountedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _DeviceQuestions(TorchFunctionMode):
-    """A mode that notices checks whether a tensor is on meta. `torch.nn.init.trunc_normal_` draws nothing if it is."""
+    """A mode that notices questions about a tensor's device. `torch.nn.init.trunc_normal_` draws nothing on meta."""
 
     def __init__(self, draws: _CountedDraws) -> None:
         super().__init__()

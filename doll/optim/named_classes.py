@@ -1,5 +1,5 @@
-"""Classes of torch or of another package that a job file names: their lookup by name, the construction with the given
-arguments, and the encoding of their plain state (numbers and texts) as bytes in a checkpoint.
+"""Tools for classes of torch or another package that a job file names. They look a class up, make an object with the
+given arguments, and encode the object's plain state (numbers and texts) as bytes for a checkpoint.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def packed(values: Mapping[str, Any]) -> npt.NDArray[np.uint8]:
 
 
 def unpacked(data: npt.NDArray[np.uint8] | None) -> dict[str, Any]:
-    """Return the values that were given to `packed`, with lists instead of tuples; {} if `data` is None. Raises
+    """Return the values that were given to `packed`, except that tuples become lists; {} if `data` is None. Raises
     CheckpointError if `data` is damaged."""
     if data is None:
         return {}
@@ -93,7 +93,7 @@ def unpacked(data: npt.NDArray[np.uint8] | None) -> dict[str, Any]:
 
 
 def like(example: Any, value: Any) -> Any:
-    """Return `value` from a checkpoint with the types of `example`, since tuples are stored as lists."""
+    """Return `value` from a checkpoint, in which tuples became lists, with the types of `example`."""
     match example, value:
         case dict(), dict():
             items = {key: like(example.get(key), item) for key, item in value.items()}

@@ -1,11 +1,11 @@
-"""The port `Updater`, which computes the next weights from contributions, and its adapters: one step with the sum of
-gradients, as torch does, or the addition of steps (docs/decisions/0020, 0034).
+"""The port (interface) `Updater`, which computes the next weights from contributions, and its adapters. One makes a
+step with the sum of gradients, as torch does; others use steps of workers (docs/decisions/0020, 0034).
 
 To add a built-in optimizer, add its section in `doll.config.training`, a case in `Optimizer._step`, and one in
-`doll.optim.row_optimizer` for the rows of tables. The results are the same as with torch's SGD, Adam and Adagrad, to
-the bit (a test compares them), with as few passes over memory as possible. Adagrad may have momentum; torch's has none.
-Adam and Adagrad use torch's functions, called on slices that stay in the processor's cache. Torch's optimizer classes
-(`doll.optim.torch_optimizer`) import torch's compiler: 5 s of CPU at each start of a parameter server (ADR 82).
+`doll.optim.row_optimizer` for the rows of tables. The results are the same as with torch's SGD, Adam and Adagrad, bit
+for bit (a test compares them), with as few passes over memory as possible. Unlike torch's Adagrad, Adagrad may have
+momentum. Adam and Adagrad use torch's functions, called on slices that stay in the processor's cache. Torch's own
+classes (`doll.optim.torch_optimizer`) import torch's compiler, which takes 5 s of CPU at each start (ADR 82).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from doll.optim.schedule import GroupValues, Rates, Schedule
 WEIGHTS: Final = "weights"
 AVERAGE: Final = "average"
 STATE: Final = "optimizer."
-VALUES: Final = "optimizer.values"  # the state of a schedule and of classes that is not a tensor
+VALUES: Final = "optimizer.values"  # state of a schedule or a class, except tensors
 _ADAM_EPSILON = 1e-8
 _ADAGRAD_EPSILON = 1e-10
-SQUARES: Final = ("exp_avg_sq", "sum")  # parts of the state; if one is infinite, each later step is 0
+SQUARES: Final = ("exp_avg_sq", "sum")  # parts of the state; if a number in them is infinite, its later steps are 0
 # The sum is multiplied by this factor, so that the sum of many finite numbers is finite if their mean is. The factor is
 # a power of two, so the sum has the same bits as without it, except for numbers below 1e-33.
 _SUM_FACTOR = 2.0**-16
@@ -48,11 +48,11 @@ Contribution: TypeAlias = npt.NDArray[np.float32]
 
 
 class DivergedError(TaskError):
-    """The gradient or a weight is not finite: the model has diverged, and a checkpoint of it would be useless."""
+    """The model has diverged: a gradient or a weight is not finite. A checkpoint of the model would be useless."""
 
 
 class _ParameterRun(NamedTuple):
-    """The parameters from index `first` to below `until`. `numbers`: their slice of the vector."""
+    """The parameters with indices from `first` to `until` - 1. `numbers`: their slice of the vector."""
 
     first: int
     until: int
@@ -64,7 +64,7 @@ class Updater(ABC):
 
     Attributes:
         clipped_by: factor, at most 1, by which the last `apply` clipped its contributions, including those to tables.
-        num_parameters: number of weights that are parameters, which come first in the vector.
+        num_parameters: number of parameters, which are the first weights of the vector.
     """
 
     clipped_by = 1.0
@@ -77,7 +77,7 @@ class Updater(ABC):
             ema: decay of the moving average of the weights; None: there is no average.
         """
         self._model = model
-        self._own = self._flat = model.host  # `_flat` has the weights: in the updater's own memory, or given memory
+        self._own = self._flat = model.host  # `_flat` has the weights, in the updater's own memory or in given memory
         self.num_parameters = model.num_parameters
         self._sum = torch.zeros_like(self._own) if sum_in is None else sum_in
         self._sum_is_empty = True
@@ -107,9 +107,9 @@ class Updater(ABC):
             self._sum[floats:] = tensor[floats:]
 
     def max_change(self, contribution: Contribution) -> float:
-        """Return the largest change of one parameter by `contribution`, before `scale`; inf if it is not finite.
+        """Return the largest change of one parameter by `contribution`, before `scale`; inf if a change is not finite.
 
-        0 if the contribution is a gradient, which does not change the weights by itself.
+        The result is 0 for a gradient, which does not change the weights by itself.
         """
         return 0.0
 
@@ -120,20 +120,22 @@ class Updater(ABC):
         weight: float,
         into: npt.NDArray[np.float32] | None = None,
         absent: int = 0,
+        lr_factor: float = 1.0,
     ) -> None:
         """Compute the next weights from the added contributions and then `contributions`, in this order.
 
         Without contributions, the weights stay the same. The result depends only on the weights, the state, and the
-        contributions in their order, bit for bit, and not on when they were added. So a replay makes the same model.
+        contributions in their order. It is the same bit for bit in a replay, whenever the contributions were added.
 
         Args:
             scale: factor for the sum; 1 / weight gives the mean of gradients.
             weight: sum of the weights of all contributions' samples, at least 0.
-            into: memory for the new weights, float32, shape (numel,), which is returned by `weights` from now on. The
-                array with the weights before is not changed and not used any more; `into` may be that array. None: the
-                updater's own memory is used, in place if possible.
+            into: memory for the new weights, float32, shape (numel,). From now on, `weights` returns it. The array with
+                the earlier weights is not changed (unless it is `into`) and not used any more. None: the updater's own
+                memory is used, in place if possible.
             absent: bit mask of parameters that no sample of the contributions has used, see `FlatModel.absent`. An
                 optimizer does not change them or their state, as torch does if `.grad` is None.
+            lr_factor: factor of the learning rate of an optimizer's step. An updater without one takes only 1.
 
         Raises:
             DivergedError: a number of the sum, of the weights or of the state is not finite. Then the object must not
@@ -142,23 +144,24 @@ class Updater(ABC):
         for contribution in contributions:
             self.add(contribution)
         if self._sum_is_empty:
-            return  # the update has only refused records: the version is counted, and the weights stay the same
+            return  # the update has only refused records, so only the version changes
         self._sum_is_empty = True
         target = self._own if into is None else torch.from_numpy(into)
-        self._apply_sum(scale, weight, target, absent)
+        self._apply_sum(scale, weight, target, absent, lr_factor)
         if self._average is not None and self._ema is not None:
             n = self.num_parameters
             self._average[:n].lerp_(self._flat[:n], 1 - self._ema)
             self._average[n:] = self._flat[n:]
 
     @abstractmethod
-    def _apply_sum(self, scale: float, weight: float, target: torch.Tensor, absent: int) -> None:
+    def _apply_sum(self, scale: float, weight: float, target: torch.Tensor, absent: int, lr_factor: float) -> None:
         """Compute the next weights from `_sum` into `target`, which becomes `_flat`. `absent`: see `apply`."""
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         """Return the weights and the state by name, for a checkpoint; `load` accepts them.
 
-        They are copies, except for weights in memory that was given to `apply`: its owner must not change it meanwhile.
+        The arrays are copies, except weights in memory that was given to `apply`. The owner must not change that memory
+        while the result is used.
         """
         tensors = {WEIGHTS: self.weights.copy() if self._flat is self._own else self.weights}
         return tensors if self._average is None else tensors | {AVERAGE: self._average.numpy().copy()}
@@ -177,15 +180,14 @@ class Updater(ABC):
         except ValueError as exc:
             raise CheckpointError(str(exc)) from exc
         self._flat = self._own
-        if self._average is not None:  # it begins with the weights if the checkpoint has no average
+        if self._average is not None:  # without an average in the checkpoint, it begins with the weights
             self._average[:] = torch.from_numpy(np.array(tensors.get(AVERAGE, weights)))
 
 
 class Optimizer(Updater):
     """An `Updater` of gradients, summed in float32: one step of torch's optimizer with `scale` times their sum.
 
-    The caller's `scale` determines whether the mean gradient over the update's samples is used (the default), or the
-    paper's sum (docs/theory.md, D2).
+    The caller's `scale` selects the mean of the samples' gradients (default) or the paper's sum (docs/theory.md, D2).
     """
 
     _factor = _SUM_FACTOR
@@ -203,10 +205,10 @@ class Optimizer(Updater):
             schedule: parts of the schedule of the learning rate.
             by_version: True: only `go_to` advances the schedule. False: each `apply` advances it.
             ema: see `Updater`.
-            norm_of_tables: function that returns the norm of the contributions to tables, before `scale`, which are
+            norm_of_tables: function that returns the norm, before `scale`, of the contributions to tables, which are
                 clipped together with the other gradients.
-            sum_in: memory for the sum, float32, as long as the weights, which nothing else uses between `add` and
-                `apply`; None: the optimizer allocates it.
+            sum_in: memory for the sum, float32, as long as the weights. No other code uses it between `add` and
+                `apply`. None: the optimizer allocates it.
 
         Raises:
             ConfigError: `schedule` cannot be made.
@@ -228,17 +230,17 @@ class Optimizer(Updater):
         if self._schedule is not None and self._by_version:
             self._schedule.go_to(version)
 
-    def _apply_sum(self, scale: float, weight: float, target: torch.Tensor, absent: int) -> None:
+    def _apply_sum(self, scale: float, weight: float, target: torch.Tensor, absent: int, lr_factor: float) -> None:
         total, n, floats = self._sum, self.num_parameters, self._model.num_floats
         factor = scale / _SUM_FACTOR
         if self._clip_norm is not None or self._clip_value is not None:
             total[:n] *= factor
             factor = self._clip(total[:n], scale * self._norm_of_tables())
-        self._step(total[:n], factor, target[:n], absent)
+        self._step(total[:n], factor, target[:n], absent, lr_factor)
         total[n:floats] /= (weight or 1.0) * _SUM_FACTOR
         target[n:] = total[n:]
         self._flat = target
-        # If a number of the gradient is not finite, a number of the weights is not finite now.
+        # If a number of the gradient was not finite, a number of the weights is not finite now.
         if not is_finite(target[:floats]):
             where = "after the step the weights are" if is_finite(total[:floats]) else "the gradient is"
             raise diverged(where)
@@ -285,10 +287,10 @@ class Optimizer(Updater):
             self._groups.restore(values["groups"])
             self._schedule.load(values["schedule"])
 
-    def _step(self, gradient: torch.Tensor, factor: float, target: torch.Tensor, absent: int) -> None:
+    def _step(self, gradient: torch.Tensor, factor: float, target: torch.Tensor, absent: int, lr_factor: float) -> None:
         """Make one step with `factor` times `gradient`, float32, shape (num_parameters,), which may be changed."""
         before = self._flat[: self.num_parameters]
-        config, runs = self._config_now(), self._runs(absent)
+        config, runs = self._config_now(lr_factor), self._runs(absent)
         if absent and target.data_ptr() != before.data_ptr():
             target.copy_(before)
         match config:
@@ -303,11 +305,14 @@ class Optimizer(Updater):
             case unknown:
                 assert_never(unknown)
 
-    def _config_now(self) -> OptimizerConfig:
-        """Return the settings with the current rates of the schedule."""
-        if self._schedule is None or isinstance(self._config, TorchConfig):
-            return self._config
-        return self._rates.applied_to(self._config)
+    def _config_now(self, lr_factor: float) -> OptimizerConfig:
+        """Return the settings with the current rates of the schedule, and `lr_factor` times the learning rate."""
+        config = self._config
+        if isinstance(config, TorchConfig):
+            return config
+        if self._schedule is not None:
+            config = self._rates.applied_to(config)
+        return config if lr_factor == 1 else config.model_copy(update={"lr": config.lr * lr_factor})
 
     def _runs(self, absent: int) -> list[_ParameterRun]:
         """Return runs of parameters that have a gradient; neighbours with the same number of steps form one run."""
@@ -359,7 +364,7 @@ class Optimizer(Updater):
             state.setdefault("step", torch.tensor(0.0))
             state["exp_avg"] = torch.zeros_like(gradient)
             state["exp_avg_sq"] = torch.zeros_like(gradient)
-        steps = state["step"]  # one number for all parameters, or one each after some have had no gradient
+        steps = state["step"]  # one number for all parameters, or one for each after some had no gradient
         for first, until, run in runs:
             step = steps[first] if steps.ndim else steps
             for part in _copied_slices(run, before, target):
@@ -412,8 +417,9 @@ class OuterOptimizer(Optimizer):
     """An `Updater` whose contributions are changes of the weights by several local steps of a worker.
 
     It makes one step of SGD with Nesterov momentum. The gradient is the negative mean of the changes, weighted by their
-    samples (Douillard et al., DiLoCo, arXiv 2311.08105). A change that was computed on weights that are `age` updates
-    old has the factor `age_discount ** age`. The sum is still divided by all samples, so a late change has less effect.
+    samples (Douillard et al., DiLoCo, arXiv 2311.08105). If the weights that a change was computed on are `age` updates
+    old, the change has the factor `age_discount ** age`. The sum is divided by all samples, so a late change has less
+    effect.
     """
 
     def __init__(self, model: FlatModel, step: OuterStep, ema: float | None = None) -> None:
@@ -429,8 +435,8 @@ class StepAdder(Updater):
     """An `Updater` whose contributions are steps that each worker's optimizer made from its batches. They are added
     without a change.
 
-    Float buffers come as values times weights, as with gradients, and their mean is taken. Other buffers are copied
-    from the last contribution.
+    A contribution has float buffers as values times weights, as with gradients, and `apply` takes their mean. Other
+    buffers are copied from the last contribution.
     """
 
     def max_change(self, contribution: Contribution) -> float:
@@ -438,7 +444,9 @@ class StepAdder(Updater):
         largest = float(max(parameters.max(initial=0.0), -parameters.min(initial=0.0)))
         return largest if math.isfinite(largest) else math.inf
 
-    def _apply_sum(self, scale: float, weight: float, target: torch.Tensor, absent: int) -> None:
+    def _apply_sum(self, scale: float, weight: float, target: torch.Tensor, absent: int, lr_factor: float) -> None:
+        if lr_factor != 1:
+            raise ValueError(f"expected a factor of the learning rate of 1, because steps are added, got {lr_factor}")
         total, n, floats = self._sum, self.num_parameters, self._model.num_floats
         torch.add(self._flat[:n], total[:n], alpha=scale, out=target[:n])
         if weight > 0:
@@ -452,7 +460,7 @@ class StepAdder(Updater):
 
 
 def is_finite(vector: torch.Tensor) -> bool:
-    # One NaN or infinity makes the sum not finite. As a sum of large numbers may overflow, all are checked then.
+    # A NaN or infinity makes the sum not finite. A sum of large numbers may also overflow, so then check each number.
     return math.isfinite(vector.sum().item()) or bool(torch.isfinite(vector).all())
 
 
@@ -497,7 +505,7 @@ def _copied_slices(run: slice, before: torch.Tensor, target: torch.Tensor) -> It
 def tensor_of(gradient: npt.NDArray[np.float32] | torch.Tensor) -> torch.Tensor:
     if isinstance(gradient, torch.Tensor):
         return gradient
-    # A view of a blob is read-only, which torch warns about; but it is only read here.
+    # Torch warns about read-only memory such as a view of a blob. The view is only read here.
     if gradient.flags.writeable:
         return torch.from_numpy(gradient)
     with warnings.catch_warnings():

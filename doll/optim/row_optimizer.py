@@ -37,7 +37,7 @@ class RowOptimizer(Protocol):
 
     @property
     def is_rowwise(self) -> bool:
-        """Whether each part of the state has one number for a row; otherwise it has as many as the row."""
+        """Whether each part of the state has one number for each row, instead of one for each number of the row."""
 
     def step(
         self, rows: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], number: int
@@ -83,7 +83,7 @@ class RowAdagrad:
     ) -> torch.Tensor:
         total = state[self.state_names[0]]
         if self.initial_accumulator:
-            total.masked_fill_(total == 0, self.initial_accumulator)  # a sum of earlier steps is at least this value
+            total.masked_fill_(total == 0, self.initial_accumulator)  # after a step, the sum is at least this value
         squares = gradient.pow(2)
         total.add_(squares.mean(dim=1, keepdim=True) if self.is_rowwise else squares)
         return torch.add(rows, gradient / total.sqrt().add_(_ADAGRAD_EPSILON), alpha=-self.lr)

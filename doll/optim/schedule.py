@@ -55,7 +55,7 @@ class Rates(torch.optim.Optimizer):
 
 
 class GroupValues:
-    """The values of an optimizer's groups, such as lr: the first values, and the values that have changed since."""
+    """The first values of an optimizer's groups, such as lr, and the values that have changed since."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._groups = optimizer.param_groups
@@ -160,7 +160,7 @@ def _made(field: str, name: str, args: Mapping[str, Any], optimizer: torch.optim
 
 
 def _inner(field: str, value: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """Return an argument of a scheduler. An argument that is a scheduler is written like a scheduler."""
+    """Return an argument of a scheduler. If the job file describes a scheduler as the argument, make that scheduler."""
     if isinstance(value, list):
         return [_inner(f"{field}.{number}", item, optimizer) for number, item in enumerate(value)]
     if isinstance(value, dict) and value.keys() <= {"class", "args"} and isinstance(value.get("class"), str):

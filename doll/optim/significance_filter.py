@@ -16,7 +16,7 @@ Array = npt.NDArray[np.float32]
 
 
 class _NewestBatch:
-    """The newest batch with a held-back part. Only its part can be separated from the parts of other batches."""
+    """The newest batch with a held-back part. Only the newest batch's part can be separated from the other parts."""
 
     _batch = -1
 
@@ -35,8 +35,8 @@ class Residual(_NewestBatch):
     """The part of one worker's steps that the worker holds back. Arrays have the shape (num_parameters,).
 
     A number of the residual is sent as soon as its absolute value is larger than v / sqrt(t) times the absolute value
-    of the weight that it changes. After every batch all numbers that are not zero are checked, also of weights that the
-    batch has not changed: the bound of Theorem 1 needs this, since the threshold falls with t.
+    of the weight that it changes. After every batch, all nonzero numbers are checked, even those of weights that the
+    batch has not changed. The bound of Theorem 1 requires this, since the threshold falls with t.
     """
 
     def __init__(self, threshold: float, num_parameters: int) -> None:
@@ -55,13 +55,14 @@ class Residual(_NewestBatch):
         return self._size > 0
 
     def split(self, step: Array, weights: Array, batch: int, version: int) -> None:
-        """Replace `step`, the step of `batch`, by the part of it and of the residual that is sent now; hold the rest.
+        """Add the residual to `step`, the step of `batch`. Leave the part to send now in `step`, and hold back the
+        rest.
 
         Args:
             weights: the weights of the worker, `step` included.
             version: version of the published weights from which the worker's weights were made. t is version + 1, which
                 is the same for all workers of a round, as in the proof of Theorem 1. The worker's own number of batches
-                would be lower if it has joined late.
+                is lower if it has joined late.
 
         Raises:
             IllegalEventError: the residual already has a part of this batch, or of a later one.
@@ -77,13 +78,13 @@ class Residual(_NewestBatch):
         self.is_held = bool(total.any())
 
     def add_to(self, weights: Array) -> None:
-        """Add the residual to `weights`, so that the worker's weights have the steps that it has not sent."""
+        """Add the residual to `weights`, so that the worker's weights contain the steps that it has not sent."""
         if self.is_held:
             weights += self._held
 
     def take_back(self, batch: int) -> None:
-        """Remove the parts of batch `batch` and later ones, which are computed again. Raises IllegalEventError if it is
-        not the newest batch, whose part alone can be separated."""
+        """Remove the parts of batch `batch` and of later ones, which are computed again. Raises IllegalEventError if
+        `batch` is not the newest batch: only the newest batch's part can be separated."""
         self._expect_newest(batch)
         if self._size and 0 <= batch <= self._batch:
             self._held[:] = self._before
@@ -103,15 +104,15 @@ class Residual(_NewestBatch):
         self._batch, self.is_held = -1, False
 
 
-# The ids of rows -> the rows as the worker sees them, shape (n, width), and whether it has each row, shape (n,).
+# Function from ids to the rows as the worker sees them, shape (n, width), and whether it has each row, shape (n,).
 See: TypeAlias = Callable[[Ids], tuple[Floats, npt.NDArray[np.bool_]]]
 
 
 class RowResidual(_NewestBatch):
     """A `Residual` of the rows of one table.
 
-    The last 16 bits of a number that is sent are held back as well if they are not significant. Then the number takes
-    half the bytes (`doll.storage.sections`).
+    If the last 16 bits of a sent number are not significant, they are held back as well. Then the number takes half the
+    bytes (`doll.storage.sections`).
     """
 
     def __init__(self, threshold: float, width: int) -> None:
@@ -144,8 +145,8 @@ class RowResidual(_NewestBatch):
         return _without_zeros(Rows(ids, sent))
 
     def take_back(self, batch: int) -> None:
-        """Remove the parts of batch `batch` and later ones, which are computed again. Raises IllegalEventError if it is
-        not the newest batch, whose part alone can be separated."""
+        """Remove the parts of batch `batch` and of later ones, which are computed again. Raises IllegalEventError if
+        `batch` is not the newest batch: only the newest batch's part can be separated."""
         self._expect_newest(batch)
         if 0 <= batch <= self._batch:
             self.held, self._batch = self._before, -1

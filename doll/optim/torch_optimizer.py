@@ -1,7 +1,7 @@
 """The step of any torch optimizer class, with the parameters of the flat vector and their names.
 
-The parameters are views of the updater's own memory, and their gradients are views of the sum. So the state of the
-class always refers to the same tensors. If the new weights must be in other memory, they are copied there afterwards.
+The parameters are views of the updater's own memory, and their gradients are views of the sum. So the class always
+works on the same tensors. If the new weights must be in other memory, they are copied there afterwards.
 """
 
 from __future__ import annotations
@@ -76,27 +76,27 @@ class TorchOptimizer(Optimizer):
             self.clipped_by = min(1.0, self._clip_norm / (float(norm) + _NORM_EPSILON))
         return 1.0
 
-    def _apply_sum(self, scale: float, weight: float, target: torch.Tensor, absent: int) -> None:
+    def _apply_sum(self, scale: float, weight: float, target: torch.Tensor, absent: int, lr_factor: float) -> None:
         without = [part for place, part in enumerate(self._parameters.values()) if absent >> place & 1]
         gradients = [parameter.grad for parameter in without]
         for parameter in without:
             parameter.grad = None
         try:
-            super()._apply_sum(scale, weight, target, absent)
+            super()._apply_sum(scale, weight, target, absent, lr_factor)
         finally:
             for parameter, gradient in zip(without, gradients, strict=True):
                 parameter.grad = gradient
 
-    def _step(self, gradient: torch.Tensor, factor: float, target: torch.Tensor, absent: int) -> None:
+    def _step(self, gradient: torch.Tensor, factor: float, target: torch.Tensor, absent: int, lr_factor: float) -> None:
         gradient *= factor
-        self._steps.step()
+        self._steps.step(lr_factor)
         own = self._own[: self.num_parameters]
         if target.data_ptr() != own.data_ptr():
             target.copy_(own)
 
 
 class TorchSteps:
-    """A torch optimizer with its groups and its schedule; its state is stored by the names of parameters."""
+    """A torch optimizer with its groups and its schedule. A checkpoint has its state by the names of parameters."""
 
     def __init__(
         self, parameters: Mapping[str, torch.Tensor], config: TorchConfig, schedule: Sequence[SchedulePart] = ()
@@ -121,8 +121,15 @@ class TorchSteps:
         self._groups = GroupValues(self._optimizer)
         self.schedule = Schedule(schedule, self._optimizer, self._groups) if schedule else None
 
-    def step(self) -> None:
+    def step(self, lr_factor: float = 1.0) -> None:
+        """Make a step with `lr_factor` times the learning rate of each group."""
+        groups = self._optimizer.param_groups if lr_factor != 1 else []
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * lr_factor
         self._optimizer.step()
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
 
     def state(self) -> Iterable[tuple[str, str, Any]]:
         """Yield a parameter's name, the key of a part of its state, and the part; always in the same order."""
@@ -154,7 +161,7 @@ class TorchSteps:
         return tensors
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Continue from a result of `tensors`. Raises CheckpointError if it is for other parameters or for another
+        """Continue from a result of `tensors`. Raises CheckpointError if it is for other parameters or another
         optimizer."""
         values = unpacked(tensors.get(VALUES))
         self._optimizer.state.clear()
@@ -180,7 +187,7 @@ class TorchSteps:
 
 
 def _groups(parameters: Mapping[str, torch.Tensor], groups: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups: first the default group, if it has a parameter; then the others in their order."""
+    """Return the groups in their order, after the default group if it has a parameter."""
     members: dict[str | None, list[torch.Tensor]] = {None: [], **{pattern: [] for pattern in groups}}
     for name, parameter in parameters.items():
         members[next((pattern for pattern in groups if re.search(pattern, name)), None)].append(parameter)
@@ -203,9 +210,9 @@ def _trainable(model: FlatModel) -> dict[str, torch.Tensor]:
 
 
 def check_torch_optimizer(model: FlatModel, config: TorchConfig, schedule: Sequence[SchedulePart]) -> None:
-    """Make some steps on a small copy of the model, and on another copy that continues from its state. Raises
-    ConfigError if the optimizer or the schedule cannot be made, needs more than gradients, or has state that a
-    checkpoint cannot hold."""
+    """Test the optimizer: make some steps on a small copy of the model, and on a second copy that continues from the
+    state of the first. Raises ConfigError if the optimizer or the schedule cannot be made, needs more than gradients,
+    or has state that a checkpoint cannot hold."""
     first = _small(model)
     steps = TorchSteps(first, config, schedule)
     _take(steps, first, config)
@@ -240,7 +247,7 @@ def _take(steps: TorchSteps, parameters: Mapping[str, torch.Tensor], config: Tor
         for parameter in parameters.values():
             parameter.grad = torch.linspace(-0.01, 0.01 * number, parameter.numel()).view(parameter.shape)
         try:
-            steps.step()
+            steps.step(lr_factor=0.5)  # a class without a learning rate is refused, too
         except Exception as exc:  # the optimizer may raise anything
             raise ConfigError(
                 f"{_FIELD}.class: expected an optimizer whose step() needs dense gradients alone; {config.cls} failed "

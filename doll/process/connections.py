@@ -37,7 +37,7 @@ _OTHER_FILES: Final = 256  # files that a process has open in addition to connec
 class ServerAccess(NamedTuple):
     """The clients that may send requests to a server."""
 
-    token: str = ""  # token that a request must have; "": none is required
+    token: str = ""  # token that a request must have; "": no token is required
     by_certificate: bool = False  # clients must have certificates
     tls: Mapping[str, Any] = {}  # settings of uvicorn; empty: connections are not encrypted
 
@@ -108,7 +108,7 @@ _LONG_HEAD: Final = _refusal(
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A connection. If there are more connections than allowed, it answers with an error and is closed."""
+    """A connection. If there are too many connections, it answers with an error and is closed."""
 
     max_connections = _MAX_CONNECTIONS
 
@@ -139,7 +139,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 self.transport.close()
                 return
         super().data_received(data)
-        if is_between and self.in_head:  # a request that begins after a body is timed from the next piece on
+        if is_between and self.in_head:  # a head after a body is counted from the next piece on
             self.head_bytes = len(data)
 
     def on_message_begin(self) -> None:

@@ -30,7 +30,7 @@ def data_bytes() -> int:
 
 
 class DataLimit:
-    """A limit of the memory that this process, and each that it forks, may take in addition to its present memory."""
+    """A limit of the memory that this process and each forked process may take in addition to their present memory."""
 
     def __init__(self, more_bytes: float | None) -> None:
         """Limit the additional memory to `more_bytes`. None: there is no limit."""
@@ -64,8 +64,8 @@ class DataLimit:
 
 
 def out_of_memory(error: BaseException, limit_bytes: float | None) -> TaskError | None:
-    """Return the error for the user, if `error` was caused by too little memory and the memory is limited
-    (`worker.memory_bytes`): a restart would fail again. None: it is another error, or there is no limit."""
+    """Return an error for the user, if the memory is limited (`worker.memory_bytes`) and `error` was caused by too
+    little memory: a restart would fail again. Otherwise return None."""
     if limit_bytes is None or not _is_of_memory(error):
         return None
     first = str(error).partition("\n")[0][:_MAX_REASON_CHARS] or type(error).__name__

@@ -1,4 +1,4 @@
-"""Define fault points for tests: places between two side effects at which a test can have the process killed.
+"""Define fault points: points in the code, between two side effects, at which a test can let the process be killed.
 
 `DOLL_FAULT=ps.after_apply@3` kills the process (SIGKILL) when it reaches that point for the third time. If
 `DOLL_FAULT_MARKER` names a file, only the first process that reaches the point is killed: it creates the file. Without
@@ -48,8 +48,8 @@ _hits: Counter[str] = Counter()
 
 
 def fault_point(name: str, before_exit: Callable[[], object] | None = None) -> None:
-    """Kill this process here if the environment requests it. `before_exit` is called first, so that the side effect
-    before this point has left the process. Raise ConfigError if `DOLL_FAULT` is not a known `point@count`."""
+    """Kill this process here if the environment requests it. First call `before_exit`, so that the side effect before
+    this point is complete, for example flushed. Raise ConfigError if `DOLL_FAULT` is not a known `point@count`."""
     wanted = os.environ.get(ENV)
     if not wanted:
         return

@@ -40,7 +40,7 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
         if durable:
             _sync(path.parent)
     except OSError as exc:
-        if exc.filename in (None, str(temporary)):  # the error of a write to an open file names no file
+        if exc.filename in (None, str(temporary)):  # an error of a write to an open file does not name the file
             exc.filename = str(path)
         raise
     finally:
@@ -55,7 +55,7 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = False)
 
 @contextmanager
 def refuse_unwritable(path: Path) -> Iterator[None]:
-    """Within the context, in which a file that the user named is written, raise ConfigError if it cannot be written."""
+    """Raise ConfigError if a file that the user named cannot be written within this context."""
     try:
         yield
     except OSError as exc:
@@ -71,7 +71,7 @@ def is_full(folder: Path) -> bool:
 
 
 def folder_problem(folder: Path) -> str:
-    """Return why a folder is not private to this user, so not to be trusted; "" if it is. Raise OSError if it is
+    """Return why a folder is not private to this user (and not trusted); "" if it is. Raise OSError if it is
     missing."""
     status = os.lstat(folder)
     if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
@@ -105,8 +105,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def json_safe(value: Any) -> Any:
-    """Return `value` with None instead of NaN and infinities, which JSON does not have, and with texts without
-    credentials in URLs; also inside containers."""
+    """Return `value` in a form that is safe as JSON, also inside containers: None replaces NaN and infinities, which
+    JSON does not have, and URLs in texts have no credentials."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str):

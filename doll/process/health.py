@@ -28,11 +28,11 @@ log = get_logger(__name__)
 
 PORT_ENV: Final = "DOLL_HEALTH_PORT"
 HOST_ENV: Final = "DOLL_HEALTH_HOST"
-HOST: Final = "127.0.0.1"  # the probes have no access control: other machines reach them only with HOST_ENV
+HOST: Final = "127.0.0.1"  # the probes have no access control, so other machines reach them only if HOST_ENV is set
 BEAT_TIMEOUT_S: Final = 15.0  # beats come several times a second, but may be seconds late on a loaded machine
 _CHECK_S: Final = 1.0
 _REQUEST_S: Final = 5.0
-_MAX_REQUESTS: Final = 64  # each takes a thread: thousands of requests must not end the process
+_MAX_REQUESTS: Final = 64  # each request takes a thread, and thousands of requests must not end the process
 _OFFSETS: Final = {
     "ps": 0, "evaluator": 1, "producer": 2, "ps-standby": 3, "prometheus": 4, "provisioner": 5, "serve": 6,
     "provisioner-standby": 7,
@@ -78,11 +78,11 @@ class Heartbeat:
             expected.at_s = self._clock()
 
     def set_waiting_for(self, what: str) -> None:
-        """Report that the process is healthy but not ready, because it waits for `what`. Empty text: it is ready."""
+        """Report that the process is healthy but not ready, because it waits for `what`. "": the process is ready."""
         self._waiting = what
 
     def overdue(self, *, vital: bool) -> dict[str, float]:
-        """Return the seconds since the last beat of each overdue name, among the vital names or the others."""
+        """Return the seconds since the last beat of each overdue name, either of the vital names or of the others."""
         now = self._clock()
         return {
             name: now - expected.at_s
@@ -130,8 +130,8 @@ class Watchdog:
 
 
 def port_of(config: JobConfig, process: str) -> int | None:
-    """Return the port of the process's probes, from $DOLL_HEALTH_PORT, otherwise from `health.base_port`, otherwise
-    None. Raise ConfigError if the variable is not a port."""
+    """Return the port of the process's probes, from $DOLL_HEALTH_PORT or `health.base_port`; None if neither is set.
+    Raise ConfigError if the variable is not a port."""
     if given := os.environ.get(PORT_ENV):
         if not given.isdecimal() or not 0 < int(given) < 65_536:
             raise ConfigError(f"{PORT_ENV}: expected a port, 1 to 65535, got {given!r}")
@@ -152,8 +152,8 @@ def assigned_port(config: JobConfig, process: str) -> int | None:
 
 @contextmanager
 def heartbeat_of(process: str, config: JobConfig, *, default_port: int | None = None) -> Iterator[Heartbeat]:
-    """Yield the heartbeat of this process, with a watchdog, and with probes on loopback if a port is given. A process
-    that needs probes has a `default_port`. Raise ConfigError if $DOLL_HEALTH_PORT is not a port."""
+    """Yield the heartbeat of this process. A watchdog runs and, if a port is given, probes on loopback. A process that
+    always needs probes passes a `default_port`. Raise ConfigError if $DOLL_HEALTH_PORT is not a port."""
     heartbeat = Heartbeat(process)
     port = port_of(config, process) or default_port
     ended = threading.Event()

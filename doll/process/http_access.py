@@ -1,10 +1,10 @@
 """Control who may send requests to an HTTP server of DOLL, and open its socket: without a token, only on loopback.
 
-A page of a foreign web site runs in the browser of a person who can reach the server. Its requests have the name of
-that site as their `Host`, even if the name resolves to this machine (DNS rebinding). A server without a token therefore
-answers only requests for names of the loopback interface. With a token the name is not checked: such a page does not
-know the token, and a browser does not send cookies of one name to another. A page may also send requests to an address
-of this machine, without seeing the answer; a browser marks such requests (`is_of_a_foreign_page`).
+A person who can reach the server may open a page of a foreign web site. The page's requests have the name of that site
+as their `Host`, even if the name resolves to this machine (DNS rebinding). A server without a token therefore answers
+only requests for names of the loopback interface. A server with a token does not check the name, because the page does
+not know the token, and a browser does not send cookies of one name to another. The page may also send requests to an
+address of this machine, without seeing the answer; a browser marks such requests (`is_of_a_foreign_page`).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def host_name(header: str) -> str:
 
 
 def is_of_a_foreign_page(origin: str, fetch_site: str, host: str) -> bool:
-    """Return whether a browser sends the request for a page of another server. Such a page cannot read the answer, but
-    the request would be executed.
+    """Return whether a browser sends the request on behalf of a page of another server. The page cannot read the
+    answer, but the server would execute the request.
 
     Args:
         origin, fetch_site, host: the headers `Origin`, `Sec-Fetch-Site` and `Host`; "" if missing. Browsers send
@@ -80,7 +80,7 @@ def checked_token(token: str, origin: object) -> str:
 
 
 def is_token(given: str, token: str) -> bool:
-    """Return whether both are the same, in a time that does not depend on where they differ."""
+    """Return whether both tokens are equal. The time of the comparison does not depend on where they differ."""
     return hmac.compare_digest(given.encode("utf-8", "replace"), token.encode())
 
 

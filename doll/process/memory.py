@@ -24,7 +24,7 @@ _MAPPED_FROM_BYTES: Final = 1024 * 1024
 
 _MADV_HUGEPAGE: Final = 14  # <sys/mman.h>
 _HUGE_PAGE_SETTINGS: Final = Path("/sys/kernel/mm/transparent_hugepage")
-# The first byte written allocates a whole huge page: 512 MiB if base pages have 64 KiB (some arm64 kernels).
+# The first write allocates a whole huge page, which has 512 MiB if base pages have 64 KiB (some arm64 kernels).
 _MAX_HUGE_PAGE_BYTES: Final = 2 * 1024 * 1024
 _RESERVE_BYTES: Final = 512 * 1024 * 1024
 
@@ -32,16 +32,17 @@ _RESERVE_BYTES: Final = 512 * 1024 * 1024
 def keep_freed_memory() -> bool:
     """Make glibc's malloc keep freed memory, with one heap for all threads. Call this before threads are started.
 
-    By default each large activation is mapped each time and its pages are filled with zeros: 80 thousand page faults
-    for one gradient of 1.2 million parameters, a third of its time (measured CPU of one gradient, 256 images: 440 ms
-    before, 272 ms after; 22 and 19 ms for 24 thousand parameters). The process then keeps its maximum size.
+    By default each large activation is mapped again in every batch, and its pages are filled with zeros. For a gradient
+    of 1.2 million parameters, this causes 80 thousand page faults, which take a third of the time (measured CPU of one
+    gradient, 256 images: 440 ms before, 272 ms after; 22 and 19 ms for 24 thousand parameters). The process keeps its
+    maximum size.
 
     The heap gets huge pages if the kernel has them (`use_huge_pages`).
 
     Returns:
         Whether malloc keeps freed memory; without glibc it does not.
     """
-    # Only one heap, because a thread's own heap has at most 64 MiB, and maps what does not fit.
+    # There is only one heap, because a thread's own heap has at most 64 MiB, and maps larger data separately.
     settings = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: _NEVER, _M_TOP_PAD: _TOP_PAD_BYTES, _M_ARENA_MAX: 1}
     is_kept = _set_malloc(settings)
     if is_kept:
@@ -54,8 +55,8 @@ def return_freed_memory() -> bool:
     `keep_freed_memory`.
 
     The process then takes only the memory of its arrays. With a kept heap it takes two to three times as much, because
-    the next arrays do not fit freed places. New pages cost a fifth of the time of a gradient (measured: 4,096 samples
-    through three layers of 400; 213 ms and 132 MB with a kept heap, 267 ms and 55 MB with this).
+    new arrays do not fit into the freed gaps. Mapping new pages takes a fifth of the time of a gradient (measured:
+    4,096 samples through three layers of 400; 213 ms and 132 MB with a kept heap, 267 ms and 55 MB with this).
 
     Returns:
         Whether malloc does so; without glibc it does not.
@@ -68,7 +69,7 @@ def return_freed_memory() -> bool:
 
 
 def _set_malloc(settings: Mapping[int, int]) -> bool:
-    """Set parameters of glibc's malloc, all of them even if one fails. Return False if one fails, or without glibc."""
+    """Set all of these parameters of glibc's malloc, even if one fails. Return False if one fails, or without glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
@@ -79,7 +80,7 @@ def _set_malloc(settings: Mapping[int, int]) -> bool:
 def use_huge_pages(settings: Path = _HUGE_PAGE_SETTINGS) -> bool:
     """Ask the kernel for huge pages for the next 512 MiB of the heap; malloc must be set to keep freed memory.
 
-    The range is allocated, advised and freed. Nothing is written to it, so it takes address space and no memory until
+    The range is allocated, marked (madvise) and freed. Nothing is written to it, so it takes only address space until
     the heap grows into it. A gradient with convolutions takes 4 to 5 % less CPU time (ADR 30). GLIBC_TUNABLES has a
     setting for this, but it must be in the environment before the process starts, which a forked role cannot do.
 

@@ -1,4 +1,4 @@
-"""Sources and names of `Metric` records that other processes read. A process also sends names of its own.
+"""Sources and names of `Metric` records that other processes read. Each process also sends metrics with further names.
 
 These records also show that a process is alive, or that it has exited normally.
 """
@@ -25,7 +25,7 @@ LOST_UNTIL: Final = "lost_until"
 
 CONTROL_REFUSED_TOTAL: Final = "control_refused_total"
 """Number of endpoints of the control link that a worker refused, because they belonged to another user."""
-HEARTBEAT_EVERY_S: Final = 10.0  # a process that has nothing to measure sends a `Metric` without values this often
+HEARTBEAT_EVERY_S: Final = 10.0  # interval of `Metric` records without values, from processes with nothing to measure
 LEFT: Final = "left"
 """The value in a process's last `Metric` that states that it exits normally, so its silence is not a failure."""
 

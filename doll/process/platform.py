@@ -1,8 +1,8 @@
 """Wrap the calls of the operating system that differ between Linux, macOS and Windows.
 
 All roles run on Linux. On macOS they are separate processes instead of forks, and there is no death signal
-(`doll.local.launcher` has a replacement). On Windows only commands that start nothing work: the modules that they
-import must not need what Windows lacks, so only this module imports `fcntl`.
+(`doll.local.launcher` has a replacement). On Windows only commands work that start no process. The modules that these
+commands import must run on Windows, so only this module imports `fcntl`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _XUCRED_BYTES: Final = 76
 
 
 def print_any_text() -> None:
-    """Make standard output escape characters that its encoding lacks, as standard error does: reports contain a λ."""
+    """Make standard output escape characters that its encoding lacks, as standard error does. Reports contain a λ."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -65,12 +65,12 @@ class WakeUp:
         return self._read
 
     def set(self) -> None:
-        """Make it readable. Raise OSError if it is closed."""
-        with suppress(BlockingIOError):  # full: it is readable
+        """Make the pipe readable. Raise OSError if it is closed."""
+        with suppress(BlockingIOError):  # the pipe is full, so it is readable
             os.write(self._write, b"\0")
 
     def clear(self) -> bool:
-        """Make it unreadable until the next `set`, and return whether it was set."""
+        """Make the pipe unreadable until the next `set`, and return whether it was readable."""
         try:
             os.read(self._read, _PIPE_BYTES)
         except BlockingIOError:
@@ -83,8 +83,8 @@ class WakeUp:
 
 
 def lock_exclusively(descriptor: int, *, wait: bool = False) -> bool:
-    """Lock an open file or folder against other processes, and return whether this process has the lock. It ends with
-    the descriptor or the process. `wait`: wait for the lock. Raise ConfigError on Windows."""
+    """Lock an open file or folder against other processes, and return whether this process has the lock. Closing the
+    descriptor releases it. `wait`: wait for the lock. Raise ConfigError on Windows."""
     if fcntl is None:
         raise ConfigError("expected Linux or macOS: Windows has no locks of files that end with their process")
     try:
@@ -95,7 +95,7 @@ def lock_exclusively(descriptor: int, *, wait: bool = False) -> bool:
 
 
 def sync(descriptor: int) -> None:
-    """Make a file's content, or a folder's names, survive a power failure. Raise OSError if the disk fails or is
+    """Make a file's content, or the names in a folder, survive a power failure. Raise OSError if the disk fails or is
     full."""
     if hasattr(fcntl, "F_FULLFSYNC"):  # macOS: its fsync leaves the data in the disk's cache
         with suppress(OSError):  # a file system that has no such request

@@ -45,7 +45,7 @@ def deterministic(rate_per_s: float, phase: float = 0.0) -> Iterator[float]:
 
 
 def asap() -> Iterator[float]:
-    """Yield arrival times that are due immediately, so that the speed of the sender is the rate."""
+    """Yield arrival times that are due immediately, so that samples are sent as fast as possible."""
     return itertools.repeat(0.0)
 
 
@@ -107,7 +107,8 @@ class Pacer:
         return max(0.0, now_s - self._start_s - time_s) if time_s else 0.0
 
     def idle(self, time_s: float, now_s: float) -> None:
-        """Shift the schedule, because the source had no sample for arrival time `time_s`; so no backlog builds up."""
+        """Shift the schedule because the source had no sample for arrival time `time_s`. Later samples are then not
+        late."""
         self._start_s = max(self._start_s, now_s - time_s)
 
 

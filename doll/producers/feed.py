@@ -25,7 +25,7 @@ class Feed:
     """The connection to the program. Use it as a context manager."""
 
     def __init__(self, path: Path, positions: Sequence[int], max_bytes: int) -> None:
-        """Connect, and tell the program where to begin.
+        """Connect, and send the program the positions at which to begin.
 
         Args:
             path: path of the socket.
@@ -92,7 +92,7 @@ class Feed:
             rest += data
 
     def acknowledge(self, *, now: bool = False) -> None:
-        """Tell the program what Kafka has acknowledged, at most ten times per second. `now`: tell it at once."""
+        """Report to the program what Kafka has acknowledged, at most ten times per second. `now`: report at once."""
         at_s = time.monotonic()
         if not now and at_s - self._acknowledged_s < _ACKNOWLEDGE_S:
             return

@@ -61,8 +61,8 @@ def run_producer(
         The exit code of the process: 0 if every sample that was taken from the source was delivered, otherwise 1.
 
     Raises:
-        ConfigError: the source is not valid; samples that were sent before are flushed first. Or the samples topic
-            belongs to another job.
+        ConfigError: the samples topic belongs to another job, or the source is not valid. In the second case, samples
+            that were sent before are flushed first.
         ServiceUnavailableError: Kafka does not answer at the start, or refused the producer permanently.
     """
     require_own_topic(config, "the producer")
@@ -112,7 +112,7 @@ def run_producer(
 
 @contextlib.contextmanager
 def _fed_by(config: JobConfig, positions: Sequence[int], sender: SampleSender) -> Iterator[Feed | None]:
-    """Open the connection to the program that feeds the job, if its source is such a program; otherwise yield None."""
+    """If the source of the job is a program, yield the connection to this program; otherwise yield None."""
     if not isinstance(config.source, FeedSource):
         yield None
         return
@@ -155,7 +155,7 @@ class _PacedLoop:
     """The loop that sends each sample at its time, and the reports of the producer.
 
     Attributes:
-        unsent: number of samples that were taken from the source, but had no room in the queue before the end.
+        unsent: number of samples that were taken from the source, but could not be put into the queue before the end.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class _PacedLoop:
                     self._send_pack(stream, pack)
 
     def report(self, now_s: float, *, last: bool = False) -> None:
-        """Send the counts to the `metrics` topic. `last`: this process ends on its own."""
+        """Send the counts to the `metrics` topic. `last` states that this process now ends normally."""
         counts = self._sender.counts
         elapsed_s = now_s - self._reported_s
         rate_per_s = (counts.sent - self._reported_sent) / elapsed_s if elapsed_s > 0 else 0.0
@@ -291,7 +291,7 @@ def _log_ends(config: JobConfig, services: Services) -> list[int]:
 
 
 def _samples_in_topic(config: JobConfig, services: Services) -> list[int]:
-    """Return the number of samples that each stream already holds (too few if the last record was packed only in part).
+    """Return the number of samples that each stream already contains (too many if a packed record was not full).
 
     Raises:
         ServiceUnavailableError: Kafka does not answer.

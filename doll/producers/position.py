@@ -54,7 +54,7 @@ def position_in(name: str, headers: Sequence[tuple[str, bytes | None]]) -> int |
 
 
 def find_positions(config: JobConfig, services: Services) -> list[int]:
-    """Return, per stream, how many samples of the job's file are in its partition. All are 0 if the source is no file.
+    """Return, per stream, how many samples of the job's file are in its partition. All are 0 for other sources.
 
     Raises:
         ServiceUnavailableError: Kafka does not answer.

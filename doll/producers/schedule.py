@@ -32,12 +32,13 @@ def scheduled_samples(
     `source.limit_samples` is not applied here.
 
     Args:
-        starts: number of samples that each stream already holds (see `sources.open_streams`).
+        starts: number of samples that each stream already contains (see `sources.open_streams`).
         positions: number of samples of the job's file that were sent to each stream before; empty: none.
         pipe: file descriptor of standard input.
         feed: connection to the program, if the source is a program.
         paused: function that returns whether a stream is paused now. The next sample of a paused stream arrives after
-            the pause. For a Poisson stream, this is equal to stopping its clock. Standard input cannot be paused.
+            the pause. For a Poisson stream, this has the same effect as stopping its clock. Standard input cannot be
+            paused.
 
     Raises:
         ConfigError: the source or the trace of gaps is not valid.
@@ -112,7 +113,8 @@ def _from_pipe(config: JobConfig, times: Iterator[tuple[float, int]], pipe: int)
 def _in_time(
     times: Iterator[tuple[float, int]], records: Iterator[tuple[int, bytes] | None]
 ) -> Iterator[ScheduledSample]:
-    """Yield the records (stream, value) at these times; the streams of `times` are ignored. None: no record yet."""
+    """Yield the records (stream, value) at these times, or None if there is no record yet. The streams in `times` are
+    ignored."""
     for time_s, stream in times:
         for record in records:
             if record is not None:

@@ -90,7 +90,7 @@ class SampleSender:
         self._connected().try_send(self._metrics_topic, metric)
 
     def send_end(self, ends: Sequence[int]) -> None:
-        """Tell the parameter server that the source has ended, and at which offsets its partitions ended."""
+        """Report to the parameter server that the source has ended, with the end offsets of its partitions."""
         self._connected().try_send(self._config.topic("events"), records.SourceEnded(ends=tuple(ends)))
 
     def poll(self, timeout_s: float = 0.0) -> None:

@@ -1,6 +1,6 @@
-"""The provisioner: it launches and ends the machines of a job's workers, in the markets with the lowest cost within the
-deadline.
+"""The provisioner: it launches and ends the machines of a job's workers. It chooses the markets with the lowest cost
+that meet the deadline.
 
-`controller` defines the order of the effects of a turn, `planning` chooses markets, `reconcile` turns the choice into
-launches and terminations, and `fleets` carries these out. `main` is the process that runs the controller.
+`controller` carries out a turn and defines the order of its effects. `planning` chooses markets, `reconcile` converts
+the choice to launches and terminations, and `fleets` carries these out. `main` is the process that runs the controller.
 """

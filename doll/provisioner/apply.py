@@ -1,4 +1,4 @@
-"""The apply step of a turn: end and launch instances. Each action is first written to the journal."""
+"""The last step of a turn: end and launch instances. Each action is first written to the journal."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class ActionExecutor:
     """Carries out actions on a fleet.
 
     Args:
-        save: function that saves the state, which includes pending orders. Returns the reason for a failure, or "".
-        check_lease: function that is called before each order, because this process may have been frozen. Raises
-            FencedError if another provisioner has taken over, CheckpointError if this cannot be determined.
+        save: function that saves the state, which includes pending orders. It returns the reason for a failure, or "".
+        check_lease: function that is called before each order, because this process may have been frozen. It raises
+            FencedError if another provisioner has taken over, and CheckpointError if it cannot determine this.
         known_to_successor: function that returns the ids of the instances in the state that a successor has saved.
     """
 
@@ -65,7 +65,8 @@ class ActionExecutor:
         self._unconfirmed.clear()
 
     def _lease_problem(self) -> str:
-        """Return why no order can be made now, or "". Raises FencedError if another provisioner holds the lease."""
+        """Return the reason why no order can be made, or "". Raises FencedError if another provisioner has the
+        lease."""
         try:
             self.check_lease()
         except FencedError:
@@ -116,7 +117,7 @@ class ActionExecutor:
             alarms.append(f"machines of another job could not be ended: {problem}")
 
     def clear_away(self, ended: Sequence[Instance], *, dry_run: bool) -> None:
-        """Have the fleet remove the records that it keeps of these ended instances, because the job is over."""
+        """Have the fleet remove its records of these ended instances, because the job is over."""
         if not ended or dry_run:
             return
         if problem := self._end([instance.id for instance in ended]):

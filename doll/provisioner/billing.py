@@ -32,9 +32,9 @@ PriceOf = Callable[[str, Market, float, float], Series]
 
 @dataclass(frozen=True)
 class BillingRule:
-    """A rule by which the owner of the machines bills time: a started step of `step_s` is billed as a whole step (0:
-    time is billed exactly). A spot instance that its owner interrupts within `free_if_interrupted_s` costs nothing.
-    `source` and `as_of` state the source of the rule and its date."""
+    """The rule by which the owner of the machines bills time. A started step of `step_s` seconds is billed as a whole
+    step (0: time is billed exactly). A spot instance costs nothing if its owner interrupts it within
+    `free_if_interrupted_s`. `source` and `as_of` state the source of the rule and its date."""
 
     name: str
     step_s: float
@@ -87,8 +87,8 @@ class BillLine:
 
     Attributes:
         billed_s: billed machine-seconds.
-        usd_without_boots: the part of `usd` while the instance's worker held the slot, from ready until fenced or
-            ended.
+        usd_without_boots: the part of `usd` for the time in which the instance's worker held the slot: from ready until
+            it was fenced or ended.
         free: whether the instance costs nothing because it was interrupted soon after the launch.
     """
 
@@ -161,10 +161,10 @@ def bill_lines(
     """Return the cost of each instance until `now_s`, or until the instance ended.
 
     Args:
-        price_of: function as `PriceFeed.series`: prices of one machine. Its ServiceUnavailableError is passed on.
+        price_of: function like `PriceFeed.series`, for the prices of one machine. Its errors are passed on.
         ready_s: Unix time at which the instance's worker got the slot, by instance id. Without this time,
             `usd_without_boots` is 0.
-        fenced_s: Unix time at which the next instance took the slot over, by instance id.
+        fenced_s: Unix time at which the next instance took over the slot, by instance id.
     """
     lines: dict[str, BillLine] = {}
     pools: dict[tuple[str, Market], list[Instance]] = {}
@@ -189,8 +189,8 @@ def _costs_from_s(instance: Instance) -> float:
 
 
 def _integral(series: Series, at_s: Floats) -> Floats:
-    """Return the integral of the step function from its first time to `at_s`. The first and the last value extend
-    beyond the ends of the function."""
+    """Return the integral of the step function from its first time to `at_s`. Outside of its times, the function has
+    its first or last value."""
     times, values = series.times_s, series.values
     sums = np.concatenate(([0.0], np.cumsum(values[:-1] * np.diff(times))))
     index = np.clip(np.searchsorted(times, at_s, side="right") - 1, 0, len(times) - 1)
@@ -227,7 +227,7 @@ def all_on_demand_usd(samples: float, rates_per_s: Floats, on_demand_usd_per_h: 
     """Return the cost of the same work with every worker on-demand: N π_o times the run time at the total rate.
 
     Args:
-        samples: J K b, the work that is done or that is to be done.
+        samples: J K b, the work that was done or must be done.
         rates_per_s: λ_n, samples per second of each stream, shape (N,).
 
     Source: the DOLL paper, Eq. (3) and (5), for unequal streams.
@@ -247,7 +247,7 @@ def usd_per_1000_updates(usd: float, updates: float) -> float:
 
 
 def usd_per_error_point(usd: float, first_error: float, error: float) -> float:
-    """Return the USD per percentage point by which the held-out error (a fraction) has fallen; NaN if it has not.
+    """Return the USD per percentage point by which the held-out error (a fraction) has fallen; otherwise NaN.
 
     >>> usd_per_error_point(3.0, 0.9, 0.6)
     0.1
@@ -261,7 +261,7 @@ LINES_KEPT_S = 24 * 3600.0
 
 
 class BillingAccount(KeptState):
-    """Bills instances, and keeps the bills of ended instances. `price_of` is a function as `PriceFeed.series`."""
+    """Bills instances, and stores the bills of ended instances. `price_of` is a function like `PriceFeed.series`."""
 
     KEPT: ClassVar = {"earlier_usd": float, "last_usd": float, "last_usd_per_h": dict[str, float]}
     LATER: ClassVar = ("last_usd_per_h",)
@@ -285,7 +285,7 @@ class BillingAccount(KeptState):
         return self._lines.keys()
 
     def expect_earlier_costs(self) -> None:
-        """Record that the state is lost: the next bill includes the cost that the newest published decision states."""
+        """Record that the state is lost. The next bill then includes the cost from the newest published decision."""
         self._earlier_usd = math.nan
 
     def bill_ended(
@@ -298,9 +298,9 @@ class BillingAccount(KeptState):
         return line
 
     def reopen(self, instance: Instance) -> None:
-        """Withdraw the final bill of an instance that runs after all, because it was listed late, or stopped and
-        started again. An instance that was started again is billed from its new start. An instance that had not ended
-        is billed from its launch."""
+        """Withdraw the final bill of an instance that runs: it was listed late, or it was stopped and started again. An
+        instance that was started again is billed from its new start, and an instance that had not ended from its
+        launch."""
         line = self._lines.pop(instance.id)
         if line.ended_s is not None and instance.launched_s >= line.ended_s:
             self._keep_sum(line)
@@ -322,7 +322,7 @@ class BillingAccount(KeptState):
         Args:
             running: instances to bill; instances with a final bill are not billed again.
             announced: the newest published decision, see `expect_earlier_costs`.
-            otherwise: prices of a worker with `machines` machines, for pools whose price was never known.
+            otherwise: prices of a worker with `machines` machines. They are used for pools whose price was never known.
             machines: number of machines per worker.
             alarms: list that gets a line if prices are not available.
         """

@@ -2,14 +2,14 @@
 
 A turn has these effects, in this order: 1. list the fleet; 2. add ended instances to the bill; 3. write each
 termination to the journal, then end the instance; 4. write orders to the journal and save the state; 5. make the
-orders, one by one; 6. save the state. After a crash between two steps, the next turn continues: the fleet's tags show
-which instances exist, an order that may have been made is repeated unchanged, which returns the same instance, and
-ending an instance twice is no error.
+orders, one by one; 6. save the state. After a crash between two steps, the next turn continues. The fleet's tags show
+which instances exist. An order that may have been made is repeated unchanged, which returns the same instance. Ending
+an instance twice is no error.
 
-The next turn may be that of another process, while this process is frozen. That process has then taken over the state,
-so steps 4 and 6 of this process fail. This process also checks the lease before each termination and order of steps 3
-and 5. If it launched an instance between such a check and the next one, it ends this instance, if the successor does
-not know it.
+While this process is frozen, another process may make the next turn. The successor takes over the state, so steps 4 and
+6 of this process fail. This process also checks the lease before each termination and order of steps 3 and 5. If a
+check fails, this process ends the instances that it has launched since the check before and that the successor does not
+know.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class JobClock(KeptState):
     """The clock of one run of a job.
 
     Attributes:
-        started_s: start of the clock in Unix seconds; the job's settings may state it. None before the first turn.
+        started_s: start of the clock in Unix seconds, which the job's settings may state. None before the first turn.
         generation: generation of the job's run on its topics.
         begun_s: Unix time of the start of this run. Instances that ended before belong to an earlier run.
     """
@@ -75,8 +75,8 @@ class JobClock(KeptState):
         self.ignores_earlier_runs = False  # the stored state belongs to another run; the next turn starts a new run
 
     def begin_run(self, observed: Observed, now_s: float, stated_s: float | None) -> bool:
-        """Follow the job's generation. Returns whether a new generation has begun after a run with state, whose bill
-        must then be cleared. `stated_s` is the start that the settings state."""
+        """Record the job's generation. Returns whether a new generation has begun after a run with saved state; the
+        bill of that run must then be cleared. `stated_s` is the start from the settings."""
         if self.ignores_earlier_runs:
             self.ignores_earlier_runs, self.begun_s = False, now_s
             self.started_s = now_s if self.started_s is None else self.started_s
@@ -90,8 +90,8 @@ class JobClock(KeptState):
         return True
 
     def start(self, observed: Observed, listed: Sequence[Instance], now_s: float) -> None:
-        """Start the clock without a saved state: at the start that the newest published decision states, otherwise at
-        the first launch of this run, otherwise now."""
+        """Start the clock if there is no saved state: at the start in the newest published decision, otherwise at the
+        first launch of this run, otherwise now."""
         launched_s = [
             instance.launched_s
             for instance in listed
@@ -104,7 +104,7 @@ class JobClock(KeptState):
             self.started_s = announced.started_s
 
     def restore(self, kept: Mapping[str, Any]) -> None:
-        """Restore the saved state. A start that the settings state replaces the saved start."""
+        """Restore the saved state. A start from the settings replaces the saved start."""
         stated_s = self.started_s
         super().restore(kept)
         self.started_s = self.started_s if stated_s is None else stated_s
@@ -115,9 +115,9 @@ class _Turn:
     """The observations of one turn.
 
     Attributes:
-        instances: instances of the job; updated by the actions of the turn.
+        instances: instances of the job; the actions of the turn update them.
         prices: prices of a worker with all of its machines.
-        alarms: alarms for people; the turn adds alarms to this list.
+        alarms: alarms for people, to which the turn adds.
     """
 
     now_s: float
@@ -142,16 +142,16 @@ class Controller:
 
     Args:
         billing: billing rule of the owner of the fleet's machines.
-        probe: function that returns whether spot has a machine, without a purchase. None: this is inferred from the
-            outcomes of launches.
+        probe: function that returns whether spot has a machine, without launching one. None: the outcomes of launches
+            show this.
         check_lease: function that raises FencedError if another provisioner has taken over.
-        dry_run: whether to decide and report only, without changing or saving anything.
+        dry_run: whether to decide and report without changing or saving anything.
         job, topics_id: name of the job and id of its topics; "": not known. Machines that another job has left in this
-            fleet are ended. A state that belongs to earlier topics with the same names is ignored.
+            fleet are ended. A saved state of earlier topics with the same names is ignored.
 
     Attributes:
-        observed: what is known from the job's records so far.
-        positions: positions of the caller in the topics that it reads; saved with the state.
+        observed: knowledge from the job's records so far.
+        positions: positions of the caller in the topics that it reads. They are saved with the state.
     """
 
     settings: ControllerSettings
@@ -218,7 +218,7 @@ class Controller:
         return release_request(decision.released, self.observed.status)
 
     def turn(self, now_s: float, *, draining: bool = False) -> Decision:
-        """Decide and act. If `draining`, end every instance and launch none.
+        """Make one decision and carry it out. If `draining`, end every instance and launch none.
 
         Raises:
             FencedError: another provisioner has taken over. Nothing was changed after that.
@@ -252,7 +252,7 @@ class Controller:
         return decision
 
     def _plan_and_apply(self, turn: _Turn, draining: bool) -> tuple[DesiredState, list[ActionResult]]:
-        """Plan, reconcile and apply. This is repeated if a launch fails that the plan relied on."""
+        """Plan, reconcile and apply. Repeat this if the plan relied on a launch that has failed."""
         results: list[ActionResult] = []
         for _ in range(_MAX_PLANS_PER_TURN):
             desired = self._desired_state(turn, self._phase(draining))
@@ -280,7 +280,7 @@ class Controller:
 
     def _observe(self, now_s: float, *, ends_all: bool) -> _Turn | Decision:
         """Observe fleet, prices, bill and health. Returns a decision to do nothing if the fleet or the prices are not
-        available. With `ends_all` every instance is to be ended, for which no prices are needed."""
+        available. If `ends_all` is True, every instance is ended, and no prices are needed."""
         alarms: list[str] = []
         listed = self._list(alarms)
         prices = self._current_prices(now_s, alarms)
@@ -320,7 +320,7 @@ class Controller:
         return listed
 
     def _current_prices(self, now_s: float, alarms: list[str]) -> Prices | None:
-        """Return the prices of a worker with all of its machines, or otherwise the last known ones."""
+        """Return the prices of a worker with all of its machines. If not available, return the last known ones."""
         try:
             self._last_prices = self.prices.current(now_s).times(self.settings.machines_per_worker)
         except ServiceUnavailableError as exc:
@@ -337,7 +337,7 @@ class Controller:
         return own
 
     def _begin(self, now_s: float, listed: Sequence[Instance]) -> None:
-        """Start the job's clock in the first turn. A successor without state reads it from topics and tags."""
+        """Start the job's clock in the first turn. Without a saved state, topics and tags show the start."""
         if self._clock.begin_run(self.observed, now_s, self.settings.started_s):
             log.info("generation_started", generation=self._clock.generation, action="clock, work and bill begin again")
             self._plan.begin_generation()
@@ -425,7 +425,7 @@ class Controller:
         )  # fmt: skip
 
     def _review_workers(self, turn: _Turn) -> None:
-        """Decide by scale-in which slots have no worker from now on. The decision is saved before it takes effect."""
+        """Let scale-in decide which slots have no worker from now on. The decision is saved before it takes effect."""
         changes = self._plan.review_workers(self._state(turn), self.observed, turn.instances, turn.now_s)
         for change in changes:
             log.info("scale_in", what=change.kind, slot=change.slot, why=change.why)
@@ -465,7 +465,7 @@ class Controller:
         )  # fmt: skip
 
     def _needs_replan(self, result: ActionResult) -> bool:
-        """Return whether a launch failed that the plan relied on."""
+        """Return whether the plan relied on a launch that has failed."""
         if not result.failure or not isinstance(result.action, Launch):
             return False
         order = result.action.order

@@ -45,19 +45,19 @@ class Decision:
 
     Attributes:
         now_s, started_s: time of the decision and start of the job's clock, Unix seconds.
-        phase: "run"; "done" (the job has ended), "drain", "budget" (the budget is spent), "failed" (the job cannot
-            advance, a person must act) and "idle" (the source sends nothing): in these phases all machines are ended;
-            "stopped": nothing is launched until a person has acted; "unavailable": nothing is done, because fleet or
-            prices are unavailable.
-        markets, reasons: wanted market of each slot, with the reason. None: no machine; in phase "run" the slot is then
-            released by scale-in.
+        phase: "run": the job runs. "done" (the job has ended), "drain", "budget" (the budget is spent), "failed" (the
+            job cannot advance, and a person must act) or "idle" (the source sends nothing): in these five phases all
+            machines are ended. "stopped": nothing is launched until a person has acted. "unavailable": nothing is done,
+            because fleet or prices are unavailable.
+        markets, reasons: wanted market of each slot, with the reason. None: the slot gets no machine; in phase "run",
+            scale-in has released the slot.
         binding: the binding constraint, see `Plan.binding`, or "budget".
-        results: actions with their outcomes, including waits.
+        results: actions with their outcomes; includes waits.
         instances: instances after the actions, including ended instances that the fleet still lists.
         ready: ids of the instances whose worker holds its slot.
         incarnations: highest incarnation used so far, per slot.
-        samples_done, target_samples, updates_done: samples in the model, total samples of the work, and updates in the
-            model.
+        samples_done, target_samples, updates_done: number of samples in the model, total samples of the work, and
+            number of updates in the model.
         target_updates: total updates of the work; None if the policy does not fix the batches of an update.
         rates_per_s: λ_n as estimated, samples per second of each stream, shape (N,).
         prices: prices of a worker with all of its machines.
@@ -114,7 +114,7 @@ class Decision:
 
     @property
     def perf_per_usd(self) -> float:
-        """The expected performance per USD of the whole job, 1 / (T cost), MLLess's Eq. (4); NaN if T or the cost is
+        """The expected performance per USD of the whole job: 1 / (T x cost), MLLess's Eq. (4). NaN if T or the cost is
         not known."""
         product = self.expected_finish_s * self.expected_cost_usd
         return 1 / product if math.isfinite(product) and product > 0 else math.nan

@@ -1,9 +1,10 @@
-"""The health of a job: when launches are held back, when all machines are ended, and which alarms people get.
+"""The health of a job: it determines when launches are held back, when all machines are ended, and which alarms people
+get.
 
 A job that cannot advance must not cost money. Nothing is launched without a parameter server. A slot whose machines
 fail again and again is given up (`LaunchState`). After `max_stall_s` of paid time without an update, or when every slot
-is given up, all machines are ended until a person clears the stop (`state_store.clear_stops`); restarts do not clear
-it. If the source sends nothing, machines are also ended, and launched again when it sends. See
+is given up, all machines are ended until a person clears the stop (`state_store.clear_stops`). Restarts do not clear
+the stop. If the source sends nothing, machines are also ended; they are launched again when the source sends. See
 docs/decisions/0049-a-job-that-cannot-advance-is-stopped.md. Pure.
 """
 
@@ -59,11 +60,11 @@ class JobHealth(KeptState):
     """The health of a job over the turns. Call `review` once per turn, then read the attributes.
 
     Attributes:
-        failed: why all machines are ended until a person acts; "": the job has not failed. It is kept over restarts
-            until a person clears it, because a supervisor restarts a process that has ended.
-        idle: since when the source has sent nothing, if all machines are ended for this reason; else "".
-        hold_launches: why nothing is launched now; "": launches are allowed.
-        hold_moves: why no slot moves from spot to on-demand now; "": moves are allowed.
+        failed: reason why all machines are ended until a person acts; "": the job has not failed. Restarts do not clear
+            the reason, because a supervisor restarts a process that has ended.
+        idle: time since which the source has sent nothing, if machines are ended for this reason; otherwise "".
+        hold_launches: reason why nothing is launched now; "": launches are allowed.
+        hold_moves: reason why no slot moves from spot to on-demand now; "": moves are allowed.
         alarms: alarms of this turn.
     """
 
@@ -126,8 +127,8 @@ class JobHealth(KeptState):
             )
 
     def _observe_progress(self, observed: Observed, now_s: float, *, counts: bool) -> float:
-        """Record the job's progress. Returns the Unix time of the last progress. `counts`: whether this time counts as
-        stalled, which it does if machines are paid and the job waits neither for the market nor for the source."""
+        """Record the job's progress. Returns the Unix time of the last progress. `counts` states whether this time
+        counts as stalled: machines are paid, and the job waits neither for the market nor for the source."""
         term, batches = observed.term, observed.batches_done
         if term != self._term[0]:
             self._term_since_s = now_s
@@ -144,14 +145,14 @@ class JobHealth(KeptState):
         return self._progressed_s
 
     def tells_of_spot(self, launch_state: LaunchState, num_slots: int, *, is_run: bool) -> Bools:
-        """Return the slots whose state is evidence of spot's availability, shape (N,). There are none unless machines
-        are wanted and workers can join. Slots whose machines fail by themselves are excluded."""
+        """Return the slots whose state is evidence of spot's availability, shape (N,). All are False if no machines are
+        wanted or workers cannot join. Slots whose machines fail by themselves are excluded."""
         counts = is_run and not self.hold_launches
         return np.array([counts and not launch_state.slots[slot].failures for slot in range(num_slots)], dtype=np.bool_)
 
 
 def _stall_cause(view: _JobView) -> str:
-    """Return why the model does not advance, as far as the provisioner can see, in one line that is the same in each
+    """Return the reason why the model does not advance, as far as the provisioner knows. The text is the same in each
     turn."""
     observed = view.observed
     if not view.server_runs:
@@ -170,7 +171,7 @@ def _stall_cause(view: _JobView) -> str:
 
 
 def server_text(observed: Observed) -> str:
-    """Return the text that says that no parameter server is heard."""
+    """Return a text which states that no parameter server sends heartbeats."""
     seen_s = observed.ps_last_seen_s
     since = "" if not math.isfinite(seen_s) else f" since {time_text(seen_s)}"
     return f"no parameter server has been heard{since}"

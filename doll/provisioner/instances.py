@@ -62,8 +62,8 @@ class InstanceTracker(KeptState):
 
     def record(self, instance: Instance, launch_state: LaunchState, now_s: float, *, server_runs: bool) -> bool:
         """Report an instance of one of the job's slots to `launch_state`. Returns whether a new interruption was seen.
-        If no parameter server runs (`server_runs` is False), workers cannot join and machines shut down; this is no
-        failure."""
+        If no parameter server runs (`server_runs` is False), workers cannot join, and machines shut down. This does not
+        count as a failure."""
         launch_state.seen(instance.slot, instance.incarnation)
         pending = launch_state.pending.get(instance.slot)
         identity = (instance.incarnation, instance.market)
@@ -120,7 +120,7 @@ class InstanceTracker(KeptState):
     def readiness(
         self, instances: Sequence[Instance], observed: Observed, now_s: float, *, boot_timeout_s: float
     ) -> Readiness:
-        """Return which instances work, according to the job's records. Boot times are reported to `observed`."""
+        """Return the instances that work, according to the job's records. Boot times are reported to `observed`."""
         readiness = Readiness()
         ps_since_s = observed.ps_since_s(now_s)
         for slot in range(len(self.pools)):

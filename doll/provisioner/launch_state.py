@@ -1,7 +1,7 @@
 """The state of launches that is kept between turns: incarnations, attempts, pending orders, pauses. Pure.
 
-Pauses follow from outcomes. A slot without a machine waits before its next attempt. A pool without capacity is avoided.
-A market that refuses, or whose quota is used up, is not asked for some time.
+The outcomes of launches determine pauses. If an order got no machine, its slot waits before the next attempt. A pool
+without capacity is avoided. If a market refuses, or its quota is used up, nothing is requested from it for some time.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ class LaunchLimits:
     """Rates and timeouts of launches.
 
     Attributes:
-        launches_per_min: maximum launches of the whole fleet per minute. Failed attempts count too, but only against
-            spot launches.
+        launches_per_min: maximum launches of the whole fleet per minute. Failed attempts count as well, but they only
+            reduce the number of spot launches.
         fallbacks_per_min: maximum number of these launches that move a slot from spot to on-demand while the deadline
             is not in danger. More moves would use up the remaining pools.
-        retry_s: time from an attempt without a machine to the next attempt.
+        retry_s: time from an attempt that got no machine to the next attempt.
         pool_backoff_s: time for which a pool is avoided after it had no capacity or interrupted a machine. 0: never.
-        quota_s: time for which a market is not asked after its quota was used up.
+        quota_s: time for which nothing is requested from a market after its quota was used up.
         early_s, max_early_ends: an interruption less than `early_s` after the launch is early. More than
             `max_early_ends` early interruptions in a row pause the spot launches of the slot.
         backoff_s, max_backoff_s: first and longest pause; each pause is twice as long as the one before.
         boot_timeout_s, silence_timeout_s: an instance is replaced if its worker is not ready after `boot_timeout_s`, or
             silent for `silence_timeout_s`.
-        min_refusals: turns in which a market must refuse machines, other than for capacity, before it counts as closed.
-        listing_lag_s: longest time until a launch appears in the listing, also a launch whose answer was lost.
-        max_failures: number of machines of a slot that may fail in a row (interruptions do not count) before nothing
-            more is launched for the slot. The pause after each failure doubles, from `retry_s` to `max_backoff_s`.
-        healthy_s: a worker that has held its slot for this time ends such a row of failures.
-        notice_timeout_s: an instance that still exists this long after its notice was seen is ended.
+        min_refusals: number of turns in which a market must refuse machines, for other reasons than capacity, before it
+            counts as closed.
+        listing_lag_s: longest time until a launch appears in the listing. This includes launches whose answer was lost.
+        max_failures: number of machines of a slot that may fail in a row before nothing more is launched for the slot.
+            Interruptions do not count. The pause after each failure doubles, from `retry_s` to `max_backoff_s`.
+        healthy_s: time for which a worker must hold its slot to end such a row of failures.
+        notice_timeout_s: time after which an instance with an interruption notice is ended if it still exists.
     """
 
     launches_per_min: float = 120.0
@@ -90,15 +91,16 @@ class LaunchState(KeptState):
     """Launches and their outcomes. The caller reports every outcome.
 
     Attributes:
-        no_capacity_s: Unix time at which a spot launch of any slot last got no machine; -inf if a spot launch has
-            succeeded since then, or if there was none.
+        no_capacity_s: Unix time of the last spot launch of any slot that got no machine; -inf if there was none, or if
+            a later spot launch has succeeded.
         limits: limits of launches, which may be replaced at any time. Pauses that have begun do not change.
         pending: orders whose outcome is not known yet, with their times, by slot. They are repeated unchanged.
-        launches_from_s: time before which nothing is launched, because a predecessor whose state is lost may have
+        launches_from_s: time before which nothing is launched. If the state of a predecessor is lost, it may have
             launched machines that are not listed yet.
         run: `Order.run` of new orders.
-        stopped: why nothing is launched until a person acts; "": launches are allowed. It is only set at the start of a
-            job. Launches that have worked before may work again, so they are paused and tried again instead.
+        stopped: reason why nothing is launched until a person acts; "": launches are allowed. It is only set before any
+            launch has worked. If launches have worked before, they may work again, so they are paused and tried again
+            instead.
     """
 
     KEPT: ClassVar = {
@@ -196,7 +198,7 @@ class LaunchState(KeptState):
             attempts.no_capacity, attempts.no_spot_s, self.no_capacity_s = True, now_s, now_s
 
     def _refusal(self, market: Market, message: str, now_s: float) -> int:
-        """Record a refusal. Returns the number of turns in which this market has refused since its last launch."""
+        """Record a refusal by a market. Returns the number of turns with refusals since the market's last launch."""
         refusal = self._refused.setdefault(market, _MarketRefusals(message, now_s))
         if now_s > refusal.last_s:
             refusal.turns += 1
@@ -241,7 +243,8 @@ class LaunchState(KeptState):
         return frozenset(pool for pool, until_s in self._avoided_pools[market].items() if now_s < until_s)
 
     def blocked_s(self, slot: int, market: Market) -> float:
-        """Return the time before which nothing is launched for the slot in this market; a past time if allowed."""
+        """Return the time before which nothing is launched for the slot in this market; a past time if launches are
+        allowed."""
         return max(
             self.slots[slot].retry_at_s.get(market, -math.inf), self._quota.get(market, -math.inf),
             self._paused.get(market, -math.inf),
@@ -264,8 +267,8 @@ class LaunchState(KeptState):
         return self._refused[market].message if market in self._refused else ""
 
     def is_closed(self, market: Market, now_s: float) -> bool:
-        """Return whether the market has refused in `min_refusals` turns without a launch since. It is asked again after
-        `quota_s`."""
+        """Return whether the market has refused in `min_refusals` turns since its last launch. Machines are requested
+        from it again after `quota_s`."""
         refusal, limits = self._refused.get(market), self.limits
         return refusal is not None and refusal.turns >= limits.min_refusals and now_s - refusal.last_s < limits.quota_s
 
@@ -287,8 +290,8 @@ class LaunchState(KeptState):
         return self._quota.get(market, -math.inf)
 
     def may_have_launched(self, now_s: float) -> bool:
-        """Return whether a machine may exist that is not listed yet, from a pending order, or from a predecessor whose
-        state is lost."""
+        """Return whether a machine may exist that is not listed yet. A pending order may have launched it, or a
+        predecessor whose state is lost."""
         listing_lag_s = self.limits.listing_lag_s
         return now_s < self.launches_from_s or any(
             now_s - since_s <= listing_lag_s for _, since_s in self.pending.values()
@@ -327,7 +330,7 @@ class LaunchState(KeptState):
         return {"pending": pending, **super().to_dict()}
 
     def restore(self, kept: Mapping[str, Any]) -> None:
-        """Restore the saved state. `stopped` is not restored: after a restart, one refused order sets it again."""
+        """Restore the saved state, except `stopped`: after a restart, one refused order sets it again."""
         if len(kept["slots"]) != len(self.slots):
             raise ValueError(f"expected {len(self.slots)} slots, got {len(kept['slots'])}")
         super().restore(kept)

@@ -1,11 +1,11 @@
-"""One provisioner at a time, because two would double the fleet. The newest claim is valid; a provisioner with an older
-one stops.
+"""The lease, which ensures that only one provisioner works at a time, because two would launch twice the fleet. Only
+the newest claim is valid; a provisioner with an older claim stops.
 
-Claims are stored beside the job's checkpoints. They are made like the claims of a parameter server: a file or S3 object
-is created exclusively. The newest provisioner also renews its lease: a document with an increasing number, which is
-replaced only if it is still the provisioner's own. A standby that sees no new number for the length of a lease claims
-the job. It measures this time with its own clock, and only while the store is available, because nobody can renew a
-lease in an unavailable store.
+Claims are stored beside the job's checkpoints. As for parameter servers, a claim is a file or S3 object that is created
+exclusively. The newest provisioner also renews its lease. The lease is a document with an increasing number, which a
+provisioner replaces only if its own document is still there. A standby claims the job if it sees no new number for the
+length of a lease. The standby measures this time with its own clock, and only while the store is available, because
+nobody can renew a lease in an unavailable store.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Lease:
         self.number = claims.claim_term()
 
     def check(self) -> None:
-        """Check that the lease is ours, and renew it if a renewal is due. Raises FencedError if another provisioner has
-        claimed the job since, CheckpointError if the claims cannot be read."""
+        """Check that this provisioner has the lease, and renew it if a renewal is due. Raises FencedError if another
+        provisioner has claimed the job, and CheckpointError if the claims cannot be read."""
         newest = self._claims.newest_term()
         if newest > self.number:
             raise self._over(newest)
@@ -116,8 +116,8 @@ class LeaseWatch:
         self._seen: Holder | None = None
 
     def look(self, holder: Holder, now: float) -> Literal["held", "over", "ended"]:
-        """Judge the lease by the current content of the document. The state `ended` does not count if the first call
-        saw it already, because the job may have started again."""
+        """Judge the lease by the current content of the document. If the first call saw the state `ended`, this state
+        does not count, because the job may have started again."""
         begins, changed = self._seen is None, holder != self._seen
         self._seen = holder
         if changed:
@@ -129,12 +129,12 @@ class LeaseWatch:
         return "held"
 
     def restart(self, now: float) -> None:
-        """Start the lease time again: the store is not available, so nobody could have renewed the lease."""
+        """Start the lease time again, because the store is not available, so nobody can renew the lease."""
         self._since_s = now
 
 
 def wait_for_lease(config: JobConfig, run_folder: Path, wait: Callable[[float], bool]) -> bool:
-    """Wait until no other provisioner holds the lease, and return True. Returns False if another provisioner has ended
+    """Wait until no other provisioner has the lease, and return True. Returns False if another provisioner has ended
     the job, or after a stop request. `wait(seconds)` waits, and returns False after a stop request. Raises
     CheckpointError if the store is not available at the start."""
     claims, lease_s = claims_of(config, run_folder), config.provision.lease_s

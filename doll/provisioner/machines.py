@@ -31,7 +31,7 @@ class Machines:
 
     Attributes:
         probe: function that returns whether spot is available; None on a real market.
-        billing: billing rule of the owner of the machines, which the controller's bills and budget follow.
+        billing: billing rule of the owner of the machines. The controller computes bills with it.
         placement: EC2's spot placement scores; None for other fleets, or if the job does not request the scores.
     """
 
@@ -43,7 +43,8 @@ class Machines:
 
 
 def check_machines(config: JobConfig) -> None:
-    """Raise ConfigError if the job's fleet has no opener, or if it launches single machines and a worker has more."""
+    """Raise ConfigError if the job's fleet has no opener, or only launches single machines and a worker needs
+    several."""
     if config.fleet.kind not in OPENERS:
         raise ConfigError(f"fleet.kind: expected {' or '.join(OPENERS)}, got {config.fleet.kind}")
     if (machines := config.machines_per_worker) > 1:

@@ -47,8 +47,8 @@ class DecisionPublisher:
         self._sent_s = self.clock()
 
     def publish(self, decision: Decision, *, last: bool) -> None:
-        """Send a decision. `last`: this process exits normally, so its silence afterwards is not a failure. A
-        provisioner that gets SIGTERM leaves machines running, so its silence must be noticed."""
+        """Send a decision. `last` states that this process now exits normally, so its later silence is not a failure.
+        After SIGTERM, no such decision is sent: machines continue to run, so the silence must be noticed."""
         values = {**decision.measurements(), **({LEFT: 1.0} if last else {})}
         self._send(decision.record(), Metric(source=PROVISIONER, values=values, time_s=decision.now_s))
 
@@ -89,7 +89,7 @@ class ProvisionerSetup:
 
     Attributes:
         read_settings: function that returns the settings of a job file, with notes on their origin.
-        load, path: function that reads the job file, which may be edited while the job runs, and path of this file.
+        load, path: function that reads the job file, and path of this file, which may be edited while the job runs.
         accept: function that is called with an edited job file when the provisioner starts to use it.
     """
 
@@ -105,7 +105,7 @@ class ProvisionerSetup:
 
 
 class ProvisionerProcess:
-    """A running provisioner. Use it as a context manager, then call `read_history` once, then one of the loops. Raises
+    """A running provisioner. Use it as a context manager: call `read_history` once, then one of the loops. Raises
     ConfigError if the job file lacks the work or the rates, or if its fleet cannot be used; ServiceUnavailableError if
     Kafka or Redis is not available."""
 
@@ -153,7 +153,8 @@ class ProvisionerProcess:
         self._open.close()
 
     def read_history(self) -> None:
-        """Read the records written before this process started, or since an earlier process saved its state."""
+        """Read the records that were written before this process started. If an earlier process has saved its state,
+        begin at the saved positions."""
         for timed_record in self._job_records.read_history():
             self._controller.observed.feed(timed_record.record, timed_record.at_s)
             self._renew_lease()
@@ -261,7 +262,7 @@ class ProvisionerProcess:
         )  # fmt: skip
 
     def _follow(self, seconds: float, stop_requested: StopRequested) -> None:
-        """Read records until the next turn is due. Returns earlier if a worker joins or leaves, or if the job ends."""
+        """Read records until the next turn is due, or until a worker joins or leaves, or the job ends."""
         start_s, urgent = time.monotonic(), False
         while not stop_requested() and time.monotonic() - start_s < seconds:
             self._renew_lease()
@@ -280,7 +281,7 @@ def _publisher(config: JobConfig, services: Services) -> DecisionPublisher:
 
 
 def publish_last(config: JobConfig, services: Callable[[], Services], decision: Decision) -> None:
-    """Publish the decision of a process that exits, if Kafka is available. No process depends on this."""
+    """Publish the decision of a process that exits, if Kafka is available. No process depends on this decision."""
     try:
         resolved = services()
         if problem := kafka_problem(config, resolved, _KAFKA_TIMEOUT_S):
@@ -325,8 +326,8 @@ def drain(
     config: JobConfig, machines: Machines, lease: Lease, state_store: StateStore, wait: Callable[[float], bool],
     *, clock: Callable[[], float] = time.time,
 ) -> Decision | None:  # fmt: skip
-    """End all instances of the job and wait until they have ended. `lease` is already claimed. This needs only the
-    fleet and the lease: neither Kafka, Redis, prices nor a plan. Bills and launches continue in a saved state.
+    """End all instances of the job and wait until they have ended. `lease` is already claimed. This function only needs
+    the fleet and the lease; it does not need Kafka, Redis, prices or a plan. If there is a saved state, it is updated.
 
     Returns the last decision, or None after a stop request. `wait(seconds)` returns False after a stop request.
 
@@ -369,9 +370,9 @@ def _no_plan(config: JobConfig) -> ControllerSettings:
 
 
 class _KnownState:
-    """The state store of a provisioner that ran before. If there is no saved state, nothing is saved, because a drain
-    does not read the topics, which state the start of the job's clock and the cost so far. A full disk does not stop a
-    drain."""
+    """The state store of a drain. If no earlier provisioner has saved a state, nothing is saved: the new state would
+    lack the start of the job's clock and the cost so far, because a drain does not read the topics. A full disk does
+    not stop a drain."""
 
     def __init__(self, store: StateStore) -> None:
         self._store = store

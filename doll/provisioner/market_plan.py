@@ -28,7 +28,7 @@ _RESERVE_TURNS = 3  # a running machine continues for some turns whatever is dec
 
 @dataclass(frozen=True)
 class BudgetFit:
-    """A choice of markets that keeps within the budget: bool of shape (N,), True for spot. `short`: the budget is not
+    """A choice of markets within the budget: bool of shape (N,), True for spot. `short` states that the budget is not
     enough even for the cheapest choice."""
 
     on_spot: Bools
@@ -41,8 +41,8 @@ def fit_to_budget(
     on_spot: Bools, state: PlannerState, planner: PlannerSettings, *, reserve_usd: float
 ) -> BudgetFit | None:
     """Return the choice `on_spot` with as many more slots on spot as the budget requires; None if it requires no more.
-    If every choice exceeds the budget, returns the cheapest one: the work continues until the budget is spent.
-    `reserve_usd` is kept free for each machine."""
+    If every choice exceeds the budget, return the cheapest one; the work then continues until the budget is spent.
+    `reserve_usd` is kept unspent for each machine."""
     work = planner.samples - state.samples_done
     if planner.budget_usd is None or work <= 0:
         return None
@@ -66,8 +66,7 @@ def fit_to_budget(
 
 
 def reserve_usd(prices: Prices, replan_s: float, billing: BillingRule) -> float:
-    """Return the USD that are kept free for each machine, at the higher price, because it always runs on for some
-    turns."""
+    """Return the USD that are kept unspent for each machine, at the higher price. Machines continue for some turns."""
     seconds = max(_RESERVE_TURNS * replan_s, billing.billed_s(0.0))
     return max(prices.spot_usd_per_h, prices.on_demand_usd_per_h) * seconds / SECONDS_PER_HOUR
 
@@ -107,9 +106,9 @@ class MarketPlan(KeptState):
     """The markets that were chosen last, and the history that the next choice needs.
 
     Attributes:
-        planner: work, deadline and behaviour; includes the new estimate of the work.
+        planner: work, deadline and behaviour. The work is the newest estimate.
         moves: number of changes of a slot's market so far.
-        scale_in: the slots that have no worker, whatever their market.
+        scale_in: the slots that have no worker, independent of their market.
     """
 
     KEPT: ClassVar = {"moves": int, "scale_in": KeptState}
@@ -138,7 +137,7 @@ class MarketPlan(KeptState):
 
     @property
     def spot_available(self) -> Bools:
-        """Whether spot has a machine for each slot, shape (N,), as last observed."""
+        """The last observation of whether spot has a machine for each slot, shape (N,)."""
         return self._history.spot_available
 
     def retarget(self, settings: ControllerSettings) -> None:
@@ -147,15 +146,15 @@ class MarketPlan(KeptState):
         self.scale_in.retarget(settings.scale_in)
 
     def begin_generation(self) -> None:
-        """Start again with a new generation of the job: no market is chosen and no move is made yet."""
+        """Start again for a new generation of the job, without chosen markets and moves."""
         self.retarget(self._settings)
         self.scale_in.clear()
         self._on_spot = None
         self.moves = 0
 
     def planned(self, observed: Observed) -> PlannerSettings:
-        """Return the planner's settings. The boot time is the planned one, or the 90th percentile of the observed boots
-        if it is longer."""
+        """Return the planner's settings. The boot time is the planned time or the 90th percentile of the observed
+        boots, whichever is longer."""
         return replace(self.planner, boot_s=max(self.planner.boot_s, observed.boots.slow_s))
 
     def samples_done(self, observed: Observed) -> float:
@@ -190,7 +189,7 @@ class MarketPlan(KeptState):
         *,
         counts: Bools,
     ) -> None:
-        """Report to the estimator which slots on spot work; boots count as down. `counts`: slots whose state is
+        """Report to the estimator which slots on spot work; boots count as down. `counts` has the slots whose state is
         evidence of spot's availability, shape (N,)."""
         if self._on_spot is None or self._dry_run:
             return
@@ -263,7 +262,7 @@ class MarketPlan(KeptState):
         return changes
 
     def resume(self, now_s: float) -> None:
-        """Record that all slots get a machine again after a time without machines: their boots begin now."""
+        """Record that all slots get a machine again after a time without machines. Their boots begin now."""
         self._history.move(np.ones(self._settings.num_slots, dtype=np.bool_), now_s)
 
     def choose(

@@ -1,4 +1,4 @@
-"""The provisioner's knowledge of a job, collected from its records: progress, rates, and the holder of each slot. Pure.
+"""The provisioner's knowledge of a job, collected from its records: progress, rates, and the worker of each slot. Pure.
 
 Records come from the topics `updates`, `events`, `commands` and `metrics`. The order of records of different topics
 does not matter. Times are Unix seconds.
@@ -162,8 +162,8 @@ class _Slot(msgspec.Struct):
 
 @dataclass(frozen=True)
 class SlotHolder:
-    """The holder of a slot. Incarnation 0: a worker that no fleet has started. `works`: the worker has not left, and it
-    was heard while other workers were heard."""
+    """The holder of a slot: its newest worker. Incarnation 0: no fleet has started it. `works` states that the worker
+    has not left, and is not silent while other workers send records."""
 
     incarnation: int
     since_s: float
@@ -178,7 +178,7 @@ class Observed(KeptState):
         prior_rates_per_s: λ_n of the job file, samples per second, shape (N,).
         samples_per_record: see `ControllerSettings`.
         prior_alpha, prior_cycle_s: assumed availability and cycle of spot before anything is observed.
-        heartbeat_timeout_s: a worker that is silent for this time, while others are heard, does not work.
+        heartbeat_timeout_s: a worker that sends nothing for this time, while others do, counts as not working.
         keeps_losses: whether to record the loss of each update in `losses`.
     """
 
@@ -325,8 +325,8 @@ class Observed(KeptState):
 
     def _read_on(self, record: records.Alive, slot: _Slot, at_s: float) -> None:
         """Update the reading speed of a worker, which limits its rate if the worker is behind its stream. A worker that
-        reads nothing waits for its source or the parameter server. A pause longer than usual gaps says nothing about
-        its speed."""
+        reads nothing waits for its source or the parameter server, so longer pauses than usual do not change its
+        speed."""
         if slot.read_to >= 0 and record.next_offset == slot.read_to:
             return
         span_s = at_s - slot.read_at_s
@@ -366,8 +366,8 @@ class Observed(KeptState):
             self._follow_assignment()
 
     def _follow_assignment(self) -> None:
-        """Update the slots of the partitions, which may move while a job runs. The reading speed of a worker is
-        forgotten if its partitions have changed."""
+        """Update the slots of the partitions, which may move while a job runs. If the partitions of a worker have
+        changed, its reading speed is forgotten."""
         before, owners = self._streams.owners, self._assignment()
         self._streams.owners = owners
         moved = owners != before
@@ -388,17 +388,17 @@ class Observed(KeptState):
         return np.array(working, dtype=np.bool_) & self._streams.paused() & ~self.released
 
     def without_partition(self) -> Bools:
-        """Return the slots that serve no partition although they could, shape (N,): other slots serve their streams."""
+        """Return the slots that serve no partition because other slots serve their streams, shape (N,)."""
         return self._streams.without_partition()
 
     def source_silent_since_s(self) -> float | None:
-        """Return the time since which no stream has sent anything; None if a stream is not silent, or without end
-        offsets."""
+        """Return the time since which no stream has sent anything; None if a stream sends, or if nothing was
+        observed."""
         return self._streams.last_arrival_s if self._streams.is_silent() else None
 
     def rates_per_s(self) -> Floats:
-        """Return λ̂_n, shape (N,): samples per second that arrive in the partitions that each slot serves now, or that
-        the slot's worker can read, whichever is smaller."""
+        """Return λ̂_n, shape (N,): samples per second that arrive in the slot's partitions, or that the slot's worker
+        can read, whichever is smaller."""
         rates: Floats = np.minimum(self._streams.per_s(), self._read.per_s())
         return rates
 
@@ -419,7 +419,8 @@ class Observed(KeptState):
 
     def replica_losses(self) -> Floats | None:
         """Return the recent mean loss of each slot's batches with its worker's own weights, shape (N,); NaN before the
-        first batch. Returns None if no worker withholds a part of its steps, so that all have the same weights."""
+        first batch. Returns None if no worker holds back a part of its steps, because then all workers have the same
+        weights."""
         if not any(slot.holds_back for slot in self._slots):
             return None
         return np.array([math.nan if slot.loss is None else slot.loss for slot in self._slots])
@@ -448,12 +449,12 @@ class Observed(KeptState):
         return SlotHolder(holder.incarnation, holder.since_s, holder.last_seen_s, works)
 
     def ps_since_s(self, now_s: float) -> float | None:
-        """Return the time since which a parameter server has run without a pause; None if none runs, so no worker can
+        """Return the time since which a parameter server has run without a pause. None: none runs, so no worker can
         join."""
         return self._ps_since_s if now_s - self.ps_last_seen_s <= self.heartbeat_timeout_s else None
 
     def highest_incarnation(self, slot: int) -> int:
-        """Return the highest known incarnation that has ever asked for the slot."""
+        """Return the highest incarnation that is known to have asked for the slot."""
         return self._slots[slot].highest_incarnation
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Compares the existing with the wanted machines, and returns what to launch, end or wait for, with reasons. Pure.
+"""Compares the existing with the wanted machines, and returns launches, terminations and waits, with reasons. Pure.
 
 Rules for each slot:
 
@@ -59,7 +59,7 @@ class Readiness:
     Attributes:
         ready_s: Unix time since which the instance's worker holds its slot, by instance id.
         silent_s: seconds for which a worker that has held its slot has sent nothing, by instance id.
-        not_ready_s: seconds for which an instance that is not ready could have become ready, by instance id.
+        not_ready_s: seconds that an instance, which is not ready, has had to become ready, by instance id.
         incarnation_held: highest incarnation whose worker has held the slot, by slot.
     """
 
@@ -69,7 +69,7 @@ class Readiness:
     incarnation_held: dict[int, int] = field(default_factory=dict)
 
     def failure(self, id_: str, limits: LaunchLimits) -> str:
-        """Return why the instance must be replaced; "" if it need not be."""
+        """Return the reason why the instance must be replaced; "" if it need not be replaced."""
         not_ready_s, silent_s = self.not_ready_s.get(id_, 0.0), self.silent_s.get(id_, 0.0)
         if not_ready_s > limits.boot_timeout_s:
             return f"is not ready after {not_ready_s:.0f} s"
@@ -86,10 +86,10 @@ class FleetStatus:
         urgent: whether the deadline is in danger; fallbacks are then not limited.
         spare_usd: USD that launches may still use; infinite without a budget.
         commit_usd: USD that one launch uses, by market.
-        unlisted: ids of instances that are known from their launch, but that the fleet does not list yet. A notice for
-            these would not be visible, so they are not ended before they are listed.
+        unlisted: ids of launched instances that the fleet does not list yet. A notice for these would not be visible,
+            so they are not ended before they are listed.
         overdue: ids of instances that are ended because their interruption notice is too old.
-        hold: why nothing is launched now; "": launches are allowed.
+        hold: reason why nothing is launched now; "": launches are allowed.
     """
 
     wanted: Sequence[Market | None]
@@ -105,8 +105,8 @@ class FleetStatus:
 
 
 def reconcile(status: FleetStatus, launch_state: LaunchState, now_s: float) -> list[FleetAction]:
-    """Return the actions of this turn in order: first terminations, then launches, of which slots without a machine
-    come first. This function carries out and remembers nothing; the caller reports outcomes to `launch_state`."""
+    """Return the actions of this turn in order: first terminations, then launches, with slots that have no machine
+    first. This function changes nothing; the caller reports outcomes to `launch_state`."""
     by_slot: dict[int, list[Instance]] = {}
     actions: list[FleetAction] = []
     for instance in status.instances:
@@ -159,8 +159,8 @@ def _end(instance: Instance, why: str) -> Terminate:
 
 
 def _defer_unlisted(action: FleetAction, status: FleetStatus) -> FleetAction:
-    """Return a wait instead of the end of an instance that is not listed yet, because it may have a notice that is not
-    visible. The instance is ended after it is listed."""
+    """Replace the end of an unlisted instance by a wait, because the instance may have a notice that is not visible
+    yet. It is ended after it is listed."""
     if isinstance(action, Terminate) and action.id in status.unlisted:
         return Wait(action.slot, f"{action.id} is not listed yet, it is ended later: {action.why}")
     return action
@@ -208,7 +208,7 @@ class _SlotInstances:
         return target == "on_demand" and any(instance.market == "spot" for instance in self.alive)
 
     def decide(self, target: Market) -> tuple[list[Terminate], Wait | str | None]:
-        """Return the machines to end, and the reason for a launch or a wait; None if neither is needed."""
+        """Return the machines to end, and a reason to launch or wait; None if neither is needed."""
         fenced = [instance for instance in self.alive if instance.incarnation < self._fenced_below]
         rest = [instance for instance in self.alive if instance.incarnation >= self._fenced_below]
         endable = [instance for instance in rest if instance.notice_s is None]

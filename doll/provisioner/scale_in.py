@@ -1,9 +1,9 @@
-"""The rule that removes workers that hardly speed a job up: when, which one, and when it is recalled. Pure.
+"""The scale-in rule: it removes workers that hardly speed up a job, and recalls them if necessary. Pure.
 
 A slot that has no worker because of this rule is *released*. Its machine ends in an orderly way: the worker finishes or
-returns its batches, sends the updates that it still withholds, and leaves. The server assigns its partitions to the
+returns its batches, sends the updates that it still holds back, and leaves. The server assigns its partitions to the
 other workers (`release_request`), so that they also learn its data, as in the paper. A released slot is *recalled*, and
-gets partitions again, if the deadline comes into danger or the rule is switched off. See
+gets partitions again, if the deadline is in danger or the rule is switched off. See
 docs/decisions/0032-scale-in-releases-slots.md and 0079-the-others-take-over-from-a-released-worker.md.
 """
 
@@ -37,13 +37,13 @@ _REPLICAS = 50
 
 
 def spare_needed_s(settings: PlannerSettings, reserve: float) -> float:
-    """Return the spare seconds, with all remaining slots on-demand, that the release of a slot requires: the reserve,
-    and the time that the deadline guard keeps (all spot machines interrupted now, detected late, and booted again)."""
+    """Return the spare seconds that the release of a slot requires, if all remaining slots were on-demand. They are the
+    sum of the reserve and the time that the deadline guard keeps for the loss of all spot machines."""
     return reserve * settings.deadline_s + settings.detection_delay + settings.boot_s
 
 
 def deadline_at_risk(state: PlannerState, settings: PlannerSettings, reserve: float) -> str:
-    """Return why the slots of `state` cannot do the work in time with the fraction `reserve` of the deadline to spare,
+    """Return the reason why the slots of `state` cannot do the work with the fraction `reserve` of the deadline left,
     or "". `settings` has the work that the error target requires."""
     plan = planner.plan(state, settings)
     needed_s = spare_needed_s(settings, reserve)
@@ -56,9 +56,9 @@ def deadline_at_risk(state: PlannerState, settings: PlannerSettings, reserve: fl
 
 
 def release_refusal(before: PlannerState, after: PlannerState, settings: PlannerSettings, reserve: float) -> str:
-    """Return why a change from the slots of `before` to the slots of `after` endangers the deadline or the budget, or
-    costs more; "" if it does not. The planner predicts both for the remaining work, by Eq. (15)-(16) and (21)-(22) of
-    the DOLL paper."""
+    """Return the reason against a change from the slots of `before` to those of `after`: danger for deadline or budget,
+    or a higher cost; "" if there is none. The planner predicts cost and end for the remaining work, by Eq. (15)-(16)
+    and (21)-(22) of the DOLL paper."""
     if refusal := deadline_at_risk(after, settings, reserve):
         return refusal
     forecast, cost_usd = (
@@ -86,9 +86,10 @@ def sharing(
     Args:
         state: state of all slots, each with the rate of the streams that it serves now.
         slots: slots that have workers, shape (N,).
-        capacity_per_s: samples per second that each worker can compute, shape (N,). 0: not known, so no share.
-        without_partition: slots whose streams other slots serve now, shape (N,). If such a slot is to have a worker, it
-            gets an equal part of the total rate. None: there is no such slot.
+        capacity_per_s: samples per second that each worker can compute, shape (N,). 0: not known; the worker gets no
+            share.
+        without_partition: slots whose streams other slots serve now, shape (N,). If such a slot gets a worker, it gets
+            an equal part of the total rate. None: there is no such slot.
 
     Raises:
         ValueError: no slot with a rate above 0 is left.
@@ -102,7 +103,7 @@ def sharing(
 
 
 def release_request(released: Sequence[int], status: ServerStatus | None) -> Scale | None:
-    """Return the request to the parameter server; None if the server has these released workers, or none runs."""
+    """Return the request to the parameter server; None if it has these released workers, or no server runs."""
     if status is None or not status.num_workers or tuple(released) == status.released:
         return None
     return Scale(workers=status.num_workers, run_id=status.run_id, released=tuple(released))
@@ -119,8 +120,8 @@ class ErrorTarget:
 def error_refusal(
     updates: Sequence[float], errors: Sequence[float], target: float, floor_growth: float
 ) -> tuple[str, float]:
-    """Return why the error target ε would be out of reach, or "", and the upper end of J(ε) from the job's own error
-    curve; 0 if the curve is too short.
+    """Return the reason why the error target ε would be out of reach, or ""; and the upper end of J(ε) from the job's
+    error curve, or 0 if the curve is too short.
 
     γ of (10) is proportional to 1/(K b), so updates of fewer batches raise the floor of the curve by the factor
     `floor_growth`: the batches of an update now, divided by those after the release. `updates` is J of each held-out
@@ -145,7 +146,7 @@ class ScaleInSettings:
     """A job's settings of the rule.
 
     Attributes:
-        deadline_reserve: fraction of the deadline that must be left to spare after a release.
+        deadline_reserve: fraction of the deadline that must be left as a reserve after a release.
         require_gain: whether a release requires that Perf/$ rises according to the measured step times.
         target: held-out error that the job must reach. None: only the planned work counts.
         evict: the worker to release: "worst_replica", as in the paper, or "slowest", as in MLLess's code.
@@ -202,7 +203,7 @@ class ScaleIn(KeptState):
         return ~self.released
 
     def why(self, slot: int) -> str:
-        """Return why this slot is released."""
+        """Return the reason why this slot is released."""
         return f"released by scale-in, the others have its partitions: {self._whys.get(slot, _UNKNOWN)}"
 
     def retarget(self, settings: ScaleInSettings | None) -> None:
@@ -228,7 +229,7 @@ class ScaleIn(KeptState):
     def review(
         self, state: PlannerState, asked: PlannerSettings, observed: Observed, noticed: Collection[int], now_s: float
     ) -> list[SlotChange]:
-        """Recall slots, release one slot, or do neither. `noticed`: slots with an interruption notice."""
+        """Recall slots, release one slot, or do neither. `noticed` are the slots with an interruption notice."""
         if self._settings is None:
             return [self._recall(slot, "scale-in is switched off") for slot in np.flatnonzero(self.released).tolist()]
         if self.released.any() and (changes := self._recall_in_danger(state, asked, observed)):
@@ -273,7 +274,7 @@ class ScaleIn(KeptState):
 
         A slot that is about to lose its machine comes first. Next comes the worst replica: the slot whose batches have
         the highest loss with its worker's own weights. If these are equal, or all workers have the same weights, the
-        slot with the slowest stream is released, then the slot with the slowest worker.
+        slot with the slowest stream is released. If streams are equal, the slot with the slowest worker is released.
         """
         assert self._settings is not None
         rates = state.rates_per_s / state.rates_per_s.max()
@@ -292,7 +293,7 @@ class ScaleIn(KeptState):
         )  # fmt: skip
 
     def _refusal(self, slot: int, state: PlannerState, asked: PlannerSettings, observed: Observed) -> str:
-        """Return why the slot must not be released, or ""."""
+        """Return the reason why the slot must not be released, or ""."""
         settings, tuner = self._settings, self._tuner
         assert settings is not None
         assert tuner is not None

@@ -31,20 +31,20 @@ class ControllerSettings:
 
     Attributes:
         planner: work, deadline (on the job's clock), budget and behaviour. `replan_s` is the longest time between two
-            turns; the caller must keep it.
+            turns, which the caller must not exceed.
         rates_per_s: λ_n of the job file, samples per second, shape (N,); one rate per slot.
         samples_per_record: average number of samples that the task makes of one record, including the m samples of
             packed records.
         prior_alpha: assumed availability of spot before anything is observed.
-        heartbeat_timeout_s: a worker that sends nothing for this time, while others do, does not work.
-        target_error, measure: error target with which the work is estimated again from the job's held-out errors, and
-            its measure. None: the work stays as planned.
+        heartbeat_timeout_s: a worker that sends nothing for this time, while others do, counts as not working.
+        target_error, measure: error target, and its measure, for new estimates of the work from the job's held-out
+            errors. None: the work stays as planned.
         started_s: start of the job's clock, Unix seconds. None: the first turn.
-        machines_per_worker: k, number of machines of an instance, which has either all of them or none. Prices of the
-            feed are of one machine.
+        machines_per_worker: k, number of machines of an instance, which has either all of them or none. The feed has
+            prices of one machine.
         max_stall_s: paid time without an update after which all machines are ended.
-        releases_idle: whether machines are ended if the source sends nothing for that time, and launched again when it
-            sends. False if the source waits for the workers.
+        releases_idle: whether machines are ended if the source sends nothing for `max_stall_s`, and launched again when
+            it sends. False if the source waits for the workers.
     """
 
     planner: PlannerSettings
@@ -136,7 +136,7 @@ def _max_stall_s(planner: PlannerSettings, rate_per_s: float) -> float:
 
 
 def _scale_in(config: JobConfig) -> ScaleInSettings | None:
-    """Return when workers are removed; None: never."""
+    """Return the settings of scale-in; None if workers are never removed."""
     own, workers = config.provision.scale_in, config.data.workers
     if not own.enabled:
         return None

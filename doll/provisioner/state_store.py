@@ -1,9 +1,9 @@
 """The provisioner's state in one small file, which is replaced as a whole, and a journal of its decisions.
 
 The state is stored beside the job's checkpoints, in a folder or in S3, so that a provisioner on another machine can
-continue from it. It names its owner, and is replaced only if it has not changed since this owner's last write. After a
-successor has written its own number, its predecessor can neither save nor make orders, because orders are saved before
-they are made. The journal is for people. It stays on the machine of the provisioner that wrote it.
+continue from it. The state names its owner. It is replaced only if it has not changed since this owner's last write.
+After a successor has written its own number, its predecessor can neither save nor make orders, because orders are saved
+before they are made. The journal is for people. It stays on the machine of the provisioner that wrote it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class StateStore(Protocol):
     """State and journal of one provisioner. Values are plain JSON values."""
 
     def load(self) -> dict[str, Any] | None:
-        """Return the state that was saved last; None if there is none, or it cannot be read. May be repeated."""
+        """Return the state that was saved last; None if there is none, or it cannot be read."""
 
     def save(self, kept: Mapping[str, Any]) -> None:
-        """Replace the state, completely or not at all; it is durable on return. May be called repeatedly. Raises
+        """Replace the state, completely or not at all. The new state is durable when this method returns. Raises
         ConfigError or CheckpointError if it cannot be written, FencedError if another provisioner owns it."""
 
     def append(self, entry: Mapping[str, Any]) -> None:
@@ -83,7 +83,7 @@ class SharedStateStore:
     """A `StateStore` beside the checkpoints, with its journal in a folder of this machine. A state in that folder, from
     an earlier release or a run on one machine, is taken over once.
 
-    `number` is the number of the writing provisioner's claim; 0: it only reads.
+    `number` is the number of the provisioner's claim; 0: the object only reads.
     """
 
     def __init__(self, store: CheckpointStore, local: FileStateStore, number: int = 0) -> None:
@@ -145,7 +145,7 @@ class SharedStateStore:
 
     def _replace(self, kept: Mapping[str, Any] | None, *, reread: bool) -> None:
         """Replace the state, even if the answer to an earlier attempt was lost. With `reread`, a state that a
-        predecessor has saved in the meantime is kept instead of `kept`."""
+        predecessor has saved in the meantime is written instead of `kept`."""
         for _ in range(_ATTEMPTS):
             data = json.dumps({"provisioner": self._number, "kept": kept}).encode()
             known = self._store.replace_document(_DOCUMENT, data, self._known)
@@ -165,11 +165,11 @@ def state_of(config: JobConfig, run_folder: Path, number: int = 0) -> SharedStat
 
 
 class RetriedStateStore:
-    """A state store that raises errors only before its first successful write. After it, an error is treated as
-    temporary, for example a full disk.
+    """A state store that raises errors only before its first successful write. Later errors count as temporary (for
+    example a full disk).
 
-    The job's safety must not depend on the disk: machines are ended and the budget is kept even if the journal has a
-    gap. Only launches require that `save` has succeeded. `problem` is the reason why the last write failed, or "".
+    The job must not depend on the disk: machines are ended and the budget is kept even if journal lines are missing.
+    Only launches require that `save` has succeeded. `problem` is the reason why the last write failed, or "".
     """
 
     def __init__(self, store: StateStore) -> None:
@@ -220,9 +220,9 @@ def cleared(kept: Mapping[str, Any], max_failures: int) -> dict[str, Any]:
 def clear_stops(config: JobConfig, run_folder: Path) -> list[str]:
     """Clear the stops and return them. If there are any, a running provisioner is replaced, and ends.
 
-    Stops are kept over restarts, because a supervisor may restart a provisioner whatever its exit code was, and the
-    stopped work would cost money again (docs/decisions/0107-a-stop-lasts-until-it-is-cleared.md). Raises
-    CheckpointError if the store is not available, FencedError if a provisioner has started at the same moment.
+    Restarts do not clear stops, because a supervisor may restart a provisioner after any exit code, and the stopped
+    work would cost money again (docs/decisions/0107-a-stop-lasts-until-it-is-cleared.md). Raises CheckpointError if the
+    store is not available, FencedError if a provisioner has started at the same moment.
     """
     limit = config.provision.max_failures
     kept = state_of(config, run_folder).load()

@@ -36,7 +36,7 @@ def decode_snapshot(checkpoint: Checkpoint) -> EngineSnapshot:
 
 
 class CheckpointWriter:
-    """Writes checkpoints in a thread of its own. Each is written only after the records of its updates are in Kafka.
+    """A writer of checkpoints, in a separate thread. A checkpoint is written after its update records are in Kafka.
 
     A save that fails is tried again, because a store may be unreachable for a while.
     """
@@ -100,8 +100,8 @@ class CheckpointWriter:
         return checkpoint.version
 
     def wait(self) -> None:
-        """Wait for the save under way. A failed save is no error here: the caller decides whether to save again. Raises
-        FencedError if a newer parameter server has claimed the job."""
+        """Wait until the current save ends. A failed save raises no error here: the caller decides whether to save
+        again. Raises FencedError if a newer parameter server has claimed the job."""
         if self._saving is not None:
             with suppress(CheckpointError):
                 self._saving[1].result()

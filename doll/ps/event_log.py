@@ -1,7 +1,8 @@
-"""The event log of one parameter server: a file with every event. Its replay makes the same model, bit for bit.
+"""The event log of one parameter server: a file with every event. A replay makes the same model, bit for bit.
 
-The file is a sequence of length-prefixed MessagePack entries. Each entry is one event with its time and, for a fetched
-gradient, its blob. The first entry is the server's start: the checkpoint, or the origins of a new job.
+The file is a sequence of length-prefixed MessagePack entries. Each entry is one event with its time; the event of a
+fetched gradient also has the gradient's blob. The first entry is the server's start, with the checkpoint or the origins
+of a new job.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ class FileEventLog:
 
 
 def read_log(path: Path) -> tuple[Start, Iterator[LogEntry]]:
-    """Return the server's start and the entries of its event log. A torn last entry (killed server) is left out. Raises
-    RecordError if the file is not an event log of this build; for an entry, when the entry is read."""
+    """Return the server's start and the entries of its event log. An incomplete last entry of a killed server is left
+    out. Raises RecordError if the file is not an event log of this build. If an entry is invalid, the error is raised
+    when that entry is read."""
     items = _items(path)
     start = _decode(next(items, b""), Start, path)
     return start, (_decode(data, LogEntry, path) for data in items)
@@ -72,7 +74,7 @@ def _items(path: Path) -> Iterator[bytes]:
         while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
             (length,) = _LENGTH.unpack(head)
             left -= _LENGTH.size + length
-            if left < 0:  # a torn entry, or a damaged length
+            if left < 0:  # an incomplete entry, or a damaged length
                 return
             data = file.read(length)
             yield data
@@ -88,7 +90,7 @@ def _decode(data: bytes, kind: type[T], path: Path) -> T:
 def replay(
     config: JobConfig, path: Path, *, on_update: Callable[[int, ModelParts], Any] | None = None
 ) -> Iterator[Checkpoint]:
-    """Yield each checkpoint that the server of the event log at `path` ordered, in order and bit for bit.
+    """Replay the event log at `path`, and yield each checkpoint that its server ordered, in order and bit for bit.
 
     If the server was killed, the last checkpoints may never have been stored. A checkpoint made on SIGTERM is missing,
     because no event asked for it.

@@ -63,23 +63,23 @@ def run_ps(
     """Serve the job until its stop rule is met or until SIGTERM, and return the exit code 0.
 
     After SIGTERM, the server saves a checkpoint, and the job can be resumed. If the stop rule is already met at the
-    start, the server returns 0 at once and writes nothing. But if it replaces another server (no `leader_check`, no
-    `standby`), it writes the end of the job again, for the processes that wait for it.
+    start, the server returns 0 at once and writes nothing. Exception: a server that replaces another one (no
+    `leader_check`, no `standby`) writes the end of the job again, for processes that wait for it.
 
     Args:
         standby: True: begin only after no other server has written anything for `ps.lease_s`.
-        leader_check: check for another leader, which runs since the start of this process. None: no check is needed,
-            or this server replaces the other leader.
+        leader_check: check for another leader, which began at the start of this process. None: no check is needed, or
+            this server replaces the other leader.
         fresh: True: begin a new generation if there is no checkpoint, or if the samples topic of the checkpoint was
             replaced.
-        after_term: highest term that is known to be of an earlier run on the same topics. If there is no checkpoint, a
-            new generation may begin after terms up to this one.
-        run_id: name of the run in keys and streams that are shared (docs/decisions/0045). "": the run id of the
-            checkpoint, or a new one.
+        after_term: highest term of earlier runs on the same topics. If there is no checkpoint, a new generation may
+            begin although the topics have records of terms up to this one.
+        run_id: name of the run in shared keys and streams (docs/decisions/0045). "": use the run id of the checkpoint,
+            or a new one.
         check_only: True: check that the job may be served, and return before anything is claimed.
 
     Raises:
-        ConfigError: the topics are of another run than the checkpoints, or the stream is another one.
+        ConfigError: the topics and the checkpoints belong to different runs, or the stream was replaced.
         BadStreamError: too many records are refused (`data.on_bad_records`). The job has ended in order.
         DollError: services do not answer, the task cannot be loaded, the checkpoint is of another job or model, another
             server leads, a newer server has claimed the job, or the model diverged.
@@ -102,7 +102,7 @@ class _Launch:
         self._fresh, self._after_term, self._run_id = fresh, after_term, run_id
 
     def check(self) -> None:
-        """Return if a server may serve the job. Raises the errors that `run` raises before it claims a term."""
+        """Check that a server may serve the job. Raises the errors that `run` raises before it claims a term."""
         self._open()
         checkpoint = self._store.load_newest(self._fingerprint)
         if checkpoint is None or self._fresh:
@@ -147,8 +147,8 @@ class _Launch:
         self._fingerprint, self._code = fingerprint(config, self._model), source_checksum(task)
 
     def _finished(self, newest: Checkpoint) -> str | None:
-        """Return why the job of this checkpoint has ended, if its stop rule is met and all roles have been told. None:
-        otherwise. After a rollback, a regrid or a new server, the checkpoint has a newer term, and None is returned."""
+        """Return why the job of this checkpoint has ended, if its stop rule is met and all roles know of the end;
+        otherwise None. After a rollback, a regrid or a new server, the checkpoint's newer term makes it None."""
         reason = reached_before(self._config.stop, decode_snapshot(newest))
         if reason is None:
             return None
@@ -227,15 +227,15 @@ class _Launch:
         return 0
 
     def _start(self, checkpoint: Checkpoint | None, term: int = 0, generation: int = 0) -> Start:
-        """Continue from the checkpoint, or begin `generation` at `data.start`. If `fresh` is set, also begin if the
-        checkpoint is of another samples topic, because its model cannot be continued there.
+        """Continue from the checkpoint, or begin `generation` at `data.start` if there is no checkpoint. If `fresh` is
+        set, begin also if the samples topic was replaced, because the model cannot continue on another topic.
 
         Raises:
-            ReplacedSamplesError: the samples topic is another one than that of the checkpoint.
+            ReplacedSamplesError: the samples topic is not the topic of the checkpoint.
         """
         config, services, now = self._config, self._services, time.monotonic()
-        # This consumer is separate from the channel's: there, each request would wait for the fetch of events (0.5 s
-        # per partition).
+        # This consumer is separate from the channel's consumer, in which each request would wait for the fetch of
+        # events (0.5 s per partition).
         with RangeReader(config, services) as reader:
 
             def bounds_of(partitions: int) -> PrefetchedBounds:

@@ -1,14 +1,14 @@
-"""The part of `doll regrid` at the checkpoint store: it saves the newest checkpoint again with another grid.
+"""The part of `doll regrid` that changes the checkpoint store: it saves the newest checkpoint again with another grid.
 
 A grid determines which offsets a batch number means, and how workers compute a batch: batch size, policy, optimizer.
-The model continues: its version, its origins in the ledger, its dead letters and its run id stay. The batches of a
-checkpoint are a prefix of each partition, their whole steps are in the model, and their update records are in Kafka.
-So the next grid begins at the offset after the last of these batches. All later updates are void, as after any restart
-(docs/decisions/0085).
+The model continues, and its version, its origins in the ledger, its dead letters and its run id do not change. The
+batches of a checkpoint are the first ones of each partition. Their whole steps are in the model, and their update
+records are in Kafka. So the next grid begins at the offset after the last of these batches. All later updates are void,
+as after any restart (docs/decisions/0085).
 
 Order of effects: 1. The arguments are checked. 2. A term is claimed, which fences every server of the old grid. 3. The
-newest checkpoint is loaded; no server can add another one now. 4. It is saved under the new term, as one file or
-object. After a crash before step 4 the job has the old grid, after a crash later the new one.
+newest checkpoint is loaded; no server can add a checkpoint after the claim. 4. The checkpoint is saved under the new
+term, as one file or object. After a crash before step 4 the job has the old grid; after a later crash, the new one.
 """
 
 from __future__ import annotations
@@ -81,16 +81,16 @@ class RegridOutcome:
 def regrid(
     config: JobConfig, store: CheckpointStore, *, above_term: int = 0, checked: Callable[[], object] = lambda: None
 ) -> RegridOutcome:
-    """Begin the grid of `config` at the newest checkpoint of `store`. No server may serve the job meanwhile.
+    """Begin the grid of `config` at the newest checkpoint of `store`. No server may serve the job during this call.
 
     Args:
         above_term: highest term that is known from elsewhere.
-        checked: function that is called after all checks, before anything is changed.
+        checked: function that is called after all checks and before the first change.
 
     Raises:
         ConfigError: there is no checkpoint, `config` changes what a regrid cannot change, or its model cannot be built.
         CheckpointError: the store cannot be read or written, or its checkpoint does not fit.
-        FencedError: a server has claimed the job meanwhile. The job continues with the old grid.
+        FencedError: a server has claimed the job during this call. The job continues with the old grid.
     """
     torch.set_num_threads(1)
     _begin(config, store, term=0)
@@ -105,7 +105,7 @@ def regrid(
 
 
 def _begin(config: JobConfig, store: CheckpointStore, *, term: int) -> tuple[Checkpoint, RegridOutcome]:
-    """Return the checkpoint that begins the new grid, checked as the next server will check it, and not saved yet."""
+    """Return the checkpoint that begins the new grid, unsaved. It has passed the checks of the next server."""
     before = store.load_newest(None)
     if before is None:
         raise ConfigError(
@@ -129,9 +129,9 @@ def _begin(config: JobConfig, store: CheckpointStore, *, term: int) -> tuple[Che
 def converted(
     config: JobConfig, store: CheckpointStore, before: Checkpoint, state: EngineSnapshot, *, term: int, command: str
 ) -> tuple[Checkpoint, str]:
-    """Return a checkpoint of `state`, whose grid begins with the model of `before` under the settings of `config`, and
-    a text that says whether the optimizer's state was kept. The checkpoint is checked as the next server will check it,
-    and is not saved. `command`: name of the command, for error messages.
+    """Return a checkpoint of `state` with the model of `before` under the settings of `config`, and a text that says
+    whether the optimizer's state was kept. The checkpoint is not saved. It has passed the checks of the next server.
+    `command`: name of the command, for error messages.
 
     Raises:
         ConfigError: `config` changes what a new grid cannot change, or its model cannot be built.
@@ -196,7 +196,7 @@ def _require_fit(config: JobConfig, before: Checkpoint, state: EngineSnapshot) -
 def _tensors(
     config: JobConfig, model: FlatModel, before: Checkpoint, *, keep_state: bool
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return the weights, the rows of tables and, if `keep_state`, the optimizer's state."""
+    """Return the weights, the table rows and, if `keep_state` is True, the optimizer's state."""
     if not keep_state:
         try:
             model.load_weights(before.tensors[WEIGHTS])
@@ -209,7 +209,7 @@ def _tensors(
     if keep_state:
         parts.load(before.tensors)
     tensors = parts.tensors()
-    if AVERAGE in tensors and AVERAGE in before.tensors:  # the average depends on the weights alone
+    if AVERAGE in tensors and AVERAGE in before.tensors:  # the moving average depends only on the weights
         tensors[AVERAGE] = before.tensors[AVERAGE]
     return tensors
 
@@ -230,7 +230,7 @@ def _why_new(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
 
 
 def _changes(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-    """Return `key BEFORE -> NOW` of each changed key. Keys that were removed or follow from others are left out."""
+    """Return `key BEFORE -> NOW` for each changed key, except keys that were removed or that follow from other keys."""
     changed = [key for key, value in wanted.items() if saved.get(key) != value and key != "pushes"]
     return ", ".join(f"{key} {saved.get(key, 'nothing')} -> {wanted[key]}" for key in changed)
 

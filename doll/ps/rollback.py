@@ -1,10 +1,10 @@
-"""The part of `doll rollback` at the checkpoint store: it saves an earlier version again, as the newest checkpoint.
+"""The part of `doll rollback` that changes the checkpoint store: it saves an earlier version again as the newest one.
 
-The updates after the earlier version are left behind, and not deleted: their checkpoints are kept as long as others,
-and their records stay in Kafka. The earlier model gets the next version number, so a number never means two models. It
-begins a new grid, as after `doll regrid` (`doll.ps.regrid`; the order of effects is the same). This grid begins after
-the earlier version, so later records are learned again, or after the newest version, so the records between the two
-versions are skipped (docs/decisions/0090).
+The updates after the earlier version are abandoned and not deleted: their checkpoints are kept as long as others, and
+their records stay in Kafka. The earlier model gets the next version number, so a number never means two models. A new
+grid begins with this version, as after `doll regrid` (`doll.ps.regrid`; the order of effects is the same). If the grid
+begins after the records of the earlier version, later records are learned again. If it begins after the records of the
+newest version, the records between the two versions are skipped (docs/decisions/0090).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class RollbackOutcome:
 
     Attributes:
         to: the earlier version, to which the job goes back.
-        left: the version that was the newest one before.
-        version: the new number of the earlier version.
+        left: version that was the newest one before the rollback.
+        version: new number of the earlier version.
         records: number of records learned since the earlier version, which are skipped or learned again.
         optimizer_state: text that says whether the optimizer's state was kept.
     """
@@ -67,18 +67,18 @@ def rollback(
     config: JobConfig, store: CheckpointStore, to: int, *, skip: bool, above_term: int = 0,
     checked: Callable[[], object] = lambda: None,
 ) -> RollbackOutcome:  # fmt: skip
-    """Make version `to` of `store` the newest version again. No server may serve the job meanwhile.
+    """Make version `to` of `store` the newest version again. No server may serve the job during this call.
 
     Args:
         skip: True: the samples since version `to` are not learned again.
         above_term: highest term that is known from elsewhere.
-        checked: function that is called after all checks, before anything is changed.
+        checked: function that is called after all checks and before the first change.
 
     Raises:
-        VersionUnknownError: version `to` is not kept, or was left behind by another rollback.
+        VersionUnknownError: version `to` is not kept, or another rollback has abandoned it.
         ConfigError: version `to` is the newest one, or the job file does not fit it.
         CheckpointError: the store cannot be read or written, or a checkpoint does not fit.
-        FencedError: a server has claimed the job meanwhile. The job continues without the rollback.
+        FencedError: a server has claimed the job during this call. The job continues without the rollback.
     """
     torch.set_num_threads(1)
     _begin(config, store, to, skip=skip, term=0)
@@ -147,7 +147,7 @@ def rolled_back(
         samples_total=earlier.samples_total,
         empty_updates=earlier.empty_updates + version - earlier.version,
         refusals=newest.refusals if skip else earlier.refusals,
-        reached=None,  # the evaluation was of weights that are left behind
+        reached=None,  # the evaluation measured weights that are abandoned now
         rollbacks=(
             *earlier.rollbacks,
             Rollback(to=earlier.version, grid=earlier.grid, version=version, term=term, skipped=skip),

@@ -1,20 +1,20 @@
-"""The parameter server without its transport: it connects the engine, the model host, the checkpoints and the outbox.
+"""The parameter server without its transport. It connects the engine, the model host, the checkpoints and the outbox.
 
 Order of effects, and the result of a crash after each step (docs/architecture.md):
 
 0. checkpoint of version 0, with the origins  - after a crash the next server keeps the origins
 1. weights of version J into the blob store   - after a crash nobody uses them: the next server has its own keys
-2. grant on `commands`                        - after a crash the next server sends Hello, workers announce again
+2. grant on `commands`                        - after a crash the next server sends Hello, and workers announce again
 3. push on `events`, gradient fetched, update applied in memory
 4. grants of the new version                  - as 2; the next server refuses pushes of this term
 5. update record on `updates`, acknowledged   - after a crash the next server's TermStarted makes the update void, and
    its batches are applied again
 6. checkpoint saved, atomically               - after a crash the next server starts from it and sends it in Welcome
 7. `durable` on `commands`                    - after a crash the next Welcome repeats it
-8. the worker acknowledges to Kafka           - so the committed offset is never ahead of the durable model
+8. the worker acknowledges to Kafka           - the committed offset is never ahead of the durable model
 
 Workers wait only for step 4. The record of an update (5) and the cleanup of the model host follow after the grants. The
-record still comes before all other effects: a checkpoint (6) is saved only after Kafka has acknowledged the record.
+record is still written before all other effects: a checkpoint (6) is saved only after Kafka has acknowledged it.
 """
 
 from __future__ import annotations
@@ -81,13 +81,14 @@ ChannelReport: TypeAlias = tuple[Mapping[int, str], Mapping[str, int]]
 # Leases and checkpoints are due within seconds: twenty ticks a second are enough and cost almost nothing.
 _POLL_S: Final = 0.05
 _READING_POLL_S: Final = 0.002  # while a gradient is being read from a far store
-_PERIODIC_S: Final = 1.0  # longest time between two periodic calls while gradients are being read
-_FLUSH_S: Final = 2.0  # time for the delivery of the last records; the sender of SIGTERM does not wait long
+_PERIODIC_S: Final = 1.0  # maximum time between two periodic calls while gradients are being read
+_FLUSH_S: Final = 2.0  # time limit for delivery of the last records, as the sender of SIGTERM does not wait long
 _FAULT_POINTS: Final[Mapping[type, str]] = {Grant: "ps.after_grant", Durable: "ps.after_durable"}  # after sending
 
 
 class Outbox(Protocol):
-    """The port for the parameter server's records. Each destination gets its records in the order of the calls."""
+    """The port (interface) that sends the server's records. A destination gets its records in the order of the
+    calls."""
 
     def send_command(self, worker: int, record: AnyRecord) -> None:
         """Send a record to one worker, on `commands`."""
@@ -99,10 +100,10 @@ class Outbox(Protocol):
         """Send the server's status on `metrics`; the record may be lost."""
 
     def updates_acknowledged(self) -> int:
-        """Return n, if Kafka has acknowledged the first n records of `send_update`."""
+        """Return the number n such that Kafka has acknowledged the first n records of `send_update`."""
 
     def flush(self, timeout_s: float) -> int:
-        """Wait until all records are delivered. Return how many are not delivered after `timeout_s` seconds."""
+        """Wait at most `timeout_s` seconds for the delivery of all records, and return how many are undelivered."""
 
 
 class ParameterServer:
@@ -123,8 +124,8 @@ class ParameterServer:
         layout: WeightsLayout = NO_LAYOUT,
         code: str = "",
     ) -> None:
-        """`publish_workers`: tells spare processes the job's number of workers; returns whether this has succeeded.
-        `channel_report`: returns the kind of control link by worker, without workers that use Kafka, and counters.
+        """`publish_workers`: publishes the job's number of workers for spare processes, and returns whether this has
+        succeeded. `channel_report`: returns counters and, for each worker with a control link, the kind of its link.
         `layout`, `code`: layout of the weights and checksum of the task's source, for readers of checkpoints."""
         self.engine = engine
         self._config = config
@@ -144,7 +145,7 @@ class ParameterServer:
             retry_timeout_s=config.checkpoint.retry_timeout_s,
             clock=clock,
         )
-        self._busy_s = 0.0  # time spent on the update under way: fetch, add, step, publish
+        self._busy_s = 0.0  # time spent on the current update: fetch, add, step, publish
         # The update that was applied last, and the function that makes its record.
         self._unreported: tuple[ev.ApplyUpdate, Callable[[], Update]] | None = None
         self._measures = PolicyMeasures(engine, weights_bytes=HEADER_BYTES + 4 * host.num_values)
@@ -158,8 +159,8 @@ class ParameterServer:
     def open(self) -> None:
         """Announce this server: a TermStarted record, then Hello to every worker.
 
-        The origins of a new job are made durable before any process learns of them. If a restart determined other
-        origins, records that came meanwhile would be lost, and the number of a batch would mean other offsets.
+        The origins of a new job become durable before any process learns of them. Otherwise a restart could determine
+        other origins. Earlier records would be lost, and batch numbers would mean other offsets.
 
         Raises:
             FencedError, CheckpointError: as in `run_periodic`.
@@ -187,11 +188,11 @@ class ParameterServer:
             self._outbox.send_command(worker, Hello(term=engine.term))
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being written, and end the thread that writes checkpoints."""
+        """Wait for the checkpoint that is being written, if any, and end the thread that writes checkpoints."""
         self.checkpoints.close()
 
     def prefetch(self, events: Sequence[ev.Event | GetRows]) -> None:
-        """Prepare to feed `events` next: read their gradients at the same time, if this is cheaper."""
+        """Prepare to feed `events` next. Start to read their gradients concurrently, if this is faster."""
         pushes = [event for event in events if isinstance(event, Push) and self.engine.wants(event)]
         if pushes:
             coming = [push.key for push in pushes if push.is_on_its_way]
@@ -228,8 +229,8 @@ class ParameterServer:
         self._busy_s += self._clock() - started_s
 
     def send_rows(self, request: GetRows) -> None:
-        """Answer a worker that asks for the current rows of tables. A request that cannot be answered is only counted;
-        the worker asks again."""
+        """Answer a worker that asks for the current rows of tables. A request that cannot be answered is only counted,
+        because the worker asks again."""
         engine = self.engine
         is_current = request.term == engine.term and 0 <= request.worker < engine.settings.places
         if not is_current or engine.worker(request.worker).session != request.session:
@@ -251,8 +252,8 @@ class ParameterServer:
         )  # fmt: skip
 
     def stop_if_superseded(self) -> None:
-        """Raise FencedError if the checkpoint store has a newer term. Otherwise a server with nothing to save would not
-        notice its successor."""
+        """Raise FencedError if the checkpoint store has a newer term. Without this check, a server that has nothing to
+        save would not notice its successor."""
         newest = self._store.newest_term()
         if newest > self.engine.term:
             raise FencedError(
@@ -288,7 +289,8 @@ class ParameterServer:
     def save_now(self) -> None:
         """Save a checkpoint of the applied updates now and wait for it, because this process is about to end.
 
-        Nothing is saved while an update record is not acknowledged: the durable model would have no lineage.
+        Nothing is saved if Kafka has not acknowledged all update records, because the durable model would contain
+        updates without a record. Nothing is saved either while workers hold back a part of their steps.
 
         Raises:
             FencedError, CheckpointError: as in `run_periodic`.
@@ -385,7 +387,7 @@ class ParameterServer:
                 assert_never(action)
 
     def _timed(self, call: Callable[[A], R], argument: A) -> R:
-        """Call `call(argument)`, and add its time to the server's share of the update."""
+        """Call `call(argument)`, and add the time of the call to the server's time for the update."""
         started_s = self._clock()
         try:
             return call(argument)
@@ -415,7 +417,7 @@ class ParameterServer:
             )  # fmt: skip
 
     def _with_rows(self, record: NewVersion) -> NewVersion:
-        """Return the record with the key of the changed rows of tables that its worker has asked for."""
+        """Return the record with the blob key of the changed table rows that the record's worker has asked for."""
         self._measures.sent_version(record.worker, record.version)
         rows = self._host.changed_rows(record.worker, record.version)
         if rows is None:
@@ -432,7 +434,7 @@ class ParameterServer:
         self._busy_s = 0.0
 
     def _report_update(self) -> None:
-        """Measure the update that was applied last and send its record, unless this was done before."""
+        """Measure the update that was applied last, and send its record. Do nothing if this was done before."""
         if self._unreported is None:
             return
         (update, make_record), self._unreported = self._unreported, None
@@ -489,12 +491,12 @@ class Signals:
         self.leave = True
 
     def stop_for_the_topic(self) -> None:
-        """Request the end of this process, because the samples topic has changed. Called from another thread."""
+        """Request the end of this process, because the samples topic has changed. Another thread calls this method."""
         self.leave_reason = "the samples topic"
         self.leave = True
 
     def note_partitions(self, partitions: int) -> None:
-        """Note the current number of partitions of the samples topic. Called from another thread."""
+        """Note the current number of partitions of the samples topic. Another thread calls this method."""
         self.partitions = partitions
 
 
@@ -512,7 +514,7 @@ def serve(
     engine = server.engine
     partitions = len(engine.start.origins)
     looped_s = checked_s = periodic_s = time.monotonic()
-    # Events to feed, in order. While the gradient of the first one is being read, others are already requested.
+    # Events to feed, in order. While the gradient of the first one is being read, later ones are requested.
     events: deque[ev.Event | GetRows] = deque()
     while engine.finished is None:
         incoming = channel.poll(_READING_POLL_S if events else _POLL_S)
@@ -549,14 +551,14 @@ def serve(
             server.save_now()
             log.info("leaving", version=engine.version, reason=f"{signals.leave_reason}; the job can be resumed")
             return
-        # Leases might expire while their renewals wait in `events`; and with many pushes `events` is never empty.
+        # Leases might expire while their renewals wait in `events`, which is never empty if there are many pushes.
         if not events or now - periodic_s > _PERIODIC_S:
             periodic_s = now
             server.run_periodic()
 
 
 def deliver(channel: ControlChannel, signals: Signals, heartbeat: Heartbeat) -> None:
-    """Wait until Kafka has every record, or until SIGTERM. The last record tells other processes the job's end."""
+    """Wait until Kafka has every record, or until SIGTERM. The last record tells other processes of the end."""
     warned = False
     while (undelivered := channel.flush(_FLUSH_S)) and not signals.leave:
         heartbeat.beat("loop")
@@ -568,7 +570,7 @@ def deliver(channel: ControlChannel, signals: Signals, heartbeat: Heartbeat) -> 
 
 
 def _decode(server: ParameterServer, values: Sequence[bytes | None]) -> list[ev.Event | GetRows]:
-    """Decode records of `events`; records that do not belong on this topic are counted and refused."""
+    """Decode records of `events`. Records that do not belong to this topic are counted and refused."""
     events: list[ev.Event | GetRows] = []
     for value in values:
         try:
@@ -592,13 +594,13 @@ def _check_fencing(server: ParameterServer, *, paused_s: float, lease_s: float) 
         server.stop_if_superseded()
     except CheckpointError as exc:
         if paused_s > lease_s:
-            raise  # nothing may be written before it is known whether there is a successor
+            raise  # this server must not write anything before it knows whether it has a successor
         log.warning("store_unavailable", error=str(exc), action="trying again")
 
 
 def _update_record(update: ev.ApplyUpdate, *, term: int, num_samples: int, apply_s: float, now: float) -> Update:
     """Return the record of one update, which has learned `num_samples` samples and took `apply_s` seconds at the
-    server. `now`: time at which the update was applied, in monotonic seconds of the clock of the grants."""
+    server. `now`: time at which the update was applied, in monotonic seconds on the clock of the grants."""
     batches = [batch for item in update.sets for batch in item.push.batches]
     names = sorted({name for batch in batches for name in batch.metric_sums})
     weight = sum(batch.total_weight for batch in batches)

@@ -1,9 +1,9 @@
-"""A standby parameter server: it has loaded everything, and takes over when the leader's lease ends.
+"""A standby parameter server. It has loaded everything, and takes over when the leader's lease ends.
 
-The leader's heartbeat consists of records that it writes anyway: `ServerStatus` once a second, and updates. Silence is
-no proof of failure: the leader may be frozen or cut off. Therefore the standby claims the next term in the checkpoint
-store. After the claim the old leader cannot save anything. A leader that paused for longer than the lease checks the
-store before it does anything else.
+The leader's heartbeat consists of records that it writes anyway: `ServerStatus` once a second, and updates. Silence
+does not prove that the leader has failed: it may be frozen or cut off. Therefore the standby claims the next term in
+the checkpoint store. After the claim, the old leader cannot save checkpoints. A leader that paused for longer than the
+lease checks the store for a newer term before it does anything else.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LeaderLease:
         self.finished = False
 
     def feed(self, record: AnyRecord, now: float) -> None:
-        """Take a record of `updates` or `metrics`. Records of earlier servers than the newest one are ignored."""
+        """Process a record of `updates` or `metrics`. Only records of the newest server count."""
         match record:
             case ServerStatus() | TermStarted() | Update() | Finished():
                 term = record.term
@@ -57,7 +57,7 @@ class LeaderLease:
         self.renewed_s = now
 
     def restart(self, now: float) -> None:
-        """Begin the lease again: Kafka does not answer, so no leader could have renewed its lease."""
+        """Begin the lease again. This is needed while Kafka does not answer, because no leader can renew its lease."""
         self.renewed_s = now
 
     def is_over(self, now: float) -> bool:
@@ -78,7 +78,7 @@ class _ServerListener:
         self.topics_empty = not any(self._reader.ends.values())  # no server has ever served this job
 
     def listen(self, lease: LeaderLease) -> None:
-        """Wait a moment for records, and renew `lease` with them."""
+        """Wait a moment for records, and feed them to `lease`."""
         for timed in self._reader.poll(_POLL_S):
             lease.feed(timed.record, time.monotonic())
 
@@ -98,8 +98,8 @@ class _ServerListener:
 
 
 def wait_for_lease(config: JobConfig, services: Services, should_stop: Callable[[], bool]) -> bool:
-    """Wait until the leader's lease is over, and return True. If the job finishes or `should_stop` returns True first,
-    return False. Raises ServiceUnavailableError if Kafka does not answer at the start."""
+    """Wait until the leader's lease is over, and return True. Return False if before this the job finishes or
+    `should_stop` returns True. Raises ServiceUnavailableError if Kafka does not answer at the start."""
     with _ServerListener(config, services) as listener:
         lease = LeaderLease(config.ps.lease_s, time.monotonic())
         log.info("standby_waiting", lease_s=config.ps.lease_s)
@@ -136,7 +136,7 @@ class LeaderCheck:
         self._thread = threading.Thread(target=self._run, name="leader_check", daemon=True)
 
     def require_no_leader(self, should_stop: Callable[[], bool]) -> bool:
-        """Return True after the check has shown that no server leads; return False if `should_stop` returns True first.
+        """Wait for the result of the check. Return True if no server leads; False if `should_stop` does so earlier.
         Raises FencedError if another parameter server leads, and ServiceUnavailableError if Kafka does not answer."""
         while not self._done.wait(_POLL_S):
             if should_stop():
@@ -153,7 +153,7 @@ class LeaderCheck:
     def _run(self) -> None:
         try:
             self._leader = self._listen()
-        except Exception as exc:  # raised where the result is waited for
+        except Exception as exc:  # raised in the thread that waits for the result
             self._error = exc
         finally:
             self._done.set()
@@ -170,7 +170,7 @@ class LeaderCheck:
                 listener.listen(lease)
                 if lease.finished:
                     return 0
-                # A record that comes at once may have been sent before its sender died.
+                # A record that arrives at once may have been sent before its sender died.
                 if lease.renewed_s > began_s + _IN_FLIGHT_S:
                     return lease.term
                 if time.monotonic() > began_s + _IN_FLIGHT_S + silence_s and listener.is_caught_up():

@@ -1,4 +1,4 @@
-"""The start of a parameter server: a checkpoint, or the origins of a new job; and the engine that is made from it.
+"""The start of a parameter server (a checkpoint, or the origins of a new job), and the engine made from it.
 
 A job may begin with the weights of another run or of a file (`training.init_from`). The first server loads these
 weights before it saves version 0. Each later server continues from a checkpoint (docs/decisions/0085).
@@ -26,7 +26,7 @@ from doll.storage.weight_sources import read_source
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True):
-    """The start of a server. The same start makes the same engine and weights, in a server and in a replay of its log.
+    """The start of a server. A server and a replay of its log make the same engine and weights from the same start.
 
     Attributes:
         term: term of the server.
@@ -34,7 +34,7 @@ class Start(msgspec.Struct, frozen=True, array_like=True):
         origins: first offset of the job in each partition; empty if there is a checkpoint.
         checkpoint: the checkpoint as `encode_checkpoint` writes it; b"" for a new job.
         generation: generation of a new job (`doll.ledger.lineage`); for a resumed job, the checkpoint has it.
-        samples_id: Kafka's id of the samples topic, if the checkpoint has none; "": not known.
+        samples_id: Kafka's id of the samples topic, for a checkpoint that does not contain the id; "": not known.
         run_id: id of the run from the checkpoint, or a new random one if the checkpoint has none or `doll resume` has
             started the server (docs/decisions/0045).
         job: in an event log, the job file that the server ran with, as in its run folder.
@@ -85,6 +85,7 @@ def make_engine(
 
 
 def engine_settings(config: JobConfig, fingerprint: str = "") -> EngineSettings:
+    policy = config.training.policy
     return EngineSettings(
         num_workers=config.data.workers,
         max_workers=config.data.places,
@@ -97,6 +98,8 @@ def engine_settings(config: JobConfig, fingerprint: str = "") -> EngineSettings:
         checkpoint_every_updates=config.checkpoint.every_updates,
         checkpoint_every_s=config.checkpoint.every_s,
         sum_reduction=_takes_sum(config.training),
+        divides_steps=policy.averages_workers and policy.sends_steps,
+        divides_lr=policy.averages_workers and not policy.sends_steps,
         stop=config.stop,
         on_bad_records=config.data.on_bad_records,
         job=config.job,
@@ -105,16 +108,16 @@ def engine_settings(config: JobConfig, fingerprint: str = "") -> EngineSettings:
 
 
 def _takes_sum(training: TrainingConfig) -> bool:
-    """Return whether the server applies the sum of the contributions, not their mean. Workers that send steps have
-    already taken the mean or sum of their samples; an outer step is made of the mean of these steps."""
+    """Return whether the server applies the sum of the contributions instead of their mean. Workers that send steps
+    have already taken the mean or sum of their samples. An outer step uses the mean of these steps."""
     if training.policy.sends_steps:
         return training.policy.outer_step is None
     return training.reduction == "sum"
 
 
 def matched(config: JobConfig, model: FlatModel) -> WeightMatch | None:
-    """Return the match of `training.init_from` with this model; None if the job file has no `init_from`. The model is
-    not changed.
+    """Compare the weights of `training.init_from` with this model, and return the match. Return None if the job file
+    has no `init_from`. The model is not changed.
 
     Raises:
         ConfigError: there is no such file or run, or its weights do not fit the model.
@@ -130,7 +133,7 @@ def matched(config: JobConfig, model: FlatModel) -> WeightMatch | None:
 def begun_with(
     config: JobConfig, start: Start, tensors: Mapping[str, npt.NDArray[Any]], fingerprint: str, source: str
 ) -> Start:
-    """Return the start of a new job with `tensors` as version 0, so that a replay of its events begins with the same
+    """Return the start of a new job with `tensors` as version 0. A replay of the job's events then begins with the same
     weights. `source`: as `InitReport.source`."""
     snapshot = first_snapshot(
         engine_settings(config, fingerprint), start.origins, policy=config.training.policy.name,

@@ -1,7 +1,7 @@
 """Readers of external values, with limits of length and depth. Every failure raises the same error, `MalformedError`.
 
 Python's own readers raise five different errors: ValueError, UnicodeDecodeError, RecursionError, MemoryError and
-OverflowError. A service that catches only four of them stops at the fifth.
+OverflowError. A service that misses one of them ends at a bad value.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def _inside(value: Mapping[Any, Any] | list[Any]) -> list[Any]:
 
 
 def read_text(path: Path, *, max_bytes: int) -> str:
-    """Return the UTF-8 text of a file of at most `max_bytes` bytes, without reading more than that. Raise OSError if
-    the file cannot be read, and MalformedError if it is larger or not UTF-8."""
+    """Return the UTF-8 text of a file of at most `max_bytes` bytes; do not read beyond this limit. Raise OSError if the
+    file cannot be read, and MalformedError if it is larger or not UTF-8."""
     with path.open("rb") as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
@@ -87,8 +87,8 @@ def short(value: object, limit: int = 200) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text` with all characters escaped that cannot be printed. External text could otherwise send control
-    characters to a terminal, or reverse the order of a line (U+202E)."""
+    """Return `text` with all unprintable characters escaped. Otherwise external text could send control characters to a
+    terminal, or reverse the order of a line (U+202E)."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 

@@ -1,7 +1,7 @@
 """The offsets that each batch of a partition covers. Pure.
 
-A batch covers r offsets (`data.records_per_batch`), unless it is cut. A cut ends a batch earlier, so that its records
-are learned now; the next batch begins where the cut batch ends (docs/decisions/0074). So batch j begins at offset
+A batch covers r offsets (`data.records_per_batch`), unless it is cut. A cut batch ends earlier, so that its records are
+learned now. The next batch begins where the cut batch ends (docs/decisions/0074). So batch j begins at offset
 
     origin + j r - (number of records left out by the cuts of the batches before j)
 
@@ -26,8 +26,7 @@ class Cuts:
     """The cut batches of one partition, from some batch on. Most jobs have no cuts, and then all calls are fast.
 
     Attributes:
-        decided: The bounds of the batches below this number are decided elsewhere. Code that reads these batches does
-            not cut them.
+        decided: Number of a batch. The bounds of all earlier batches are final, so their reader must not cut them.
     """
 
     def __init__(self, left_out: int = 0, cuts: Iterable[Cut] = (), *, decided: int = 0) -> None:
@@ -38,7 +37,7 @@ class Cuts:
         self.decided = decided
         self._before = left_out
         self._batches: list[int] = []
-        self._sums: list[int] = []  # records left out by each of these and the ones before it, `_before` included
+        self._sums: list[int] = []  # for each cut: total of the records left out up to this cut, `_before` included
         for batch, records in cuts:
             self.add(batch, records)
 
@@ -63,12 +62,12 @@ class Cuts:
         return self._sums[at - 1] if at else self._before
 
     def left_out_by(self, batch: int) -> int:
-        """Return the number of records that the cut of this batch leaves out. 0: the batch is not cut."""
+        """Return the number of records that the cut of this batch leaves out; 0 if the batch is not cut."""
         return self.before(batch + 1) - self.before(batch) if self._batches else 0
 
     def at(self, batch: int) -> tuple[int, int]:
-        """Return the number of records left out by the cuts of batches below this one, and by the cut of this batch.
-        Two processes that have equal values here read the same offsets as this batch."""
+        """Return two numbers of records: those left out by the cuts of batches below this one, and by the cut of this
+        batch. If two processes have the same values, the batch has the same offsets in both."""
         before = self.before(batch)
         return before, self.before(batch + 1) - before
 
@@ -80,7 +79,7 @@ class Cuts:
         return tuple((batch, self.left_out_by(batch)) for batch in self._batches[begin:end])
 
     def next_cut(self, batch: int) -> int | None:
-        """Return the first cut batch that is not below `batch`. None: there is no such batch."""
+        """Return the first cut batch from `batch` on; None if there is no such batch."""
         at = bisect_left(self._batches, batch)
         return self._batches[at] if at < len(self._batches) else None
 
@@ -105,8 +104,7 @@ class Bounds:
     cuts: Cuts = field(default_factory=Cuts)
 
     def lo(self, batch: int) -> int:
-        """Return the first offset of a batch; for the number after the last batch, the offset at which the next will
-        begin."""
+        """Return the first offset of a batch. The batch may be the next one, which does not exist yet."""
         return self.origin + batch * self.size - self.cuts.before(batch)
 
     def hi(self, batch: int) -> int:
@@ -127,8 +125,8 @@ class Bounds:
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbering of a model's batches before `doll regrid` or `doll rollback`, and the last batches that were
-    learned with it (docs/decisions/0085, 0090).
+    """An earlier numbering of a model's batches, which ended with `doll regrid` or `doll rollback`, and the number of
+    batches that were learned with it (docs/decisions/0085, 0090).
 
     The batches of the next grid begin at `next_origins`, and are numbered from 0 again. Partitions that are missing in
     the grid were added later, and begin at offset 0.

@@ -20,8 +20,10 @@ from doll.errors import RecordError, SchemaVersionError
 from doll.records.bounded import printable
 
 MAGIC: Final = 0xD0
-SCHEMA_VERSION: Final = 9
-READABLE: Final = (8, SCHEMA_VERSION)  # 9 adds sample weights: a release with 8 would divide by the number of samples
+SCHEMA_VERSION: Final = 10
+# 9 adds sample weights: a release with 8 would divide by the number of samples. 10 adds the number of workers that
+# divides a step: a release with 9 would make the whole step.
+READABLE: Final = range(8, SCHEMA_VERSION + 1)
 _PREFIX: Final = bytes([MAGIC, SCHEMA_VERSION])
 MOST_UNREAD: Final = 8  # maximum number of partitions in `Alive.most_unread`
 
@@ -29,7 +31,7 @@ MOST_UNREAD: Final = 8  # maximum number of partitions in `Alive.most_unread`
 class ControlRecord(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag=str.lower
 ):
-    """The base of all control records. Times are Unix seconds of the writer's clock; they are only shown to people."""
+    """The base of all control records. Times are Unix seconds of the writer's clock, only for people."""
 
 
 class WorkerRecord(ControlRecord, frozen=True):
@@ -75,7 +77,7 @@ class Announce(WorkerRecord, frozen=True):
 
 
 class Skip(WorkerRecord, frozen=True):
-    """Batches [first, until) of a partition hold no record and need no gradient. All earlier batches are durable."""
+    """Batches [first, until) of a partition contain no record and need no gradient. All earlier batches are durable."""
 
     partition: int
     first: int
@@ -95,7 +97,7 @@ class BatchOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     compute_s: float = 0.0
     wait_s: float = 0.0  # from the batch's completion to the start of its set
     weight: float | None = None  # sum of the weights of the usable samples; None: each weight is 1
-    packed: tuple[bytes, ...] = ()  # only in encoded records, if shorter: `dead`, `gaps`, `lost` as bits
+    packed: tuple[bytes, ...] = ()  # `dead`, `gaps`, `lost` as bits: only in encoded records, and only if shorter
 
     @property
     def total_weight(self) -> float:
@@ -123,22 +125,21 @@ class Push(WorkerRecord, frozen=True, omit_defaults=True):
     """
 
     term: int
-    version: int  # version of the weights used for the gradients; if they differ, for the last batch
+    version: int  # version of the weights used for the last gradient; earlier ones may differ
     key: str  # blob key; "" when no batch holds a usable sample (the gradient is zero)
     batches: tuple[PushedBatch, ...]  # in ascending order of their numbers; () in the answer to a Settle
     fetch_s: float = 0.0  # time to read the weights, for the whole set
     delta_bytes: int = 0  # size of the deltas read instead of the complete weights; 0: complete weights were read
     store_s: float = 0.0  # time to store the gradient, for the whole set
     market: str = ""
-    holds_back: bool = False  # the worker still holds a part of the steps of these or of earlier batches
+    holds_back: bool = False  # the worker holds back a part of the steps of these or of earlier batches
     is_on_its_way: bool = False  # the blob may arrive in a remote blob store after this record
-    settles: int = -1  # without batches: no part is held back of the worker's batches below this number
+    settles: int = -1  # in a push without batches: nothing is held back any more of batches below this number
     absent: bytes = b""  # parameters that no sample has used, one bit each; first: lowest bit of the first byte
 
 
 class Nack(WorkerRecord, frozen=True):
-    """The worker cannot compute a grant from batch `batch` on: the weights blob is missing, or it does not have a
-    batch."""
+    """The worker cannot compute batch `batch` and later ones of a grant: the blob of weights or a batch is missing."""
 
     batch: int
     term: int
@@ -176,11 +177,11 @@ class Scale(ControlRecord, frozen=True):
 
     workers: int
     run_id: str  # the run that the request applies to, see `TermStarted`
-    released: tuple[int, ...] | None = None  # those of them that serve no partition; None: as now
+    released: tuple[int, ...] | None = None  # workers that must serve no partition; None: no change
 
 
 class SourceEnded(ControlRecord, frozen=True):
-    """A source has sent its last record. All its records are learned, also those that fill no batch or group."""
+    """A source has sent its last record. All of its records must be learned, even if they fill no batch or group."""
 
     ends: tuple[int, ...]  # for each partition, one above its last offset at that time
 
@@ -205,15 +206,14 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     next_batch: int  # first batch that is not in the durable model; reading continues here
     included: int = 0  # number of its batches in the model, durable or not
     leader_epoch: int = -1  # leader epoch of the last of these batches, as in a PushedBatch
-    decided: int = 0  # the bounds of batches below are final: the model or the server has their gradients
+    decided: int = 0  # bounds of batches below this are final: the model or the server has their gradients
     left_out: int = 0  # number of records left out by the cuts of batches before `next_batch`
     cuts: tuple[tuple[int, int], ...] = ()  # cuts of batches [next_batch, decided): (batch, records left out)
     flush_until: int = 0  # as in a Flush
 
 
 class Welcome(ServerRecord, frozen=True, omit_defaults=True):
-    """The answer to Join: the session and the partitions to serve. The server sends it again when the partitions
-    change."""
+    """The answer to Join, with the session and the partitions to serve. It is sent again when the partitions change."""
 
     process: str
     session: int
@@ -245,10 +245,11 @@ class Grant(ServerRecord, frozen=True):
     included: int = 0  # number of this worker's batches in `version`, always the first ones
     # For each of `batches`, the records left out by the cuts before it in its partition, and by its own; (): no cuts.
     left_out: tuple[tuple[int, int], ...] = ()
+    num_live: int = 1  # number of live workers, if each step is divided by it (`PolicyConfig.share`); otherwise 1
 
 
 class NewVersion(ServerRecord, frozen=True):
-    """A new version was published that no grant has named yet, under policies that send versions to their workers."""
+    """A new version was published, and no grant has named it yet. Only some policies send this record."""
 
     version: int
     key: str
@@ -268,15 +269,14 @@ class RowsStored(ServerRecord, frozen=True):
 
 
 class Flush(ServerRecord, frozen=True):
-    """A source has ended. Announce the records below these offsets, also if they fill no batch."""
+    """A source has ended: announce the records below these offsets, even if they fill no batch."""
 
     until: dict[int, int]  # offsets, by partition
 
 
 class Settle(ServerRecord, frozen=True):
-    """Push the held-back part of the steps of the worker's batches below `until`, so that they can become durable.
-    `until` 0: push the computed batches that wait to be pushed with further batches, because no further batch will
-    come."""
+    """Push the held-back parts of the steps of the worker's batches below `until`, so that these batches can become
+    durable. `until` 0: no further batch will come, so push the computed batches without waiting for others."""
 
     session: int
     until: int
@@ -352,9 +352,9 @@ class TermStarted(ControlRecord, frozen=True, omit_defaults=True):
     generation: int = 0  # term of the generation's first server; 0: the first (`doll.ledger.lineage`)
     resumed_batches: int = 0  # batches in the resumed model
     run_id: str = ""  # random; the same in all terms of a `doll up`, or of a generation if started otherwise
-    grid: int = 0  # how many times the generation was regridded before (docs/decisions/0085)
+    grid: int = 0  # number of earlier grids of the generation (docs/decisions/0085)
     init_from: str = ""  # source of the generation's first weights, see `EngineSnapshot.init_from`
-    rolled_back_to: int = -1  # `resumed_version` is this version again (docs/decisions/0090); -1: no rollback
+    rolled_back_to: int = -1  # version that `resumed_version` has restored (docs/decisions/0090); -1: none
 
     @property
     def kept_version(self) -> int:
@@ -363,7 +363,7 @@ class TermStarted(ControlRecord, frozen=True, omit_defaults=True):
 
 
 class Member(BatchOutcome, frozen=True, kw_only=True):
-    """One batch of an update: the offsets [lo, hi) of a partition; or, if `batches` > 1, several batches without a
+    """One batch of an update, with the offsets [lo, hi) of a partition. If `batches` > 1: several batches without a
     record."""
 
     worker: int
@@ -376,7 +376,7 @@ class Member(BatchOutcome, frozen=True, kw_only=True):
     store_s: float = 0.0
     grant_to_push_s: float = 0.0
     market: str = ""
-    held_back: bool = False  # a part of its step is not in this update; a later update settles it
+    held_back: bool = False  # a part of its step is not in this update, but in a later one
     set_grant_id: int = 0  # first grant of its pushed set; `fetch_s` and `store_s` are its shares of the set's
     batches: int = 1
     cut: bool = False  # the batch ends before it is full
@@ -394,7 +394,7 @@ class Update(ControlRecord, frozen=True):
     loss: float  # weighted mean of the samples' loss before learning from them (prequential)
     metrics: Mapping[str, float] = {}  # weighted means over the samples, prequential
     samples_total: int = 0  # usable samples in the model
-    batches_total: int = 0  # batches in the model, including unusable samples: the progress in the streams
+    batches_total: int = 0  # batches in the model, also without usable samples: the progress in the streams
     apply_s: float = 0.0  # parameter server time for this update: fetch, add, step, publish
     grant_to_update_s: float = 0.0  # from the first grant of the group to the new weights
     time_s: float = 0.0
@@ -442,13 +442,13 @@ class DeadLetter(ControlRecord, frozen=True):
     term: int = 0  # term of the server that the worker knew; it identifies the generation
 
     def __post_init__(self) -> None:
-        # When a letter is created and when it is read: a reason can contain text of a record.
+        # A reason can contain text of a record, so it is made printable when a letter is created and when it is read.
         msgspec.structs.force_setattr(self, "reason", printable(" ".join(self.reason.split())))
 
 
 class Metric(ControlRecord, frozen=True):
-    """Measurements of one process. Each key of `values` ends in its unit, or it is the name of a count. Names of
-    counters that only grow end in `_total`."""
+    """Measurements of one process. A key of `values` ends in the unit, unless it names a count. A counter that only
+    grows ends in `_total`."""
 
     source: str  # "worker-3", "ps", "evaluator", "producer"
     values: Mapping[str, float]
@@ -471,14 +471,14 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     control: str = "kafka"  # transport of its grants and pushes: "kafka", "redis" or "local"
     batch_s: float = 0.0  # seconds for one of its batches, from grant to push; 0: unknown
     time_limit_s: float = 0.0  # time after which the server does not wait for its push any more
-    is_stalled: bool = False  # the time limit has passed, and the worker has not answered since
+    is_stalled: bool = False  # a time limit has passed, and the worker has not answered since then
     partitions: int = 0  # number of partitions that it serves
     is_spare: bool = False  # it is live and serves no partition, because other workers serve all
     waiting_for: str = ""  # as in its last Alive
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The factor that limits the speed of the job (`doll.ps.engine.limit`).
+    """The cause that limits the speed of the job (`doll.ps.engine.limit`).
 
     `dry`: the others wait for a worker whose partitions hold no unread record. `slow`: the others wait for a worker
     that needs more time for a batch. `partition`: most unread records are in one partition, and its worker computes all
@@ -509,7 +509,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     weights_bytes: int = 0  # size of the versions that workers have read
     row_bytes: int = 0  # size of the tables' rows as sent to the workers
     row_request_bytes: int = 0  # size of the ids that workers have requested, as sent
-    plain_row_bytes: int = 0  # size of these ids before coding: 8 bytes for each key
+    plain_row_bytes: int = 0  # size of these rows before coding, with 8 bytes for each key
     void_batches: int = 0  # batches computed again because of the policy (`doll.ps.policies.base.Policy.void`)
 
 
@@ -525,8 +525,7 @@ class TableStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ServerStatus(ControlRecord, frozen=True):
-    """The parameter server's state, sent once a second to `metrics`. It is also a heartbeat, by which a standby decides
-    to lead."""
+    """The parameter server's state, sent once a second to `metrics`. Without it, a standby takes over."""
 
     term: int
     time_s: float
@@ -536,21 +535,21 @@ class ServerStatus(ControlRecord, frozen=True):
     durable_version: int
     samples_total: int
     batches_total: int
-    waiting_batches: int  # complete at live workers, not granted
-    computing_batches: int  # granted, no gradient yet
-    shortfall_batches: int  # batches that the next update needs beyond what live workers can hold; 0: it is possible
+    waiting_batches: int  # number of complete batches at live workers, not granted
+    computing_batches: int  # number of granted batches without a gradient yet
+    shortfall_batches: int  # batches that the next update lacks after live workers have offered all; 0: none
     stalled_s: float  # how long no update has been possible; 0: an update is possible
     workers: tuple[WorkerStatus, ...]  # one per worker, in order
     counters: Mapping[str, int] = {}  # counters of the engine: refused, requeued, ...
     measures: Measures | None = None
     limit: Limit | None = None  # None: nothing waits, or the limit is unknown
     dead_reasons: tuple[tuple[str, int], ...] = ()  # (reason, dead letters) of the applied batches
-    recent_records: int = 0  # number of last records for which `data.on_bad_records` computes the share
+    recent_records: int = 0  # number of recent records in the share of `data.on_bad_records`
     recent_refused: int = 0  # number of refused records among these
     num_workers: int = 0  # requested number of workers; 0: the number in the job file
-    released: tuple[int, ...] = ()  # those of them that must serve no partition
+    released: tuple[int, ...] = ()  # workers that must serve no partition
     moving_partitions: int = 0  # partitions that are not yet moved to their new worker
-    is_kept: bool = True  # decisions outside of updates (number of workers) are in a checkpoint
+    is_kept: bool = True  # decisions that make no update, such as the number of workers, are in a checkpoint
     run_id: str = ""  # see `TermStarted`
     source_ended: bool = False  # this server knows where a source has ended
     skipped: tuple[tuple[str, int], ...] = ()  # (reason, samples left out) of the applied batches
@@ -558,7 +557,7 @@ class ServerStatus(ControlRecord, frozen=True):
 
 
 class ProvisionDecision(ControlRecord, frozen=True):
-    """The decision of the provisioner in one turn. Readers are people, dashboards, and a successor that lacks the
+    """The decision of the provisioner in one turn. It is for people, dashboards, and a successor without the
     provisioner's state file.
 
     It is sent to `metrics`, whose readers skip unknown records. On `updates`, the audit would treat an unknown record
@@ -596,7 +595,7 @@ AnyRecord = (
 )  # fmt: skip
 
 _Batch = TypeVar("_Batch", bound=BatchOutcome)
-_FEW: Final = 16  # up to so many offsets and ranges are not packed
+_FEW: Final = 16  # this many offsets and ranges, or fewer, are not packed
 _MAX_BITS: Final = 10_000_000  # maximum for one batch, as for `data.batch_size`
 _BASE_BYTES: Final = 8
 _ONES: Final = re.compile("1+")
@@ -640,8 +639,8 @@ def _names_many(item: BatchOutcome) -> bool:
 
 
 def _packed(item: _Batch) -> _Batch:
-    """Return a batch in its encoded form, with offsets as bits if these are shorter: a record must not become too long
-    for Kafka, even if most records of a batch are refused."""
+    """Return a batch in its encoded form, with offsets as bits if the bits are shorter. So a record is not too long for
+    Kafka, even if most records of its batches are refused."""
     if not _names_many(item):
         return item
     names: list[tuple[tuple[int, int], ...]] = [tuple((at, at + 1) for at in item.dead), item.gaps, item.lost]
@@ -695,7 +694,7 @@ def decode(data: bytes | memoryview | None) -> AnyRecord:
         raise RecordError(f"expected a control record (first byte 0x{MAGIC:02x}), got first byte 0x{data[0]:02x}")
     if data[1] not in READABLE:
         raise SchemaVersionError(
-            f"expected control record schema {' or '.join(map(str, READABLE))}, got {data[1]}: upgrade the older side"
+            f"expected control record schema {READABLE[0]} to {READABLE[-1]}, got {data[1]}: upgrade the older side"
         )
     try:
         record = _decoder.decode(memoryview(data)[2:])

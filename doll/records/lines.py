@@ -20,15 +20,14 @@ _LONGEST_BYTES = 1 << 24
 def read_file(
     path: Path, *, header: bool = False, repeat: bool = False, skip: int = 0, max_bytes: int = _LONGEST_BYTES
 ) -> Iterator[bytes]:
-    """Return the lines of `path` in order, without blank lines. Raise ConfigError if the file cannot be read or holds
-    no line, and later, while lines are read, if the file is damaged further on.
+    """Return the lines of `path` in order, without blank lines. Raise ConfigError if the file cannot be read or has no
+    line. If a later part is damaged, the iterator raises it there.
 
     Args:
         header: True: leave out the first line.
         repeat: True: start again after the last line.
-        skip: number of lines to leave out, counted over all repetitions. Lines of repetitions that are left out
-            completely are not read.
-        max_bytes: maximum length of a line. A longer line is cut to one byte more, so that a length check refuses it.
+        skip: number of lines to leave out, counted over all repetitions. Repetitions that are left out are not read.
+        max_bytes: maximum length of a line. A longer one is cut to one byte more, so that a length check refuses it.
     """
     once = _lines(path, header, max_bytes)
     first = next(once, None)
@@ -77,12 +76,12 @@ def read_pipe(descriptor: int, *, max_bytes: int, timeout_s: float = 0.02) -> It
     """Yield the lines of a pipe or terminal when they arrive, without blank lines. Yield None after each `timeout_s` in
     which no line has arrived.
 
-    A last line without line end counts as a line. A line longer than `max_bytes` is cut to one byte more than that, so
+    A last line without line end counts as a line. A line longer than `max_bytes` is cut to `max_bytes` + 1 bytes, so
     that a length check refuses it.
     """
     rest = bytearray()  # beginning of the incomplete line
     while True:
-        # Never a blocking read: the caller must be able to stop.
+        # Reads must not block, because the caller must be able to stop.
         if not select.select([descriptor], [], [], timeout_s)[0]:
             yield None
             continue

@@ -37,7 +37,7 @@ class PackedRecord(NamedTuple):
 
 
 def pack(samples: Sequence[bytes]) -> bytes:
-    """Return the value of a packed record with `samples`. Raise ValueError if there is none or one is empty."""
+    """Return the value of a packed record with `samples`. Raise ValueError if there is no sample, or one is empty."""
     if not samples or not all(samples):
         raise ValueError("expected at least one sample, none of them empty")
     lengths = [len(sample) for sample in samples]

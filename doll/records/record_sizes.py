@@ -1,8 +1,8 @@
 """The maximum sizes of the control records of a large job, and a limit for the size of the server's status. Pure.
 
 By default, brokers accept records of up to 1 MB, measured as they are sent: control records are compressed
-(`doll.kafka.publisher`). A standby decides by the status whether the server is live. If Kafka refuses the status
-because of its size, the server looks dead.
+(`doll.kafka.publisher`). A standby takes over if no status arrives. So the status must not become so large that Kafka
+refuses it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _MOST_REASONS: Final = 500  # reasons of up to 200 characters, which may compres
 _STATUS_BYTES: Final = 256  # size of a worker without its `waiting_for`
 _ESSENTIAL_BYTES: Final = 128  # size of a worker with only the fields `_DECIDED_BY`
 _MEMBER_BYTES: Final = 320  # size of a batch in an update, with few dead letters
-_NAMED_IN_MEMBER: Final = 64  # a batch of so many records fits `_MEMBER_BYTES`, whichever of them are refused
+_NAMED_IN_MEMBER: Final = 64  # a batch of up to this many records fits `_MEMBER_BYTES`, whichever records are refused
 _SURE_BYTES: Final = 1_200  # more than a worker needs with a `waiting_for` of 200 characters
-# Fields that other processes use for decisions: live or not, process, machine, time of the last record.
+# Fields that other processes use for decisions: whether the worker is live, process, machine, last record.
 _DECIDED_BY: Final = ("worker", "is_live", "session", "incarnation", "silent_s", "market", "is_spare")
 
 

@@ -19,7 +19,7 @@ _NUMBER: Final = re.compile(r"\d+")
 
 
 class UnreadValue(bytes):
-    """A placeholder for a value that was not read or not kept. As bytes it is empty, so it is never decoded."""
+    """A placeholder for a value that was not read or not kept. Its bytes are empty. It is never decoded."""
 
     code: DeadLetterCode  # code of its dead letter
     reason: str
@@ -68,8 +68,8 @@ class RefusalState(msgspec.Struct, frozen=True, kw_only=True):
 class Refusals:
     """The refused records among the records that a job has applied.
 
-    The last records are counted in up to `_BUCKETS` sums, so that memory does not grow with the window. The length of
-    the window is therefore exact to one twentieth.
+    The last records are counted in up to `_BUCKETS` sums, so that memory does not grow with the window. Therefore the
+    length of the window may be wrong by a twentieth.
     """
 
     def __init__(self, window_records: int, state: RefusalState | None = None) -> None:
@@ -97,8 +97,8 @@ class Refusals:
             self.recent_refused -= gone_refused
 
     def problem(self, share: float | None, first_records: int) -> str | None:
-        """Return the reason for which the job must end. None: the job continues. The job ends if the window has at
-        least `first_records` records and at least the share `share` of them was refused."""
+        """Return the reason for which the job must end; None if it continues. The job ends if the window has at least
+        `first_records` records, of which at least the share `share` was refused."""
         records, refused = self.recent_records, self.recent_refused
         if share is None or not refused or records < first_records or refused < share * records:
             return None
@@ -106,7 +106,7 @@ class Refusals:
         return f"{refused:,} of the last {records:,} records were refused, the first for: {first or 'no reason given'}"
 
     def forget_recent(self) -> None:
-        """Begin a new window, because a person was told about the present one."""
+        """Begin a new window, because the refusals in the present one were reported to a person."""
         self._buckets.clear()
         self.recent_records = self.recent_refused = 0
 

@@ -10,8 +10,8 @@ import msgspec
 class Rollback(msgspec.Struct, frozen=True, kw_only=True):
     """A return of the model to an earlier version, without the samples learned since then (docs/decisions/0090).
 
-    Updates and server starts of terms below `term` with versions above `to` are abandoned. Version numbers are not used
-    twice: the numbers from `to` + 1 to `version` have no update.
+    Updates and server starts of terms below `term` with versions above `to` are abandoned. No version number is used
+    twice, so the numbers from `to` + 1 to `version` have no update.
     """
 
     to: int  # the earlier version, of grid `grid`

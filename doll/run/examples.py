@@ -1,8 +1,8 @@
 """The examples that ship with DOLL, in a clone and in a wheel, by name.
 
 `doll up digits` works in any folder: a name selects a shipped example, unless a file or folder of that name exists.
-Each example is a folder with a task, a page, and the job file `job.yaml`. Other job files in the folder are examples,
-too, named after their files: they run the same task on another stream or on other machines.
+Each example is a folder with a task, a page, and the job file `job.yaml`. Other job files in the folder are also
+examples, and have the names of their files. They run the same task on another stream or on other machines.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def named(name: Path) -> Path | None:
 
 
 def ships(config: JobConfig) -> bool:
-    """Return whether the job file is the one of a shipped example, not of a copy."""
+    """Return whether the job file belongs to a shipped example, and not to a copy of it."""
     return config.base_folder.parent == folder()
 
 

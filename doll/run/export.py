@@ -1,7 +1,7 @@
 """`doll export`: writes a version of the model for other programs, as its tensors or as a computation graph.
 
-`model.json` says which version it is and how to use it. Before a graph is written, it is compared with torch on
-held-out samples of the task, or on samples of the same form.
+`model.json` describes the version and its use. Before a graph is written, it is compared with torch on held-out samples
+of the task, or on samples of the same form.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class RunFolder:
         write_atomically(to or self.job, dump_run(config, self.path), durable=True)
 
     def write_stack(self, services: Services, **fields: Any) -> None:
-        """Record the addresses of the services, without secrets, and the path of this folder, which uses them."""
+        """Write the addresses of the services, without secrets, and the path of this folder to `stack.json`."""
         addresses = {"kafka": services.kafka, "redis": services.redis, "blobs": services.blobs}
         write_json(self.stack, {**addresses, "folder": str(self.path), **fields})
 
@@ -69,7 +69,7 @@ class RunFolder:
         return read_json(self.stack)
 
     def earlier_place(self) -> Path | None:
-        """Return the path of this folder at the last start of the run, if it was copied or moved later; otherwise None.
+        """Return the earlier path of this folder if it was copied or moved after the run's last start, otherwise None.
 
         Raises:
             ConfigError: `stack.json` cannot be read.
@@ -101,7 +101,7 @@ class RunFolder:
         """Lock the folder against other runs; the lock ends with this process.
 
         Raises:
-            ConfigError: another run holds the lock.
+            ConfigError: another run has locked the folder.
         """
         file = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
         try:

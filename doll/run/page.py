@@ -1,5 +1,5 @@
-"""The page of `doll dashboard`: a job from its topics while Kafka has them, otherwise a run from its folder; or several
-runs side by side. Also the page that `doll serve --page-port` serves."""
+"""The page of `doll dashboard` and of `doll serve --page-port`. It shows a job from its topics while Kafka has them,
+otherwise a run from its folder, or several runs side by side."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def serve_runs(folder: Path, listener: socket.socket, token: str, say: Say) -> N
 
 @contextlib.contextmanager
 def page_beside(target: Target, port: int, metrics: ReadMetrics, say: Say) -> Iterator[None]:
-    """Serve the page of a job and of its model server within the context, on loopback, by a thread of this process.
+    """While the context is open, serve the page of a job and of its model server on loopback, in a thread.
 
-    If the page cannot be shown, the reason is printed, and the model server still serves.
+    If the page cannot be shown, the reason is printed, and the model server still works.
     """
     with listen(LOOPBACK, port, token="") as listener, contextlib.ExitStack() as opened:
         try:

@@ -1,7 +1,7 @@
 """Exports a model as a computation graph for other programs: torch.export, or ONNX. The graph is compared with the
 model in torch before it is written.
 
-The graph has the inputs of `Task.forward` and its output. The number of samples of a batch may be any.
+The graph has the inputs and the output of `Task.forward`. It accepts any number of samples in a batch.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def _outputs(output: Any) -> list[Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence messages of the exporters: errors state the reason."""
+    """Suppress messages of the exporters, because errors state the reason."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "torch.fx", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     try:

@@ -36,7 +36,7 @@ class ReplayOutcome:
     Attributes:
         log: path of the event log.
         sha256: checksum of all its tensors, including the optimizer state.
-        is_kept: whether a checkpoint of the version is kept; its tensors are the same, bit for bit.
+        is_kept: whether a checkpoint of the version is kept. If so, its tensors are the same, bit for bit.
         content: content of `model.json`.
     """
 
@@ -111,7 +111,7 @@ def replay_version(run: RunFolder, to: str, out_folder: Path) -> ReplayOutcome:
 
 
 def _require_same_job(config: JobConfig, path: Path, saved: str | None) -> None:
-    """Refuse a job file that differs from the one that the server of a log used, as far as its checkpoints show.
+    """Refuse a job file that differs from the job file of the server that wrote a log, according to its checkpoints.
 
     Raises:
         ConfigError: the job file differs.

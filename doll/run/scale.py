@@ -27,10 +27,10 @@ class ScaleOutcome:
 
     Attributes:
         workers_before, workers: number of workers before and after the change.
-        seconds: time until every partition had its worker.
-        is_done: whether all partitions have moved. False: `timeout_s` has passed before.
+        seconds: time in seconds until every partition had its worker.
+        is_done: whether all partitions have moved before `timeout_s` has passed.
         is_kept: whether a checkpoint contains the number, so that a later server uses it, too.
-        missing: numbers of workers that partitions wait for and that have no process.
+        missing: numbers of workers to which partitions must move, but which have no process.
     """
 
     job: str

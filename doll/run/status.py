@@ -1,4 +1,4 @@
-"""The state of a job from its topics; for a run that has ended, its report and its audit."""
+"""The state of a job from its topics, or the report and the audit of a run that has ended."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def topics_of(target: Target, *, create: bool) -> JobTopics:
 
 
 def history_of(target: Target, tail: Tail) -> list[AnyRecord]:
-    """Return the records of `updates` and `metrics`; for a run folder, without those of later runs on its topics."""
+    """Return the records of `updates` and `metrics`. For a run folder, leave out records of later runs."""
     records = [entry.record for entry in tail.read_history()]
     checkpoint = open_store(target.config, target.run.path).load_newest(None) if target.is_run_folder else None
     if checkpoint is None:
@@ -207,7 +207,7 @@ def history_of(target: Target, tail: Tail) -> list[AnyRecord]:
 
 
 def reachable_kafka(target: Target) -> tuple[Target, Services]:
-    """Return the job, with the number of partitions that it reads, and its services, whose Kafka answers.
+    """Return the job, with the number of partitions that it reads, and its services. Its Kafka answers.
 
     Raises:
         ServiceUnavailableError: the broker does not answer.

@@ -40,7 +40,7 @@ class Target:
 
 
 def refuse_shared_checkpoints(run: RunFolder, config: JobConfig) -> None:
-    """Return if the checkpoints of a run may be changed, so far as copies of its folder are concerned.
+    """Check that a run may change its checkpoints, because no copy of its folder shares them.
 
     Raises:
         ConfigError: the folder is a copy, and shares checkpoints outside of both folders with the original.
@@ -82,10 +82,10 @@ def open_target(path: Path, overrides: list[str], run_folder: Path | None = None
 
 
 def settle_job_file(run: RunFolder) -> None:
-    """Restore a single job file in the folder of a run whose regrid was killed: that of the newest checkpoint.
+    """Restore the job file in the folder of a run whose regrid was killed: the file that fits the newest checkpoint.
 
-    A regrid writes `job.next.yaml`; then it saves the checkpoint of the new grid, which decides; then it makes
-    `job.next.yaml` the job file of the run.
+    A regrid first writes `job.next.yaml`. Then it saves the checkpoint of the new grid, from which on the new settings
+    are valid. Last, it makes `job.next.yaml` the job file of the run.
 
     Raises:
         CheckpointError: the checkpoints cannot be read.

@@ -99,7 +99,7 @@ def diff_versions(target: Target, a: str, b: str) -> VersionDiff:
 
 
 def _tensors(checkpoint: Checkpoint | None) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the weights by name, if the checkpoint names them."""
+    """Return the weights by name, if the checkpoint contains their names."""
     if checkpoint is None:
         return {}
     weights = checkpoint.tensors.get(_WEIGHTS, np.zeros(0, np.float32))
@@ -136,8 +136,8 @@ def set_alias(target: Target, alias: str, name: str | None) -> VersionMarks:
     """Make `alias` refer to the version `name`, or delete the alias if `name` is None. Return the new marks.
 
     Raises:
-        ConfigError: `alias` is not a valid alias; or it is to be deleted and does not exist; or the checkpoints belong
-            to another run folder.
+        ConfigError: `alias` is not valid; the alias to delete does not exist; or the checkpoints belong to another run
+            folder.
         VersionUnknownError: no version has this name.
         CheckpointError: the version is damaged, or the marks cannot be changed.
     """

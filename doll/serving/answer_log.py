@@ -109,7 +109,7 @@ class AnswerLog:
             log.warning("answer_not_logged", topic=self._topic, reason=reason)
 
     def _poll(self) -> None:
-        """Report deliveries also while no requests arrive, and follow the job if its Kafka address changes."""
+        """Report deliveries even if no requests arrive. If the Kafka address of the job changes, use the new one."""
         look_at_s = time.monotonic() + _LOOK_S
         while not self._stop.wait(_POLL_S):
             with self._lock:

@@ -1,7 +1,7 @@
 """The HTTP interface of a model server: the Open Inference Protocol V2, `POST /predict`, health and metrics.
 
-Every request gets an answer with a status; on an error, with a reason in JSON (`{"error": ...}`). No request can end
-the server.
+Every request gets an answer with a status. The answer to an error has a reason in JSON (`{"error": ...}`). No request
+can end the server.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class ServeApp:
             raise RequestError(503, f"no version can answer: {lane.problem}", _LATER) from None
 
     def _facts(self, lane: Lane, version: ServedVersion) -> dict[str, Any]:
-        """Return the facts about the version of an answer, which each answer contains."""
+        """Return the facts about its version that each answer contains."""
         newest = self._newest_samples()
         left = lane.left if lane.left and version.place == lane.place else ""
         is_known = newest >= 0 and version.samples >= 0 and not left
@@ -248,7 +248,7 @@ class ServeApp:
         return facts
 
     def _lane(self, request: ServeRequest) -> Lane:
-        """Return the lane that answers: the one of the version in the path, otherwise a random one by the shares."""
+        """Return the lane that answers. It is the lane of the path's version, otherwise one drawn by the shares."""
         name, wanted = request.path_params.get("name"), request.path_params.get("version")
         if name not in (self._name, None):
             raise RequestError(404, f"expected the model {self._name}, got {name!r:.60}")
@@ -333,7 +333,7 @@ class ServeApp:
 
 
 async def _discard(receive: Receive) -> None:
-    """Read the rest of a body for a short time: a client that is still sending would not read the answer."""
+    """Read the remaining part of a body for a short time, because a sending client does not read the answer."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DISCARD_S):
             while (await receive()).get("more_body"):
@@ -342,7 +342,7 @@ async def _discard(receive: Receive) -> None:
 
 @lru_cache(64)
 def _names_this_machine(host: str) -> bool:
-    """Return whether a `Host` header names this machine; a page of a foreign web site would send another name."""
+    """Return whether a `Host` header names this machine. A page of a foreign web site would send another name."""
     return not host or is_loopback(host_name(host))
 
 

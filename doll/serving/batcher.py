@@ -38,11 +38,11 @@ class _Waiting(NamedTuple):
 
 
 class BatchTimes:
-    """Decides which thread computes a batch: the event loop's, if batches usually take less than `INLINE_S` there.
+    """Decides which thread computes a batch. It is the event loop's if batches usually take less than `INLINE_S` there.
 
-    On the other thread, a batch also waits for Python's lock. The time there therefore does not predict the time on the
-    event loop's thread. For that reason, a batch is tried on the event loop's thread from time to time, unless all
-    batches are long. On a loaded machine, many batches are interrupted; therefore only the fastest quarter counts.
+    On the other thread, a batch also waits for Python's lock. So its time there does not predict the time on the event
+    loop's thread. For that reason, a batch is tried on the event loop's thread from time to time, unless all batches
+    are long. On a loaded machine, many batches are interrupted; therefore only the fastest quarter counts.
 
     Attributes:
         were_short: whether batches on the event loop's thread were short.
@@ -55,7 +55,7 @@ class BatchTimes:
         self.were_short = True
 
     def are_short(self) -> bool:
-        """Return whether the next batch is to be computed on the event loop's thread."""
+        """Return whether to compute the next batch on the event loop's thread."""
         if self.were_short:
             return True
         self._untried += 1
@@ -139,7 +139,7 @@ class Batcher:
         return answer
 
     def expire(self) -> None:
-        """End the requests whose time limit has passed; to be called several times per second."""
+        """End the requests whose time limit has passed. Call this method several times per second."""
         now_s = time.monotonic()
         for waiting in itertools.chain(self._batch, *self._queues.values()):
             if waiting.until_s <= now_s and not waiting.answer.done():
@@ -161,7 +161,7 @@ class Batcher:
             future.add_done_callback(lambda done: self._finish(loop, batch, *done.result(), here=False))
 
     def _take(self) -> tuple[Lane | None, list[_Waiting]]:
-        """Return the first requests of the queue whose turn it is; no lane if no request waits."""
+        """Return the lane and the first requests of the queue whose turn it is; no lane if no request waits."""
         batch: list[_Waiting] = []
         count = 0
         for key in list(self._queues):

@@ -69,7 +69,7 @@ class JobFacts:
         return self._origins.get(place)
 
     def silence(self, now_s: float) -> str:
-        """Return why no new version is to be expected; "" if the parameter server is active or the job has ended."""
+        """Return the reason why no new version is expected; "" if the server is active or the job has ended."""
         silent_s = now_s - self._heard_s
         if self.is_finished or silent_s < self._silent_after_s:
             return ""

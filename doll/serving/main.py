@@ -1,7 +1,7 @@
 """The processes of a model server: one process, or several that accept connections from one socket.
 
 Several processes are forked from a parent that has loaded torch and serves no requests. The parent restarts a process
-that has ended. When the parent ends, for whatever reason, its processes end, too.
+that has ended. When the parent ends for any reason, its processes also end.
 """
 
 from __future__ import annotations

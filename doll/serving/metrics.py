@@ -1,4 +1,4 @@
-"""Counters of a model server, and the Prometheus page for all processes of one port together.
+"""Counters of a model server, and one Prometheus page for all processes of a port.
 
 The processes share memory with one row for each process, so that each process can report the sums of all.
 """

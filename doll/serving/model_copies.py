@@ -40,11 +40,11 @@ class Lane:
 
     Attributes:
         wanted: a number, an alias, or `latest`.
-        share: percentage of the requests without a version that this lane answers.
+        share: percentage that this lane answers of the requests that name no version.
         copy: the copy that answers now. None: no version has been read yet.
-        problem: why the wanted version is missing; "": it is not missing.
-        stale: why a newer version may have been missed; "": none has been missed.
-        left: the rollback that went back to a version before the served one; "": there is none.
+        problem: reason why the wanted version is missing; "": it is not missing.
+        stale: reason why a newer version may have been missed; "": none has been missed.
+        left: the rollback that has undone the served version; "": there is none.
     """
 
     def __init__(self, wanted: str, share: float = 100.0) -> None:
@@ -93,7 +93,7 @@ class ModelCopies:
 
     @property
     def model(self) -> FlatModel:
-        """One of the models, which shows the shapes that weights must have."""
+        """One of the models, from which the shapes of the weights are known."""
         return self._copies[0].model
 
     def load(

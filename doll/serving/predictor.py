@@ -40,7 +40,7 @@ class Predictor:
         self._max_samples = max_samples
 
     def answer(self, lane: Lane, batch: Sequence[Features]) -> list[Answer | SampleError]:
-        """Return the answers of `lane` to requests of one kind. Each answer is the same as for a request alone.
+        """Return the answers of `lane` to requests of one kind. Each answer is as if its request were computed alone.
 
         Raises:
             LookupError: no version has been read yet.

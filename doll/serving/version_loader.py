@@ -1,4 +1,4 @@
-"""Keeps the served versions current: one thread reads the job's topics, another one reads weights.
+"""Keeps the served versions current. One thread reads the job's topics, and another thread reads weights.
 
 If a service is unavailable, both threads continue: the last good version stays, and each lane states why it may be
 stale.
@@ -136,7 +136,7 @@ class VersionLoader:
                 )
 
     def _look_for_rollbacks(self) -> None:
-        """Read the rollbacks in the newest checkpoint, if another parameter server wrote it than the one before."""
+        """Read the rollbacks in the newest checkpoint, if a new parameter server has written this checkpoint."""
         try:
             newest = max(self._store.versions(), default=None)
             if newest is not None and newest[0] != self._rollbacks_of_term:
@@ -169,7 +169,7 @@ class VersionLoader:
         self.newest_samples = newest.samples if newest is not None and is_ahead else self.facts.samples
 
     def _refresh(self, lane: Lane) -> None:
-        """Load the version that `lane` wants if the lane has another one; on a failure, set the reason."""
+        """Load the version that `lane` wants, if the lane has another one. If this fails, set the reason."""
         try:
             stored = self._newer(lane)
             if stored is not None:

@@ -42,7 +42,7 @@ _KINDS: Final = {"w": "weights", "g": "gradient", "d": "delta", "p": "push", "q"
 class Blobs(Protocol):
     """A store for weights and gradients between two processes: a cache with a time to live, never the only copy.
 
-    Calls block while the service is unreachable, and raise `ServiceUnavailableError` if waiting is given up. Each call
+    Calls block while the service is unreachable, and raise `ServiceUnavailableError` if they stop waiting. Each call
     may be repeated.
     """
 
@@ -51,24 +51,23 @@ class Blobs(Protocol):
         are larger than `MAX_BLOB_BYTES`."""
 
     def put_soon(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> bool:
-        """Store as `put` does, and return whether the store already has the blob. If the store is far, this may return
-        earlier: do not change `parts` before `settle`, and tell readers that the blob may come later (`get_soon`)."""
+        """Store as `put` does, and return whether the store already has the blob. If the store is far, the call may
+        return before that. Then do not change `parts` before `settle`, and tell readers to call `get_soon`."""
         ...
 
     def settle(self) -> None:
         """Return after the store has the blob that was given to `put_soon`. Raise what `put` would have raised."""
 
     def reserve(self, size_bytes: int) -> memoryview | None:
-        """Return memory that `put` stores without a copy if it is the only part. None: there is no such memory.
-
-        The content can be read for as long as a view of it is held. Do not write to it after `put`.
+        """Return memory that `put` stores without a copy if it is the only part; None if there is no such memory. The
+        memory stays readable while a view of it exists. Do not write to it after `put`.
         """
 
     def get(self, key: str) -> Buffer | None:
-        """Return the blob under `key`. None: it does not exist, or does not exist any more."""
+        """Return the blob under `key`; None if there is none, or none any more."""
 
     def get_soon(self, key: str) -> Buffer | None:
-        """Return the blob under `key` that another process has announced (`put_soon`). Wait a limited time for it."""
+        """Return the blob under `key` that another process has announced (`put_soon`), after a limited wait."""
 
     @property
     def is_far(self) -> bool:
@@ -105,8 +104,8 @@ class NearBlobs(ABC):
 
 
 def scope_of(job: str, run_id: str) -> str:
-    """Return the name of job and run for keys, headers and control streams, so that runs do not use data of each other.
-    The `run_id` is that of `doll.ps.start.Start`; "" if it is unknown."""
+    """Return the name of job and run for keys, headers and control streams, so that a run does not use data of other
+    runs. The `run_id` is that of `doll.ps.start.Start`; "" if it is unknown."""
     return f"{job}:{run_id}" if run_id else job
 
 
@@ -147,7 +146,7 @@ def rows_key(job: str, term: int, worker: int, session: int, number: int) -> str
 
 
 def changed_rows_key(job: str, term: int, worker: int, version: int) -> str:
-    """Return the key of the rows that a worker gets with a version that no grant has requested."""
+    """Return the key of the changed rows that a worker gets together with a version, without a request."""
     return f"{key_prefix(job)}:c:{term}:{worker}:{version}"
 
 
@@ -157,7 +156,7 @@ def row_changes_key(job: str, term: int, version: int) -> str:
 
 
 def followed_key(job: str) -> str:
-    """Return the key of the value that a model server stores repeatedly, so that changes of rows are published."""
+    """Return the key of a value that a model server stores repeatedly. While it does, changes of rows are published."""
     return f"{key_prefix(job)}:t:followed"
 
 

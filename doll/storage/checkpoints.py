@@ -1,10 +1,10 @@
 """Checkpoints: the durable model, from which every restart begins. This module defines their format and the rules for
-all stores: names, which job owns a checkpoint, who may save, and which checkpoint is the newest undamaged one.
+all stores: names, owners, who may save, and the choice of the newest undamaged checkpoint.
 
 A checkpoint is one file: magic `DLCK`, u8 schema version = 2, three zero bytes, u64 length of the head, the head in
 MessagePack (see `CheckpointHead`), the engine's state, the tensors as safetensors, and the sha256 of all of these. A
-later parameter server has a higher `term`. What it writes is newer even if its version is lower: it may have had to
-start from an earlier version.
+later parameter server has a higher `term`. Its checkpoints are newer even if their versions are lower, because it may
+have started from an earlier version.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MAGIC: Final = b"DLCK"
 SCHEMA_VERSION: Final = 2
 _PREFIX: Final = struct.Struct("<4sB3xQ")
 _DIGEST_BYTES: Final = 32
-_READ_ATTEMPTS: Final = 5  # a running server may delete what a tool has just listed
+_READ_ATTEMPTS: Final = 5  # a running server may delete checkpoints that a tool has just listed
 _MARK_ATTEMPTS: Final = 50
 _HEAD_BYTES: Final = 65_536  # most heads are shorter
 _NUMBER: Final = re.compile(r"[0-9]{1,18}")
@@ -77,7 +77,7 @@ class Checkpoint:
     """A durable state of the model."""
 
     job: str
-    fingerprint: str  # see `doll.config.fingerprint`, also for the changes with which a job may continue
+    fingerprint: str  # see `doll.config.fingerprint`, which also lists the changes that a job may make
     term: int  # term of the parameter server that wrote it
     version: int  # model version, J
     state: bytes  # the engine's snapshot (MessagePack), opaque to stores
@@ -87,7 +87,7 @@ class Checkpoint:
 
 
 class DamagedError(CheckpointError):
-    """The bytes of a checkpoint are incomplete or changed: an earlier checkpoint may be usable."""
+    """The bytes of a checkpoint are incomplete or changed. An earlier checkpoint may be usable."""
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -137,7 +137,7 @@ def encode_checkpoint(checkpoint: Checkpoint) -> list[Buffer]:
 
 
 def _encode_tensors(tensors: Mapping[str, npt.NDArray[Any]]) -> list[Buffer]:
-    """Return what `safetensors.numpy.save` returns for `tensors`, in parts; that function copies the tensors twice."""
+    """Return in parts the bytes that `safetensors.numpy.save` would return. That function makes two copies."""
     header: dict[str, dict[str, Any]] = {}
     bodies: list[Buffer] = []
     at = 0
@@ -260,7 +260,7 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def claim_term(self, above: int = 0) -> int:
-        """Return a term above all terms in the store; it durably belongs to this caller and to no other.
+        """Durably claim a term above all terms in the store for this caller alone, and return it.
 
         Each call fences all earlier callers. The new term is also above `above`, the highest term seen elsewhere.
         """
@@ -272,7 +272,7 @@ class CheckpointStore(ABC):
     @abstractmethod
     def save(self, checkpoint: Checkpoint) -> None:
         """Store `checkpoint` completely or not at all; it is durable on return. Raise FencedError if a higher term was
-        claimed. Raise CheckpointError if it is another job's, or its version is below one that this term saved."""
+        claimed. Raise CheckpointError if it belongs to another job, or this term has saved a higher version."""
 
     @abstractmethod
     def versions(self) -> list[tuple[int, int]]:
@@ -301,17 +301,18 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def replace_document(self, name: str, data: bytes, known: Any) -> Any:
-        """Durably replace the content by `data`, if the content still has the state `known`, and return its new state.
-        None: the content has another state, and is not changed. After a lost answer it may be `data` anyway."""
+        """Durably replace the content by `data`, if the content still has the state `known`, and return the new state.
+        Return None if the content has another state. The content is then unchanged, except that after a lost answer of
+        the store it may be `data` already."""
 
     def read_marks(self) -> VersionMarks:
         """Return the aliases and pins of versions."""
         return decode_marks(self.read_document(MARKS)[0], f"{self.location}/{MARKS}")
 
     def change_marks(self, change: Callable[[VersionMarks], VersionMarks]) -> VersionMarks:
-        """Replace the marks by the result of `change`, and return them. Concurrent changes are applied one after the
-        other; for this, `change` may be called several times. Raise VersionUnknownError if a version that gets a mark
-        is not kept, and CheckpointError if it is damaged."""
+        """Replace the marks by the result of `change`, and return the result. Concurrent changes are applied one after
+        the other, so `change` may be called several times. Raise VersionUnknownError if a version that gets a mark is
+        not kept, and CheckpointError if it is damaged."""
         for _ in range(_MARK_ATTEMPTS):
             data, known = self.read_document(MARKS)
             before = decode_marks(data, f"{self.location}/{MARKS}")
@@ -324,7 +325,7 @@ class CheckpointStore(ABC):
                 return before
             if self.replace_document(MARKS, encode_marks(after), known) is not None:
                 try:
-                    self._require_kept(after, new)  # a server may have deleted one after its own check
+                    self._require_kept(after, new)  # a server may have deleted a checkpoint in the meantime
                 except VersionUnknownError:
                     self._forget_missing()
                     raise
@@ -374,15 +375,15 @@ class CheckpointStore(ABC):
     def load_newest(
         self, fingerprint: str | None, version: int | None = None, *, in_place: bool = False
     ) -> Checkpoint | None:
-        """Return the newest undamaged checkpoint (with a warning for each damaged one), or None if there are no
-        checkpoints. Raise CheckpointError if it has another job or fingerprint, or all checkpoints are damaged.
+        """Return the newest undamaged checkpoint, or None if there are no checkpoints. Log a warning for each damaged
+        one. Raise CheckpointError if its job or fingerprint is another one, or all checkpoints are damaged.
 
         Args:
             fingerprint: required fingerprint, except for the fields that may change on a resume. None: any, for tools
                 that only read.
             version: consider only the checkpoints of this version.
-            in_place: True: the tensors stay in their file, which may be deleted meanwhile. The system can reclaim their
-                memory; they are read-only, and may be unaligned.
+            in_place: True: the tensors are mapped from their file, which may be deleted. The system can reclaim their
+                memory. They are read-only, and may be unaligned.
         """
         for _ in range(_READ_ATTEMPTS):
             with suppress(FileNotFoundError):
@@ -429,7 +430,7 @@ class CheckpointStore(ABC):
         except ValueError as exc:  # an empty file
             raise DamagedError(str(exc)) from exc
         checkpoint = decode_checkpoint(data, in_place=True)
-        if hasattr(mmap, "MADV_DONTNEED"):  # the checksum has read the whole file: few rows are read again
+        if hasattr(mmap, "MADV_DONTNEED"):  # the checksum has read the whole file, and few rows will be read again
             data.madvise(mmap.MADV_DONTNEED)
             data.madvise(mmap.MADV_RANDOM)
         return checkpoint
@@ -454,8 +455,7 @@ class CheckpointStore(ABC):
     def _refuse_if_superseded(
         self, checkpoint: Checkpoint, newest_term: int, versions: Iterable[tuple[int, int]]
     ) -> None:
-        """Raise an error unless `checkpoint` may be saved: its term must be the newest, and must not have saved a
-        higher version."""
+        """Raise an error if the term of `checkpoint` is not the newest one, or has already saved a higher version."""
         if newest_term > checkpoint.term:
             raise FencedError(
                 f"parameter server term {checkpoint.term} is over: term {newest_term} has claimed {self.location}; "
@@ -494,7 +494,7 @@ def is_forgotten(term: int, newest_term: int) -> bool:
 
 
 def old_claims(names: Iterable[str], newest_term: int) -> list[str]:
-    """Return the names of claims, and of records of their first checkpoints, that are not needed any more."""
+    """Return the names of claims and of bases (S3) that are not needed any more."""
     return [name for name in names if (match := _OF_TERM.match(name)) and is_forgotten(int(match[1]), newest_term)]
 
 

@@ -1,8 +1,7 @@
-"""Encode contributions as blobs: dense or as their nonzero values, if these are few, and rows of tables. Pure.
+"""Encode contributions as blobs: all values, or only the nonzero ones if these are few, and rows of tables. Pure.
 
 A gradient is sent unchanged as dense float32, or rounded to 16 bits (`blobs.contributions`). A step has many zeros if
-its worker holds insignificant values back, or if a batch changes few of the parameters: then only the nonzero values
-are sent.
+its worker holds back insignificant values, or if a batch changes few parameters. Then only the nonzero values are sent.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Tables = Mapping[str, TableShape]
 
 PARAMETERS: Final = "parameters"  # not the name of a table: these are paths of parameters that end in `weight`
 TAIL: Final = "tail"  # the values after the parameters: buffers, which are always complete
-# A value takes 5 bytes or more in the sparse form, and more time on both sides than 4 bytes in the dense form.
+# In the sparse form a value takes 5 bytes or more; in the dense form it takes 4 bytes and less time on both sides.
 MAX_SHARE: Final = 0.6
 _NO_TABLES: Final[Tables] = {}
 _NO_ROWS: Final[Mapping[str, Rows]] = {}
@@ -40,14 +39,14 @@ class Compressor(NamedTuple):
     """An encoder of one worker's contributions."""
 
     job: str
-    # Number of parameters: zeros among the first values, which may be omitted. None: every value is sent.
+    # Number of parameters, which are the first values. Only their zeros may be omitted. None: every value is sent.
     num_parameters: int | None = None
     tables: Tables = _NO_TABLES  # shapes of all tables of the model, by name
     rounding: Callable[[Vector], RoundedVector | None] | None = None  # rounds dense parameters; needs `num_parameters`
 
     def compress(self, values: Vector, *, version: int, rows: Mapping[str, Rows] = _NO_ROWS) -> list[Buffer]:
-        """Return the blob of a contribution, in the shorter of its two formats, as parts for `Blobs.put`. The parts may
-        be views of `values`, so store them before `values` changes.
+        """Return the blob of a contribution in the shorter of its two formats, as parts for `Blobs.put`. The parts may
+        be views of `values`, so `values` must not change before they are stored.
 
         Args:
             values: float32, shape (numel,), with the layout of `doll.model.flat_model`.

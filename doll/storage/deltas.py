@@ -38,7 +38,7 @@ class Delta(NamedTuple):
     tail: Vector | None  # None: it has not changed
 
     def write_to(self, weights: npt.NDArray[np.float32]) -> None:
-        """Change `weights`, shape (numel,), of version `since` or a version between the two, to the later version."""
+        """Change `weights`, shape (numel,), to the later version. They have version `since` or a version in between."""
         weights[self.ids] = self.values
         if self.tail is not None:
             weights[len(weights) - len(self.tail) :] = self.tail
@@ -48,7 +48,7 @@ def changes(
     before: Vector, after: Vector, layout: Layout, *, job: str, since: int, version: int
 ) -> list[Buffer] | None:  # fmt: skip
     """Return the blob of the numbers that differ bitwise between `before` and `after`, as parts for `Blobs.put`. Both
-    are float32 of shape (numel,), of the versions `since` and `version`. None: the complete weights are not longer."""
+    are float32 of shape (numel,), of the versions `since` and `version`. Return None if all weights take as little."""
     n = layout.num_parameters
     old, new = before.view(np.uint32), after.view(np.uint32)
     ids = np.flatnonzero(old[:n] != new[:n])

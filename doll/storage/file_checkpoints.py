@@ -1,8 +1,8 @@
 """Store checkpoints as files in one folder of a local or shared file system.
 
-`checkpoint-<term>-<version>.doll` is a checkpoint. `term-<n>.claim` states that term n is taken; the newest claims are
-kept, and a claim below them is not valid, so no term is given twice. `.lock` orders claims and saves: after a claim
-returns, no checkpoint of a lower term can appear. The lock also orders changes of documents (`read_document`).
+`checkpoint-<term>-<version>.doll` is a checkpoint. `term-<n>.claim` states that term n is claimed. The newest claims
+are kept, and a claim below them is not valid, so no term is claimed twice. `.lock` orders claims and saves: after a
+claim returns, no checkpoint of a lower term can appear. The lock also orders changes of documents (`read_document`).
 
 Order of the steps of `save`: 1. write and fsync a temporary file; 2. take the lock; 3. look for a higher term; 4.
 rename; 5. fsync the folder; 6. delete old checkpoints without a mark; 7. release the lock. A crash before 4 leaves a
@@ -54,7 +54,7 @@ class FileCheckpointStore(CheckpointStore):
     ) -> None:  # fmt: skip
         super().__init__(job, str(folder), keep, history)
         self.folder = folder
-        self._lock_timeout_s = lock_timeout_s  # another process needs the lock for milliseconds
+        self._lock_timeout_s = lock_timeout_s  # another process holds the lock only for milliseconds
 
     def claim_term(self, above: int = 0) -> int:
         with self._translate_errors("claim a term in"):
@@ -84,7 +84,7 @@ class FileCheckpointStore(CheckpointStore):
         with self._translate_errors("save a checkpoint in"):
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
-                self._check_term(checkpoint)  # before the work, and again when no server can claim
+                self._check_term(checkpoint)  # checked before the work, and again under the lock
                 with temporary.open("wb") as file:
                     for part in encode_checkpoint(checkpoint):
                         file.write(part)

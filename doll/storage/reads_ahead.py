@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 
 class ReadsAhead:
-    """The reads in progress, by key. One thread calls the methods, except `get` (that of
-    `doll.storage.blobs.Blobs`), which other threads call. At most `most` blobs are being read or wait to be taken;
-    the oldest others are forgotten."""
+    """The reads in progress, by key. One thread calls the methods; other threads only call the function `get`
+    (`Blobs.get` of `doll.storage.blobs`). At most `most` blobs are being read or wait to be taken; beyond that, the
+    oldest are forgotten."""
 
     def __init__(self, get: Callable[[str], Buffer | None], most: int) -> None:
         self._get = get
@@ -28,7 +28,7 @@ class ReadsAhead:
         self._reads: dict[str, Future[Buffer | None]] = {}
 
     def begin(self, keys: Sequence[str]) -> None:
-        """Start to read these keys, unless they are being read, up to the maximum."""
+        """Start to read those of these keys that are not being read yet, up to the maximum."""
         for key in keys[: self._most]:
             if key not in self._reads:
                 self._reads[key] = in_thread(partial(self._get, key), "read-ahead")

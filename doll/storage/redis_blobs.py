@@ -35,7 +35,7 @@ LONGEST_PAUSE_S: Final = 1.0
 _FIRST_READ_BYTES: Final = 4096
 _FAR_S: Final = 0.005  # a thread for each read costs less than this wait
 _RECENT_CALLS: Final = 8
-SOON_S: Final = 2.0  # an announced blob that is missing after this time is lost: for 0.9 MB that is 4 Mbit/s
+SOON_S: Final = 2.0  # an announced blob that is missing after this time is lost; 0.9 MB arrive in time at 4 Mbit/s
 _WAITING: Final = "waiting until it is back"
 _WHERE_FULL: Final = "raise its maxmemory, or lower blobs.ttl_s or blobs.keep_versions"
 _AGAIN_S: Final = 0.005  # wait between two requests, in addition to the round trip
@@ -44,9 +44,9 @@ _AGAIN_S: Final = 0.005  # wait between two requests, in addition to the round t
 class RedisBlobs:
     """`Blobs` over one synchronous Redis client, which this object closes. Safe to share between threads.
 
-    Calls raise ServiceUnavailableError also if Redis refuses them permanently (access, a value larger than its memory).
-    While Redis is unreachable, `give_up` is called before each new attempt; if it returns True, the wait ends with the
-    same error. By default, calls wait without a limit.
+    Calls also raise ServiceUnavailableError if Redis refuses them permanently (no access, or a value larger than its
+    memory). While Redis is unreachable, `give_up` is called before each new attempt; if it returns True, the wait ends
+    with the same error. By default, calls wait without a limit.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RedisBlobs:
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self._client = client
-        self._client.set_retry(Retry(NoBackoff(), 0))  # only our own loop retries: it can be given up, and it logs
+        self._client.set_retry(Retry(NoBackoff(), 0))  # only our own loop retries, because it logs and can be ended
         self._give_up = give_up
         self._sleep = sleep
         self._unreachable = False
@@ -71,7 +71,7 @@ class RedisBlobs:
 
     @property
     def is_far(self) -> bool:
-        """Whether the fastest of the last calls was slow. Other calls may have waited for the processor."""
+        """Whether even the fastest of the last calls was slow. Other calls may have waited for the processor."""
         return min(self._took_s, default=0.0) >= _FAR_S
 
     def put(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> None:
@@ -117,9 +117,8 @@ class RedisBlobs:
         return value
 
     def prefetch(self, keys: Sequence[str]) -> None:
-        """Read `keys` in one round trip. They are held, and the next `get` of each returns the held blob.
-
-        Blobs of the previous call that were not taken are dropped. If Redis does not answer, no key is read.
+        """Read `keys` in one round trip, and keep the blobs. The next `get` of a key returns the kept blob. Kept blobs
+        of the previous call are dropped. If Redis does not answer, no key is read.
         """
         self._prefetched = {}
 
@@ -143,13 +142,13 @@ class RedisBlobs:
             self._wait_for(lambda: self._client.unlink(*keys))
 
     def close(self) -> None:
-        with contextlib.suppress(ServiceUnavailableError, BlobError):  # callers that need it have called `settle`
+        with contextlib.suppress(ServiceUnavailableError, BlobError):  # callers that need the result call `settle`
             self.settle()
         self._release_all()
         self._client.close()
 
     def _call(self, packed: list[Buffer], read: Callable[[Any], T], kept: deque[Any]) -> T:
-        """Send one command as it is, and read its reply, on one of the `kept` connections."""
+        """Send one command unchanged on one of the `kept` connections, and read the reply."""
         try:
             connection = kept.pop()
         except IndexError:
@@ -161,7 +160,7 @@ class RedisBlobs:
         except BaseException:
             connection.disconnect()  # no command may follow one that was partly sent or answered
             self._client.connection_pool.release(connection)
-            self._release_all()  # they have probably failed too
+            self._release_all()  # the others have probably failed too
             raise
         self._took_s.append(time.perf_counter() - begun_s)
         kept.append(connection)
@@ -178,7 +177,7 @@ class RedisBlobs:
                 self._client.connection_pool.release(connection)
 
     def _max_bytes(self) -> int:
-        """Return Redis's `maxmemory` in bytes. 0: there is no limit, or it is unknown."""
+        """Return Redis's `maxmemory` in bytes; 0 if there is no limit, or the limit is unknown."""
         with contextlib.suppress(redis.RedisError):
             return int(self._client.info("memory").get("maxmemory", 0))
         return 0

@@ -1,8 +1,8 @@
 """Build clients of Redis, also behind Sentinel or in a Cluster, and explain why Redis cannot be reached.
 
 All keys of a job are in one hash slot (`doll.storage.blobs.key_prefix`), so in a Cluster one primary holds them. Each
-connection asks for this primary before it connects; with Sentinel, it asks the Sentinels. After a failover a connection
-breaks or is refused, and the next connection asks again. Unreplicated data are lost, as after a restart.
+connection looks up this primary before it connects; with Sentinel, it asks the Sentinels. After a failover a connection
+breaks or is refused, and the next connection looks up the new primary. Unreplicated data are lost, as after a restart.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ class WorkerCount:
 
 
 def passes(exc: redis.RedisError) -> bool:
-    """Return whether Redis may accept the same command later: it is unavailable, full, failing over, or cannot save to
-    its disk.
+    """Return whether Redis may accept the same command later: now it is unavailable, full, failing over, or cannot
+    save.
 
     A refused login is also a `redis.ConnectionError`, but is permanent.
     """
@@ -190,7 +190,7 @@ def cluster_pool(place: RedisPlace, settings: dict[str, Any]) -> redis.Connectio
 
 
 def reason_of(exc: redis.RedisError) -> str:
-    """Return redis-py's message of an error, without the client that it adds for a Sentinel that does not answer."""
+    """Return redis-py's message of an error. If a Sentinel does not answer, leave out the client in the message."""
     return str(exc).partition(" : <redis.")[0]
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class RedisFacts:
     """The answers of Redis."""
 
-    refusal: str = ""  # why Redis cannot be used at all; then nothing else is known
+    refusal: str = ""  # why Redis cannot be used at all; if set, nothing else is known
     described: str = ""  # its version and kind, as far as known
     latency_s: float = 0.0  # the shortest time of a few PINGs
     denied: tuple[str, ...] = ()  # commands that DOLL needs and this user may not call, each with Redis's reason

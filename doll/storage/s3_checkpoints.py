@@ -1,20 +1,21 @@
 """Store checkpoints as objects under one prefix of an S3 bucket, for parameter servers that share no file system.
 
-`checkpoint-<term>-<version>.doll` is a checkpoint. `term-<n>.claim` states that term n is taken; the newest claims are
-kept, and a claim below them is not valid, so no term is given twice. `term-<n>.base-<term>-<version>` names the base of
-term n: the checkpoint from which it began. S3 has no lock, so the newest base decides: of the terms below n, only the
-base and older checkpoints are valid.
+`checkpoint-<term>-<version>.doll` is a checkpoint. `term-<n>.claim` states that term n is claimed. The newest claims
+are kept, and a claim below them is not valid, so no term is claimed twice. `term-<n>.base-<term>-<version>` names the
+base of term n: the checkpoint from which it began. S3 has no lock, so the newest base decides: of the terms below n,
+only the base and older checkpoints are valid.
 
 A document, such as `marks.json` with aliases and pins (`doll.storage.version_marks`), is replaced only if its content
 has not changed since it was read.
 
 Order of the steps of `claim_term`: 1. put the claim, if it does not exist; 2. list; 3. put the base. Of `save`: 1.
 list, and look for a higher claim; 2. put the checkpoint, if it does not exist; 3. list again; 4. delete old ones. A
-checkpoint is durable only after step 3. If the server finds a higher claim there, step 2 of that claim may or may not
-have listed the checkpoint. Both cases are correct, because its batches have not been acknowledged. The checkpoint is
-not deleted: the claim may have begun from it, or it was durable before and this was a repeated save. The next save of a
-later term deletes it if it is not valid. A crash between two steps leaves an object that is either not valid or
-complete, because S3 stores an object completely or not at all, and a list shows all stored objects.
+checkpoint is durable only after step 3. If the server finds a higher claim in step 3, step 2 of that claim may or may
+not have listed the checkpoint. Both cases are correct, because the checkpoint's batches have not been acknowledged. The
+server does not delete the checkpoint, because the term of that claim may have begun from it, or a repeated save may
+have found it durable. If the checkpoint is not valid, the next save of a later term deletes it. A crash between two
+steps leaves an object that is either not valid or complete, because S3 stores an object completely or not at all, and a
+list shows all stored objects.
 """
 
 from __future__ import annotations
@@ -139,12 +140,12 @@ class S3CheckpointStore(CheckpointStore):
             self._check_term(checkpoint, self._list())
             data = b"".join(encode_checkpoint(checkpoint))
             if not self._put_new(name, data) and self._get(name)[0] != data:
-                self._put(name, data)  # saved before, and damaged meanwhile or of an older state
+                self._put(name, data)  # saved before, and since damaged or of an older state
             listing = self._list()
             # The stored object is not deleted if a higher claim exists, because that claim may begin from it.
             self._check_term(checkpoint, listing)
             old = {item.key for item in self._obsolete(listing.stored())}
-            old |= set(listing.checkpoints).difference(listing.versions())  # those that are not valid
+            old |= set(listing.checkpoints).difference(listing.versions())  # checkpoints that are not valid
             self._delete([checkpoint_name(*key) for key in sorted(old)] + listing.old_claims)
 
     def _read(self, term: int, version: int, size: int | None = None) -> bytes:
@@ -193,8 +194,8 @@ class S3CheckpointStore(CheckpointStore):
         return _Listing(checkpoints, newest_term, base_term, base, old, objects)
 
     def _put_new(self, name: str, data: bytes, known: str = "") -> str | None:
-        """Return the entity tag of the object that was stored: as a new object, or as a replacement of the one with the
-        entity tag `known`. Return None if the condition does not hold, also in a retry after a lost reply."""
+        """Store an object as a new one, or as a replacement of the object with the entity tag `known`, and return its
+        entity tag. Return None if the condition is not met. This can also happen in a retry after a lost reply."""
         from botocore.exceptions import ClientError
 
         condition = {"IfMatch": known} if known else {"IfNoneMatch": "*"}

@@ -1,8 +1,9 @@
 """Encode blobs with several sections: a worker's pushes, and the rows of tables that it requests. Pure.
 
-A *push* (kind `p`) holds any vectors, dense or as some of their values, and rows of any tables. A *delta* (`d`) holds,
-in the same format, the values of a version that differ from an older version. A *row request* (`q`) holds ids, its
-answer (`r`) rows. The header and its checksums are the same as in every blob (`doll.storage.blobs`).
+A *push* (kind `p`) contains vectors and rows of tables. A vector is complete (dense), or has only some values. A
+*delta* (`d`) contains, in the same format, the values of a version that differ from an older version. A *row request*
+(`q`) contains ids, and its answer (`r`) rows. The header and its checksums are the same as in every blob
+(`doll.storage.blobs`).
 
 The body, little-endian: u32 number of sections, u32 0; then each section:
 
@@ -19,8 +20,8 @@ Keys increase strictly. There are two codings:
 0.  Each key is coded as its difference to the key before it (the first key: to 0), with 7 bits in each byte (LEB128),
     lowest bits first. The top bit of a byte is 1 if another byte follows. A longer coding of the same number is
     refused.
-1.  One bit for each possible key, lowest bit of a byte first; it is 1 if the key is present. This is shorter if more
-    than an eighth of all keys are present. It is written for up to 65,536 keys.
+1.  One bit for each possible key, lowest bit of a byte first; it is 1 if the key is present. This coding is shorter if
+   more than an eighth of all keys are present. It is used for up to 65,536 keys.
 
 If few values need all of their 32 bits, 2 is added to the coding. The values are then stored as: u64 number of the
 values that need 32 bits, u64 bytes of their positions; their positions, in coding 0; the upper 16 bits of all values;
@@ -79,11 +80,11 @@ _HEAD: Final = struct.Struct("<cBHIQQQq")
 _ALIGNMENT: Final = 8
 _DIFFERENCES: Final = 0  # codings of keys
 _BITMAP: Final = 1
-_MAX_BITS: Final = 1 << 16  # above this, a bitmap takes more time than differences
-_HALVES: Final = 2  # is added to one of these codings
+_MAX_BITS: Final = 1 << 16  # beyond this number, a bitmap takes more time than differences
+_HALVES: Final = 2  # added to one of these codings
 _HALVES_HEAD: Final = struct.Struct("<QQ")
 _MAX_WHOLE: Final = 1 / 8  # maximum share of values that need 32 bits; above it, halves are not used
-_LOOK: Final = 64  # number of values that are tested first; fewer values are sent unchanged
+_LOOK: Final = 64  # number of values that are tested first; if there are fewer, all are sent unchanged
 _FLOAT16: Final = 4
 _MAX_EXPONENT: Final = 150  # float32 has no number beyond 2 ** 128 or below 2 ** -149
 _NO_PATCHES: Final[Mapping[str, Patch]] = {}
@@ -210,8 +211,8 @@ class RowRequest(NamedTuple):
     """A request for the rows of one table that a worker needs."""
 
     ids: Ids  # int64, strictly increasing: ids of the rows to send
-    # int64, strictly increasing: ids of rows that the worker has, as of version `since` or later; only later
-    # changes are sent.
+    # int64, strictly increasing: ids of rows that the worker has, as of version `since` or later. Of these rows, only
+    # later changes are sent.
     known: Ids
     # A version, or one for each of `known`, int64, shape (len(known),); not used if `known` is empty.
     since: int | npt.NDArray[np.int64] = 0
@@ -222,7 +223,7 @@ class StoredAnswer(NamedTuple):
 
     rows: dict[str, Rows]
     version: int
-    # For tables whose rows the receiver has said it knows, if the server sends single values instead of rows.
+    # Patches of rows that the receiver has said it knows, if the server sends single values instead of rows.
     patches: dict[str, Patch]
 
 
@@ -262,7 +263,7 @@ def decode_push(data: Buffer, shapes: Shapes, *, job: str, version: int) -> dict
     """Return the pieces that were given to `encode_push`: views of `data`, read-only if `data` is. A vector or table
     may be missing.
 
-    Dense vectors may hold any bytes, as in other blobs: the code that makes a model of them checks the values.
+    The values of dense vectors are not checked, as in other blobs. The code that uses the vectors checks them.
 
     Raises:
         BlobError: as in `decode_blob`; or a section has a name, form, shape or length that does not fit `shapes`; or
@@ -312,7 +313,7 @@ def decode_row_request(data: Buffer, shapes: Shapes, *, job: str) -> tuple[dict[
 
 
 def _also_known(request: RowRequest, section: _Section) -> RowRequest:
-    """Return `request` with the ids of `section` added as ids that are known since its version."""
+    """Return `request` with the ids of `section` added to the known ids, with the version in `section`."""
     known = np.concatenate([request.known, section.ids])
     since_each = np.broadcast_to(request.since, len(request.known)), np.full(len(section.ids), section.since)
     since = np.concatenate(since_each)
@@ -421,7 +422,7 @@ def _sections(
 
 
 def _shorter(section: _Section) -> _Section:
-    """Return the shorter form of what is added to a table: its rows, or their nonzero values."""
+    """Return the shorter form of an addition to a table: whole rows, or only their nonzero values."""
     form, name, shape, since, ids, values, *_ = section
     if form != "r" or shape.width == 1 or values.shape != (len(ids), shape.width):
         return section
@@ -453,7 +454,7 @@ def _whole_rows(section: _Section) -> Rows:
 
 
 def _pieces(body: memoryview, shapes: Shapes, *, forms: str) -> tuple[dict[str, Vector | Rows], set[int]]:
-    """Return the pieces by name, and the values of `since` in their sections."""
+    """Return the pieces by name, and the set of the `since` values of their sections."""
     pieces: dict[str, Vector | Rows] = {}
     sinces = set()
     for section in _decode(body, shapes, forms=forms):
@@ -517,7 +518,7 @@ def _decode_section(reader: _Reader, shapes: Shapes, forms: str) -> _Section:
         raise BlobError(f"section {name!r}: expected {shape.num_rows} rows of {shape.width}, got {size} of {width}")
     if letter == "d" and not (isinstance(expected, int) and count == size and not key_bytes):
         raise BlobError(f"section {name!r}: expected rows of a table, or all values of a vector, got {count} values")
-    # Checked before anything is allocated: all lengths must be present.
+    # Before anything is allocated, check that the body is as long as its lengths say.
     keys = reader.array(key_bytes, "u1", f"the keys of {name!r}")
     is_there, num_values = None, count * width if letter in "dr" else 0
     if letter == "m":

@@ -2,8 +2,8 @@
 
 A blob appears under its name at once, so a reader sees either the complete blob or none; the reader verifies its
 checksums as with Redis. Large blobs are in files that are reused (`doll.storage.shm_segments`), because allocating
-memory takes three times as long as copying into it. Blobs that do not fit go to another store (Redis), and a key that
-is not found here is looked up there. Like Redis, this is a cache: a lost blob is computed or published again.
+memory takes three times as long as copying into it. Blobs that do not fit are stored in Redis, and missing keys are
+looked up there. Like Redis, this is a cache: a lost blob is computed or published again.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from doll.storage.shm_segments import SEGMENT, Mappings, Segment, Segments, read
 log = telemetry.get_logger(__name__)
 
 _SCAN_EVERY_S: Final = 1.0
-# Attempts to write to a folder that is repeatedly removed (then the other store is used), or to read a replaced file.
+# Maximum number of attempts to write to a folder that others remove, or to read a file that others replace.
 _ATTEMPTS: Final = 4
 _NO_MEMORY: Final = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 _UNFINISHED: Final = ".new-"
-_UNFINISHED_MAX_AGE_S: Final = 60.0  # after this time, its writer has died
+_UNFINISHED_MAX_AGE_S: Final = 60.0  # if a file is older than this, its writer has died
 _PARTS_AT_ONCE: Final = 1000  # IOV_MAX is 1024
 _REUSED_FROM_BYTES: Final = 1 << 15  # below this size, a new file is as fast
-_MAPPED_FROM_BYTES: Final = 1 << 20  # below this, a read costs no more than a mapping, without a limit of files
+_MAPPED_FROM_BYTES: Final = 1 << 20  # smaller blobs are read, which is as cheap as a mapping
 
 
 class ShmBlobs(NearBlobs):
@@ -42,7 +42,7 @@ class ShmBlobs(NearBlobs):
 
     Args:
         folder: a folder on tmpfs, accessible only to this user. It is created again if it is removed.
-        limit_bytes: maximum total size of the blobs; compared with a scan that is at most one second old.
+        limit_bytes: maximum total size of the blobs, which are scanned at most once a second.
         fallback: store for blobs that do not fit; it is closed with this store.
         clock: seconds since the machine's start, the same in all processes; an argument for tests.
         reused_from_bytes: blobs of this size and above are in files that are reused.
@@ -95,7 +95,7 @@ class ShmBlobs(NearBlobs):
         self._unlink(key)
 
     def reserve(self, size_bytes: int) -> memoryview | None:
-        """Return memory for a blob. None: there is none left, or a reservation would not be faster."""
+        """Return memory for a blob; None if no memory is left, or a reservation would not be faster."""
         if size_bytes < self._reused_from_bytes:
             return None
         segment = self._take_segment(size_bytes)
@@ -120,7 +120,7 @@ class ShmBlobs(NearBlobs):
                 is_mapped = status.st_size >= self._mapped_from_bytes
                 if (blob := self._mappings.view(path) if is_mapped else read_stable(path)) is not None:
                     return blob
-                # It was deleted or replaced meanwhile; the next attempt shows which.
+                # The file was deleted or replaced; the next attempt shows which.
         except FileNotFoundError:
             return self._fallback.get(key)
         return None
@@ -142,7 +142,7 @@ class ShmBlobs(NearBlobs):
             close()
 
     def _path(self, key: str) -> str:
-        # A checksum, so that no key can name a file elsewhere, or have a name that is too long.
+        # The name is a checksum of the key, so that it is short and cannot refer to another folder.
         return f"{self._folder}/{hashlib.blake2b(key.encode(), digest_size=20).hexdigest()}"
 
     def _unlink(self, key: str) -> bool:
@@ -189,7 +189,7 @@ class ShmBlobs(NearBlobs):
         return self._try(write)
 
     def _take_segment(self, size: int) -> Segment | None:
-        """Return a busy segment of `size` bytes. None: there is no memory for it."""
+        """Return a busy segment of `size` bytes; None if there is no memory for it."""
         segment = self._segments.take(size)
         if segment is not None:
             return segment
@@ -218,7 +218,7 @@ class ShmBlobs(NearBlobs):
             os.rename(unfinished, path)
 
     def _try(self, write: Callable[[], None]) -> bool:
-        """Call `write`, and return whether there was memory for it, in a folder that was not removed."""
+        """Call `write`, and return whether there was memory for it. If the folder is missing, create it and retry."""
         for _ in range(_ATTEMPTS):
             try:
                 write()
@@ -252,7 +252,7 @@ class ShmBlobs(NearBlobs):
         return f"{self._folder}/{_UNFINISHED}{os.getpid()}-{id(self)}-{next(self._numbers)}"
 
     def _date(self, descriptor: int, ttl_s: float) -> None:
-        """Set the modification time of a blob to its expiry, on a clock that is never set back."""
+        """Set the modification time of a blob's file to the blob's expiry, on a clock that is never set back."""
         os.utime(descriptor, ns=(0, max(0, round((self._clock() + ttl_s) * 1e9))))
 
     def _fits(self, size: int) -> bool:
@@ -270,9 +270,9 @@ class ShmBlobs(NearBlobs):
                 with contextlib.suppress(FileNotFoundError):  # another process was faster
                     status = entry.stat(follow_symlinks=False)
                     if entry.name.startswith(_UNFINISHED):
-                        gone = time.time() - status.st_mtime > _UNFINISHED_MAX_AGE_S  # its expiry is not set yet
+                        gone = time.time() - status.st_mtime > _UNFINISHED_MAX_AGE_S  # it has no expiry yet
                     elif entry.name.startswith(SEGMENT):
-                        # Also a segment that waits to be reused: its owner creates another one.
+                        # This also removes a segment that waits to be reused. Its owner creates another one.
                         gone = status.st_mtime_ns <= self._clock() * 1e9 or _is_orphan(entry.name, status.st_nlink)
                     else:
                         gone = status.st_mtime_ns <= self._clock() * 1e9

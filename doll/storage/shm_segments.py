@@ -81,8 +81,8 @@ class Segment:
         return True
 
     def was_removed(self) -> bool:
-        """Return whether its file was deleted, so that it uses memory and cannot be linked any more, or was truncated,
-        so that writing to it would raise SIGBUS."""
+        """Return whether the file was deleted or truncated. A deleted file uses memory and cannot be linked any more;
+        writing to a truncated file raises SIGBUS."""
         status = os.fstat(self.descriptor)
         return status.st_nlink == 0 or status.st_size != self.size_bytes
 
@@ -104,7 +104,7 @@ class Segments:
         self._owned: list[Segment] = []
 
     def take(self, size_bytes: int) -> Segment | None:
-        """Return a free segment of this size and mark it busy. None: no segment is free."""
+        """Return a free segment of this size, marked busy; None if no segment is free."""
         with self._lock:
             for segment in list(self._owned):
                 if segment.size_bytes == size_bytes and segment.is_free():
@@ -166,21 +166,21 @@ class _Mapping:
 
 
 class Mappings:
-    """The segments of any process, mapped for reading. Each is mapped once for all blobs that are in it over time.
+    """The segments of any process, mapped for reading. Each segment is mapped only once, even if its blobs change.
 
     Safe to share between threads.
     """
 
     def __init__(self) -> None:
-        # Reentrant: the end of a view is noticed wherever Python frees it.
+        # The lock is reentrant, because Python may free a view, and so call back, at any point of this thread.
         self._lock = threading.RLock()
         self._mapped: dict[tuple[int, int], _Mapping] = {}
 
     def view(self, path: str) -> memoryview | None:
         """Return the blob at `path`, read-only. It is not overwritten while a view of it exists.
 
-        None: it has been deleted or replaced meanwhile, or its file was truncated, so that reading it would raise
-        SIGBUS. Raise FileNotFoundError if there is no blob.
+        Return None if the blob has been deleted or replaced, or if its file was truncated, so that reading it would
+        raise SIGBUS. Raise FileNotFoundError if there is no blob.
         """
         with self._lock:
             status = os.stat(path, follow_symlinks=False)
@@ -191,7 +191,7 @@ class Mappings:
                 mapping = _map(path, identity)
                 if mapping is None:
                     return None
-            self._mapped[identity] = mapping  # the last one is the one used last
+            self._mapped[identity] = mapping  # the last mapping is the one used last
             mapping.readers += 1
             try:
                 fcntl.flock(mapping.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -230,7 +230,7 @@ class Mappings:
 
 
 def read_stable(path: str) -> bytes | None:
-    """Return a copy of the blob at `path`, in a segment or not; None if it has been deleted or replaced meanwhile.
+    """Return a copy of the blob at `path`, in a segment or not; None if it was deleted or replaced during the read.
     Raise FileNotFoundError if there is no blob."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
@@ -245,7 +245,7 @@ def read_stable(path: str) -> bytes | None:
     except BlockingIOError:  # its owner is about to write
         return None
     finally:
-        os.close(descriptor)  # and with it the lock
+        os.close(descriptor)  # this also releases the lock
 
 
 def _map(path: str, identity: tuple[int, int]) -> _Mapping | None:
@@ -268,6 +268,6 @@ def _map(path: str, identity: tuple[int, int]) -> _Mapping | None:
 
 
 def _unmap(mapping: _Mapping) -> None:
-    # A segment that is still read keeps its lock and memory until its mapping, which holds the open file, ends.
+    # While a segment is still read, its mapping keeps the file open, so the lock and the memory remain.
     os.close(mapping.descriptor)
     mapping.descriptor = -1

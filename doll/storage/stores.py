@@ -38,9 +38,9 @@ def checkpoint_location(config: JobConfig, run_folder: Path) -> Path | str:
 
 
 def open_store(config: JobConfig, run_folder: Path, part: str = "") -> CheckpointStore:
-    """Return the job's checkpoint store, or a separate one in the folder `part` beside the checkpoints, without any
-    access to it yet. Raise CheckpointError if it is in S3 and boto3 cannot be set up (region, credentials file), and
-    ConfigError if no store is registered for the scheme of `checkpoint.folder`."""
+    """Return the job's checkpoint store, or a separate one in the folder `part` beside the checkpoints. The call does
+    not access the store. Raise CheckpointError if it is in S3 and boto3 cannot be set up (region, credentials file),
+    and ConfigError if no store is registered for the scheme of `checkpoint.folder`."""
     location, section = checkpoint_location(config, run_folder), config.checkpoint
     history = VersionHistory(section.history_every_s, section.history_s)
     if isinstance(location, Path):
@@ -51,8 +51,8 @@ def open_store(config: JobConfig, run_folder: Path, part: str = "") -> Checkpoin
 def open_place(
     location: Path | str, job: str | None, keep: int = 2, history: VersionHistory = NO_HISTORY
 ) -> CheckpointStore:
-    """Return the checkpoint store of a folder or URL; see `open_store`. Without `job`, it accepts checkpoints of any
-    job, and must only be read."""
+    """Return the checkpoint store of a folder or URL; see `open_store`. Without `job`, the store accepts checkpoints of
+    any job, and must only be read."""
     if isinstance(location, Path):
         return FileCheckpointStore(location, job, keep=keep, history=history)
     opener = CHECKPOINT_STORES.get(location.partition("://")[0])
@@ -118,7 +118,7 @@ def find_source(config: JobConfig, source: str) -> tuple[Path | str, str | None]
 
 
 def _readings(source: str) -> list[tuple[str, str | None]]:
-    """Return the ways to read `source`, with and without a version: a path can also contain an @."""
+    """Return the possible meanings of `source`, with and without a version, because a path can also contain an @."""
     match = _VERSION.fullmatch(source)
     named: list[tuple[str, str | None]] = [] if match is None else [(match[1], match[2])]
     return named if "://" in source and named else [(source, None), *named]

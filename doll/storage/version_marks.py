@@ -1,5 +1,5 @@
-"""Aliases and pins of a job's versions, and the rule for which checkpoints are kept: the newest, one of each hour for a
-week, and those with an alias or a pin. Pure.
+"""Aliases and pins of a job's versions, and the rule for which checkpoints are kept: the newest ones, one of each hour
+for a week, and all with an alias or a pin. Pure.
 
 The aliases and pins are in a JSON file beside the checkpoints, so that people can read them.
 """
@@ -45,7 +45,7 @@ class VersionMarks(msgspec.Struct, frozen=True):
         return sorted(name for name, named in self.aliases.items() if named == version)
 
     def only(self, versions: Collection[int]) -> VersionMarks:
-        """Return these marks without those of other versions."""
+        """Return only the marks of these versions."""
         aliases = {name: version for name, version in self.aliases.items() if version in versions}
         return VersionMarks(aliases, tuple(pin for pin in self.pins if pin in versions))
 
@@ -64,7 +64,7 @@ class VersionMarks(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, pins=tuple(sorted({*self.pins, version})))
 
     def without_pin(self, version: int) -> VersionMarks:
-        """Return these marks without the pin of this version. Raise ConfigError if it has none."""
+        """Return these marks without the pin of this version. Raise ConfigError if the version has no pin."""
         if version not in self.pins:
             raise ConfigError(f"expected one of the pinned versions {_listed(self.pins)}, got {version}")
         return msgspec.structs.replace(self, pins=tuple(pin for pin in self.pins if pin != version))
@@ -157,8 +157,7 @@ def obsolete(
     """Return the checkpoints of `stored`, oldest first, that may be deleted: all except the `keep` newest, those of the
     history, and those `marked` by an alias or a pin.
 
-    Each checkpoint of the history is chosen by its distance from the one before it, so repeated calls keep the same
-    ones.
+    Each checkpoint of the history is chosen by the time since the one before, so repeated calls keep the same ones.
     """
     gone: list[StoredVersion] = []
     last_kept_s = float("-inf")

@@ -28,7 +28,7 @@ from doll.tables.bounds import part_name
 
 _JOB: Final = "job.yaml"
 _WEIGHTS: Final = "weights"
-_WRAPPED: Final = ("state_dict", "model_state_dict", "model")  # keys for it in programs' checkpoints
+_WRAPPED: Final = ("state_dict", "model_state_dict", "model")  # its keys in checkpoints of programs
 _GLOBAL: Final = re.compile(r"Unsupported global: GLOBAL (\S+)")
 _TABLE: Final = re.compile(r"table\.(.+)\.values")
 
@@ -117,10 +117,10 @@ def _of_torch(path: Path) -> tuple[str, dict[str, torch.Tensor]]:
     """Return a `state_dict`, alone or inside a program's checkpoint, and its name."""
     saved = "torch.save(model.state_dict(), ...)"
     try:
-        with warnings.catch_warnings(action="ignore"):  # warnings about files that are refused anyway
+        with warnings.catch_warnings(action="ignore"):  # hides warnings about files that are refused anyway
             content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as exc:  # a malformed file may make torch raise anything
-        # torch's text is of several lines, and advises to run what is in the file.
+        # torch's message has several lines, and advises to run the code in the file.
         if type(exc).__name__ == "UnpicklingError":
             named = _GLOBAL.search(str(exc))
             what = short(named[1]) if named else "other objects"

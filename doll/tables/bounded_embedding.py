@@ -17,8 +17,8 @@ PARTS: Final = ("ids", "rows", "key")  # parts of a table in a module's `state_d
 
 
 class UsedRows(NamedTuple):
-    """The distinct ids of a layer's input, strictly increasing; the place of each input id in them; and the place of
-    the padding id, if the input has it."""
+    """The distinct ids of a layer's input, strictly increasing, the index of each input id among them, and the index of
+    the padding id, if the input contains it."""
 
     ids: Ids
     places: torch.Tensor
@@ -45,8 +45,8 @@ def used_rows(name: str, num_rows: int, input: torch.Tensor, padding_idx: int | 
 
 
 class BoundedLayer(torch.nn.Module):
-    """The base class of both layers. It has ids and rows after a `state_dict` of `doll export` or `run.model()` was
-    loaded.
+    """The base class of both layers. It has ids and rows after it has loaded a `state_dict` of `doll export` or
+    `run.model()`.
 
     Attributes:
         ids: ids that have rows, int64, strictly increasing, shape (n,); None: nothing has been loaded.
@@ -79,7 +79,7 @@ class BoundedLayer(torch.nn.Module):
         if missing:
             missing_keys += missing
             return
-        for part in PARTS:  # with the shapes in `state_dict`
+        for part in PARTS:  # with the shapes that the `state_dict` has
             setattr(self, part, torch.empty_like(state_dict[prefix + part]))
         self._parameters["weight"] = None  # it has no rows
         super()._load_from_state_dict(
@@ -87,7 +87,7 @@ class BoundedLayer(torch.nn.Module):
         )
 
     def _looked_up(self, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-        """Return the places of the input ids in the rows, the rows, and the place of the padding id."""
+        """Return the index of the row of each input id, the rows, and the index of the padding id."""
         if self.ids is None or self.rows is None or self.key is None:
             raise RuntimeError(
                 f"doll.{type(self).__name__}: expected a DOLL job, which has its rows, or the tensors of one: "

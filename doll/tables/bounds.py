@@ -1,4 +1,4 @@
-"""The bounds of a table with more possible ids than memory can hold: some ids have rows, all have initial rows. Pure.
+"""The bounds of a table with more possible ids than memory can hold: only some ids have stored rows. Pure.
 
 The initial row of an id is computed from the seed of the job, the table's name and the id alone, with integer
 arithmetic that is the same on every machine.
@@ -39,7 +39,7 @@ class InitialRows(NamedTuple):
         """Return the initial rows of `ids`, float32, shape (n, width)."""
         begin = mixed(ids.astype(np.uint64) + np.uint64(self.key))
         places = np.arange(1, self.width + 1, dtype=np.uint64) * _GAMMA
-        # float32 holds integers of 24 bits exactly, and the following results too, except for the last one.
+        # float32 represents integers of 24 bits exactly, and also the results below, except the last one.
         bits = (mixed(begin[:, None] + places) >> np.uint64(40)).astype(np.float32)
         return (bits * np.float32(2.0**-23) - np.float32(1.0)) * np.float32(self.scale)
 
@@ -56,7 +56,7 @@ class TableBounds(NamedTuple):
     Attributes:
         max_rows: maximum number of ids that have rows at the same time.
         min_count: number of pushes that must name an id before it gets a row.
-        ttl_updates: number of updates without a push of the id after which its row expires; None: it does not expire.
+        ttl_updates: a row expires after this number of updates without a push of its id; None: no row expires.
     """
 
     max_rows: int

@@ -2,8 +2,8 @@
 computes the gradients of these rows.
 
 The parameter of every `torch.nn.Embedding` or `EmbeddingBag` with `sparse=True` is removed from the module, so it is
-not in the flat vector (`doll.model.flat_model`). The layer's forward looks up the distinct ids of its input, and
-computes with a matrix of these rows only: no gradient is ever as large as the table.
+not in the flat vector (`doll.model.flat_model`). The layer's forward pass looks up the distinct ids of its input, and
+computes with a matrix of only these rows. So no gradient is as large as the table.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Use(NamedTuple):
     name: str
     ids: Ids
     rows: torch.Tensor
-    padding: int | None  # place of the padding row in `ids`
+    padding: int | None  # index of the padding row in `ids`
 
 
 class _NoWeight:
@@ -57,7 +57,7 @@ class EmbeddingTables:
     """The tables of one module. Not thread-safe: one thread computes.
 
     Attributes:
-        shapes: shape of each table, by the name of its parameter; if several layers share it, by the first name.
+        shapes: shape of each table, by the name of its parameter; for a table of several layers, by its first name.
         names: all names of each table in the module's `state_dict()`, by its name in `shapes`.
         scales: scale of the initial rows of each bounded table.
         bounds: bounds of each bounded table, after the job has set them (`doll.model.flat_model`).
@@ -92,7 +92,7 @@ class EmbeddingTables:
         self._initial = {name: weight for name, (weight, _) in self._weights.items() if not weight.is_meta}
         self._look_up: LookUp | None = None
         self._uses: list[_Use] = []
-        self._steps: dict[str, Rows] = {}  # changes that are added to every row that is looked up
+        self._steps: dict[str, Rows] = {}  # changes that are added to rows when they are looked up
         for name, (_, layers) in self._weights.items():
             for layer in layers:
                 del layer._parameters["weight"]
@@ -113,13 +113,13 @@ class EmbeddingTables:
         }
 
     def take_initial(self) -> dict[str, Floats]:
-        """Return the initial rows of each table from the module, float32, shape (num_rows, width), not copied; without
-        bounded tables.
+        """Return the initial rows of each table that is not bounded, float32, shape (num_rows, width), not copied.
 
-        The caller owns them, and this object forgets them. A server keeps them, other processes drop them.
+        The caller owns the rows, and this object forgets them. A server keeps them; other processes drop them.
 
         Raises:
-            RuntimeError: they were taken before, or the module was built without them (`doll.model.without_tables`).
+            RuntimeError: the rows were taken before, or the module was built without them
+                (`doll.model.without_tables`).
         """
         initial, self._initial = self._initial, {}
         self._weights = {}
@@ -129,7 +129,7 @@ class EmbeddingTables:
 
     def initial_rows(self, name: str) -> Floats:
         """Return the initial rows of one table, float32, shape (num_rows, width): a view that may be changed. Raises
-        KeyError if they were taken before, or the module was built without them."""
+        KeyError if the rows were taken before, or the module was built without them."""
         rows: Floats = self._initial[name].detach().numpy()
         return rows
 
@@ -152,13 +152,13 @@ class EmbeddingTables:
     def gradients(self) -> dict[str, Rows]:
         """Return the gradients of the rows used since `reset`, summed over all calls of a layer in their order.
 
-        A row counts as used if its id was in an input, whatever its gradient is, except for padding rows. A table that
-        was not used for the loss is left out.
+        A row counts as used if its id was in an input, even if its gradient is 0. Padding rows do not count. A table
+        that the loss does not depend on is left out.
         """
         pieces: dict[str, list[Rows]] = {}
         for name, ids, rows, padding in self._uses:
             if rows.grad is not None and len(ids):
-                # The sparse gradient has one entry per input id, in order. A dense one by torch would take longer.
+                # The sparse gradient has one entry per input id, in order. Torch's dense gradient would take longer.
                 total = torch.zeros(rows.shape, device=rows.device)
                 values = total.index_add_(0, rows.grad._indices()[0], rows.grad._values()).cpu().numpy()
                 if padding is not None:
@@ -206,7 +206,7 @@ class EmbeddingTables:
     def _rows(
         self, name: str, input: torch.Tensor, padding_idx: int | None
     ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-        """Return the distinct rows of `input`, the place of each input id in them, and the place of the padding row."""
+        """Return the distinct rows of `input`, the index of each input id in them, and the index of the padding row."""
         used = used_rows(f"table {name!r}", self.shapes[name].num_rows, input, padding_idx)
         values = self._rows_of(name, used.ids)
         if name in self._steps:

@@ -1,7 +1,8 @@
-"""The index of ids in their owner's arrays: a hash table of numpy arrays, without loops over ids. Pure.
+"""A hash table from ids to slots, made of numpy arrays, without loops over ids. Pure.
 
-It uses open addressing with linear probing. A cell holds the number of a slot, and a slot holds its id. Each place
-takes 8 to 16 bytes of cells and 9 bytes of slots. The cell of a removed id stays marked until all cells are rebuilt.
+It uses open addressing with linear probing. A cell contains the number of a slot, and a slot contains its id. For each
+id of the capacity, cells take 8 to 16 bytes and slots 9 bytes. The cell of a removed id stays marked until all cells
+are rebuilt.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class IdIndex:
         left, cells = slots, self._home(self.ids[slots])
         while len(left):
             is_free = self._cells[cells] == _EMPTY
-            self._cells[cells[is_free]] = left[is_free]  # of the ids that want the same cell, one gets it
+            self._cells[cells[is_free]] = left[is_free]  # if several ids want the same cell, one of them gets it
             has_none = self._cells[cells] != left
             left, cells = left[has_none], (cells[has_none] + 1) & self._mask
 

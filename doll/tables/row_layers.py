@@ -1,8 +1,7 @@
 """The rows of one table that have changed since a checkpoint, for one version after another. Pure.
 
-The layers of a version never change. The next version has the same layers and one more. A new layer is merged with the
-layer below it while that one is at most twice as large. So there are few layers, and each row is copied only a few
-times.
+The layers of a version never change. The next version has the same layers and a new one. The new layer is merged with
+the layer below while the lower one is at most twice as large. So there are few layers, and few copies of each row.
 """
 
 from __future__ import annotations

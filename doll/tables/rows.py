@@ -15,7 +15,7 @@ from isal.isal_zlib import crc32
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
-# Name of the table and strictly increasing ids -> their rows, float32, shape (n, width), which the caller may change.
+# Function from a table's name and strictly increasing ids to a copy of the rows, float32, shape (n, width).
 LookUp: TypeAlias = Callable[[str, Ids], Floats]
 
 
@@ -47,7 +47,7 @@ class Rows(NamedTuple):
 
 
 class Patch(NamedTuple):
-    """The current values of some numbers in rows of one table. The receiver already has all other numbers.
+    """The current values of some numbers in rows of one table. The receiver has the rows' other numbers already.
 
     Attributes:
         ids: int64, shape (n,), strictly increasing.

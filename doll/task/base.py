@@ -56,8 +56,8 @@ class Sample(NamedTuple):
     """One sample.
 
     `x` and `y` are arrays (anything that `numpy.asarray` accepts, such as a number or a list of numbers), or dicts,
-    tuples and lists of arrays. A tuple or list is one array, unless it contains an array or a dict. Every array keeps
-    its type, with two exceptions: float64 in `x` becomes float32; and if `x` is one array, all types but integers
+    tuples and lists of arrays. A tuple or list is one array, unless it contains an array or a dict. Arrays keep their
+    types, with two exceptions: float64 in `x` becomes float32; and if `x` is a single array, all types but integers
     become float32.
 
     Attributes:
@@ -87,13 +87,12 @@ class Samples(NamedTuple):
     Attributes:
         x, y: arrays of shapes (k, *input_shape) and (k, ...) with all k samples, in the order of their records; or
             dicts, tuples and lists of such arrays.
-        skipped: for each reason, a boolean array of shape (n,) that marks the records that are skipped for this reason.
-            If a record is marked for two reasons, the first one counts.
+        skipped: for each reason, a boolean array of shape (n,) that marks the records to skip for this reason. If a
+            record is marked for two reasons, the first reason counts.
         counts: number of samples of each record, whole numbers, shape (n,): 0 if the record is skipped, otherwise 1 to
             `Task.max_samples_per_record`. None: one sample for each record that is not skipped.
         weight: weight of each sample, shape (k,). None: all weights are 1.
-        group: group of each sample, integers or texts, shape (k,). -2**63: the sample has no group. None: no sample
-            has.
+        group: group of each sample, integers or texts, shape (k,). -2**63: no group. None: no sample has a group.
     """
 
     x: Any
@@ -105,7 +104,7 @@ class Samples(NamedTuple):
 
 
 def x_of(decoded: Sample | list[Sample]) -> Any:
-    """Return x of the single sample that a record was decoded to.
+    """Return x of the single sample in `decoded`, the result of decoding a record.
 
     Raises:
         SampleError: the record was not decoded to exactly one sample.
@@ -127,12 +126,12 @@ class Task:
     Attributes:
         input_shape: shape of one sample's `x`. A record of another shape is dead-lettered. None: the shape that most
             records of a batch have.
-        num_classes: number of classes. A target outside 0 .. num_classes - 1 is dead-lettered. None: regression, or
-            classes that are not checked.
+        num_classes: number of classes. A record with a target outside 0 .. num_classes - 1 is dead-lettered. None:
+            regression, or classes that are not checked.
         max_samples_per_record: maximum number of samples of one record. A record with more samples is dead-lettered.
             The limit bounds the memory of a batch, because the size of a batch is counted in records, not in samples.
-        whole_records: whether `decode_many` reads keys, headers or timestamps of its `Records`. They cost time and
-            memory only if this is set. A task that overrides `decode_record` always gets them.
+        whole_records: whether `decode_many` reads keys, headers or timestamps of its `Records`. Reading them takes time
+            and memory. A task that overrides `decode_record` always gets them.
     """
 
     input_shape: tuple[int, ...] | None = None
@@ -161,7 +160,7 @@ class Task:
         return self.decode(record.value)
 
     def decode_block(self, block: memoryview, width: int) -> tuple[Any, Any] | None:
-        """Optional fast path: decode records of equal length, which lie one after another in one block.
+        """Optional fast path: decode records of equal length, which are stored one after another in one block.
 
         Args:
             block: the `count * width` bytes of the records.
@@ -177,9 +176,9 @@ class Task:
     def decode_many(self, values: Records) -> Samples | tuple[Any, Any] | None:
         """Optional fast path: decode records of any lengths, such as JSON or CSV, in one call.
 
-        If a call raises `BadRecordsError`, which names the bad records, it is repeated without them. If a call returns
-        None or raises another exception, it is repeated for each half of the records, and finally `decode` decodes or
-        refuses single records. `doll.JsonTask` has this method for JSON objects.
+        If a call raises `BadRecordsError`, which names the bad records, the call is repeated without them. If it
+        returns None or raises another exception, it is repeated for each half of the records; in the end, `decode`
+        decodes or refuses single records. `doll.JsonTask` has this method for JSON objects.
 
         Args:
             values: list of the values of n records, n >= 1, with their offsets; also with keys, headers and timestamps
@@ -215,9 +214,9 @@ class Task:
         """Optional: convert the model's output for the n samples of one request into the answer of `POST /predict`.
 
         By default, the answer has `class` and `probabilities` (softmax) if `num_classes` is set, and `value` if the
-        model returns one number per sample. If such a model is a ranking, that is, a method of the task takes the
-        groups of samples, the answer instead has `score` (the number) and `rank` (0 for the best sample of the
-        request). For all other models, the answer has the tensors of the output.
+        model returns one number per sample. If a method of the task takes the groups of samples, such a model is a
+        ranking. Then the answer instead has `score` (the number) and `rank` (0 for the best sample of the request). For
+        all other models, the answer has the tensors of the output.
 
         Returns:
             Tensors or arrays of shape (n, ...), by the name that they have in the answer.
@@ -239,7 +238,8 @@ class Task:
         return {"value": values}
 
     def use_format(self, section: FormatSection, *, load: Callable[[str], Any], path: Callable[[Path], Path]) -> None:
-        """Decode values as `data.format` sets. Only a `doll.FieldsTask` can. The method is called when a job is loaded.
+        """Decode values in the format that `data.format` sets. Only a `doll.FieldsTask` can. Called when a job is
+        loaded.
 
         Args:
             section: the section `data.format` of the job file.
@@ -258,9 +258,9 @@ class Task:
         """Optional: declare the arrays of a sample. A sample that does not fit is dead-lettered with its field's name.
 
         Returns:
-            One form for x and one for y: a `doll.Field`, or dicts, tuples and lists of fields. None in place of a form:
-            x or y is not declared. None in place of both: the same for x and y. If x or y is more than one array and is
-            not declared, the first good samples of a process define its form.
+            One form for x and one for y: a `doll.Field`, or dicts, tuples and lists of fields. None in place of one
+                form: x or y is not declared. None in place of both: neither is declared. If an undeclared x or y is
+                more than one array, the first good samples of a process define its form.
         """
         return None
 
@@ -339,16 +339,16 @@ class Task:
     def stages(self, model: torch.nn.Module) -> Sequence[tuple[str, torch.nn.Module]] | None:
         """Optional, for pipelines (`worker.pipeline`): return the layers between which the model may be cut, by name.
 
-        Needed only if the model is not a `torch.nn.Sequential` and `torch.fx` cannot trace its graph.
+        This is only needed if the model is not a `torch.nn.Sequential` and `torch.fx` cannot trace its graph.
 
         Args:
             model: the model that `build_model` returned. The layers are parts of it; together they hold each of its
                 parameters once.
 
         Returns:
-            Modules in the order in which they compute the model's output. `forward` calls the first one; each further
-            one takes the output of the one before: a tensor, or dicts, tuples and lists of tensors. None: the model is
-            cut without the help of the task.
+            Modules in the order in which they compute the model's output. `forward` calls the first module. Each
+                further module takes the output of the module before: a tensor, or dicts, tuples and lists of tensors.
+                None: the model is cut without help of the task.
         """
         return None
 
@@ -425,7 +425,8 @@ class Task:
         return type(self).step is not Task.step or self.steps_rows
 
     def holdout(self) -> Iterable[Sample]:
-        """Return held-out samples, which never are in the stream. Default: none; only prequential error is shown."""
+        """Return held-out samples, which are never in the stream. Default: none, so only the prequential error is
+        known."""
         return ()
 
 
@@ -500,7 +501,7 @@ def described(error: Exception) -> str:
 
 
 def moved(module: str) -> str:
-    """Return advice if a module cannot be imported because its task became an example; otherwise an empty string."""
+    """Return advice if a module cannot be imported because its task was moved to the examples; otherwise ""."""
     if not module.startswith("doll.tasks."):
         return ""
     return "; the tasks that ship are examples now: doll example list; a run of an earlier release needs that release"
@@ -509,8 +510,8 @@ def moved(module: str) -> str:
 def source_checksum(task: Task) -> str:
     """Return the checksum of the files that define a task's classes, without DOLL's files: 16 hexadecimal digits.
 
-    The checksum shows whether two versions were trained with the same code. It is "" if there is no such file, as for
-    a class that is defined in a notebook.
+    The checksum shows whether two versions were trained with the same code. It is "" if there is no file, for example
+    because the class is defined in a notebook.
     """
     checksum, files = hashlib.sha256(), []
     for cls in type(task).__mro__:
@@ -523,7 +524,7 @@ def source_checksum(task: Task) -> str:
 
 
 def _resolved(config: JobConfig, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the job file; paths are resolved relative to the job file, as every other path in it."""
+    """Return the arguments of the job file. Paths in them are relative to the job file, and are resolved."""
     return {
         key: str(config.path(Path(value))) if isinstance(value, str) and key.endswith(PATH_ENDINGS) else value
         for key, value in args.items()
@@ -539,7 +540,7 @@ def _load_name(config: JobConfig, key: str, spec: str) -> Any:
 
 def _load(name: str, config: JobConfig, key: str) -> Any:
     """Import a module by its name or its file."""
-    # The folder of the job file may hold modules of the user, as with `python script.py`; also modules of an optimizer.
+    # The folder of the job file may contain modules of the user, as with `python script.py`, also for an optimizer.
     folder = str(config.base_folder)
     if folder not in sys.path:
         sys.path.append(folder)

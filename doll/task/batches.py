@@ -40,7 +40,7 @@ class SampleBatch(NamedTuple):
         return float(self.num_samples) if self.weight is None else float(self.weight.sum(dtype=np.float64))
 
     def take(self, part: Sequence[int] | slice) -> SampleBatch:
-        """Return the samples at these places."""
+        """Return the samples with these indexes."""
         places = part if isinstance(part, slice) else list(part)
         weight = None if self.weight is None else self.weight[places]
         group = None if self.group is None else self.group[places]
@@ -104,7 +104,7 @@ class SampleRow(NamedTuple):
     y_structure: Structure | None
     weight: float = 1.0
     group: int = NO_GROUP
-    given_x: Sequence[Any] = ()  # the values that became `x`, if no form declares their types; (): not known
+    given_x: Sequence[Any] = ()  # the values that were converted to `x`, if no form declares their types; (): unknown
 
     @property
     def shapes(self) -> tuple[Any, ...]:
@@ -146,9 +146,9 @@ def row_of(sample: Sample | tuple[Any, Any], forms: Forms) -> SampleRow:
 def _arrays(
     root: str, value: Any, form: Form | None, alone: Callable[[Any], Array]
 ) -> tuple[list[Array], Structure | None, Sequence[Any]]:
-    """Return the arrays, the structure around them, and, if there is no form, the values that became the arrays.
+    """Return the arrays, the structure around them and, if there is no form, the values before their conversion.
 
-    `alone`: function that makes the array if there is no form and `value` is a single array.
+    `alone`: function that converts `value`, if there is no form and the value is a single array.
     """
     if form is not None:
         leaves, structure = form.taken_apart(value), form.structure
@@ -171,7 +171,7 @@ def _arrays(
 
 
 def features_of(arrays: Sequence[Array], structure: Structure | None, form: Form | None) -> list[Array]:
-    """Return the arrays of x for many samples, of the types that `row_of` gives; unchanged if a form has types."""
+    """Return the arrays of x for many samples, with the types as from `row_of`; unchanged if a form declares types."""
     if form is not None:
         return list(arrays)
     if structure is None:
@@ -204,7 +204,7 @@ def batch_of_rows(rows: Sequence[SampleRow], *, is_ragged: bool) -> SampleBatch:
 
 
 def stacked_features(rows: Sequence[Sequence[Array]], structure: Structure | None) -> list[Array]:
-    """Stack the arrays of x of several samples. Integers and floats together become float64, and then float32.
+    """Stack the arrays of x of several samples. A mixture of integers and floats becomes float64, and then float32.
 
     Raises:
         SampleError: the conversion would change an integer.
@@ -221,7 +221,7 @@ def _stacked_leaves(
 
 
 def batch_of(task: Task, samples: Iterable[Sample | list[Sample]], most: int | None = None) -> SampleBatch:
-    """Return the batch of the first `most` samples, such as held-out samples; without samples, arrays (0, ...).
+    """Return the batch of the first `most` samples, for example held-out ones. Without samples, arrays have length 0.
 
     Raises:
         SampleError, ValueError: the samples do not fit together.

@@ -105,7 +105,7 @@ class FieldsTask(Task):
         return self._arrays(self._reader.read(values), values)
 
     def decode_features(self, record: bytes) -> Any:
-        """Decode the features of a record: a JSON object of the fields, whatever the format of the stream is."""
+        """Decode the features of a record, a JSON object of the fields, even if the stream has another format."""
         if not self.targets:
             return super().decode_features(record)
         event = _features_reader(self.record, self.targets).read_one(record)

@@ -31,10 +31,10 @@ class Field:
 
     Attributes:
         dtype: numpy type, such as `float32`, `int64` or `bool`. In x, `float64` means float32, because x never is
-            float64. A value is checked before it is converted. It is converted to an integer type only if it keeps its
-            value: an integer must be within the range of the type, and a float must be a whole number below 2**53
-            (float32: below 2**24), because a larger float may stand for another integer. `uint64` holds all 64 bits
-            of an id; torch supports few operations on it: `x["id"].view(torch.int64)` has the same bits.
+            float64. Values are checked before they are converted. A conversion to an integer type must not change the
+            value. So an integer must be within the range of the type, and a float must be a whole number below 2**53
+            (float32: below 2**24), because a larger float may stand for another integer. `uint64` has all 64 bits of an
+            id, but torch supports few operations on it. `x["id"].view(torch.int64)` has the same bits.
         shape: shape of one sample. None as a size: any length, for a task that defines `collate`.
     """
 
@@ -93,7 +93,7 @@ class Form:
         return cls(root, structure, fields)
 
     def taken_apart(self, value: Tree) -> list[Any]:
-        """Return the values of a sample for each field. A list of numbers is the value of one array.
+        """Return the values of a sample for each field. A list of numbers counts as the value of one array.
 
         Raises:
             SampleError: the sample has another structure.
@@ -138,8 +138,8 @@ def _fitted(array: Array, field: Field, name: str, lead: int) -> Array:
 
 
 def _misfit(array: Array, dtype: np.dtype[Any]) -> str:
-    """Return why `array` must not be converted to `dtype`; "" if it may. Floats and integers may be converted to each
-    other if integers keep their value."""
+    """Return why `array` must not be converted to `dtype`; "" if it may be. Conversions between floats and integers are
+    allowed if no integer changes its value."""
     kinds = array.dtype.kind + dtype.kind
     if kinds[0] not in "iuf" or kinds[1] not in "iufc":
         return "" if kinds[0] == "b" and kinds[1] in "iuf" else f"{array.dtype} of shape {array.shape}"
@@ -166,8 +166,8 @@ def array_of(value: npt.ArrayLike, name: str, rounded: Any = None) -> Array:
 
     Args:
         name: name of the value in messages.
-        rounded: type that floats of the value are converted to later; in a list with floats, integers are converted to
-            it, too. None: the type of its field.
+        rounded: type to which floats, and integers in a list with floats, are converted later. None: the type of the
+            field.
 
     Raises:
         SampleError: the conversion would change an integer in a list, or an integer has more than 64 bits.
@@ -198,7 +198,7 @@ def array_of(value: npt.ArrayLike, name: str, rounded: Any = None) -> Array:
 
 
 def as_features(x: npt.ArrayLike, name: str = "x") -> Array:
-    """Convert `x`, one array, for torch: integers stay unchanged, all other real numbers become float32."""
+    """Convert an `x` of one array for torch. Integers stay unchanged; all other real numbers become float32."""
     array = array_of(x, name, np.float32)
     if array.dtype.kind in "fb" and array.dtype != np.float32:
         with np.errstate(over="ignore"):  # a number that is too large becomes infinite, and is refused
@@ -207,7 +207,7 @@ def as_features(x: npt.ArrayLike, name: str = "x") -> Array:
 
 
 def as_feature(x: npt.ArrayLike, name: str = "x") -> Array:
-    """Convert one of several arrays of `x` for torch: its type stays, but float64 becomes float32."""
+    """Convert one of several arrays of `x` for torch. Its type stays, except that float64 becomes float32."""
     array = array_of(x, name, np.float32)
     if array.dtype in (np.float64, np.longdouble):
         return as_features(array, name)

@@ -1,7 +1,7 @@
 """Images as records of equal length: one label byte, then height x width grey bytes, row by row.
 
-`GreyImageTask` decodes them. `augmented` makes an endless stream from a few images, for a source of kind python: it
-draws originals and transforms each one at random (small affine and perspective transforms), so that no image repeats.
+`GreyImageTask` decodes them. `augmented` makes an endless stream from a few images, for a source of kind python. It
+draws originals, and transforms each at random (small affine and perspective transforms), so that no image repeats.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def draw(
 def homographies(count: int, rng: np.random.Generator) -> npt.NDArray[np.float32]:
     """Return random maps (count, 3, 3) from output to source positions, homogeneous, centred, in half image sides.
 
-    In these units, the bounds of the uniform draws fit images of every size.
+    In these units, the limits of the random numbers suit images of any size.
     """
     angle = rng.uniform(-np.deg2rad(15.0), np.deg2rad(15.0), count)
     scale_x, scale_y = rng.uniform(0.9, 1.1, (2, count))
@@ -79,7 +79,7 @@ def homographies(count: int, rng: np.random.Generator) -> npt.NDArray[np.float32
     shift_x, shift_y = rng.uniform(-0.125, 0.125, (2, count))  # 0.5 pixel of an 8x8 image
     tilt_x, tilt_y = rng.uniform(-0.06, 0.06, (2, count))
     cos, sin = np.cos(angle), np.sin(angle)
-    # Rotation x shear x scale; the scale divides because the map goes from the output back to the source.
+    # Rotation x shear x scale. The scale is a divisor, because the map goes from the output back to the source.
     rows = (
         (cos / scale_x, (cos * shear - sin) / scale_y, shift_x),
         (sin / scale_x, (sin * shear + cos) / scale_y, shift_y),

@@ -1,5 +1,5 @@
-"""Samples as Kafka records in MessagePack. `doll.train` sends the samples of a program in this form: pairs (x, y) of
-arrays, or of dicts, tuples and lists of arrays, with weight and group."""
+"""Samples as Kafka records in MessagePack: pairs (x, y) of arrays, or of dicts, tuples and lists of arrays, with weight
+and group. `doll.train` sends the samples of a program in this form."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Pair(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class _Trees(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """A sample whose x and y are in the form of `doll.task.trees.plain_of`; their numbers are indexes of `arrays`."""
+    """A sample whose x and y are in the form of `doll.task.trees.plain_of`, with indexes of `arrays` as numbers."""
 
     arrays: list[_Array]
     x: Any
@@ -145,7 +145,7 @@ def _group(group: int | str | None) -> int:
 
 
 def _column(arrays: Sequence[_Array], is_ragged: bool) -> npt.NDArray[Any] | None:
-    """Combine the arrays at one place of all samples."""
+    """Combine the arrays that all samples have for one leaf of their tree."""
     first = arrays[0]
     if any(array.kind != first.kind or array.shape != first.shape for array in arrays):
         return objects([array.array() for array in arrays]) if is_ragged else None
@@ -156,7 +156,7 @@ class PairTask(Task):
     """A task whose records are pairs of arrays, for classes that do not decode records themselves."""
 
     holdout_file: Path | None = None  # records with their lengths, see `write_records`
-    holdout_are_pairs: bool = True  # False: the task decodes them
+    holdout_are_pairs: bool = True  # False: the task decodes the records itself
 
     def decode(self, record: bytes) -> Sample:
         return decode(record)

@@ -1,6 +1,6 @@
 """The passes of a task over a batch: output, loss and metrics. Loss and metrics are weighted sums over the samples.
 
-The signatures of a task's methods decide what is passed: `weight` and `group` only if a parameter has this name.
+A method of a task gets `weight` or `group` only if it has a parameter of this name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Inputs(NamedTuple):
     total_weight: float
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
-        """Return the same batch with `move` applied to each tensor, such as to copy it to a device."""
+        """Return the same batch with `move` applied to each tensor, for example to copy it to a device."""
         weight = None if self.weight is None else move(self.weight)
         group = None if self.group is None else move(self.group)
         y = None if self.y is None else trees.mapped(move, self.y)
@@ -99,7 +99,7 @@ def loss(task: Task, output: Any, inputs: Inputs) -> Loss:
         TaskError: samples have weights and the task only defines a mean; or the task returned a value that is not a
             loss.
     """
-    # If no weight is above 0, there is no weighted mean; the plain mean shows whether the samples can be computed.
+    # If no weight is above 0, there is no weighted mean. The plain mean then shows whether the loss can be computed.
     weight = inputs.weight if inputs.total_weight else None
     has_losses_of_groups = takes(task, "losses", "group") and not task.defines("loss")  # `Task.loss` passes no groups
     if not has_losses_of_groups and (weight is None or takes(task, "loss", "weight")):

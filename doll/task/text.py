@@ -29,7 +29,7 @@ _LONGEST_LINE_BYTES: Final = 1 << 20
 _LETTERS: Final = re.compile(r"[^\W\d_]+")
 _OBJECTS: Final = msgspec.json.Decoder(dict[str, Any])
 
-# Words that do not show the topic of a text, and the parts that tokens such as "don't" or "we'll" are split into.
+# Words that do not show the topic of a text, and the parts into which words such as "don't" are split.
 _ENGLISH: Final = """
 a about above after again against all also am an and any are aren as at be because been before being below between both
 but by can cannot could couldn d did didn do does doesn doing don down during each few for from further had hadn has
@@ -62,8 +62,8 @@ def read_lines(path: Path, *, skip: int = 0, max_bytes: int) -> Iterator[bytes]:
         max_bytes: as in `lines.read_file`.
 
     Raises:
-        ConfigError: immediately if the file cannot be read, or has no line after `skip`; later if a further part of it
-            is damaged.
+        ConfigError: the file cannot be read, or has no line after `skip`. The iterator raises it later at a damaged
+            part.
     """
     documents = itertools.islice(lines.read_file(path, max_bytes=max_bytes), skip, None)
     first = next(documents, None)
@@ -82,8 +82,8 @@ def records(
 ) -> Iterator[bytes]:
     """Yield the records of these lines, in order.
 
-    A line that cannot be read as text, or is longer than `max_bytes`, becomes a record without changes: a worker
-    refuses it, and stores it as a dead letter. A line without any token gives no record.
+    A line that cannot be read as text, or is longer than `max_bytes`, becomes an unchanged record, which a worker
+    refuses and dead-letters. A line without any token gives no record.
 
     Args:
         fields: fields of the JSON object in each line whose texts are joined. Empty: a line is plain text in UTF-8.
@@ -130,7 +130,7 @@ class Vocabulary:
     ) -> None:
         """
         Args:
-            ids: ids 0 .. size - 1 of the known tokens. None: every token has an id, which is a hash value.
+            ids: ids 0 .. size - 1 of the known tokens. None: the id of each token is a hash value.
         """
         self.size = size
         self.counts = counts
@@ -185,7 +185,8 @@ class TextTask(Task):
         vocabulary_file: file for `Vocabulary.from_file`, which replaces the hash.
         texts: number of texts; each record has the number of its text, 0 .. texts - 1, in `number`, as with
             `source.numbered`. 0: records have no numbers.
-        max_tokens: maximum number of tokens of a record; at least `source.tokens_per_record`. Longer ones are refused.
+        max_tokens: maximum number of tokens of a record, at least `source.tokens_per_record`. Longer records are
+            refused.
         stop_words: tokens to leave out. `english`: the tokens of `ENGLISH`.
         holdout_path: file of held-out documents, in the format of the source's files.
         holdout_lines: number of lines at its beginning that are held out; `source.skip` keeps them out of the stream.
@@ -287,7 +288,7 @@ class TextTask(Task):
         return [self.decode(piece) for piece in pieces]
 
     def add_checksum(self, model: torch.nn.Module) -> None:
-        """Add the vocabulary's checksum to `model`, as a frozen parameter: other files give other fingerprints."""
+        """Add the vocabulary's checksum to `model` as a frozen parameter. So another file changes the fingerprint."""
         import torch
 
         if self.vocabulary.checksum:

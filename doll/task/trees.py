@@ -1,7 +1,7 @@
-"""Trees of arrays: what `x` and `y` of a sample may be. An array, or dicts, tuples and lists of trees.
+"""Trees of arrays: the form of a sample's `x` and `y`. A tree is an array, or a dict, tuple or list of trees.
 
 The structure is that of optree (docs/decisions/0081): the keys of dicts are sorted, named tuples keep their class. A
-batch has the same tree as its samples, and every array in it holds the arrays of all samples. If the task combines
+batch has the same tree as its samples; each of its arrays contains the arrays of all samples. If the task combines
 samples of different shapes itself (`Task.collate`), a batch is a `Ragged`: one tree for each sample.
 
 For a single array, these functions do the same as the functions of numpy.
@@ -35,15 +35,15 @@ def is_container(value: Any) -> bool:
 
 
 def are_numbers(items: Sequence[Any], depth: int = _MAX_DEPTH) -> bool:
-    """Return whether an untrusted list has only numbers, or lists of them. Texts may give numpy arrays of any size."""
+    """Return whether an untrusted list has only numbers, or lists of numbers. numpy makes huge arrays of some texts."""
     if _NUMBERS.issuperset(map(type, items)):
         return True
     return depth > 1 and all(isinstance(item, list) and are_numbers(item, depth - 1) for item in items)
 
 
 def is_tree(value: Any) -> bool:
-    """Return whether `value` is not a single array for `numpy.asarray`: a dict, or a tuple or list with a dict or an
-    array in it. A list of numbers is an array, and so is a list of such lists."""
+    """Return whether `value` is more than a single array: a dict, or a tuple or list that contains a dict or an array.
+    A list of numbers is a single array, and so is a list of such lists."""
     if isinstance(value, dict):
         return True
     if not isinstance(value, tuple | list):
@@ -153,7 +153,7 @@ def count(batch: Tree) -> int:
 
 
 def taken(batch: Tree, places: Any) -> Tree:
-    """Return the samples at these places. `places`: any index of numpy."""
+    """Return some samples of a batch. `places`: their indexes, in any form that numpy accepts."""
     if isinstance(batch, Ragged):
         return Ragged(batch[at] for at in np.arange(len(batch))[places].tolist())
     return mapped(lambda array: array[places], batch)

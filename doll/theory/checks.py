@@ -40,7 +40,7 @@ def rates(rates_per_s: npt.ArrayLike) -> Floats:
     values = np.atleast_1d(np.asarray(rates_per_s, dtype=np.float64))
     if values.ndim != 1 or not values.size:
         raise ValueError(f"rates_per_s: expected one rate per worker, got shape {values.shape}")
-    # The minimum and the sum find NaN and infinity too, in two passes.
+    # The minimum and the sum also reveal NaN and infinity, so two passes are enough.
     if not (values.min() >= 0 and (total := values.sum()) > 0 and math.isfinite(total)):
         raise ValueError("rates_per_s: expected finite rates of at least 0, one above 0")
     return values

@@ -19,7 +19,7 @@ from doll.theory import checks
 from doll.theory.checks import Floats
 
 SECONDS_PER_HOUR = 3600.0
-# For floats that represent integers: (64 - 60.95) / 0.1 must not lose a worker to rounding.
+# Tolerance for floats that represent integers: rounding in (64 - 60.95) / 0.1 must not cost a worker.
 TOLERANCE = 1e-9
 
 
@@ -35,7 +35,7 @@ class Prices:
         checks.positive(on_demand_usd_per_h=self.on_demand_usd_per_h)
 
     def times(self, machines: float) -> Prices:
-        """Return the prices of `machines` machines together, each of which has these prices."""
+        """Return the total prices of `machines` machines, each with these prices."""
         return Prices(self.spot_usd_per_h * machines, self.on_demand_usd_per_h * machines)
 
     @property
@@ -78,8 +78,8 @@ def cost_ratio(deadline_ratio: float, num_workers: int, alpha: float, prices: Pr
         alpha: availability of spot, in [0, 1].
         prices: prices of both markets. If spot is not cheaper, the ratio is 1 (all workers on-demand).
 
-    Source: the DOLL paper, Corollary 2, Eq. (19). Differs from the paper: (19) is a lower bound on the cost, so it is
-    an upper bound on the savings; the upper bound on the cost is added here. The maximum with π_s/π_o covers r >= 1/α.
+    Source: the DOLL paper, Corollary 2, Eq. (19). Differs from the paper: (19) is a lower bound on the cost, that is,
+    an upper bound on the savings. The upper bound on the cost is added here. The maximum with π_s/π_o covers r >= 1/α.
 
     Raises:
         ValueError: the deadline is below θ_0 (no mix meets it, so there is no ratio), or a number is out of range.
@@ -97,7 +97,7 @@ def cost_ratio(deadline_ratio: float, num_workers: int, alpha: float, prices: Pr
         return CostRatio(0.0, 1.0, 1.0)
     spare = num_workers - num_workers / ratio
     real = num_workers if alpha >= 1 else min(spare / (1 - alpha), float(num_workers))
-    # At alpha = 0 and N_s = N nobody ever works; the real optimum stops short of it because the deadline is finite.
+    # At alpha = 0 and N_s = N no worker is ever up. The real optimum is below N, because the deadline is finite.
     all_spot = alpha * ratio >= 1
     lower = pi_s / pi_o if all_spot else ratio + (alpha * pi_s - pi_o) * (ratio - 1) / (pi_o * (1 - alpha))
     return CostRatio(real, lower, _ratio_at(max(real - 1, 0.0), num_workers, alpha, prices))

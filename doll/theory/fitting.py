@@ -1,6 +1,6 @@
 """J(ε) from the error curve of a run: a fit of β ρ^J + γ, the form of Eq. (10), with bootstrap intervals.
 
-The form holds for strongly convex problems. For other problems both the curve and its extrapolation are empirical. The
+The form holds for strongly convex problems. For other problems, the form and its extrapolation are only empirical. The
 fit minimises the relative error, because the target is usually at the low end of the curve. If a single exponential
 does not fit the whole curve (networks learn fast at first and slowly later), `fit_tail` leaves out the start.
 """
@@ -45,7 +45,7 @@ class Decay:
         """Return J(ε) = ⌈ln((ε - γ)/β) / ln ρ⌉, the smallest number of updates for which the bound is at most ε.
 
         Raises:
-            InfeasiblePlanError: ε <= γ. The constraint is "error"; `nearest` has the error of the floor.
+            InfeasiblePlanError: ε <= γ. The constraint is "error"; `nearest` contains the error floor.
 
         >>> Decay(rho=0.5, beta=1.0, gamma=0.0).updates_to(0.25)
         2
@@ -102,12 +102,12 @@ class CurveFit:
     replicas: Floats
 
     def updates_to(self, target: float, *, reached: bool = False) -> FitInterval:
-        """Return J(ε) with its 90 % interval. The upper end is infinite if the floor of more than about 5 % of the
-        replicas is above the target.
+        """Return J(ε) with its 90 % interval. The upper end is infinite if more than about 5 % of the replicas have a
+        floor above the target.
 
         Args:
-            reached: whether the run has reached the target. If so, replicas with a floor above the target are wrong and
-                are ignored.
+            reached: whether the run has reached the target. If True, replicas with a floor above the target must be
+                wrong, and are ignored.
 
         Raises:
             InfeasiblePlanError: the fitted floor is at or above the target (constraint "error").
@@ -186,7 +186,7 @@ def fit_tail(
 
     Tries the starts J = 0, a quarter of the run and half of the run, in this order, until a fit follows the end of the
     run; otherwise returns the last of these fits. A fit follows the end if the logarithm of measured / fitted has no
-    trend over the last half of the run. A falling trend means that the run still improves where the fit does not.
+    trend over the last half of the run. A falling trend means that the run still improves although the fit does not.
 
     Raises:
         ValueError: see `fit_decay`.
@@ -229,15 +229,15 @@ def _still_falls(at: Floats, residuals: Floats) -> bool:
 
 
 def _fit(at: Floats, weights: Floats, curves: Floats) -> Floats:
-    """Return the best (ρ, β, γ) of each row of `curves`, shape (rows, 3): searches ρ, and fits β and γ by linear least
+    """Return the best (ρ, β, γ) of each row of `curves`, shape (rows, 3). Search ρ, and fit β and γ by linear least
     squares."""
     span = at[-1] - at[0]
-    # |ln ρ| from "hardly falls over the run" to "gone after its first hundredth".
+    # The range of |ln ρ|: from a curve that hardly falls in the run to one that is down after a hundredth of the run.
     pulls = np.geomspace(0.05 / span, 300.0 / span, _GRID)
     loss, _, _ = _linear(at, weights, curves, pulls)
     best = np.argmin(loss, axis=0)
     rows = np.arange(len(curves))
-    # Golden-section steps would not pay: two finer grids around the best point give four digits of ρ.
+    # Two finer grids around the best point give four digits of ρ, so a golden-section search is not worthwhile.
     centre = pulls[best]
     step = pulls[1] / pulls[0]
     out = np.empty((len(curves), 3))
@@ -262,7 +262,7 @@ def _linear(at: Floats, weights: Floats, curves: Floats, pulls: Floats) -> tuple
     determinant = np.maximum(wbb * w1 - wb**2, 1e-300)[:, np.newaxis]
     beta = (wby * w1 - wb[:, np.newaxis] * wy) / determinant
     gamma = (wbb[:, np.newaxis] * wy - wb[:, np.newaxis] * wby) / determinant
-    # On the boundary the other constant is the one-parameter optimum.
+    # If one constant is 0, the other one is the optimum for one parameter.
     beta_alone = wby / wbb[:, np.newaxis]
     beta, gamma = np.where(gamma < 0, beta_alone, beta), np.maximum(gamma, 0.0)
     gamma = np.where(beta < 0, wy / w1, gamma)

@@ -1,4 +1,4 @@
-"""How many workers, and which ones, to put on spot: Theorem 4, its chance-constrained form, and Theorem 5.
+"""The choice of the workers on spot, and of their number: Theorem 4, its chance-constrained form, and Theorem 5.
 
 Each answer is exact for an integer number of workers (tests compare with brute force). If a constraint cannot be met,
 the functions raise `InfeasiblePlanError`, which names the binding constraint and the nearest feasible values.
@@ -87,14 +87,14 @@ def best_assignment(
         detail = f"{needed:.6g} samples/s > {effective[0]:.6g} of all streams together"
         raise too_slow(samples, float(effective[0]), deadline_s, detail)
     in_time = effective >= needed * (1 - TOLERANCE)
-    # n = 0 is in time (checked above); the others are a prefix because the left side falls with n.
+    # n = 0 is in time (checked above). The left side falls with n, so the feasible n are 0 to some largest n.
     last = int(np.count_nonzero(in_time)) - 1
     if risk is not None:
         if cycle_s is None:
             raise ValueError("cycle_s: expected the mean up + down time of a spot worker, to know the risk")
         last = _most_at_risk(samples, ascending, alpha, deadline_s, cycle_s, risk, last)
     cost = relative_cost(effective, alpha, prices)
-    # At alpha = 0 with all workers on spot, no worker is ever up; inf <= inf would continue the scan.
+    # At alpha = 0 with all workers on spot, no worker is ever up, and inf <= inf would continue the scan.
     falls = (cost[1:] <= cost[:-1] * (1 + 1e-12)) & np.isfinite(cost[1:])
     rising = np.flatnonzero(~falls[:last])
     count = int(rising[0]) if rising.size else last
@@ -125,8 +125,8 @@ def late_prob(
 def _most_at_risk(
     samples: float, ascending: Floats, alpha: float, time_s: float, cycle_s: float, risk: float, most: int
 ) -> int:
-    """Return the largest number of workers on spot, at most `most`, for which P(late) is at most `risk`. P(late) grows
-    with it."""
+    """Return the largest number of workers on spot, at most `most`, with P(late) at most `risk`. P(late) grows with the
+    number."""
     check_risk(risk)
     low, high = 0, most
     while low < high:
@@ -143,7 +143,7 @@ def check_budget(cost_usd: float, budget_usd: float | None, *, updates: float, d
 
     Raises:
         InfeasiblePlanError: the constraint is "budget"; `nearest` has the smallest sufficient budget, and the number of
-            updates that this budget pays for.
+            updates that the present budget pays for.
 
     >>> check_budget(2.0, 3.0, updates=100, deadline_s=60.0)
     """
@@ -160,7 +160,8 @@ def check_budget(cost_usd: float, budget_usd: float | None, *, updates: float, d
 
 
 def _slowest(rates: Floats, ascending: Floats, count: int) -> npt.NDArray[np.bool_]:
-    """Return a mask of the `count` slowest workers; among equal rates, the lower numbers. Cheaper than an argsort."""
+    """Return a mask of the `count` slowest workers; among equal rates, those with lower numbers. No argsort is
+    needed."""
     if count == 0:
         return np.zeros(len(rates), dtype=np.bool_)
     edge = ascending[count - 1]
@@ -173,7 +174,7 @@ def _slowest(rates: Floats, ascending: Floats, count: int) -> npt.NDArray[np.boo
 def too_slow(
     samples: float, rate_per_s: float, deadline_s: float, detail: str, workers: int | None = None
 ) -> InfeasiblePlanError:
-    """Return the error for a deadline below θ_0. `workers`: number of equal workers that would meet it."""
+    """Return the error for a deadline below θ_0. `workers`: number of equal workers that would meet the deadline."""
     shortest = samples / rate_per_s
     nearest = {"deadline_s": shortest, "work_fraction": deadline_s / shortest}
     if workers is not None:

@@ -1,8 +1,8 @@
 """Preemptible spot workers: the share of the time for which they are up, and its variance.
 
 Model: each spot worker is an independent two-state Markov chain, which is up with probability α in the long run. One up
-period and one down period together last `cycle_s` on average. If outages of several workers come together, the
-variances grow by a design effect.
+period and one down period together last `cycle_s` on average. If several workers have outages at the same time, the
+variances grow by a factor, the design effect.
 
 Source: the DOLL paper, Section IV (Eq. (4)-(6)); the variance is derived in docs/theory.md.
 """
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from doll.theory import checks
 
 _NORMAL_FROM = 10_000  # from this many workers of one rate on, the sum of their up times counts as normal
-_NEVER = 1e-200  # a share of the time below this counts as 0
+_NEVER = 1e-200  # availabilities below this count as 0
 
 
 def uptime_variance_s2(time_s: float, alpha: float, cycle_s: float) -> float:
@@ -52,8 +52,8 @@ def shortfall_prob(
 ) -> float:
     """Return the probability of fewer than `needed` samples of spot workers within `time_s`, from a stationary start.
 
-    The total up time of a few workers is far from normal: often a worker is not interrupted at all. Therefore the
-    distribution of Σ λ_n U_n + noise is computed from its characteristic function (Gil-Pelaez's integral by the
+    The total up time of a few workers is not normally distributed: often a worker is not interrupted at all. Therefore
+    the distribution of Σ λ_n U_n + noise is computed from its characteristic function (Gil-Pelaez's integral by the
     midpoint rule), with E[exp(s U)] of a two-state chain in closed form. Rates that differ by less than a twentieth are
     replaced by their mean.
 
@@ -64,7 +64,8 @@ def shortfall_prob(
         cycle_s: mean length of one up period plus one down period of a worker, seconds.
         time_s: length of the time window, seconds.
         noise_var: variance of all other noise, which is normal, in samples². The standard deviation is raised to at
-            least a thirtieth of that of the outages, or to 1/3000 of the samples that the workers can make if less.
+            least a thirtieth of that of the outages, or 1/3000 of the samples that the workers can make, whichever is
+            less.
 
     Source: Gil-Pelaez (1951); see docs/theory.md.
 
@@ -87,7 +88,7 @@ def shortfall_prob(
     groups = np.unique(np.round(np.log(rates) / 0.05), return_inverse=True)[1]
     counts = np.bincount(groups)
     means = np.bincount(groups, weights=rates) / counts
-    # A period of the sum that holds all of it, and frequencies up to where the noise leaves nothing.
+    # The period contains the whole range of the sum. Above the highest frequency, the noise makes the terms negligible.
     step = 2 * math.pi / (2 * most + 40 * noise)
     at = np.arange(0.5, 8.5 / noise / step) * step
     transform = np.exp(-0.5 * (noise * at) ** 2 - 1j * at * needed)
@@ -121,10 +122,10 @@ class Availability(NamedTuple):
 def gang_availability(machines: int, alpha: float, cycle_s: float) -> Availability:
     """Return the availability of k machines that work only while all of them are up: α^k, and the cycle / (k α^(k-1)).
 
-    Assumes that the machines come and go independently, each as a chain of its own. A period in which all k machines
-    are up ends k times as often as an up period of one machine, after α cycle / k on average. These periods are a share
-    α^k of the time. Machines that fail together interrupt the worker less often: machines of a pool that come and go
-    together have the α and the cycle of one machine.
+    Assumes that the machines are independent two-state chains. A period in which all k machines are up ends k times as
+    often as an up period of one machine, after α cycle / k on average. The share of these periods in the time is α^k.
+    Machines that fail together interrupt the worker less often. If all machines of a pool fail together, they have the
+    α and the cycle of one machine.
 
     Args:
         machines: k, 1 or more.

@@ -3,6 +3,8 @@
 A stream delivers samples at the rate λ_A. A batch has b samples; a group has K batches of any workers; each group makes
 one update. All functions also hold for unequal streams if they get the total rate S = Σ λ_n (N λ_A for equal streams).
 
+The number of updates to an error target, J(ε), is `doll.theory.fitting.Decay.updates_to`.
+
 Source: the DOLL paper, Section III (Eq. (1)-(4), Proposition 1, Theorem 1). Corrections: docs/theory.md, D4-D6.
 """
 
@@ -83,7 +85,7 @@ def stability(total_rate_per_s: float, group_size: int, batch_size: float, servi
 
 
 def smallest_stable_batch(total_rate_per_s: float, service_s: float) -> int:
-    """Return the smallest b that makes the system stable by the sufficient condition, if μ_C does not depend on b.
+    """Return the smallest b that meets the sufficient condition of stability, if μ_C does not depend on b.
 
     >>> smallest_stable_batch(8000, 0.030)
     241

@@ -28,8 +28,8 @@ FIT_SPAN: Final = 5
 """The span of the exponential average before each fit, in points. It is turned off in MLLess's public code."""
 MIN_POINTS: Final = 8
 """The minimum number of points for a fit of a curve with four constants."""
-_MAX_EXPONENT: Final = 16.0  # of the reference curve: beyond it t**exponent overflows, and no loss falls like that
-_MAX_EVALUATIONS: Final = 1_000  # a fit of a hundred points takes about 15 on a curve, and some hundreds on noise
+_MAX_EXPONENT: Final = 16.0  # of the reference curve; a larger one overflows in t**exponent, and no loss falls so fast
+_MAX_EVALUATIONS: Final = 1_000  # a fit of a hundred points of a curve takes about 15; of noise, some hundreds
 _PRECISION: Final = 1e-7  # of the fit, relative
 _NEGLIGIBLE: Final = 1e-17
 
@@ -88,8 +88,8 @@ def knee(steps: npt.ArrayLike, losses: npt.ArrayLike, slope: float, span: float 
     """Return the step after which the smoothed loss falls by less than `slope` per step; None if it still falls faster.
 
     Differs from the paper: the slope in the paper is absolute, in loss per step, so the threshold depends on the unit
-    of the loss. Here the slope is divided by the smoothed loss. The search begins at the steepest fall, so that a flat
-    start of the curve is not taken for the knee.
+    of the loss. Here the slope is divided by the smoothed loss. The search begins at the steepest fall, so that it does
+    not find a flat start of the curve instead of the knee.
 
     Args:
         steps: step numbers, ascending, shape (n,).
@@ -117,7 +117,7 @@ def knee(steps: npt.ArrayLike, losses: npt.ArrayLike, slope: float, span: float 
     if not smooth.min() > 0:
         return None
     per_step = np.diff(smooth) / np.diff(at)
-    # Absolute: at a low loss noise makes the steepest relative slopes.
+    # The steepest fall is that of the absolute slope, because noise at a low loss makes the steepest relative slopes.
     steepest = int(np.argmin(ewma_both_ways(per_step, span)))
     slopes = ewma_both_ways(per_step / smooth[1:], span)
     if slopes[steepest] > slope:
@@ -234,7 +234,7 @@ def _fit(
     ends = max(1, len(y) // 10)
     first, last = float(y[:ends].mean()), float(y[-ends:].mean())
     with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")  # that the covariance, which is not used, cannot be estimated
+        warnings.simplefilter("ignore")  # a warning that the covariance, which is not used, cannot be estimated
         try:
             theta, _ = curve_fit(
                 model, x, y, p0=start(first, last, floor), sigma=sigma, bounds=(np.zeros(4), np.asarray(upper)),
@@ -281,9 +281,9 @@ def relative_excess(step: float, horizon_s: float, reference: Pace, current: Pac
     """Return s = (l_p(t + ⌊Δ/d_p⌋) - L_P(t + ⌊Δ/d_P⌋)) / L_P(t + ⌊Δ/d_P⌋), the relative excess loss with fewer workers.
 
     Differs from the paper: (1) is printed with the other sign, L_P - l_p, together with the rule "remove if s < S".
-    This would remove workers exactly when they are needed: at a loss 20 % above the reference, that s is -0.2. MLLess's
-    public code has the sign that is used here. Each curve is advanced by its own step time; the two versions of the
-    paper differ on this point.
+    With this sign, s is -0.2 at a loss 20 % above the reference, so workers would be removed exactly when they are
+    needed. MLLess's public code has the sign that is used here. Each curve is advanced by its own step time; the two
+    versions of the paper differ on this point.
 
     Args:
         step: t, the newest step.
@@ -308,8 +308,8 @@ def relative_excess(step: float, horizon_s: float, reference: Pace, current: Pac
 def without_outliers(seconds: npt.ArrayLike, window: int = 10, tolerance: float = 0.05) -> Floats:
     """Return the durations that differ by at most `tolerance` (a fraction) from the rolling median of `window` values.
 
-    If this removes more than half of the durations, steps vary by nature. Then durations up to three times the median
-    are kept, so that only pauses are removed.
+    If this would remove more than half of the durations, they also vary without pauses. Then durations up to three
+    times the median are kept, so that only pauses are removed.
 
     Source: MLLess's public code (rolling median, 10 values, 5 %).
 

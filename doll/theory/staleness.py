@@ -6,8 +6,8 @@ The clock of worker p is the number of its batches in the model: a version at wh
     d = (newest batch of p in version v) - c = (clock of p at version v) - 1 - c.
 
 Under the policy bsp every difference is -1. Under a policy that lets no worker be more than s batches ahead of another,
-differences are -s - 1 to s, because a worker may push batch c + s before it waits. Differs from the paper, whose text
-defines the difference between the clocks of two workers; this is the difference on the axis of its figure.
+differences are -s - 1 to s, because a worker may push batch c + s before it waits. The text of the paper defines
+another difference, that of the clocks of two workers; the axis of its figure shows the one used here.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _TRIM_AT: Final = 64
 
 
 def bucket(difference: int) -> int:
-    """Return the value as which a difference is counted. Above `EXACT` this value is nearer to 0, by at most 1/16 of
-    the difference.
+    """Return the value that stands for a difference in the histogram. For differences above `EXACT`, this value is
+    nearer to 0 by at most 1/16 of the difference.
 
     So a histogram stays small even if workers drift far apart under a policy without a bound.
 
@@ -52,7 +52,7 @@ class Histogram:
     Attributes:
         counts: number of occurrences of each difference, by its `bucket`.
         total: exact sum of the differences.
-        older: number of reads of a version for which the meter had no clocks any more; `counts` does not include them.
+        older: number of reads of versions whose clocks the meter had already forgotten; `counts` does not include them.
     """
 
     __slots__ = ("counts", "older", "total")
@@ -87,9 +87,9 @@ class Histogram:
         return self.total / size if size else math.nan
 
     def percentile(self, percent: float) -> float:
-        """Return the smallest difference d that at least `percent` % of all do not exceed; NaN without reads.
+        """Return the smallest d such that at least `percent` % of all differences are at most d; NaN without reads.
 
-        The 1st percentile is the staleness that 99 % of the reads do not exceed.
+        For 99 % of the reads, the weights are at least as new as the 1st percentile says.
 
         >>> Histogram({-3: 1, -1: 98, 0: 1}).percentile(1), Histogram({-3: 1, -1: 99}).percentile(50)
         (-3.0, -1.0)
@@ -107,8 +107,8 @@ class StalenessMeter:
     """Tracks which batches each version contains, and counts the differences of every read.
 
     The cost of a call does not grow with the number of workers. With at most `all_up_to` workers, a read is compared
-    with all other workers. With more workers, a read is compared with one other worker: successive reads of a worker
-    use the other workers in turn. Every pair of workers then counts equally often, and the mean has no bias unless the
+    with all other workers. With more workers, each read is compared with one other worker; successive reads of a worker
+    use the other workers in turn. Every pair of workers then counts equally often. The mean has no bias, unless the
     speeds of the workers repeat with the same period. Workers that are inactive now, or that joined after the version
     was made, are left out, because no worker waits for them.
 
@@ -144,7 +144,7 @@ class StalenessMeter:
         self._compares_all = len(self._clocks) <= all_up_to
         self._is_active = is_active
         self._offsets = [0] * len(self._clocks)  # clock minus number of batches
-        self._since = [version] * len(self._clocks)  # the first version at which a worker's process counts
+        self._since = [version] * len(self._clocks)  # the first version in which a worker's current process counts
         self._turns = list(range(len(self._clocks)))  # the other worker with which a worker's last read was compared
         self._tracks: dict[int, _Track] = {}
         self._changes: deque[tuple[int, int]] = deque()  # (version, worker) of the entries in `_tracks`, in order
@@ -154,7 +154,7 @@ class StalenessMeter:
 
         Args:
             clock: clock of the worker's next batch, as the policy counts it. None: the smallest clock of the other
-                active workers, if it is larger than the worker's own clock, because no worker waits for missed batches.
+                active workers, or the worker's own if it is larger. So no worker waits for missed batches.
         """
         if clock is None:
             others = (at for other, at in enumerate(self._clocks) if other != worker and self._is_active(other))
@@ -164,7 +164,7 @@ class StalenessMeter:
         self._set(worker, self._version, clock)
 
     def skipped(self, worker: int, batches: int) -> None:
-        """Leave out the next `batches` batches of this worker."""
+        """Record that the next `batches` batches of this worker are skipped."""
         self._offsets[worker] -= batches
 
     def read(self, worker: int, version: int, batch: int, count: int = 1) -> None:

@@ -101,14 +101,15 @@ class Ordered(Updater):
         self._added.append(float(contribution[0]))
 
     def apply(
-        self, contributions: Sequence[Any], scale: float, weight: float, into: Any = None, absent: int = 0
-    ) -> None:
+        self, contributions: Sequence[Any], scale: float, weight: float, into: Any = None, absent: int = 0,
+        lr_factor: float = 1.0,
+    ) -> None:  # fmt: skip
         for contribution in contributions:
             self.add(contribution)
         assert self._added == sorted(self._added), "contributions are added in the order of their sets"
         self._added = []
 
-    def _apply_sum(self, scale: float, weight: float, target: Any, absent: int) -> None:
+    def _apply_sum(self, scale: float, weight: float, target: Any, absent: int, lr_factor: float) -> None:
         raise NotImplementedError
 
     def tensors(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A worker's end of the control channel. It uses the fastest link to the server that works, or Kafka if none works.
 
-All code runs on the worker's event loop, except the opening of connections. Each change of the channel is reported, so
-that unconfirmed records are sent again on the new channel, in order (ADR 0026).
+All code runs on the worker's event loop, except the opening of connections. Each change of the channel is reported. The
+worker then sends its unconfirmed records again on the new channel, in order (ADR 0026).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class ControlLink:
 
     Args:
         kind: `control.kind`; it selects the endpoints of a Welcome that may be used.
-        on_refused: called with the number of refusals so far when an endpoint of a Welcome belongs to another user or
-            run.
+        on_refused: function that is called when an endpoint of a Welcome belongs to another user or run. Its argument
+            is the number of refusals so far.
     """
 
     def __init__(self, services: Services, kind: str, *, on_refused: Callable[[int], object] = lambda _: None) -> None:
@@ -61,9 +61,9 @@ class ControlLink:
         return "kafka" if self._link is None else self._link.kind
 
     def welcome(self, welcome: Welcome) -> None:
-        """Attach to the server that has welcomed this process. The same Welcome may come again.
+        """Attach to the server that has welcomed this process. The same Welcome may arrive again.
 
-        A late Welcome of a server that was replaced since is ignored.
+        A late Welcome of a server that has been replaced is ignored.
         """
         if welcome.term < self._term:
             return
@@ -76,10 +76,9 @@ class ControlLink:
         self._welcomed.set()
 
     def send(self, record: AnyRecord) -> bool:
-        """Send a record on the link. False: the record must be sent through Kafka.
+        """Send a record on the link. Return False if the record must be sent through Kafka.
 
-        If the link breaks during a push, the push is sent again after the change of the channel, after the pushes
-        before it.
+        If the link breaks during a push, the worker sends the push again on the new channel, after the earlier pushes.
         """
         welcome, link = self._welcome, self._link
         if link is None or welcome is None or getattr(record, "term", welcome.term) != welcome.term:
@@ -94,8 +93,8 @@ class ControlLink:
         return True
 
     async def run(self, deliver: Callable[[list[AnyRecord]], object], on_change: Callable[[], object]) -> None:
-        """Keep a link open; never returns. `deliver`: receives the records. `on_change`: called when grants and pushes
-        change to another channel."""
+        """Keep a link open. This method never returns. `deliver` receives the records. `on_change` is called when
+        grants and pushes change to another channel."""
         self._deliver, self._on_change = deliver, on_change
         pause_s = _RETRY_S
         while True:
@@ -150,8 +149,8 @@ class ControlLink:
         self._on_change()
 
     async def _until_due(self) -> None:
-        """Wait until a check is due or the link has failed. This method runs all the time on every link, and costs half
-        of `asyncio.wait_for`."""
+        """Wait until a check is due or the link has failed. This method runs all the time on every link, so it does not
+        use `asyncio.wait_for`, which costs twice as much."""
         if self._failed.is_set():
             return
         self._due.clear()
@@ -219,8 +218,8 @@ class ControlLink:
         return [endpoint for endpoint in welcome.endpoints if self._usable(endpoint)]
 
     async def _open(self, welcome: Welcome, endpoints: Sequence[str]) -> Link | None:
-        """Return a link to the first of these endpoints that accepts this process; None if none does or `welcome` is
-        outdated."""
+        """Return a link to the first of these endpoints that accepts this process. Return None if no endpoint accepts
+        the process, or if `welcome` is outdated."""
         loop = asyncio.get_running_loop()
         for endpoint in endpoints:
             if self._is_replaced(welcome):
@@ -245,7 +244,7 @@ class ControlLink:
         return None
 
     def _report(self, endpoint: str, error: LinkError) -> None:
-        """Report that this endpoint accepts no link now. A refusal means that it does not belong to the server."""
+        """Report that this endpoint accepts no link now. An endpoint that refuses does not belong to the server."""
         if not error.is_refusal:
             log.info("control_link_unavailable", endpoint=endpoint, reason=str(error))
             return
@@ -256,8 +255,8 @@ class ControlLink:
             log.warning("control_endpoint_refused", endpoint=endpoint, reason=str(error))
 
     def _is_replaced(self, welcome: Welcome) -> bool:
-        """Return whether another server or session came after `welcome`, or whether this process ends. A repeated
-        Welcome counts as neither."""
+        """Return whether a newer server or session has replaced that of `welcome`, or this process is ending. A
+        repeated Welcome does not count as a new session."""
         newest = self._welcome
         return newest is None or (newest.term, newest.session) != (welcome.term, welcome.session)
 

@@ -1,8 +1,10 @@
-"""A worker's channel to Kafka outside Faust. It joins the job, sends to `events` and `dead`, and reads `commands`.
+"""A worker's channel to Kafka outside Faust. The channel joins the job, writes to the topics `events` and `dead`, and
+reads the topic `commands`.
 
-It sends with librdkafka, whose producer keeps the order, retries without limit and never duplicates a record. Commands
-are read on a separate connection: a client has one fetch per broker at a time, so a grant would wait behind a fetch of
-samples, or every fetch of samples would have to be short (ADR 0006).
+The channel sends with librdkafka, whose producer keeps the order, retries without limit and never duplicates a record.
+It reads commands on a separate connection, because a client has only one fetch per broker at a time. On a shared
+connection, a grant would have to wait for a fetch of samples, or every fetch of samples would have to be short (ADR
+0006).
 """
 
 from __future__ import annotations
@@ -64,8 +66,8 @@ class WorkerChannel:
         self._publisher.send(self._events_topic, record, key=self._key)
 
     def send_dead_letters(self, letters: list[DeadLetter]) -> None:
-        """Store refused records, and return after Kafka has them, so that no update can count them earlier. Raise
-        ServiceUnavailableError if Kafka does not take them."""
+        """Store refused records, and return after Kafka has them. No update can therefore count these records earlier.
+        Raise ServiceUnavailableError if Kafka does not accept the records."""
         for letter in letters:
             self._publisher.send(self._dead_topic, letter, key=self._key)
         while letters and self._publisher.flush(1.0):
@@ -90,16 +92,16 @@ class WorkerChannel:
 
     @cached_property
     def _metadata_consumer(self) -> Any:
-        """A consumer that only asks for offsets. It is created when first used, because each client costs the broker a
-        connection.
+        """The consumer that only requests offsets. It is created when first used, because each client costs the broker
+        a connection.
 
-        A request for watermarks on another connection would wait behind the fetch of commands, and librdkafka would
-        poll for its answer a thousand times a second.
+        On the connection for commands, a request for watermarks would have to wait for the fetch of commands. In this
+        time, librdkafka would poll for the answer a thousand times a second.
         """
         return make_consumer(self._config, self._services, "metadata")
 
     def watermarks(self, topic: str, partition: int) -> tuple[int, int]:
-        """Return (low, high): the first offset that the partition still holds, and the offset of its next record."""
+        """Return (low, high): the first offset that the partition still contains, and the offset of its next record."""
         return partition_bounds(self._metadata_consumer, self._services.kafka, topic, partition, _LOOKUP_S)
 
     def bounds_of_partitions(self, topic: str, partitions: Sequence[int]) -> dict[int, tuple[int, int]]:
@@ -114,7 +116,7 @@ class WorkerChannel:
         return False
 
     def read_values(self, topic: str, partition: int, offsets: Collection[int]) -> dict[int, bytes]:
-        """Return the values at these offsets, without offsets that the log does not hold any more."""
+        """Return the values at these offsets. Offsets that the log does not contain any more are left out."""
         if not offsets:
             return {}
         with RangeReader(self._config, self._services) as reader:
@@ -124,10 +126,10 @@ class WorkerChannel:
     def join(
         self, process: str, should_stop: Callable[[], bool], incarnation: int = 0, *, after_term: int = 0
     ) -> tuple[Welcome, int] | None:
-        """Ask the parameter server for a place, and wait as long as it takes. Call it once.
+        """Send Join to the parameter server, and wait for its Welcome without a time limit. Call this method once.
 
         Args:
-            after_term: servers of terms up to this one belong to earlier runs, so their Stop does not end this job.
+            after_term: servers of terms up to this one belong to earlier runs. Their Stop does not end this job.
 
         Returns:
             The Welcome and the next offset in this worker's partition of `commands`, where `read_commands` continues;
@@ -178,8 +180,8 @@ class WorkerChannel:
     def _open_commands(self, should_stop: Callable[[], bool]) -> Reader | None:
         """Return a reader of this worker's commands, beginning with the last one; None if `should_stop` returned True.
 
-        If the broker is overloaded, as when a thousand workers start at once, the method pauses for a random time
-        before it asks again, so that the workers do not all return together.
+        The broker may be overloaded, for example because a thousand workers start at once. The method then pauses for a
+        random time before it asks again, so that the workers do not all ask together.
         """
         timeout_s = _LOOKUP_S
         while not should_stop():
@@ -200,8 +202,8 @@ class WorkerChannel:
         return None
 
     def read_commands(self, deliver: Callable[[Commands], object]) -> None:
-        """Pass the commands after the Welcome to `deliver`, as (offset, value), in order, in another thread. Call it
-        once, after `join`."""
+        """Pass the commands after the Welcome to `deliver`, as (offset, value), in order, in another thread. Call this
+        method once, after `join`."""
         assert self._reader is not None, "join first"
         self._thread = threading.Thread(
             target=self._read_commands, args=(self._reader, deliver), name="commands", daemon=True

@@ -1,1 +1,1 @@
-"""The steps from a grant to a push: weights, gradient or the task's steps, sample guard, filter and compression."""
+"""The steps from a grant to a push: load weights, compute the gradient or the task's step, guard, filter, compress."""

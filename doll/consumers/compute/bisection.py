@@ -1,7 +1,7 @@
 """A bisection that finds the samples of a batch that cannot be learned. Pure: the caller tests parts of the batch.
 
-A part that fails is halved until single samples are left. One bad sample of n therefore costs about 2 log2(n) tests,
-half of them with few samples.
+A part that fails is halved until single samples are left. One bad sample of n therefore costs about 2 log2(n) tests.
+Half of these tests have few samples.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WINDOW_BATCHES: Final = 64
 
 
 class RunningMedian:
-    """The median of a measure over the last learned batches. It is computed for every batch."""
+    """The median of a measure over the last learned batches. The measure is computed for every batch."""
 
     def __init__(self) -> None:
         self._values: deque[float] = deque()
@@ -46,8 +46,8 @@ class RunningMedian:
 
 
 def failing(part: Sequence[int], problem_of: Callable[[Sequence[int]], str]) -> dict[int, str]:
-    """Return the samples of `part` that fail alone, with the reason of each. `problem_of`: returns the problem of a
-    part, or "". A part whose halves both pass is not searched further."""
+    """Return the samples of `part` that fail alone, with the reason of each. `problem_of` returns the problem of a
+    part, or "". If both halves of a part pass, the part is not searched further."""
     failures: dict[int, str] = {}
     waiting = [part]
     while waiting:
@@ -62,23 +62,23 @@ def failing(part: Sequence[int], problem_of: Callable[[Sequence[int]], str]) -> 
 
 
 def beyond(part: Sequence[int], limit: float, norm_of: Callable[[Sequence[int]], float]) -> list[int]:
-    """Return the samples of `part` whose own gradient is longer than `limit`. `norm_of`: returns the norm of the sum of
+    """Return the samples of `part` whose own gradient is longer than `limit`. `norm_of` returns the norm of the sum of
     a part's gradients. A part within the limit is not searched: long gradients that cancel each other do no harm."""
     failures = failing(part, lambda here: "" if norm_of(here) <= limit else "beyond")
     return list(failures)
 
 
 def usual_norm(norms: Sequence[float]) -> float:
-    """Return the median, which bad samples do not move while they are a minority; 0 without norms."""
+    """Return the median; 0 without norms. Bad samples do not change the median while they are a minority."""
     return median(norms) if norms else 0.0
 
 
 def harmful(before: float, wrong: float, after: float) -> bool:
-    """Return whether a step harms ordinary samples, whose mean loss was `before` and is `after` the step.
+    """Return whether a step harms ordinary samples, whose mean loss is `before` and `after` the step.
 
-    The step is harmful if the loss at least doubles, and also rises by at least a quarter of the rise that wrong
-    targets would cause (`wrong` is the loss with wrong targets). If the loss is close to zero, doubling alone means
-    nothing.
+    The step is harmful if two conditions hold. First, the loss at least doubles. Second, the loss rises by at least a
+    quarter of the rise that wrong targets would cause (`wrong` is the loss with wrong targets). The second condition is
+    needed because a loss close to zero may double without harm.
     """
     if not math.isfinite(after):
         return True

@@ -1,9 +1,9 @@
 """Contributions in 16 bits with error feedback: the rounding error of one contribution is added to the next one.
 
 Seide et al., 1-bit stochastic gradient descent (Interspeech 2014); Karimireddy et al., Error feedback fixes SignSGD
-(ICML 2019). The error belongs to the worker's process: it is not in a checkpoint, and is lost with the process. It is
-also not taken back if a contribution is refused and its batches are computed again. In both cases, at most the rounding
-error of one contribution is lost or counted twice.
+(ICML 2019). The error belongs to the worker's process: no checkpoint contains the error, and it is lost with the
+process. If a contribution is refused and its batches are computed again, the error is not reset. In both cases, at most
+the rounding error of one contribution is lost or counted twice.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class ErrorFeedback:
         self._error: torch.Tensor | None = None
 
     def round(self, values: npt.NDArray[np.float32]) -> RoundedVector | None:
-        """Add the present error to `values`, shape (numel,), and return the rounded sum. None if a number is not
-        finite: such a contribution is sent unrounded, and the server refuses it."""
+        """Add the present error to `values`, shape (numel,), and return the rounded sum. Return None if a number is not
+        finite. The caller sends such a contribution unrounded, and the server refuses it."""
         wanted = torch.from_numpy(np.array(values))
         if self._error is not None:
             wanted += self._error

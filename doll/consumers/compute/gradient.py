@@ -1,4 +1,4 @@
-"""Algorithm 2: the gradient of one batch at exactly the given weights, and the version in the replica."""
+"""Algorithm 2: the gradient of one batch at exactly the given weights, and the cache of the weights in the replica."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ T = TypeVar("T")
 class ForwardPasses:
     """The runner of forward pass and loss. Not thread-safe: one thread computes.
 
-    `bf16` uses `torch.autocast`: parameters, gradients and the sum of a set remain float32. A compiled module is the
-    same module with the same parameters. If the compiled code fails and the module itself does not, the rest of the job
-    runs without compiled code.
+    `bf16` uses `torch.autocast`: parameters, gradients and the sum of a set remain float32. A compiled module has the
+    same parameters as the module. If the compiled code fails but the module itself succeeds, the process uses no
+    compiled code any more.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class ForwardPasses:
         self._compiled: Any = torch.compile(module) if compiles else None
 
     def run(self, forward: Callable[[torch.nn.Module], T], undo: Callable[[], None]) -> T:
-        """Return the result of `forward` for the module; `forward` may be called more than once. `undo`: restores the
-        module to its state before a pass, because compiled code that fails may have changed buffers, such as the
-        statistics of batch norm."""
+        """Return the result of `forward` for the module; `forward` may be called more than once. `undo` restores the
+        state of the module before the pass. This is necessary because compiled code that fails may have changed
+        buffers, such as the statistics of batch norm."""
         if self._compiled is not None:
             try:
                 with self._context():
@@ -96,7 +96,7 @@ class Gradient(NamedTuple):
 
     @property
     def values(self) -> npt.NDArray[np.float32]:
-        """`vector` in this machine's memory: a view if the vector is there already, otherwise a copy."""
+        """The gradient `vector` in the memory of the CPU: a view if `vector` is there already, otherwise a copy."""
         array: npt.NDArray[np.float32] = self.vector.cpu().numpy()
         return array
 
@@ -117,7 +117,7 @@ class GradientComputer:
     """The replica of the model at one worker. Not thread-safe: one thread computes.
 
     Attributes:
-        seed: seed of the random numbers of each pass, see `doll.model.random_numbers`. None: the generator continues.
+        seed: seed of the random numbers of each pass, see `doll.model.random_numbers`. None: no seed.
     """
 
     seed: int | None = None
@@ -156,10 +156,10 @@ class GradientComputer:
     ) -> Gradient:  # fmt: skip
         """Return the gradient of the summed loss over n >= 1 samples, as in `doll.task.batches.SampleBatch`.
 
-        The weights of the replica do not change, so a worker may compute several batches at one version.
+        This does not change the weights of the replica, so a worker may compute several batches at one version.
 
         Args:
-            use_running_stats: True: batch norm uses its running statistics, so that samples do not influence each
+            use_running_stats: whether batch norm uses its running statistics, so that samples do not influence each
                 other.
 
         Raises:
@@ -263,7 +263,7 @@ class GradientComputer:
     def _forward(
         self, batch: SampleBatch, buffers: torch.Tensor, *, use_running_stats: bool
     ) -> tuple[Any, passes.Loss, passes.Inputs]:  # fmt: skip
-        """Return the output, the loss and the task's inputs. `buffers`: a copy of the buffers before the pass."""
+        """Return the output, the loss and the task's inputs. `buffers` is a copy of the buffers before the pass."""
         if self.seed is not None:
             draw_from(self.seed, self._model.device)
         module = self._model.module.train()
@@ -289,8 +289,8 @@ class GradientSum:
     """
 
     def __init__(self, num_parameters: int, num_floats: int) -> None:
-        """Create a sum. `num_floats`: the number of parameters and float buffers; the values after these are not
-        numbers."""
+        """Create a sum. `num_floats` is the number of parameters and float buffers. The values after these are buffers
+        that are not floats."""
         self._num_parameters = num_parameters
         self._num_floats = num_floats
         self._memory: torch.Tensor | None = None  # the sum; allocated when a set has two gradients
@@ -361,8 +361,8 @@ class GradientSum:
         self._is_kept, self._last = True, None
 
     def values(self) -> npt.NDArray[np.float32] | None:
-        """Return the sum on the CPU. It is this object's memory or a single gradient's memory if that is on the CPU,
-        otherwise a copy."""
+        """Return the sum on the CPU. The result is the memory of this object or of a single gradient if that memory is
+        on the CPU, otherwise a copy."""
         if self._is_kept:
             self.keep()
         vector = self._memory if self._is_kept else self._last
@@ -375,7 +375,7 @@ class GradientSum:
 def stored_weights(
     blobs: Blobs, key: str, *, job: str, version: int, numel: int
 ) -> npt.NDArray[np.float32] | None:  # fmt: skip
-    """Return the weights under `key`, shape (numel,), perhaps as a view. None: they are not there completely."""
+    """Return the weights under `key`, shape (numel,), perhaps as a view. Return None if some of them are missing."""
     if (blob := blobs.get(key)) is None:
         return None
     try:
@@ -386,24 +386,24 @@ def stored_weights(
 
 
 class LocalModel(Protocol):
-    """Port: the weights in one worker's replica. Policies of exact versions allow one version; other policies allow the
-    newest version and older versions down to a minimum. A worker that sees its own steps adds them to the weights
-    (docs/decisions/0020).
+    """Port: the weights in one worker's replica. Some policies require one exact version. Other policies allow the
+    newest version and older versions down to a minimum. A worker that makes its own steps adds these steps to the
+    weights (docs/decisions/0020).
 
     Not thread-safe, except `offer`: the thread that computes owns the object.
     """
 
     def offer(self, weights: NewVersion) -> None:
-        """Note that the server has published these weights for workers: `load` then does not keep older weights."""
+        """Record that the server has published these weights. `load` then does not keep older weights."""
 
     @property
     def delta_bytes(self) -> int:
-        """The size of the deltas that the last read used instead of the complete weights. 0: it used none."""
+        """The bytes of deltas that the last read used instead of the complete weights; 0 if it used none."""
 
     def load(self, grant: Grant) -> int | None:
-        """Load weights that `grant` allows into the replica, and return their version. None: the blob store does not
-        hold them completely. Raise ServiceUnavailableError if the store is unreachable and the worker must not wait for
-        it any longer."""
+        """Load weights that `grant` allows into the replica, and return their version. Return None if the blob store
+        does not contain all of the weights. Raise ServiceUnavailableError if the store is unreachable and the worker
+        must stop waiting for the store."""
 
 
 class ReplicaState(NamedTuple):
@@ -415,15 +415,15 @@ class ReplicaState(NamedTuple):
 
 
 class CachedVersion:
-    """A `LocalModel` that keeps the last fetched version, while grants allow it and no newer one was offered."""
+    """A `LocalModel` that keeps the last fetched version while grants allow it and no newer version was offered."""
 
     def __init__(
         self, job: str, blobs: Blobs, computer: GradientComputer, background: Executor | None = None,
         deltas: DeltaReader | None = None,
     ) -> None:  # fmt: skip
-        """Create the model. `background`: an executor with one thread that reads offered versions in advance; None:
-        they are read when the next batch begins. `deltas`: a reader of the changes of the weights, if the server
-        publishes them; None: the complete weights are read."""
+        """Create the model. `background` is an executor with one thread, which reads offered versions in advance. None:
+        offered versions are read when the next batch begins. `deltas` reads the changes of the weights, if the server
+        publishes changes. None: the complete weights are read."""
         self._deltas = deltas
         self._ahead = None if background is None else WeightsAhead(self._stored, background)
         self._job = job
@@ -445,7 +445,7 @@ class CachedVersion:
         return None if refreshed is None else refreshed.version
 
     def forget(self) -> None:
-        """Forget the fetched version, because the replica has changed: the next `refresh` fetches again."""
+        """Forget the fetched version, because the replica has changed. The next `refresh` fetches the weights again."""
         self._cached = _NONE
 
     def refresh(self, grant: Grant) -> ReplicaState | None:

@@ -2,8 +2,8 @@
 blob.
 
 The engine is one thread of the worker's process, or a pipeline of stages (`doll.consumers.pipeline.pipeline_engine`),
-which takes several grants at the same time. In that thread, `GrantHandler` does the steps of a grant: weights, guarded
-gradient, sum or steps, compression.
+which computes several grants at the same time. In the thread, `GrantHandler` does the steps of a grant: it loads
+weights, computes the guarded gradient, adds the gradient or makes a step, and compresses the result.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class GradientEngine(Protocol):
     """An engine that computes gradients in the order of submission. One thread calls it; another sets the futures.
 
     Attributes:
-        depth: maximum number of simultaneous grants. An engine that takes several gets one batch at a time.
+        depth: maximum number of simultaneous grants. If it is above 1, each call of `submit` has one batch.
     """
 
     ended: Future[None]  # fails when the engine cannot continue, even if nothing is submitted
@@ -54,27 +54,28 @@ class GradientEngine(Protocol):
     def depth(self) -> int: ...
 
     def submit(self, grant: Grant, batches: Sequence[Batch], goes_on: GoesOn) -> Future[GradientDone | None]:
-        """Compute and store the sum of the gradients of `batches`, with weights that `grant` allows. None: these
-        weights are gone.
+        """Compute and store the sum of the gradients of `batches`, with weights that `grant` allows. The result is None
+        if these weights are not available any more.
 
-        The set may end early, after at least one batch: if `goes_on` returns False, or if the set has reached its time
-        limit. The caller submits the rest. Futures are done in the order of submission. They fail with TaskError (the
-        task's fault), ServiceUnavailableError, or another error.
+        The set may end early, after at least one batch, if `goes_on` returns False or if the set has reached its time
+        limit. The caller then submits the remaining batches. Futures are done in the order of submission. They fail
+        with TaskError (the task's fault), ServiceUnavailableError, or another error.
         """
 
     def offer(self, weights: NewVersion) -> None:
-        """Note newer weights: batches submitted from now on use these or later weights, if their grants allow this."""
+        """Record newer weights. Batches submitted from now on use these or later weights, if their grants allow
+        this."""
 
     def store_rest(self, until: int) -> Future[GradientDone]:
-        """Store contributions that are computed and not pushed: those kept for a later push, or held back from the
-        steps of batches below `until`. Fails like `submit`."""
+        """Store contributions that were computed but not pushed. These are contributions that are kept for a later
+        push, or the held-back part of the steps of batches below `until`. Fails like `submit`."""
 
     def stop(self) -> None:
         """Begin no further batch, because the worker leaves. The answer to submitted batches that have not begun is a
         `GradientDone` without batches."""
 
     def close(self) -> None:
-        """Wait for the batches being computed, and drop the others."""
+        """Wait for the batches that are being computed, and drop the other batches."""
 
 
 class ThreadGradientEngine:
@@ -89,8 +90,8 @@ class ThreadGradientEngine:
         store_rest: Callable[[int], GradientDone] = lambda until: GradientDone("", 0, ()),
         background: Executor | None = None,
     ) -> None:
-        """Start the thread. `offer`: see `GradientEngine.offer`; it is called in the caller's thread. `background`: the
-        executor that reads weights during the computation; this engine shuts it down."""
+        """Start the thread. `offer`: see `GradientEngine.offer`; this function is called in the caller's thread.
+        `background` is the executor that reads weights during the computation. This engine shuts the executor down."""
         self._background = background
         self._handle = handle
         self._offer = offer
@@ -123,7 +124,7 @@ class SetContribution(Protocol):
     thread-safe.
 
     Attributes:
-        holds_back: `values` did not return all that was added; `rest` returns the remaining part.
+        holds_back: whether `values` returned only a part of the sum; `rest` returns the remaining part.
         holds: (batch, grant id) of each batch in the last result of `values` or `rest`, in the order of addition.
         absent: parameters without a gradient in this result, see `FlatModel.absent`.
     """
@@ -139,12 +140,12 @@ class SetContribution(Protocol):
 
     def begin(self, grant: Grant) -> bool:
         """Begin the batches of `grant`. Drop contributions of its first batch and of later batches, and contributions
-        for another server. Return False if the first batch is already in the model: then no batch may be added."""
+        for another server. Return False if the first batch is already in the model; then no batch may be added."""
 
     def add(self, gradient: Gradient, *, batch: int) -> bool:
-        """Add the gradient of batch `batch` over its usable samples; its memory must not change until `keep`. Return
-        False if the set cannot hold it: the batch then begins another set. Raise IllegalEventError if a later batch was
-        added before."""
+        """Add the gradient of batch `batch` over its usable samples. The memory of the gradient must not change until
+        `keep`. Return False if the set cannot include the batch, which then begins another set. Raise IllegalEventError
+        if a later batch was added before."""
 
     def skip(self, batch: int) -> None:
         """Add a batch without usable samples: the push names the batch, but the batch contributes nothing."""
@@ -153,29 +154,30 @@ class SetContribution(Protocol):
         """Copy the gradient of the last `add` if needed, so that its memory may change."""
 
     def values(self) -> Contribution | None:
-        """Return the dense part of the push, float32, shape (numel,), as in `doll.model.flat_model`; None if there is
-        none.
+        """Return the dense part of the push, float32, shape (numel,), as in `doll.model.flat_model`; None if the push
+        has no dense part.
 
         The result may be this object's memory, valid until the next `add`.
         """
 
     def rows(self) -> Mapping[str, Rows]:
-        """Return the rows of tables to push, by name. Called once, after `values`."""
+        """Return the rows of tables to push, by name. Call this method once, after `values`."""
 
     def rest(self, until: int) -> Contribution | None:
-        """Return the part that was added and not pushed, up to the batches below `until` if a part is held back; None
-        if there is none. Raise IllegalEventError if this part cannot be separated from the held-back part of later
-        batches."""
+        """Return the contributions that were added but not pushed; None if there are none. If a part is held back,
+        return only the part of batches below `until`. Raise IllegalEventError if this part cannot be separated from the
+        held-back part of later batches."""
 
     def rest_stored(self) -> None:
-        """Note that the result of `rest` is stored and not held back any more. Until then, `rest` returns it again."""
+        """Record that the result of `rest` is stored. Before this call, `rest` returns the same result again."""
 
 
 class BatchComputer(Protocol):
-    """A computer of a batch's gradient (without samples that must not be learned), or of the step that a task makes.
+    """A component that computes the gradient of a batch, or the step that a task makes. It leaves out samples that must
+    not be learned.
 
     Attributes:
-        usual: usual measures of the batches so far, for the next process; (): unknown.
+        usual: usual measures of the batches so far, which the next process of the worker gets. (): unknown.
     """
 
     @property
@@ -208,7 +210,7 @@ class GrantHandler:
         rows: WorkerTables | None = None,
         scope: str = "",
     ) -> None:
-        """Create the handler. `scope`: as in `doll.storage.blobs.scope_of`; default: the job's name, for a run without
+        """Create the handler. `scope`: see `doll.storage.blobs.scope_of`. Default: the job's name, for a run without an
         id."""
         self._scope = scope or config.job
         self._seed = config.seed
@@ -231,16 +233,17 @@ class GrantHandler:
         self._local_model.offer(weights)
 
     def handle(self, grant: Grant, batches: Sequence[Batch], goes_on: GoesOn) -> GradientDone | None:
-        """Compute the gradients of `batches` in order, and store their sum. None: the weights or rows of tables are not
-        available.
+        """Compute the gradients of `batches` in order, and store their sum. Return None if the weights or rows of
+        tables are not available.
 
         After the first batch, no further batch is begun if the set has reached its time limit
-        (`WorkerConfig.set_limit_s`), or if `goes_on` returns False. If a push contains several batches and they are not
-        complete yet, nothing is stored.
+        (`WorkerConfig.set_limit_s`), or if `goes_on` returns False. If a push needs several batches and some of them
+        are not computed yet, nothing is stored.
 
         Raises:
             TaskError: the fault is the task's or the model's.
-            ServiceUnavailableError: Kafka does not take a dead letter, or the wait for the blob store was given up.
+            ServiceUnavailableError: Kafka does not accept a dead letter, or the worker has stopped waiting for the blob
+                store.
         """
         started_s = time.perf_counter()
         version: int | None = None
@@ -295,7 +298,7 @@ class GrantHandler:
         return self._store(done, values, "")
 
     def store_rest(self, until: int) -> GradientDone:
-        """Store contributions that are computed and not pushed; see `GradientEngine.store_rest`."""
+        """Store contributions that were computed but not pushed; see `GradientEngine.store_rest`."""
         self._blobs.settle()
         values = self._contribution.rest(until)
         done = self._store(GradientDone("", self._last[2], (), holds=self._contribution.holds), values, ":rest")
@@ -323,7 +326,7 @@ class GrantHandler:
         )  # fmt: skip
 
     def _compute(self, batch: Batch, version: int) -> ComputedBatch | None:
-        """Compute one batch of the set. None: the sum cannot hold it, so it begins another set."""
+        """Compute one batch of the set. Return None if the sum cannot include the batch; it then begins another set."""
         begun_s = time.perf_counter()
         gradient, bad = self._guard.compute(*batch.data.samples, seed=batch_seed(self._seed, batch))
         if gradient is None or not gradient.weight:

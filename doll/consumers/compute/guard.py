@@ -1,12 +1,12 @@
-"""The sample guard: it computes the gradient of a batch without harmful samples, which cannot be computed or would
-break the model.
+"""The sample guard: it computes the gradient of a batch without harmful samples. A sample is harmful if it cannot be
+computed or would break the model.
 
-A batch that can be computed and looks usual costs one norm. The guard inspects only batches that fail, or whose
-gradient is much longer than the gradients of earlier batches. It also inspects the first batch, unless another process
-of the job has reported what is usual. A sample that fails alone is refused. In a batch that is only unusual, a sample
-is refused if two conditions hold (ADR 0011): its gradient is much longer than the gradients of usual samples, also with
-wrong targets; *and* its step would break the model for ordinary samples. The canary, a few samples that were learned
-before, distinguishes bad samples from a task or a model that fails on all samples.
+For a usual batch, the guard only computes one norm. The guard inspects batches that fail, and batches whose gradient is
+much longer than the gradients of earlier batches. It also inspects the first batch, unless another process of the job
+has reported the usual norms. A sample that fails alone is refused. In a batch that is only unusual, a sample is refused
+if two conditions hold (ADR 0011). First, its gradient is much longer than the gradients of usual samples, also with
+wrong targets. Second, its step would break the model for ordinary samples. The canary consists of a few samples that
+were learned before. It distinguishes bad samples from a task or a model that fails on all samples.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Guard:
     def __init__(
         self, config: JobConfig, task: Task, computer: GradientComputer, usual: Sequence[float] = ()
     ) -> None:  # fmt: skip
-        """Take `usual`, the property of the same name in another process of the job; (): unknown."""
+        """Create the guard. `usual` is the property `usual` of another process of the job; (): unknown."""
         self._config = config
         self._task = task
         self._computer = computer
@@ -84,8 +84,7 @@ class Guard:
 
     @property
     def _canary(self) -> SampleBatch | None:
-        """A few distinct samples that were learned before. They are selected only when needed, which is the case for
-        few batches."""
+        """The canary: a few distinct samples that were learned before. They are selected when first needed."""
         return None if self._last is None else _few(self._last)
 
     def compute(
@@ -94,10 +93,10 @@ class Guard:
     ) -> GuardedGradient:  # fmt: skip
         """Return the gradient of the good samples. The arguments are as in `SampleBatch`.
 
-        Harm is judged as if each weight were 1, because a weight of 2 means the same sample twice.
+        The guard judges a sample as if its weight were 1, because a weight of 2 means the same sample twice.
 
         Args:
-            seed: seed of the random numbers of each pass. None: the generator continues.
+            seed: seed of the random numbers of each pass. None: the generator is not seeded.
 
         Raises:
             TaskError: the fault is the task's or the model's, not the samples'.
@@ -132,8 +131,8 @@ class Guard:
         return (None, problem) if problem else (gradient, "")
 
     def _loss(self, samples: SampleBatch, *, stepped: bool = False) -> float:
-        """Return the mean loss of samples whose gradient can be computed. Return infinity if the weights are `stepped`
-        and the task's loss fails there. Raise TaskError if the loss fails on all samples together."""
+        """Return the mean loss of samples whose gradient can be computed. If the task's loss fails, return infinity if
+        the weights were changed by a step (`stepped`); otherwise raise TaskError."""
         try:
             return self._computer.loss(*samples)
         except Exception as exc:
@@ -155,8 +154,8 @@ class Guard:
 
     def _may_do_harm(self, gradient: Gradient, count: int) -> bool:
         """Return whether the step of an unusual batch may harm the model. Streams change, and late in training most
-        difficult batches do no harm. This test costs passes of a few samples; an inspection costs passes of all
-        samples. If the model diverges, the samples are not the cause."""
+        difficult batches do no harm. This test is cheaper than an inspection: it computes passes of only a few samples.
+        Return False if the model diverges, because then the samples are not the cause."""
         if self._diverges():
             return False
         if self._canary is None or self._buffer_changes.unusual(
@@ -184,7 +183,7 @@ class Guard:
         return self._has_diverged
 
     def learned(self, gradient: Gradient, samples: SampleBatch) -> None:
-        """Update the usual sizes with this gradient, which is used."""
+        """Update the usual norms with this gradient, which the update uses."""
         if not gradient.weight:
             return
         self._norms.add(gradient.norm / gradient.weight)
@@ -217,7 +216,8 @@ class Guard:
         return rejected
 
     def _failing_together(self, samples: SampleBatch, problem: str, alone: dict[int, str]) -> dict[int, str]:
-        """Return the samples of `alone` that fail also together with good samples: a loss may need several samples."""
+        """Return the samples of `alone` that also fail together with good samples. (Some losses need several samples,
+        so a good sample may fail alone.)"""
         good = [at for at in range(samples.num_samples) if at not in alone]
         good_samples = self._canary or (_few(samples.take(good)) if good else self._held_out())
         if good_samples is not None and not self._try(good_samples)[1]:
@@ -273,9 +273,9 @@ class Guard:
     def _ordinary(self, canary: SampleBatch) -> Ordinary | None:
         """Return the samples of the canary that define the usual norm; None if there are none.
 
-        The canary may contain a bad sample: while the model happens to predict it correctly, the sample has no gradient
-        and is learned. With a wrong target, its gradient is long. It is then left out, because any good step would
-        increase its loss.
+        The canary may contain a bad sample. While the model happens to predict such a sample correctly, the sample has
+        no gradient and is learned. With a wrong target, its gradient is long. The sample is then left out, because any
+        good step would increase its loss.
         """
         mistaken = canary._replace(y=self._wrong_targets(canary.y))
         norms, mistaken_norms = self._norms_of(canary), self._norms_of(mistaken)
@@ -289,7 +289,8 @@ class Guard:
     def _any_sample_does_harm(
         self, wrong: SampleBatch, usual: float, ordinary: SampleBatch, before: float, wrong_loss: float
     ) -> bool:
-        """Return whether ordinary samples with wrong targets break the model, too: the learning rate is at fault."""
+        """Return whether ordinary samples with wrong targets also break the model: then the learning rate is at
+        fault."""
         norms = self._norms_of(wrong)
         middle = sorted(range(len(norms)), key=lambda at: norms[at])[len(norms) // 2]
         gradient, _ = self._try(wrong.take([middle]), use_running_stats=True)
@@ -298,7 +299,7 @@ class Guard:
     def _drifts(
         self, samples: SampleBatch, rest: Sequence[int], ordinary: SampleBatch, wrong_loss: float
     ) -> dict[int, str]:
-        """Return the samples of `rest` that would break the statistics of batch norm, whatever their gradient is."""
+        """Return the samples of `rest` that would break the statistics of batch norm, independent of their gradient."""
         if not self._computer.num_buffers:
             return {}
         count = ordinary.num_samples
@@ -353,8 +354,8 @@ class Guard:
         return trees.rolled(y)
 
     def _usual_with_its_target(self, sample: SampleBatch, ordinary: SampleBatch) -> float:
-        """Return the usual norm of ordinary features with the target of `sample`: a rare target makes a long gradient
-        with ordinary features, too."""
+        """Return the usual norm of ordinary features with the target of `sample`. (A rare target causes a long gradient
+        even with ordinary features.)"""
         if self._task.num_classes is None:
             largest = max(1.0, trees.largest(ordinary.y))
             if not trees.largest(sample.y) <= self._factor * largest:
@@ -363,8 +364,8 @@ class Guard:
         return usual_norm([norm for norm in self._norms_of(same) if math.isfinite(norm)])
 
     def _loss_after(self, gradient: Gradient, usual: float, ordinary: SampleBatch, usual_weight: float = 1.0) -> float:
-        """Return the loss of ordinary samples after the step of one sample's gradient. `usual_weight`: usual weight of
-        a sample, because the mean gradient is weighted."""
+        """Return the loss of ordinary samples after the step of one sample's gradient. `usual_weight` is the usual
+        weight of a sample, because the mean gradient is weighted."""
         training = self._config.training
         lr, momentum, normalizes = _rates(training.optimizer)
         batches = 1 if training.policy.sends_steps else self._config.group_size  # batches of one step
@@ -385,8 +386,8 @@ class Guard:
 
 
 def _reason(exc: Exception) -> str:
-    """Return the reason for which a sample is dead, from the task's exception. Raise `exc` itself if its cause is not a
-    sample: this machine, rows of tables that do not arrive, or a faulty task."""
+    """Return the reason for which a sample is dead, from the task's exception `exc`. Raise `exc` itself if its cause is
+    not a sample, but this machine, rows of tables that do not arrive, or a faulty task."""
     if isinstance(exc, MemoryError | OSError | BlobError | ServiceUnavailableError | TaskError):
         raise exc
     if "allocate memory" in str(exc) or "out of memory" in str(exc):
@@ -403,7 +404,7 @@ def _fails_together(config: JobConfig, problem: str) -> str:
 
 def _rates(optimizer: OptimizerConfig) -> tuple[float, float, bool]:
     """Return the learning rate, the momentum, and whether steps are divided by the size of the gradients so far. The
-    rates of a schedule are not known here; `lr` stands for them."""
+    rates of a schedule are not known here, so `lr` is used in their place."""
     match optimizer:
         case SgdConfig():
             return optimizer.lr, optimizer.momentum, False

@@ -1,5 +1,6 @@
-"""The model of a worker that computes its own optimizer steps. Its view of the model is the newest weights that it has,
-plus its own steps that are not in these weights (read-my-writes in the seed papers; docs/decisions/0034)."""
+"""The model of a worker that computes its own optimizer steps. The worker's view of the model consists of the newest
+weights that it has, plus its own steps that these weights do not contain (read-my-writes in the seed papers;
+docs/decisions/0034)."""
 
 from __future__ import annotations
 
@@ -52,9 +53,9 @@ class StepModel:
         *, takes_steps: bool = False, rows: WorkerTables | None = None, background: Executor | None = None,
         deltas: DeltaReader | None = None,
     ) -> None:  # fmt: skip
-        """Create the model. `takes_steps`: True: `add` receives the task's own steps instead of gradients, and the
-        optimizer is not used. `rows`: the rows of the model's tables with their optimizer; None: the model has no
-        tables. `background`, `deltas`: see `CachedVersion`."""
+        """Create the model. If `takes_steps` is True, `add` receives the task's own steps instead of gradients, and the
+        optimizer is not used. `rows` contains the rows of the model's tables and their optimizer; None: the model has
+        no tables. `background`, `deltas`: see `CachedVersion`."""
         self._weights = CachedVersion(job, blobs, computer, background, deltas)  # the view without the own steps
         self._model = model
         self._computer = computer
@@ -67,6 +68,7 @@ class StepModel:
         self._tells_absent = training.policy.outer_step is not None  # otherwise the server only adds the contributions
         self.absent = 0
         self._takes_sum = training.reduction == "sum"
+        self._policy = training.policy
         self._term = -1
         self._included = 0  # batches below this number are in published weights, with their steps
         self._pushed: deque[_Step] = deque()  # pushed, but not in the last fetched weights
@@ -104,7 +106,8 @@ class StepModel:
         return refreshed.version if grant.first >= self._included else None
 
     def _forget_from(self, batch: int) -> bool:
-        """Forget the steps of `batch` and of later batches, which are computed again. Return whether there were any."""
+        """Forget the steps of `batch` and of later batches, because these batches are computed again. Return whether
+        any step was forgotten."""
         is_any = False
         for steps in (self._kept, self._pushed):
             while steps and steps[-1].batch >= batch:
@@ -138,6 +141,10 @@ class StepModel:
     def add(self, gradient: Gradient, *, batch: int) -> bool:
         """Make a step on the view with the mean (or the sum) of the batch's gradient.
 
+        The optimizer's step is divided by the number of live workers if the policy averages them
+        (`PolicyConfig.share`). A task's own step is added whole: only the task knows its size, and steps such as the
+        counts of a topic model must not be divided.
+
         Raises:
             DivergedError: a number of the view or of the optimizer's state is not finite.
             BlobError: the rows that the step changes have not arrived.
@@ -147,7 +154,9 @@ class StepModel:
         scale = 1.0 if self._takes_sum else 1.0 / gradient.weight
         if (norm := scale * gradient.norm) > self._clip_norm:
             scale *= self._clip_norm / norm
-        rows = self._step_rows(gradient.rows, scale, batch)
+        num_live = 1 if self._grant is None else self._grant.num_live
+        share = 1.0 if self._optimizer is None else self._policy.share(num_live)
+        rows = self._step_rows(gradient.rows, scale, batch, share)
         n, weights = self._model.num_parameters, self._computer.weights
         step = np.empty_like(weights)
         step[:n] = weights[:n]
@@ -156,7 +165,7 @@ class StepModel:
             weights[:n] += gradient.values[:n]
         else:
             self._optimizer.go_to(self._version)
-            self._optimizer.apply([gradient.values], scale, gradient.weight, absent=gradient.absent)
+            self._optimizer.apply([gradient.values], scale, gradient.weight, absent=gradient.absent, lr_factor=share)
         np.subtract(weights[:n], step[:n], out=step[:n])
         self._kept.append(_Step(batch, step, rows, grant_id_of(self._grant, batch), gradient.absent))
         return True
@@ -170,10 +179,12 @@ class StepModel:
         if steps and batch <= steps[-1].batch:
             raise IllegalEventError(f"expected a batch after {steps[-1].batch}, got {batch}: its step has been made")
 
-    def _step_rows(self, gradients: Mapping[str, Rows], scale: float, batch: int) -> Mapping[str, Rows]:
+    def _step_rows(self, gradients: Mapping[str, Rows], scale: float, batch: int, share: float) -> Mapping[str, Rows]:
         if self._rows is None:
             return {}
         steps = gradients if self._optimizer is None else self._rows.step(gradients, scale)
+        if share != 1:
+            steps = {name: Rows(rows.ids, np.float32(share) * rows.values) for name, rows in steps.items()}
         if not all(np.isfinite(rows.values).all() for rows in steps.values()):
             raise diverged("after the step the rows of a table are")
         self._rows.inc(steps)

@@ -32,15 +32,16 @@ class WeightsAhead:
     """A reader that reads the newest offered weights while the worker computes, one version at a time: the eager
     communication of ESSP (Dai et al., AAAI 2015). Thread-safe.
 
-    It holds at most one version. The next read drops the previous result, and an offer replaces an earlier offer that
-    is not being read yet.
+    The reader keeps at most one version: the next read drops the previous result. A new offer replaces an earlier offer
+    if the read of the earlier offer has not begun.
     """
 
     def __init__(self, read: Read, executor: Executor) -> None:
         """Create the reader.
 
         Args:
-            read: returns the checked weights under a key, float32, shape (numel,); None if they are incomplete.
+            read: function that returns the checked weights under a key, float32, shape (numel,); None if they are
+                incomplete.
             executor: an executor with one thread, which its owner shuts down.
         """
         self._read = read
@@ -58,8 +59,8 @@ class WeightsAhead:
             self._executor.submit(self._read_offered)
 
     def take(self, source: Grant | NewVersion) -> Weights | None:
-        """Return the weights that `source` names, and drop them here. Wait if they are being read. None: they were not
-        or could not be read. The caller then reads them, and gets the error."""
+        """Return the weights that `source` names, and drop them from this reader. Wait if they are being read. Return
+        None if the weights were not read or could not be read. The caller then reads them and gets any error."""
         place = _place(source)
         with self._lock:
             if self._offered is not None and _place(self._offered) <= place:
@@ -92,7 +93,7 @@ _MAX_DELTAS: Final = 8  # read one after the other: each costs a round trip, lik
 
 
 class DeltaReader:
-    """A reader of deltas. It keeps a copy of the last weights that were read, without own steps. Not thread-safe."""
+    """A reader of deltas, which keeps a copy of the last weights that were read, without own steps. Not thread-safe."""
 
     def __init__(self, job: str, blobs: Blobs, layout: Layout) -> None:
         self._job = job
@@ -108,8 +109,9 @@ class DeltaReader:
         self._place = (source.term, source.version)
 
     def read(self, source: Grant | NewVersion) -> Weights | None:
-        """Return the weights that `source` names, shape (numel,), valid until the next call. None: the complete weights
-        must be read, because they are smaller than the deltas, or because a delta is missing in the blob store."""
+        """Return the weights that `source` names, shape (numel,), valid until the next call. Return None if the caller
+        must read the complete weights, because these are smaller than the deltas, or because the blob store lacks a
+        delta."""
         self.num_bytes = 0
         term, version = self._place
         if term != source.term or version > source.version:

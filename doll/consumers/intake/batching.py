@@ -1,8 +1,8 @@
 """Algorithm 1: cut one partition into batches of offsets, and keep the batches until they are decoded. Pure.
 
 A batch covers `records_per_batch` offsets, or fewer if it is cut (`doll.records.bounds`). After its bounds are decided,
-they do not depend on when or how often records are read: after a crash, reading again gives the same batch. (The paper
-counts samples in memory: docs/theory.md, D1.)
+they do not depend on when or how often records are read. A process that reads again after a crash gets the same batch.
+(The paper counts samples in memory: docs/theory.md, D1.)
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ _MORE_BATCHES: Final = 1024  # above a full buffer: more than the batches of a c
 
 @dataclass(slots=True)
 class RawBatch(Generic[R]):
-    """The undecoded records of one batch, in the order of offsets; or `count` batches without any record.
+    """The undecoded records of one batch, in the order of offsets, or a range of `count` batches without any record.
 
-    `gaps`: offset ranges [lo, hi) inside the batch in which the log holds no record (transaction markers, records of
-    aborted transactions, compaction). `lost`: ranges of records that were deleted before they were read. `values` has
-    one value for each other offset of [lo, hi). `envelopes` has one envelope for each value, or is empty.
+    `gaps` are the offset ranges [lo, hi) inside the batch for which the log contains no record (transaction markers,
+    records of aborted transactions, compaction). `lost` are the ranges of records that were deleted before they were
+    read. `values` has one value for each other offset of the batch. `envelopes` has one envelope for each value, or is
+    empty.
 
-    `leader_epoch`: the highest leader epoch in the log below `hi` when the batch was read; -1: unknown.
+    `leader_epoch` is the highest leader epoch in the log below `hi` when the batch was read; -1: unknown.
     """
 
     partition: int
@@ -75,8 +76,8 @@ class PartitionBatcher(Generic[R]):
 
         Args:
             partition: number of the partition, for its batches.
-            align: empty batches are returned as one range only from one multiple of this number to another (whole
-                waves).
+            align: a range of empty batches begins and ends at multiples of this number, so that it consists of whole
+                waves.
             cuts: the known cuts; further cuts are added to this object. None: there are none yet.
         """
         if records_per_batch < 1:
@@ -91,8 +92,8 @@ class PartitionBatcher(Generic[R]):
         self._leader_epoch = -1  # leader epoch of the newest record
 
     def mark_lost(self, lo: int, hi: int) -> None:
-        """Note that records [lo, hi) were deleted before they were read. Records before `lo` may still be fed; the next
-        records after them are at `hi` or later."""
+        """Record that the records [lo, hi) were deleted before they were read. After this call, records before `lo` may
+        still be fed, but no records between `lo` and `hi`."""
         if self._lost and lo <= self._lost[-1][1]:  # one range: a `Skip` names each
             before = self._lost.pop()
             lo, hi = before[0], max(before[1], hi)
@@ -110,13 +111,13 @@ class PartitionBatcher(Generic[R]):
         return batch.number if batch.values and batch.number >= self._cuts.decided else None
 
     def must_flush(self, until: int) -> bool:
-        """Return whether all offsets below `until` are read, and some of them are in an open batch that may be cut."""
+        """Return whether all offsets below `until` were read, some of them into an open batch that may be cut."""
         batch = self._batch
         return batch.lo < until <= self.next_offset and batch.number >= self._cuts.decided
 
     def cut(self, *, also_gaps: bool = False) -> RawBatch[R] | None:
-        """Cut the open batch at `next_offset` and return it; None if no batch may be cut. `also_gaps`: also cut a batch
-        that covers offsets but has no record."""
+        """Cut the open batch at `next_offset` and return it; None if no batch may be cut. With `also_gaps`, also cut a
+        batch that covers offsets but has no record."""
         if self.open_batch is None and not (also_gaps and self.must_flush(self.next_offset)):
             return None
         self._cuts.add(self._batch.number, self._batch.hi - self.next_offset)
@@ -133,9 +134,9 @@ class PartitionBatcher(Generic[R]):
         """Take the next records of the log, and yield each batch that they complete, in order.
 
         Offsets below the next expected offset were seen before and are ignored. Skipped offsets become gaps, or lost if
-        they were passed to `mark_lost`. A batch that contains no record is yielded empty, and many such batches are
-        yielded as one range, so that every batch number appears exactly once. The time grows with the number of batches
-        and gaps, not with the number of records.
+        they were passed to `mark_lost`. A batch without records is yielded empty, and many such batches are yielded as
+        one range. Every batch number therefore appears exactly once. The computing time depends on the number of
+        batches and gaps, not on the number of records.
 
         Args:
             offsets: ascending offsets, preferably a `range` if none is missing.
@@ -174,7 +175,8 @@ class PartitionBatcher(Generic[R]):
         self._gap_to(offset)
 
     def _full_batches(self, num_offsets: int) -> int:
-        """Return how many full batches, from the open one on, fit into `num_offsets` before the next cut batch."""
+        """Return how many full batches, beginning with the open batch, fit into `num_offsets` before the next cut
+        batch."""
         count, first = num_offsets // self._size, self._batch.number
         next_cut = self._cuts.next_cut(first)
         return count if next_cut is None else min(count, next_cut - first)
@@ -223,7 +225,8 @@ def buffer_capacity(config: JobConfig) -> int:
 class BatchBuffer:
     """A buffer that cuts the records of several partitions into batches and keeps the batches, first in, first out.
 
-    Back-pressure limits the number of its batches and bytes: reading pauses when it is full, until it is half empty.
+    Back-pressure limits the number of its batches and bytes: when the buffer is full, reading pauses until it is half
+    empty.
     """
 
     def __init__(
@@ -239,7 +242,7 @@ class BatchBuffer:
         self._cuts: deque[tuple[int, Iterator[RawBatch[Value]]]] = deque()
 
     def __len__(self) -> int:
-        """Return the number of batches that were read and not taken."""
+        """Return the number of batches in the buffer."""
         return len(self._raw_batches)
 
     @property
@@ -261,7 +264,7 @@ class BatchBuffer:
     ) -> bool:
         """Take the next records of a partition, like `PartitionBatcher.feed`, and return whether the buffer is full.
 
-        Records are cut as far as there is room, because records that are far apart make many empty batches.
+        Records are cut only while there is room, because records with distant offsets make many empty batches.
         """
         return self._cut((partition, self._batchers[partition].feed(offsets, values, leader_epoch, envelopes)))
 

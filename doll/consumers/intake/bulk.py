@@ -1,7 +1,7 @@
 """Bulk decoding of a batch with a task's `decode_block` and `decode_many`. This module refuses no sample.
 
-A part that cannot be decoded is halved until it is small. So one bad sample among thousands costs a few more calls, and
-the others are still decoded in bulk. The remaining samples are decoded one by one (`decoding`).
+A part of the batch that cannot be decoded is halved until it is small. So one bad sample among thousands costs a few
+more calls, and the other samples are still decoded in bulk. The small parts are decoded one by one (`decoding`).
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ Pair: TypeAlias = tuple[Tree, Tree]
 class Part(NamedTuple):
     """k samples that were decoded in one call and passed every check.
 
-    `places`, int64, shape (k,), ascending: the positions of their values in the batch; a value may give several
-    samples.
+    `places`, int64, shape (k,), ascending: the positions of their values in the batch. The task may make several
+    samples of one value.
     """
 
     places: npt.NDArray[np.int64]
@@ -112,7 +112,7 @@ class SampleBytes:
 
     @property
     def block(self) -> memoryview:
-        """All samples, concatenated. Only allowed if they have the same width. They are joined at most once."""
+        """All samples, concatenated at most once. Only allowed if all samples have the same width."""
         if self._block is None:
             self._block = memoryview(self._bodies[0] if len(self._bodies) == 1 else b"".join(self._bodies))
         return self._block
@@ -148,8 +148,8 @@ class Bulk:
 
 
 def decode_in_bulk(task: Task, samples: SampleBytes, origins: Origins, forms: Forms = ANY_FORMS) -> Bulk:
-    """Decode a batch with the task's `decode_block` and `decode_many`. `forms`: the form that x and y must have;
-    samples of another form are left. RetryLater, TaskError and ConfigError of the task are raised."""
+    """Decode a batch with the task's `decode_block` and `decode_many`. `forms` is the form that x and y must have;
+    samples of another form are not decoded. RetryLater, TaskError and ConfigError of the task are raised."""
     bulk = Bulk(np.arange(len(samples)))
     if task.defines("decode_block"):
         _decode_blocks(task, samples, bulk, forms)
@@ -246,8 +246,8 @@ def _halving(
 def _checked_part(
     task: Task, made: Samples | Pair | None, here: npt.NDArray[np.int64], skipped: dict[int, str], forms: Forms
 ) -> Part | None:
-    """Return the good samples among the values at `here`. None: `made` does not have valid arrays for all values that
-    it does not skip.
+    """Return the good samples among the values at `here`. Return None if `made` lacks valid arrays for a value that it
+    does not skip.
 
     The checks are the same as for a single sample in `decoding`.
     """
@@ -346,7 +346,7 @@ def _ragged(
 ) -> tuple[SampleBatch, npt.NDArray[np.bool_]]:  # fmt: skip
     """Return the samples of a task whose samples may differ in shape, and a mask of the good samples.
 
-    Bad samples are empty. An array of objects holds the values of one array for each sample.
+    Bad samples are empty. The values of one array of all samples are stored in an array of objects.
     """
     xs, ys = trees.taken_apart(made[0], count), trees.taken_apart(made[1], count)
     more = [[None] * count if part is None else np.asarray(part).tolist() for part in made[4:]] or [[None] * count] * 2

@@ -28,18 +28,19 @@ _MAX_PAYLOAD_BYTES: Final = 65_536  # a dead letter keeps so much of the record;
 
 
 def usable_samples(batch: Batch) -> ComputedBatch:
-    """Return the samples that are usable after decoding, as far as this is known before the gradient."""
+    """Return the samples that are usable after decoding. The gradient may show that some of them are not usable."""
     reasons = reasons_of(batch.data.refused) if batch.dead or batch.dead_samples else ()
     return ComputedBatch(batch.num_samples, dead=batch.dead, dead_samples=batch.dead_samples, dead_reasons=reasons)
 
 
 def reasons_of(refused: Iterable[RefusedSamples]) -> tuple[tuple[str, int], ...]:
-    """Return the reasons for which these samples were refused, with the number of dead letters of each."""
+    """Return the reasons for which these samples were refused, with the number of dead letters for each reason."""
     return ReasonCounts((item.reason, 1) for item in refused).in_order()
 
 
 class DeadLetters:
-    """The decoder of one worker's batches, which dead-letters refused samples, also those refused during the gradient.
+    """The decoder of one worker's batches. It writes dead letters for refused samples, also for samples that are
+    refused during the computation of the gradient.
 
     Two threads may call `decode` and `refuse_samples` at the same time. Each call may raise ServiceUnavailableError if
     Kafka does not take a dead letter.
@@ -48,7 +49,7 @@ class DeadLetters:
     def __init__(
         self, config: JobConfig, task: Task, channel: WorkerChannel, worker: int, term: Callable[[], int]
     ) -> None:
-        """Create the decoder. `term`: returns the term of the newest server that the worker knows."""
+        """Create the decoder. `term` returns the term of the newest server that the worker knows."""
         self._data = config.data
         self._task = task
         self._seen = SeenForms(task)
@@ -72,8 +73,8 @@ class DeadLetters:
         return decoded
 
     def refuse_samples(self, batch: Batch, bad: Mapping[int, str]) -> ComputedBatch:
-        """Dead-letter the samples at the positions `bad` of the batch, with these reasons. Return the remaining
-        samples, like `usable_samples`. The batch does not change."""
+        """Write dead letters for the samples at the positions `bad` of the batch, with these reasons. Return the
+        remaining samples, like `usable_samples`. The batch does not change."""
         refused = refuse(batch.data, bad)
         # The values are not in memory any more: they are dropped after a batch is decoded.
         values = self._channel.read_values(self._topic, batch.partition, [item.offset for item in refused])
@@ -111,9 +112,9 @@ class DeadLetters:
 
 
 class Decoder:
-    """A decoder with its own thread, in the order of the calls, so that decoding delays no gradient.
+    """A decoder with its own thread, so that decoding delays no gradient. It decodes in the order of the calls.
 
-    It is called from one thread; another thread sets the futures.
+    Only one thread may call it. Another thread sets the futures.
     """
 
     depth = 8  # maximum number of batches at once: while some wait, neither thread must be woken
@@ -122,8 +123,7 @@ class Decoder:
     def __init__(
         self, decode: Callable[[RawRecords], DecodedBatch], wait: Callable[[float], bool] | None = None
     ) -> None:
-        """Start the thread. `wait`: waits so many seconds, and returns early with True if this decoder is closed;
-        default: real time."""
+        """Start the thread. `wait(seconds)` waits, and returns True early if this decoder is closed."""
         self._decode = decode
         self._closed = threading.Event()
         self._wait = self._closed.wait if wait is None else wait
@@ -156,6 +156,6 @@ class Decoder:
             return decoded
 
     def close(self) -> None:
-        """Wait for the batches being decoded, and drop the others."""
+        """Wait for the batches that are being decoded, and drop the other batches."""
         self._closed.set()
         self._executor.shutdown(wait=True, cancel_futures=True)

@@ -1,7 +1,8 @@
-"""Decoding of records to arrays: usable samples enter the batch, others are refused with a reason. Only those
-exceptions of the task that do not concern records are raised.
+"""Decoding of records to arrays: usable samples enter the batch, and other samples are refused with a reason. An
+exception of the task is raised only if its cause is not a record.
 
-Bulk decoding (`bulk`) is tried first. The remaining records are decoded one by one, and only then a sample is refused.
+Bulk decoding (`bulk`) is tried first. The remaining records are decoded one by one, and only this second step refuses
+samples.
 """
 
 from __future__ import annotations
@@ -85,16 +86,15 @@ class DecodedBatch:
 
 
 class SeenForms:
-    """The form that samples must have. It is the form that the task declares. Without a declaration, it is the form of
-    the first good samples of this process, if x or y has several arrays or samples may differ in shape. Not
-    thread-safe."""
+    """The form that samples must have. If the task declares a form, it is this form. Otherwise, if x or y has several
+    arrays or samples may differ in shape, it is the form of the first good samples of this process. Not thread-safe."""
 
     def __init__(self, task: Task) -> None:
         """Start with the task's declaration. Raise ConfigError if `Task.spec` does not return fields."""
         self.forms = Forms.from_task(task)
 
     def see(self, rows: Sequence[SampleRow]) -> None:
-        """Learn the form of good samples, all of one structure, which later samples must have."""
+        """Store the form of these good samples, which all have one structure. Later samples must have the same form."""
         x, y, is_ragged = self.forms
         first = rows[0]
         if x is None and (is_ragged or first.x_structure is not None):
@@ -104,7 +104,7 @@ class SeenForms:
         self.forms = Forms(x, y, is_ragged)
 
     def see_part(self, samples: SampleBatch) -> None:
-        """Learn the form of stacked samples, as in `see`."""
+        """Store the form of stacked samples, as in `see`."""
         x, y, _ = self.forms
         if (x is None and trees.is_container(samples.x)) or (y is None and trees.is_container(samples.y)):
             self.see(samples.rows(1))
@@ -167,9 +167,9 @@ def _readable(
     records: RawRecords, max_record_bytes: int, refused: list[RefusedSamples], skips: ReasonCounts | None
 ) -> tuple[list[bytes], list[int], npt.NDArray[np.int64], list[int] | None]:
     """Return the values that are neither empty nor too long, their lengths, their offsets and their positions (None:
-    all).
+    all values).
 
-    The others are refused, except values that are missing if `skips` is given, which counts them.
+    Other values are refused. If `skips` is given, missing values are counted in `skips` instead of refused.
     """
     values = list(records.values)
     widths = [len(value) if value else 0 for value in values]
@@ -226,7 +226,8 @@ def _one_by_one(
     skipped: dict[int, str],
     forms: Forms,
 ) -> list[_Row]:
-    """Return the usable samples of these positions; add reasons of others to `reasons` or `skipped`, by position."""
+    """Return the usable samples of these positions. Add the reasons for the other samples to `reasons` or `skipped`, by
+    position."""
     rows: list[_Row] = []
     for place in places:
         try:
@@ -248,8 +249,8 @@ def _one_by_one(
 
 
 def _several(task: Task, made: Sample | list[Sample]) -> list[Sample]:
-    """Return the samples of one value. Raise SampleError if there are more than the task may return, and SkipRecord if
-    there is none."""
+    """Return the samples of one value. Raise SampleError if there are more samples than the task may return, and
+    SkipRecord if there are none."""
     most = task.max_samples_per_record
     if not isinstance(made, list) or (most == 1 and not (made and isinstance(made[0], Sample))):
         return [cast(Sample, made)]
@@ -263,8 +264,8 @@ def _several(task: Task, made: Sample | list[Sample]) -> list[Sample]:
 def _combined(
     parts: Sequence[Part], rows: list[_Row], reasons: dict[int, str], seen: SeenForms
 ) -> tuple[SampleBatch, npt.NDArray[np.int64]]:
-    """Return all usable samples, in order, and the positions of their values. Add the reasons of samples that do not
-    fit the others to `reasons`."""
+    """Return all usable samples, in order, and the positions of their values. If a sample does not fit the others, add
+    the reason to `reasons`."""
     is_ragged = seen.forms.is_ragged
     if len(parts) == 1 and not rows and not is_ragged:
         seen.see_part(parts[0].samples)
@@ -315,7 +316,7 @@ def _by_record(offsets: npt.NDArray[np.int64], reasons: Mapping[int, str]) -> li
 
 
 def _same_kind(rows: list[_Row], reasons: dict[int, str]) -> list[_Row]:
-    """Convert integers to floats in a batch with both, if this does not change their values."""
+    """If a batch has integers and floats, convert the integers to floats, unless this changes a value."""
     if not rows:
         return rows
     for root, rounded in (("x", np.float32), ("y", np.float64)):
@@ -340,9 +341,8 @@ def _one_kind(
     """Return the arrays converted to the type of the batch, with None for arrays that cannot be converted, and a
     description of that type.
 
-    If most arrays hold integers, and some hold integers that floats cannot represent (ids), the float arrays must
-    contain whole numbers. `given`: the values before conversion, with their own precision. `rounded`: the type of
-    floats.
+    If most arrays contain integers, and floats cannot represent some of these (ids), the float arrays must contain
+    whole numbers. `given`: the values before conversion, with their own precision. `rounded`: the type of floats.
     """
     integers = [array.dtype.kind in "biu" for array in arrays]
     count = sum(integers)

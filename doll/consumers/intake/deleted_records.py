@@ -1,4 +1,4 @@
-"""The handling of `samples` records that were deleted before this worker read them: continue after them, or end."""
+"""The reaction to `samples` records that were deleted before this worker read them: continue after them, or end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RECHECK_S: Final = 0.1
 
 
 class DeletedRecords:
-    """The decision where a worker continues to read in a partition whose log does not hold the next record."""
+    """The choice of the offset at which a worker continues to read if the log lacks the next record of a partition."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class DeletedRecords:
         self._clock = clock
 
     async def resume_offset(self, offset: int) -> int | None:
-        """Return the offset at which to continue, because the log does not hold `offset`, the next offset to read. The
-        same offset: ask Kafka again. None: the process ends."""
+        """Return the offset at which to continue if the log lacks `offset`, the next offset to read. If the result is
+        `offset`, ask Kafka again. If it is None, the process ends."""
         loop = asyncio.get_running_loop()
         try:
             low, high = await loop.run_in_executor(None, self._channel.watermarks, self._topic, self._partition)
@@ -74,7 +74,7 @@ class DeletedRecords:
         return low
 
     def refuse_truncated(self, offset: int, reason: str) -> None:
-        """End the process: the log has lost records below `offset` that were read, although it may be as long as
+        """End the process, because the log has lost records below `offset` that were read. The log may be as long as
         before."""
         self._refuse(truncated_message(self._topic, self._partition, offset, reason))
 
@@ -82,10 +82,10 @@ class DeletedRecords:
         self._exit.request(ConfigError.exit_code, f"{message}; {TRUNCATED_ADVICE}")
 
     async def _has_newer_start(self, offset: int) -> bool:
-        """Return whether the durable model holds `offset` by now, from an earlier process of this worker.
+        """Return whether the durable model now contains `offset`, which an earlier process of this worker has learned.
 
-        If it does, this process ends, and the next one starts after `offset`. The server is asked and gets time to
-        answer, so that retention that deletes only durable records does not count as loss.
+        If it does, this process ends, and the next process starts after `offset`. This method asks the server and gives
+        it time to answer. Otherwise, records that retention deleted after they were durable would count as lost.
         """
         self._channel.send(self._core.join())
         deadline_s = self._clock() + _NEWER_START_TIMEOUT_S

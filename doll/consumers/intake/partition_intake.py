@@ -19,13 +19,12 @@ class PartitionIntake:
     """One partition that a worker serves.
 
     Attributes:
-        reading: the number in the reader's deliveries for this intake; deliveries for an earlier intake have another
-            number.
-        progress: (delivered, position), set by the stream: records below `delivered` were fed, and offsets from there
-            to `position` hold no record (for instance transaction markers).
+        reading: number that the reader's deliveries for this intake have. Earlier intakes have other numbers.
+        progress: (delivered, position), set by the stream: records below `delivered` were fed. The offsets from
+            `delivered` to `position` have no record (for instance transaction markers).
         log_end: one above the last offset, when Kafka was last asked.
-        decoded: batches that the core may not get yet, because earlier batches without a record wait.
-        empty: the decoded form of the first of these batches without a record.
+        decoded: decoded batches that wait, because earlier batches without a record wait.
+        empty: the decoded form of the first of the waiting batches without a record.
         fed_at_s: time of the last records, in monotonic seconds.
     """
 
@@ -46,7 +45,8 @@ class PartitionIntake:
         self.progress = (self.batcher.next_offset, self.batcher.next_offset)
 
     def open_for_s(self, now: float) -> float:
-        """Return the seconds since a call first saw a record in the open batch; 0 if it has none or may not be cut."""
+        """Return the seconds since a call of this method first saw a record in the open batch. Return 0 if the batch
+        has no record or may not be cut."""
         number = self.batcher.open_batch
         if number is None or number != self._open_batch:
             self._open_batch, self._open_since_s = number, now
@@ -54,7 +54,7 @@ class PartitionIntake:
 
     @property
     def recordless_until(self) -> int | None:
-        """The offset up to which no record follows the fed records; None if there is no such gap, or if delivered
-        records are not fed yet."""
+        """The end of the gap that follows the fed records. None if there is no gap, or if some delivered records are
+        not fed yet."""
         delivered, position = self.progress
         return position if self.batcher.next_offset == delivered < position else None

@@ -1,8 +1,8 @@
 """The time and the cause of this process's departure: SIGTERM, a spot notice and other causes are reported here.
 
 Code that learns of a cause calls `leave_within`, in any thread. The worker then announces nothing more, finishes the
-gradient that it owes or returns its batch, sends Leave and exits. Whatever it is doing, the process ends before its
-time is over, because the machine will not wait.
+gradient that it owes or returns its batch, sends Leave and exits. In any case, the process ends before its time is
+over, because the machine will not wait.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MARGIN_S = 0.25
 
 
 def end_within(seconds: float, code: int) -> None:
-    """End this process with exit code `code` after `seconds`, whatever it is doing."""
+    """End this process with exit code `code` after `seconds` in any case."""
     timer = threading.Timer(seconds, os._exit, args=(code,))
     timer.daemon = True
     timer.start()
@@ -43,7 +43,7 @@ class Departure:
         self.cause = ""  # cause, as in its Leave: `sigterm`, `notice`
 
     def leave_within(self, seconds: float, cause: str) -> None:
-        """End this process at most `seconds` from now. The earliest of several times is used."""
+        """End this process within `seconds` from now. The earliest of several times counts."""
         at_s = self._clock() + seconds
         with self._lock:
             if self.by_s is not None and self.by_s <= at_s:
@@ -62,7 +62,7 @@ class Departure:
 class ProcessExit:
     """The end of this process by its own decision: orderly if Faust allows it, and within `worker.drain_s` in any case.
 
-    The first request decides. The object belongs to one event loop.
+    Only the first request counts. The object belongs to one event loop.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class ProcessExit:
         stop: Callable[[], None],
         end_within: Callable[[float, int], None] = end_within,
     ) -> None:
-        """Create the object. `within_s`: seconds after which the process is ended, whatever it is doing. `flush`:
-        delivers the sent records. `stop`: requests the orderly end."""
+        """Create the object. After `within_s` seconds, the process is ended in any case. `flush` delivers the sent
+        records. `stop` requests the orderly end."""
         self.code = 0  # 0: the job is over, or another process has taken its place; 1: start it again
         self.is_requested = False
         self._within_s = within_s

@@ -1,4 +1,4 @@
-"""Slots for identical workers: each worker takes a slot, which is a lease in Redis held by its process.
+"""Slots for identical workers. Each worker process leases a slot in Redis.
 
 Containers of one service (`docker compose up --scale worker=8`) get the same command, so they have no number. A process
 takes the lowest slot that is not leased, and renews its lease. If no slot is free, the process waits as a spare. Leases
@@ -46,9 +46,9 @@ return 0
 class SlotLeases:
     """The leases of a job's slots, as one process sees them. Calls raise RedisError if Redis does not answer.
 
-    `job`: identifies the job on this Redis. `workers`: the number in the job file; the job may have been scaled since.
-    `ttl_s`: seconds after which a lease that is not renewed is free. `holder`: unique name of the process; default:
-    random.
+    `job` identifies the job on this Redis. `workers` is the number of workers in the job file; the job may have been
+    scaled later. A lease ends `ttl_s` seconds after its last renewal. `holder` is the unique name of the process;
+    default: random.
     """
 
     def __init__(self, client: redis.Redis, job: str, workers: int, ttl_s: float, holder: str = "") -> None:
@@ -60,7 +60,7 @@ class SlotLeases:
         self._holder = (holder or uuid.uuid4().hex).encode()
 
     def take(self, at_least_s: float = 0.0) -> int | None:
-        """Take the lowest free slot, with a first lease of at least `at_least_s`. None: all slots are held."""
+        """Lease the lowest free slot, for at least `at_least_s` at first. Return None if all slots are leased."""
         first_ms = max(self._ttl_ms, round(at_least_s * 1000))
         for slot in self.free():
             if self._client.set(self._key(slot), self._holder, nx=True, px=first_ms):
@@ -77,7 +77,7 @@ class SlotLeases:
         return [slot for slot, holder in enumerate(holders) if holder is None]
 
     def renew(self, slot: int) -> bool:
-        """Renew the lease of `slot`, also if Redis has lost it. Return False if another process holds it."""
+        """Renew the lease of `slot`, also if Redis has lost the lease. Return False if another process has the slot."""
         return bool(self._client.eval(_RENEW, 1, self._key(slot), self._holder, self._ttl_ms))
 
     def release(self, slot: int) -> None:
@@ -154,9 +154,9 @@ def lease_slot(
     that torch can be loaded; call `start_renewing` after that.
 
     Args:
-        leave: function that is called in another thread when another process has taken the slot.
+        leave: function that is called, in another thread, when another process has leased the slot.
         cluster: Kafka's id of its cluster. It distinguishes jobs of the same name on the same Redis, because a process
-            does not know its run yet.
+            does not know yet to which run it belongs.
     """
     slots = SlotLeases(client, scope_of(config.job, cluster), config.data.workers, config.worker.lease_s)
     with heartbeat_of("worker", config) as heartbeat:

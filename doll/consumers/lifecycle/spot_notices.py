@@ -1,4 +1,5 @@
-"""EC2 instance metadata (IMDSv2): spot interruption notices, and this machine's place in the fleet, read from its tags.
+"""EC2 instance metadata (IMDSv2): spot interruption notices, and the identity of this machine in the fleet, read from
+its tags.
 
 The metadata service is at a link-local address of the machine. `AWS_EC2_METADATA_SERVICE_ENDPOINT` sets another
 address, as for boto3. Tags are available if the launch template has `InstanceMetadataTags=enabled`.
@@ -88,8 +89,8 @@ class Imds:
 
 
 def set_identity_from_tags(imds: Imds, environment: MutableMapping[str, str] | None = None) -> None:
-    """Set the slot, incarnation, market and machine in the environment, as a fleet on this machine would, and turn on
-    spot notices. Variables that are already set are kept.
+    """Set the environment variables for slot, incarnation, market and machine, and turn on spot notices. Variables that
+    are already set do not change.
 
     Raises:
         ConfigError: this machine has no such tags, or a tag has no valid value.
@@ -112,8 +113,8 @@ def set_identity_from_tags(imds: Imds, environment: MutableMapping[str, str] | N
 
 
 def slot_of_this_machine(slot: int | None) -> int:
-    """Return `slot` or, if it is None, the slot in the tags of this EC2 machine. The other values of the tags are set
-    in the environment.
+    """Return `slot`. If `slot` is None, return the slot in the tags of this EC2 machine, and set the other values of
+    the tags in the environment.
 
     Raises:
         ConfigError: the tags are missing, or contain no slot.
@@ -204,8 +205,8 @@ class NoticeWatcher:
 
 @contextmanager
 def watch_spot_notices(config: JobConfig, departure: Departure) -> Iterator[None]:
-    """Make this process leave at a spot notice while the context is open, if the job file or $DOLL_SPOT_NOTICES enables
-    it. Raise ConfigError if $DOLL_SPOT_NOTICES is neither none nor imds."""
+    """While the context is open, make this process leave after a spot notice, if the job file or $DOLL_SPOT_NOTICES
+    enables this. Raise ConfigError if $DOLL_SPOT_NOTICES is neither `none` nor `imds`."""
     source = config.worker.spot_notices or os.environ.get(NOTICES_ENV) or "none"
     if source not in ("none", "imds"):
         raise ConfigError(f"{NOTICES_ENV}: expected none or imds, got {source!r}")

@@ -1,4 +1,4 @@
-"""Detection of records that exist but do not arrive. A worker in this state is useless, and a restart helps. Pure."""
+"""Detection of records that exist but do not arrive. A worker in this state is useless; a restart helps. Pure."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class StallWatch:
         self.samples_at_s = self._commands_at_s = now
 
     def record_empty(self, high: int, now: float) -> None:
-        """Note that below offset `high` there are no further records, only transaction markers."""
+        """Record that there are no further records below offset `high`, only transaction markers."""
         self.samples_at_s, self._empty_until = now, high
 
     def unread(self, next_offset: int, high: int) -> int:
-        """Return the number of offsets of `samples` that may hold records and were not read."""
+        """Return the number of offsets of `samples` that may have a record and were not read."""
         return max(0, high - max(next_offset, self._empty_until))
 
     def observe(self, *, unread: int, is_waiting: bool, next_command: int, commands_high: int, now: float) -> None:
@@ -38,7 +38,7 @@ class StallWatch:
         return now - self.samples_at_s > self._timeout_s
 
     def problem(self, now: float) -> str:
-        """Return the reason why this process must end; "": it need not end."""
+        """Return the reason why this process must end; "" if it need not end."""
         stalled_s = now - min(self.samples_at_s, self._commands_at_s)
         if stalled_s <= self._timeout_s:
             return ""

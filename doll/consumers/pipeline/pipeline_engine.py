@@ -1,7 +1,8 @@
 """The `GradientEngine` of a virtual worker: several batches at once go through a pipeline of stages.
 
-One thread does what `doll.pipeline.runtime.virtual_worker` decides. It reads weights into the file that the stages
-share, sends samples to the first stage, judges the returned gradients, and stores the sum of the steps of each wave.
+One thread carries out the decisions of `doll.pipeline.runtime.virtual_worker`. It reads weights into the file that the
+stages share, sends samples to the first stage, judges the returned gradients, and stores the sum of the steps of each
+wave.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Flight:
 
 
 def gradient_of(message: messages.Backward) -> Gradient:
-    """Return the known part of a gradient whose values are in the stages."""
+    """Return a gradient without values, because the stages store the values."""
     return Gradient(
         torch.from_numpy(NO_VALUES), message.loss_sum, dict(message.metric_sums), message.weight,
         math.sqrt(message.squares), math.sqrt(message.buffer_squares),
@@ -81,7 +82,7 @@ def gradient_of(message: messages.Backward) -> Gradient:
 
 
 def for_link(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return `array` with a type that links can send; if possible, with the type that an undivided worker would use."""
+    """Return `array` with a type that links can send; if possible, with the type that a worker without stages uses."""
     if (native := array.dtype.newbyteorder("=")) in DTYPES:
         return array.astype(native, copy=False)
     return array.astype(np.float32 if array.dtype.kind == "f" else np.int64)
@@ -100,10 +101,11 @@ class PipelineGradientEngine:
         compressor: Compressor, blobs: Blobs, dead_letters: DeadLetters, departure: Departure, task_log: TaskLog,
         check: Callable[..., None], task: Task, clock: Callable[[], float] = time.monotonic, scope: str = "",
     ) -> None:  # fmt: skip
-        """Start the engine. `guard`: the guard of `computer`, which has the undivided model and inspects unusual
-        batches. `check`: `check_with_samples` of the task, its model and the stages' layers, called before the first
+        """Start the engine. `guard` is the guard of `computer`, which has the undivided model and inspects unusual
+        batches. `check` is `check_with_samples` of the task, its model and the stages' layers, called before the first
         batch is learned."""
-        pipeline, self._wave = config.worker.pipeline, config.training.policy.batches_per_push
+        pipeline, self._policy = config.worker.pipeline, config.training.policy
+        self._wave = self._policy.batches_per_push
         assert pipeline is not None
         self.depth = 2 * self._wave
         self.ended: Future[None] = Future()
@@ -299,7 +301,7 @@ class PipelineGradientEngine:
                 pass
 
     def _all_have(self, stage: int, what: str, which: int | None) -> bool:
-        """Note the answer of this stage, and return whether all stages have answered."""
+        """Record the answer of this stage, and return whether all stages have answered."""
         have = self._answers.setdefault((what, which), set())
         have.add(stage)
         if len(have) < len(self._stages.pids):
@@ -330,7 +332,8 @@ class PipelineGradientEngine:
                     self._resolve(submitted.token, None)
 
     def _send_samples(self, message: messages.Forward, flight: Flight) -> None:
-        """Send a minibatch down the chain. If the task cannot collate it, treat it as returned with this problem."""
+        """Send a minibatch to the first stage. If the task cannot collate the samples, treat the minibatch as returned
+        with this problem."""
         seed = batch_seed(self._seed, flight.batch)
         draw_from(seed)
         try:
@@ -466,13 +469,14 @@ class PipelineGradientEngine:
 
     def _complete(self, flight: Flight, scale: float, weight: float, *, is_void: bool = False) -> None:
         number = flight.batch.number
-        self._do(self._core.completed(number, scale=scale, weight=weight, is_void=is_void))
+        lr_factor = self._policy.share(flight.grant.num_live)
+        self._do(self._core.completed(number, scale=scale, weight=weight, lr_factor=lr_factor, is_void=is_void))
 
     # --- inspection ---------------------------------------------------------------------------------------------------
 
     def _inspect_if_due(self) -> None:
-        """Have the stages store their weights when they hold no other batch, so that the undivided model can inspect
-        the suspect batch."""
+        """If a batch is suspect and the stages process no other batch, have the stages store their weights, so that the
+        undivided model can inspect the batch."""
         all_back = self._suspect is not None and len(self._in_stages) == len(self._returned)
         if all_back and not self._is_inspecting and not self._core.is_storing:
             self._is_inspecting = True

@@ -1,6 +1,6 @@
 """The stage processes of a virtual worker. The worker forks them at its start, before it has threads and connections.
 
-The stages end when the worker ends, whatever the cause. The worker ends when a stage ends
+The stages end when the worker ends for any reason. The worker ends when a stage ends
 (`doll.consumers.pipeline.pipeline_engine`).
 """
 
@@ -96,11 +96,11 @@ class StageProcesses:
             )
 
     def first_end(self, number: int) -> tuple[int, str]:
-        """Return the stage that ended first, and how it ended, in words. Wait up to 1 s for its end. `number`: a stage
-        whose link is closed.
+        """Return the stage that ended first, and how it ended, in words. Wait up to 1 s for its end. `number` is a
+        stage whose link is closed.
 
-        When a stage is killed by a signal, its neighbours then exit with a code. So a stage that a signal has ended was
-        the first.
+        When a signal ends a stage, its neighbours then exit with a code. So a stage that a signal has ended was the
+        first.
         """
         ends: dict[int, str] = {}
         until_s = time.monotonic() + _END_S
@@ -200,8 +200,8 @@ def start_stages(
 def is_limited(config: JobConfig, worker: int) -> bool:
     """Return whether the memory of this worker's processes, or of a device of its stages, is limited.
 
-    If it is, the worker's process returns freed memory, because its stages would inherit the free part of its heap, and
-    it keeps the undivided model in files.
+    If it is limited, the worker's process keeps the undivided model in files. It also returns freed memory to the
+    system, because its stages would inherit the free part of its heap.
     """
     pipeline = config.worker.pipeline
     if config.worker.memory_bytes is not None or pipeline is None:
@@ -259,7 +259,8 @@ def _become_stage(
 
 
 def _exit_code(pid: int, *, wait: bool = False) -> int | None:
-    """Return the exit code of a child, or minus the signal that ended it. None: it runs. 0: the code was read."""
+    """Return the exit code of a child, or the negative number of the signal that ended it. Return None if the child
+    runs, and 0 if its code was read before."""
     try:
         done, status = os.waitpid(pid, 0 if wait else os.WNOHANG)
     except ChildProcessError:

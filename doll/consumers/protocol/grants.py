@@ -1,4 +1,4 @@
-"""The grants of one worker: which of its batches are owed, computed, answered or void. Pure.
+"""The grants of one worker: which of its batches are still to be computed (owed), computed, answered or void. Pure.
 
 A message may arrive twice or late: grants are sent again when the channel changes, while the other channel may still
 deliver the first copy. The server refuses a repeated push. The worker computes a grant once, and keeps its answer until
@@ -40,12 +40,12 @@ class WorkerGrants:
         return batch in self._owed and self._newest.get(batch) == number
 
     def take(self, grant: Grant) -> tuple[list[Push], list[tuple[Grant, range]]]:
-        """Take a received grant, which may be a repeated one. Return the answers that the server may not have received,
-        and the runs of batches to compute, each with its grant.
+        """Handle a received grant, which may be a repetition. Return the answers that the server may not have received,
+        and the runs of batches to compute, each run with its grant.
 
         The grant ids of a worker ascend with its batches. So if the grant of a batch is new, earlier grants of later
-        batches are void, because the server has taken them back. Later grants of later batches have arrived before this
-        grant. If their results are already in the sum, `computed` has them computed again.
+        batches are void, because the server has taken them back. Newer grants of later batches may have arrived before
+        this grant. If their results are already in the sum, `computed` returns these batches to be computed again.
         """
         new: list[int] = []
         answers: dict[int, Push] = {}  # by their first grant id
@@ -67,8 +67,8 @@ class WorkerGrants:
         return list(answers.values()), [(grant, run) for run in _runs(new)]
 
     def give_back(self, batch: int, number: int) -> None:
-        """Note that grant `number` of `batch` is not computed. The worker no longer owes the batch, and computes it if
-        the grant comes again."""
+        """Record that grant `number` of `batch` is not computed. The worker no longer owes the batch. It computes the
+        batch if the grant arrives again."""
         if self.is_wanted(batch, number):
             self._forget_answer(batch)
 
@@ -86,14 +86,15 @@ class WorkerGrants:
         return [(self._owed[batch], range(batch, batch + 1)) for batch in again]
 
     def take_computed(self, names: Sequence[tuple[int, int]]) -> tuple[PushedBatch, ...]:
-        """Return the computed batches of one push, named by (batch, grant id); () if none is wanted any more."""
+        """Return the computed batches of one push, which `names` lists as (batch, grant id). Return () if none is
+        wanted any more."""
         if not all(name in self.kept for name in names):
             return ()  # a batch has become durable: another process has replaced this one
         items = tuple(self.kept.pop(name) for name in names)
         return items if any(self.is_wanted(item.batch, item.grant_id) for item in items) else ()
 
     def answer(self, push: Push) -> None:
-        """Note `push` as the answer to those of its grants that are wanted."""
+        """Record `push` as the answer to those of its grants that are still wanted."""
         for item in push.batches:
             if self.is_wanted(item.batch, item.grant_id):
                 del self._owed[item.batch]
@@ -103,7 +104,8 @@ class WorkerGrants:
         self._refused[nack.batch] = nack
 
     def unconfirmed(self, applied: int) -> list[Push | Nack]:
-        """Return the pushes with a batch from `applied` on, and the Nacks, which the server may not have received."""
+        """Return the records that the server may not have received: all Nacks, and the pushes that contain batch
+        `applied` or a later batch."""
         pushes = {item.batches[0].grant_id: item for at, item in self._answered.items() if at >= applied}
         return [*pushes.values(), *self._refused.values()]
 

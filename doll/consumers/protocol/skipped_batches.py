@@ -1,8 +1,8 @@
-"""Batches of a partition that hold no record. They wait until all batches before them are durable, and are then
-skipped. Pure.
+"""Batches of a partition without records. They are skipped after all batches before them are durable. Pure.
 
-A grant and an empty push for each of these batches would cost milliseconds, and thus hours for a gap of many millions
-of offsets (ADR 47). `WorkerCore` holds at most one range of them for each partition, after its other batches.
+A grant and an empty push for each of these batches would take milliseconds, so a gap of many millions of offsets would
+take hours (ADR 47). `WorkerCore` has at most one range of such batches for each partition, after the partition's other
+batches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _STUCK_AFTER_S: Final = 10.0
 
 
 class SkippedRange(NamedTuple):
-    """The batches [first, until), which hold no record. `gaps` and `lost` are offset ranges, as for a batch."""
+    """The batches [first, until), which have no record. `gaps` and `lost` are offset ranges, as for a batch."""
 
     first: int
     until: int
@@ -28,8 +28,8 @@ class SkippedRange(NamedTuple):
 
 
 class SkippedBatches:
-    """The range of batches without a record that a worker has read from a partition and that is not durable yet. It is
-    empty at first."""
+    """The range of batches without a record that a worker has read from a partition, and that are not durable yet. At
+    first there is no range."""
 
     def __init__(self) -> None:
         self._range: SkippedRange | None = None
@@ -47,11 +47,11 @@ class SkippedBatches:
         self._reported = -1
 
     def take(self, now: float, reported: int, hi: int, *, waiting: int, granted: int) -> SkippedRange | None:
-        """Remove and return the first batch of the range if the job waits for further batches of this worker; None
-        otherwise.
+        """Remove and return the first batch of the range if the job seems to wait for this worker's batches; otherwise
+        None.
 
-        The worker treats it like any other batch. Otherwise, a group with a missing batch would wait for the range, and
-        the range would wait for the group.
+        The worker treats the returned batch like any other batch. This prevents a deadlock: a group with a missing
+        batch would wait for the range, and the range would wait for the group.
 
         Args:
             reported: number of batches that the server reports as durable.
@@ -83,7 +83,7 @@ class SkippedBatches:
         return until
 
     def record(self, worker: int, session: int, partition: int) -> Skip:
-        """Return the record that tells the server about the range, which must exist."""
+        """Return the record that reports the range to the server. There must be a range."""
         assert self._range is not None
         return Skip(worker=worker, session=session, partition=partition, **self._range._asdict())
 

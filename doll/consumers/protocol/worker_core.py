@@ -1,9 +1,9 @@
-"""A worker's protocol with the parameter server: events are its input, actions its output, without I/O or clock.
+"""A worker's protocol with the parameter server: a state machine from events to actions, without I/O or clock.
 
 The worker keeps every batch until the server reports it as durable. It announces batches, answers grants, and joins
-again when a new server sends Hello. It serves any number of partitions, and a Welcome can change them. The server
-numbers the worker's batches in the order of their grants: a Grant names the partition and the batch of each number, and
-pushes use these numbers.
+again when a new server sends Hello. It serves any number of partitions, which a Welcome can change. The server numbers
+the worker's batches in the order of their grants: a Grant names the partition and the batch of each number, and pushes
+use these numbers.
 
 A lost message does no harm, because batches are announced again. Messages that arrive twice or late are handled in
 `doll.consumers.protocol.grants`.
@@ -56,7 +56,8 @@ class Batch:
     """A decoded batch that the worker holds until it is durable.
 
     Attributes:
-        number: the worker's own number if the batch is granted (`Grant.first`); before, equal to `number_in_partition`.
+        number: number of the batch among the worker's batches, from the grant (`Grant.first`). Before the grant, it
+            equals `number_in_partition`.
         data: the input of the gradient (not interpreted here).
         num_samples: number of usable samples.
         order: position in the order in which the worker has read its batches; `WorkerCore` sets it.
@@ -83,10 +84,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class ComputedBatch:
-    """The contribution of one batch of a set in this computation. With another version, other samples may be dead.
+    """The contribution of one batch of a set in one computation. Other weights may lead to other dead samples.
 
-    `dead_samples`: refused samples in records that are not dead as a whole. `dead_reasons`: each reason and its number
-    of letters.
+    `dead_samples` counts the refused samples in records that are not dead as a whole. `dead_reasons` has the number of
+    dead letters for each reason.
     """
 
     num_samples: int
@@ -106,10 +107,11 @@ class GradientDone:
     """The sum of the gradients of a grant's first batches is in the blob store under `key`.
 
     Attributes:
-        key: "" if no batch holds a usable sample.
-        is_kept: nothing is stored yet, because the push needs more batches; the next stored sum contains these batches.
-        holds: (batch, grant id) of all batches in the stored sum, in order, from the object that made the sum; the push
-            names these. Empty: the batches are `batches`.
+        key: "" if no batch has a usable sample.
+        is_kept: whether nothing is stored yet, because the push needs more batches. The next stored sum contains these
+            batches.
+        holds: (batch, grant id) of all batches in the stored sum, in order. The push names these batches. Empty: the
+            sum contains `batches`.
     """
 
     key: str
@@ -137,7 +139,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Compute the gradients of this grant on these batches; report `gradient_done`, also in parts, or
+    """Compute the gradients of this grant on these batches. Report `gradient_done`, possibly once for each part, or
     `weights_missing`."""
 
     grant: Grant
@@ -146,7 +148,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class OfferWeights:
-    """Compute on no older weights than these, which are newer than a grant may require."""
+    """Do not compute on older weights than these. They may be newer than the weights that a grant requires."""
 
     weights: NewVersion
 
@@ -162,7 +164,7 @@ class StoreRest:
 @dataclass(frozen=True, slots=True)
 class Acknowledge:
     """Acknowledge the offsets of a partition's batches below `until` to Kafka, in order, because they are durable.
-    `left_out`: the number of records by which these batches are shorter than full batches, since some were cut."""
+    `left_out` is the number of records that these batches lack compared with full batches, because of cuts."""
 
     partition: int
     until: int
@@ -171,7 +173,7 @@ class Acknowledge:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """End this process. `code` 0: the job is over or another process has taken this place. 1: start it again."""
+    """End this process. `code` 0: the job is over, or another process has replaced this one. 1: start it again."""
 
     code: int
     reason: str
@@ -181,7 +183,7 @@ class Exit:
 class Serve:
     """Stop reading the partitions `gone`, and begin to read the partitions `new`.
 
-    If a partition is in both, the worker drops what it has read of it and reads it again.
+    If a partition is in both, the worker drops the partition's batches and reads the partition again.
     """
 
     gone: tuple[int, ...]
@@ -198,14 +200,16 @@ class ServedPartition:
     Attributes:
         origin: offset at which the job began.
         next_batch: the next batch to be read from the log, after skipped batches that are durable.
-        reported_durable: the durable batches by the server's report. It can be ahead of the batches that are read, if
-            an earlier process of this worker announced batches that this process has not read yet.
+        reported_durable: number of durable batches according to the server. It can exceed the number of batches that
+            were read, because an earlier process of this worker may have announced batches that this process has not
+            read yet.
         included: number of its batches in the model, durable or not, when the server was last asked.
         leader_epoch: see `Served`.
         batches: the held batches, in order.
-        skipped: the batches without a record after these.
-        cuts: cuts of the held batches, and of batches that the server has decided or that are being decoded.
-        flush_until: a source has ended at this offset: records below it are announced even if they fill no batch.
+        skipped: the batches without a record that follow `batches`.
+        cuts: cuts of the held batches, of batches that the server has decided, and of batches that are being decoded.
+        flush_until: offset at which a source has ended. Records below this offset are announced even if they do not
+            fill a batch.
     """
 
     number: int
@@ -221,19 +225,19 @@ class ServedPartition:
 
     @property
     def durable(self) -> int:
-        """The first batch that is held, or the next batch if none is held."""
+        """The number of the first held batch, or of the next batch if no batch is held."""
         return self.next_batch - len(self.batches)
 
     def bounds(self, records_per_batch: int) -> Bounds:
-        """Return the offsets of its batches, from the first batch that is not durable."""
+        """Return the offsets of the partition's batches, beginning with the first batch that is not durable."""
         return Bounds(self.origin, records_per_batch, self.cuts)
 
     def agrees(self, item: Served) -> bool:
-        """Return whether all durable batches were read, and whether the batches that the server has decided have the
-        same bounds here.
+        """Return whether all durable batches were read, and the batches that the server has decided have the same
+        bounds in this process.
 
-        Another process may have served the partition since: its batches in the model have become durable, and it has
-        cut batches that were not decided.
+        The result may be False if another process has served the partition in the meantime: its batches may have become
+        durable, and it may have cut batches that were not decided.
         """
         cuts = self.cuts
         if item.origin != self.origin or item.next_batch < self.durable:
@@ -299,19 +303,18 @@ class WorkerCore:
 
     @property
     def rest(self) -> StoreRest | None:
-        """The order to store contributions that are computed and not completely sent, before the worker leaves; None:
-        there are none."""
+        """The order to store contributions that were not completely sent, before the worker leaves; None if there are
+        none."""
         if self._grants.kept or self._held_back_until:
             return StoreRest(self.term, self._held_back_until)
         return None
 
     def batch_ready(self, batch: Batch) -> list[WorkerAction]:
-        """Add the next batch of a partition, which is complete and decoded. Raise ValueError if it is not the next
-        batch.
+        """Add the next batch of a partition, which is complete and decoded. Raise ValueError for another batch.
 
         The batch is announced immediately if no batch is being computed, or if the server has only few announced
-        batches left to grant. Otherwise it is announced in the next tick, together with further batches, because one
-        message for each batch would cost more than the wait.
+        batches left to grant. Otherwise, the batch is announced in the next tick together with further batches, because
+        one message for each batch would cost more than the wait.
         """
         self.hold(batch)
         partition = self.served[batch.partition]
@@ -320,7 +323,8 @@ class WorkerCore:
         return self._announce_if_few()
 
     def hold(self, batch: Batch) -> None:
-        """Add a ready batch without announcing it, if more come at the same moment; `announce` announces them."""
+        """Add a ready batch without announcing it, because more batches follow at once. `announce` announces them
+        all."""
         partition = self.served[batch.partition]
         if (number := batch.number_in_partition) != (expected := partition.next_batch):
             raise ValueError(f"expected batch {expected} of partition {partition.number}, got {number}")
@@ -416,9 +420,9 @@ class WorkerCore:
         return [*actions, *self._announce_all()]
 
     def _serve(self, records: Sequence[Served]) -> list[WorkerAction]:
-        """Serve exactly these partitions. Drop the held batches of all others; the workers that serve them read them
-        again. If the server has decided other batches than this worker holds, or more batches are durable than it has
-        read, this worker reads its partition again, too."""
+        """Serve exactly these partitions. Drop the held batches of all other partitions; the workers that serve these
+        read the batches again. This worker reads a partition again if the server has decided other batches than this
+        worker holds, or if more batches are durable than this worker has read."""
         known = [(item, self.served[item.partition]) for item in records if item.partition in self.served]
         kept = {item.partition for item, served in known if served.agrees(item)}
         gone = tuple(number for number in self.served if number not in kept)
@@ -449,8 +453,8 @@ class WorkerCore:
         return actions
 
     def _on_grant(self, grant: Grant) -> list[WorkerAction]:
-        """Compute the new batches of a grant. A grant may come again, even when its batches are in the model: batches
-        being computed are not begun again, and answered batches are answered again."""
+        """Compute the new batches of a grant. A grant may arrive again, even when its batches are in the model. Batches
+        that are being computed are not begun again, and batches that were answered are answered again."""
         self._applied = max(self._applied, grant.included)
         is_whole = grant.first >= 0 and len(grant.batches) == len(grant.grant_ids)
         if not is_whole or not all(map(self._find, grant.batches)) or self._means_others(grant):
@@ -461,13 +465,13 @@ class WorkerCore:
         return [*map(Send, answers), *(self._compute(order, run) for order, run in orders)]
 
     def _find(self, name: tuple[int, int]) -> Batch | None:
-        """Return a held batch by its partition and its number in the partition; None if it is not held."""
+        """Return a held batch by its partition and its number in the partition; None if no such batch is held."""
         served = self.served.get(name[0])
         at = -1 if served is None else name[1] - served.durable
         return served.batches[at] if served is not None and 0 <= at < len(served.batches) else None
 
     def _means_others(self, grant: Grant) -> bool:
-        """Return whether these batches, which are held, have other offsets at the server than at this worker."""
+        """Return whether these held batches have other offsets at the server than at this worker."""
         left_out = tuple(self.served[partition].cuts.at(number) for partition, number in grant.batches)
         return left_out != (grant.left_out or ((0, 0),) * len(left_out))
 
@@ -489,7 +493,7 @@ class WorkerCore:
         return Send(nack)
 
     def is_wanted(self, term: int, batch: int, grant_id: int) -> bool:
-        """Return whether the gradient of this batch must still be computed for this grant, as far as this worker knows.
+        """Return whether the gradient of this batch must still be computed for this grant, to this worker's knowledge.
 
         A later grant replaces an earlier one. A grant of a later server may have the same id. Any thread may call this
         method.
@@ -503,9 +507,9 @@ class WorkerCore:
     def newest(self, grant: Grant) -> Grant:
         """Return `grant` with the newest weights of all grants to this worker.
 
-        A grant may wait while other grants are computed. Its own weights may be gone then, and newer weights are closer
-        to the model. Its minimum version does not change, so the newer weights are read only if the worker has no
-        allowed version.
+        A grant may wait while other grants are computed. In the meantime, its own weights may have been deleted, and
+        newer weights are closer to the model. The minimum version of the grant does not change, so the newer weights
+        are read only if the worker has no allowed version.
         """
         newest = self._newest
         if newest is None or newest.term != grant.term or newest.version <= grant.version:
@@ -513,7 +517,7 @@ class WorkerCore:
         return msgspec.structs.replace(grant, version=newest.version, key=newest.key, included=newest.included)
 
     def begin(self, grant: Grant) -> Grant | None:
-        """Return the grant to compute when it is the turn of `grant`; None: it is void or the worker leaves."""
+        """Return the grant to compute when `grant` is next in the queue; None if it is void or the worker leaves."""
         if self.draining:
             self.not_begun(grant)
         return self.newest(grant) if self.is_current(grant) else None
@@ -521,7 +525,7 @@ class WorkerCore:
     def gradient_done(
         self, grant: Grant, batches: Sequence[Batch], done: GradientDone, begun_at_s: float
     ) -> list[WorkerAction]:
-        """Push the gradient of the first batches of `grant`, as many as `done` names: it is in the blob store."""
+        """Push the gradient of the first batches of `grant` that `done` names. The gradient is in the blob store."""
         computed = tuple(
             PushedBatch(
                 batch=batch.number, grant_id=number, n_samples=item.num_samples, loss_sum=item.loss_sum,
@@ -542,7 +546,7 @@ class WorkerCore:
         return [*(self._announce_if_few() if done.is_kept else self._push(names, done)), *again]
 
     def rest_stored(self, order: StoreRest, done: GradientDone) -> list[WorkerAction]:
-        """Push the contributions that were computed and not sent: they are in the blob store."""
+        """Push the contributions that were computed but not sent. They are now in the blob store."""
         if order.term != self.term:
             return []
         self._settling_until = 0
@@ -558,12 +562,12 @@ class WorkerCore:
         return [Send(self._rest)]
 
     def rest_not_stored(self, order: StoreRest) -> None:
-        """Note that the blob store did not take the rest: it stays held back until the server asks again."""
+        """Record that the blob store did not accept the rest. The rest stays held back until the server asks again."""
         if order.term == self.term:
             self._settling_until = 0
 
     def _on_settle(self, order: Settle) -> list[WorkerAction]:
-        """Handle a Settle. A late copy may come again when the steps that are held back belong to another Settle."""
+        """Handle a Settle. A late copy of a Settle may arrive when the held-back steps belong to a newer Settle."""
         if not order.until:  # no further batch will join the push
             return [StoreRest(order.term, 0)] if self._grants.kept and not self.busy else []
         if order.until <= self._settled_until:
@@ -589,21 +593,22 @@ class WorkerCore:
         return [*self._announce_if_few(), Send(push)]
 
     def weights_missing(self, grant: Grant) -> list[WorkerAction]:
-        """Refuse a grant whose weights are not in the blob store: the worker never computes on other weights."""
+        """Refuse a grant whose weights are not in the blob store, because the worker never computes on other
+        weights."""
         if not self.is_current(grant):
             return []
         self.not_begun(grant)
         return [self._nack(grant, "weights")]
 
     def not_begun(self, grant: Grant) -> None:
-        """Forget the batches of this grant: they are not computed, and the worker does not owe them."""
+        """Forget the batches of this grant. They are not computed, and the worker does not owe them any more."""
         if grant.term == self.term:
             for batch, number in enumerate(grant.grant_ids, grant.first):
                 self._grants.give_back(batch, number)
 
     def resend(self) -> list[WorkerAction]:
-        """Return the records to send again, because they may be lost: pushes not known to be in the model, the rest,
-        and Nacks. A server whose time limit has passed grants nothing until it has an answer."""
+        """Return the records to send again, because they may be lost: pushes that are not known to be in the model, the
+        rest, and Nacks. After the time limit of a grant, the server grants nothing until it has an answer."""
         answers = self._grants.unconfirmed(self._applied)
         return [Send(record) for record in (*answers, *([] if self._rest is None else [self._rest]))]
 
@@ -612,8 +617,8 @@ class WorkerCore:
         self._granted.clear()
 
     def _follow(self, term: int) -> None:
-        """Follow the parameter server of `term`. It numbers its grants from 1 again, so grants of earlier servers are
-        void."""
+        """Follow the parameter server of `term`. This server numbers its grants from 1 again, so grants of earlier
+        servers are void."""
         if term > self.term:
             self.term, self._grants, self._newest = term, WorkerGrants(), None
             self._applied = self._durable = self._held_back_until = self._settling_until = self._settled_until = 0
@@ -683,17 +688,18 @@ class WorkerCore:
         return actions
 
     def drain(self) -> None:
-        """Announce and begin nothing more (SIGTERM, a spot notice); finish the batch that is being computed."""
+        """Announce no further batches and begin none (after SIGTERM or a spot notice). The batch that is being computed
+        is finished."""
         self.draining = True
 
     def leave(self, cause: str) -> Sequence[WorkerAction]:
-        """Leave the job. The held batches return to the queue, and wait for the next process of this worker."""
+        """Leave the job. The server requeues the held batches for the next process of this worker."""
         self._void_grants()
         return [Send(Leave(worker=self.worker, session=self.session, cause=cause))]
 
 
 def _begun(item: Served) -> ServedPartition:
-    """Return a partition of which nothing is read yet."""
+    """Return a partition from which nothing was read yet."""
     return ServedPartition(
         item.partition, item.origin, item.next_batch, item.next_batch, item.included, item.leader_epoch,
         cuts=Cuts(item.left_out, item.cuts, decided=item.decided), flush_until=item.flush_until,
@@ -701,7 +707,7 @@ def _begun(item: Served) -> ServedPartition:
 
 
 def _problem(served: ServedPartition, item: Served) -> str:
-    """Return the reason why the server, which reports `item`, cannot use a partition's held batches; "": it can."""
+    """Return the reason why the server, which reports `item`, cannot use a partition's held batches; "" if it can."""
     if item.origin != served.origin:
         # The same batch number would mean other offsets, so the held batches must not be announced.
         return f"the job now begins at offset {item.origin}, not at {served.origin}"
@@ -711,7 +717,7 @@ def _problem(served: ServedPartition, item: Served) -> str:
 
 
 def _runs_of(batches: Iterable[Batch]) -> list[BatchRange]:
-    """Return batches in this order as runs of consecutive batches of one partition, without their cuts."""
+    """Split batches, in this order, into runs of consecutive batches of one partition. The runs are without cuts."""
     runs: list[BatchRange] = []
     for batch in batches:
         if runs and (runs[-1].partition, runs[-1].until) == (batch.partition, batch.number_in_partition):

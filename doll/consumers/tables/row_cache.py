@@ -1,15 +1,16 @@
-"""A worker's cache of rows of one table. Its memory is limited: approximately the least recently used rows are removed
-first. It never returns rows that are too old. Pure.
+"""A worker's cache of rows of one table. It never returns rows that are too old. Its memory is limited: approximately
+the least recently used rows are removed first. Pure.
 
-The cache stores rows as the server has them, and adds the worker's own steps when a row is read. So a cached row is
-equal, to the bit, to the server's row of some version. Two things bring it to a later version: the worker's own pushes
-that this version includes, and the rows, or the values of rows (`Patch`), that others have changed since. A checksum
-over all rows of the request shows whether both sides agree. If they do not, the complete rows are requested again.
+The cache stores rows as the server has them, and adds the worker's own steps when a row is read. So a cached row
+equals, to the bit, the server's row of some version. To bring a row to a later version, the cache adds the worker's own
+pushes that this version includes. It also replaces rows, or values of rows (`Patch`), that other workers have changed.
+A checksum over all rows of the request shows whether server and cache agree. If they do not, the complete rows are
+requested again.
 
-A row may be used if it is known to be unchanged up to a version v that is at least the grant's minimum version (ESSP,
-Dai et al., AAAI 2015; the paper's `>` would stop all workers at staleness 0). The policy converts clocks to versions. A
-row is known up to the version in which it was fetched, and up to later versions for which the server has reported that
-the row has not changed.
+A row may be used if it is known up to version v and v is at least the grant's minimum version (ESSP, Dai et al., AAAI
+2015). The paper's condition uses `>` instead, which would stop all workers at staleness 0. The policy converts clocks
+to versions. A row is known up to the version in which it was fetched, and up to later versions for which the server has
+reported that the row has not changed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _PLACE_BYTES: Final = 8 + 8 + 2 + 9 + 16  # version, marks, place in the index a
 
 
 class OpLog:
-    """A worker's own steps on one table that fetched rows may lack: INC, CLOCK and read-my-writes.
+    """The own steps of a worker on one table that fetched rows may lack (INC, CLOCK and read-my-writes).
 
     The steps of one batch are one entry, with one row for each id (coalesced). An entry is kept until the server's rows
     contain it: for each version, the server reports how many of the worker's batches are included. Not thread-safe.
@@ -105,14 +106,15 @@ class RowCache:
 
     Attributes:
         own: own steps that the cached rows lack.
-        held: own steps that are held back, which the cached rows lack as well.
-        num_hits, num_misses: numbers of rows that `get` found here, and that it fetched or checked with the server.
+        held: own steps that are held back. The cached rows lack these steps, too.
+        num_hits, num_misses: number of rows that `get` found in the cache, and number of rows that it fetched or
+            checked with the server.
         num_differences: number of answers whose checksum did not match.
     """
 
     def __init__(self, shape: TableShape, max_bytes: int) -> None:
-        """Create an empty cache. `max_bytes`: limit of the cache's memory, without `own`; there is always room for one
-        row."""
+        """Create an empty cache. `max_bytes` limits the memory of the cache, without `own`. There is always room for
+        one row."""
         self.own = OpLog(shape.width)
         self.held = no_rows(shape.width)
         self.num_hits = self.num_misses = self.num_differences = 0
@@ -138,19 +140,20 @@ class RowCache:
 
     @property
     def num_bytes(self) -> int:
-        """The allocated memory for rows, in bytes, including free places."""
+        """The allocated memory for rows, in bytes, including free slots."""
         return self._capacity * cached_row_bytes(self._shape.width)
 
     def granted(self, version: int, included: int) -> None:
-        """Note that a grant names `version` as the newest, with `included` of the worker's batches."""
+        """Record that a grant names `version` as the newest version, which includes the first `included` batches of the
+        worker."""
         if version >= self._newest:
             self._newest = version
             self._forget(included)
 
     def get(self, ids: Ids, min_version: int, fetch: Fetch) -> Floats:
         """Return a copy of rows `ids` of `min_version` or later (GET), float32, shape (n, width). `ids` are strictly
-        ascending. If all rows are here, `fetch` is not called. Raise BlobError if the answer is too old or lacks rows:
-        request them again."""
+        ascending. If the cache has all rows, `fetch` is not called. Raise BlobError if the answer is too old or lacks
+        rows; the caller must then request the rows again."""
         slots = self._index.find(ids)
         is_here = slots >= 0
         version = self._version[slots]
@@ -176,8 +179,8 @@ class RowCache:
         self.own.inc(steps)
 
     def see(self, ids: Ids) -> tuple[Floats, npt.NDArray[np.bool_]]:
-        """Return a copy of the rows as this worker sees them, shape (n, width), and a mask of the rows that are here;
-        the values of the others have no meaning. This is `See` of `doll.optim.significance_filter`."""
+        """Return a copy of the rows as this worker sees them, shape (n, width), and a mask of the rows that are in the
+        cache. The values of the other rows have no meaning. This is `See` of `doll.optim.significance_filter`."""
         slots = self._index.find(ids)
         rows = self._values[slots]
         self._add_own(ids, rows)
@@ -193,10 +196,10 @@ class RowCache:
         self._must_ask[slots[slots >= 0]] = True
 
     def merge(self, since: int, version: int, included: int, rows: Rows) -> bool:
-        """Merge fetched rows that have changed after `since`, which the server has sent as of `version`.
+        """Merge rows that the server has sent: the rows of `version` that have changed after version `since`.
 
-        Only rows that are in the cache are used. Return False if a later version came before: these rows are then
-        ignored.
+        Rows that are not in the cache are ignored. If the cache already has a later version, ignore all of these rows
+        and return False.
         """
         if version < self._newest:
             return False
@@ -216,7 +219,8 @@ class RowCache:
     def _ask(
         self, ids: Ids, slots: npt.NDArray[np.int64], known: npt.NDArray[np.int64], min_version: int, fetch: Fetch
     ) -> tuple[Floats, int]:
-        """Return rows `ids` of the newest version, and that version. `slots` is -1 for rows that are not here."""
+        """Return rows `ids` of the newest version, and that version. `slots` is -1 for rows that are not in the
+        cache."""
         is_here = slots >= 0
         answer = self._checked(fetch(RowRequest(ids[~is_here], ids[is_here], _few(known[is_here]))), min_version)
         rows = self._values[slots]
@@ -255,7 +259,7 @@ class RowCache:
         self._newest = self._from = self._to = -1
 
     def _put(self, ids: Ids, values: Floats, slots: npt.NDArray[np.int64], version: int) -> None:
-        """Store rows. `slots` is -1 for rows without a place."""
+        """Store rows. `slots` is -1 for rows that have no slot yet."""
         is_here = slots >= 0
         self._values[slots[is_here]] = values[is_here]
         self._version[slots[is_here]] = version
@@ -271,8 +275,9 @@ class RowCache:
         self._num_used += len(ids)
 
     def _free_places(self, count: int) -> npt.NDArray[np.int64]:
-        """Return places without rows. Rows that were not used recently are removed. (Clock algorithm: a hand goes
-        round. It takes the places that were not used since its last visit, and marks the others as not used.)"""
+        """Return slots without rows, after removing rows that were not used recently. (Clock algorithm: a hand moves
+        over the slots in a circle. It frees the slots that were not used since its last visit, and marks the other
+        slots as not used.)"""
         places = np.empty(0, np.int64)
         while len(places) < count:
             end = min(self._hand + 2 * count + 64, self._capacity)
@@ -306,7 +311,8 @@ def _few(versions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def _is_patched(ids: Ids, rows: Floats, is_here: npt.NDArray[np.bool_], whole: Rows, patch: Patch) -> bool:
-    """Change those of `rows` that are here to the server's rows, in place. Return whether they are equal now."""
+    """Change those of `rows` that are in the cache to the server's rows, in place. Return whether they are equal
+    now."""
     _write(ids, rows, whole)
     at = np.minimum(np.searchsorted(ids, patch.ids), len(ids) - 1)
     if not (ids[at] == patch.ids).all():

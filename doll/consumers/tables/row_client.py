@@ -1,4 +1,5 @@
-"""The client that requests rows of tables from the parameter server in the thread that computes, and waits for them."""
+"""The client that requests rows of tables from the parameter server. It waits for the rows in the thread that
+computes."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ class RowClient:
     thread may call the other methods."""
 
     def __init__(self, config: JobConfig, blobs: Blobs, tables: dict[str, TableShape], scope: str = "") -> None:
-        """Create the client. `scope`: as in `doll.storage.blobs.scope_of`; default: the name of the job, for a run
-        without id."""
+        """Create the client. `scope`: see `doll.storage.blobs.scope_of`. Default: the name of the job, for a run
+        without an id."""
         self._scope = scope or config.job
         self._ttl_s = config.blobs.ttl_s
         self._blobs = blobs
@@ -41,30 +42,29 @@ class RowClient:
         self._is_wanted: Callable[[], bool] = lambda: True
 
     def connect(self, send: Callable[[GetRows], object]) -> None:
-        """Use `send` to send requests; it is called in the thread that computes."""
+        """Use the function `send`, which is called in the thread that computes, to send requests."""
         self._send = send
 
     def deliver(self, answer: RowsStored) -> None:
         self._answers.put(answer)
 
     def look_again(self) -> None:
-        """Check the grant again, because it may have become void. A task that waits for rows of a void grant stops
-        waiting."""
+        """Check again whether the grant has become void. A task that waits for rows of a void grant stops waiting."""
         if self._is_waiting:
             self._answers.put(None)
 
     def begin(self, grant: Grant, is_wanted: Callable[[], bool]) -> None:
-        """Request rows as `grant` allows from now on, while `is_wanted` returns True."""
+        """From now on, request rows that `grant` allows, while `is_wanted` returns True."""
         self._grant, self._is_wanted = grant, is_wanted
 
     def fetch(self, name: str, request: RowRequest) -> FetchedRows:
-        """Return the rows that `request` names in table `name`, of the grant's `min_version` or later.
+        """Return the rows that `request` names in table `name`, from the grant's `min_version` or a later version.
 
         A request or an answer may be lost, so the request is repeated every second.
 
         Raises:
             BlobError: the grant is not wanted any more, or there was no answer for 20 s.
-            ServiceUnavailableError: the wait for the blob store was given up.
+            ServiceUnavailableError: the worker has stopped waiting for the blob store.
         """
         assert self._send is not None, "connect() comes first"
         assert self._grant is not None, "begin() comes first"
@@ -106,7 +106,7 @@ class RowClient:
         return None
 
     def _read(self, name: str, answer: RowsStored) -> FetchedRows | None:
-        """Return the rows of an answer; None if the blob store does not hold them completely."""
+        """Return the rows of an answer; None if the blob store does not contain all of them."""
         try:
             stored = self.take(answer.key)
         except NotFiniteError:
@@ -117,8 +117,8 @@ class RowClient:
         return FetchedRows(rows, stored.version, answer.included, stored.patches.get(name))
 
     def take(self, key: str) -> StoredAnswer:
-        """Return the rows under `key`, and delete them, because no other process reads them. Raise BlobError, after
-        logging it, if the blob store does not hold them completely, and NotFiniteError if a value is NaN or infinite.
+        """Return the rows under `key`, and delete them, because no other process reads them. Log and raise BlobError if
+        the blob store does not contain all of them. Raise NotFiniteError if a value is NaN or infinite.
         """
         try:
             if (blob := self._blobs.get(key)) is None:

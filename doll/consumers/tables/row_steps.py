@@ -1,9 +1,10 @@
-"""A worker's optimizer for the rows of one table, for policies whose workers send steps. Its input is gradients, its
-output is changes.
+"""A worker's optimizer for the rows of one table, for policies whose workers send steps. It converts gradients to
+changes of rows.
 
 Only rows that had a gradient in this worker have optimizer state. The state belongs to this process: each process
-starts with a new state, which is never sent, as in `doll.consumers.compute.step_model`. Its memory is limited. If it is
-full, the rows whose last gradient is oldest lose their state, and are then like rows that this worker has never seen.
+starts with a new state, which is never sent, as in `doll.consumers.compute.step_model`. Its memory is limited. If the
+memory is full, the rows whose last gradient is oldest lose their state. Such rows are then treated like rows without
+earlier gradients.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class RowSteps:
     """The optimizer steps on one table. Not thread-safe."""
 
     def __init__(self, width: int, optimizer: RowOptimizer, max_bytes: int | None = None) -> None:
-        """Create an empty state. `max_bytes`: limit of the state's memory, with room for at least one row; None: no
-        limit."""
+        """Create an empty state. `max_bytes` limits the memory of the state, which always has room for one row; None:
+        no limit."""
         self.num_evicted = 0  # how many times a row has lost its state
         self._optimizer = optimizer
         self._row_bytes = state_row_bytes(optimizer, width)
@@ -54,11 +55,11 @@ class RowSteps:
 
     @property
     def num_bytes(self) -> int:
-        """The allocated memory for state, in bytes, including free places."""
+        """The allocated memory for state, in bytes, including free slots."""
         return len(self._last_use) * self._row_bytes
 
     def step(self, rows: Floats, gradient: Rows, scale: float) -> Rows:
-        """Return the changes of these rows by one step, which INC adds (`RowCache.inc`).
+        """Return the changes of these rows by one step. The caller adds them with INC (`RowCache.inc`).
 
         Args:
             rows: the rows `gradient.ids` as the worker sees them, float32, shape (n, width).

@@ -39,7 +39,7 @@ class WorkerTables:
 
         Args:
             max_bytes: limit of the memory of all caches and of `steps` together. It is divided among the tables by
-                their size. Within its share, each table has room for as many cached rows as optimizer states of rows.
+                their size. In its share, each table has room for as many cached rows as optimizer states.
             max_rows: maximum number of rows of each bounded table, by table name.
             optimizers: the optimizer of each table, by name, if this worker computes the optimizer steps. None: the
                 worker sends gradients.
@@ -70,7 +70,7 @@ class WorkerTables:
         self._min_version = 0
 
     def offer(self, weights: NewVersion) -> None:
-        """Note that the server has sent changed rows."""
+        """Store changed rows that the server has sent."""
         if weights.rows_key:
             self._offered.append(weights)
 
@@ -115,7 +115,7 @@ class WorkerTables:
 
         Raises:
             BlobError: the server does not answer, or the grant is void.
-            ServiceUnavailableError: the wait for the blob store was given up.
+            ServiceUnavailableError: the worker has stopped waiting for the blob store.
         """
 
         def fetch(request: RowRequest) -> FetchedRows:
@@ -165,8 +165,8 @@ class WorkerTables:
         return any(len(residual.held.ids) for residual in self._residuals.values())
 
     def filter(self, steps: Mapping[str, Rows], batch: int, version: int) -> dict[str, Rows]:
-        """Return the part to send of the steps of `batch`, the newest batch, and of the held-back steps; see
-        `RowResidual.split`."""
+        """Return the part that must be sent now: of the steps of `batch`, the newest batch, and of the held-back steps.
+        See `RowResidual.split`."""
         if not self._residuals:
             return dict(steps)
         sent = {}
@@ -185,7 +185,7 @@ class WorkerTables:
         return {name: rows for name, rows in held.items() if len(rows.ids)}
 
     def clear_rest(self) -> None:
-        """Clear the held-back steps, which are pushed or void. Their rows are fetched again."""
+        """Clear the held-back steps, because they are pushed or void. Their rows are fetched again."""
         for name, residual in self._residuals.items():
             cache = self._caches[name]
             cache.must_ask(residual.clear())

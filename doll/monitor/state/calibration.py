@@ -46,7 +46,7 @@ class Calibration:
     Attributes:
         fit: fitted error curve; None if the run has too few evaluations (see `no_fit_reason`).
         updates_to_target: J(ε) with its 90 % interval; None without a target or a fit.
-        reached_at: update at which the run itself reached the target; None if it did not.
+        reached_at: update at which the run itself reached the target; None if it did not reach it.
         service_s, service_sd_s: μ_C and σ_C, mean and standard deviation of a batch's gradient time over the updates.
         update_rate_per_s: λ_U, in the steady part of the run.
         total_rate_per_s: samples applied per second, sum of all streams.
@@ -142,7 +142,8 @@ def calibrate(
     """Estimate constants from the rows of a run's updates.csv and evaluations.csv (void rows are skipped).
 
     Args:
-        batch_size, samples_per_record: values of the job file; b counts a record as one sample, a packed record as m.
+        batch_size, samples_per_record: values of the job file. b counts a record as one sample, and a packed record as
+            m samples.
         measure: "error_rate" (1 - held-out accuracy) or "loss" (held-out loss).
         target_error: ε in this measure. None: J(ε) is not estimated.
         step_size: η of the mean gradient, lr / (1 - momentum), for SGD. None: another optimizer.
@@ -210,7 +211,7 @@ def _curve(rows: Rows, measure: Measure) -> tuple[Floats, Floats]:
 
 
 def _updates_to(fit: CurveFit | None, reached: float | None, target: float) -> FitInterval | None:
-    """Return J(ε): the update that reached the target, with an interval around it; otherwise the fit's estimate."""
+    """Return J(ε): the update that reached the target, with an interval around it; or else the estimate of the fit."""
     try:
         fitted = fit.updates_to(target, reached=reached is not None) if fit is not None else None
     except InfeasiblePlanError:

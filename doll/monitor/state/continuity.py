@@ -1,8 +1,8 @@
 """Checks that the updates so far apply each offset once: in each partition, each batch must begin where the batch
 before it ended. Pure.
 
-`doll audit` proves more, from the checkpoint, the dead letters and the log itself, but takes longer the longer a job
-has run. This check takes a few operations per batch, so that a page can show its result while the job runs.
+`doll audit` also reads the checkpoint, the dead letters and the log. It proves more, but its time grows with the run
+time of the job. This check takes a few operations per batch, so a page can show its result while the job runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Continuity:
     Attributes:
         until: per partition, one above the last offset in an update.
         offsets: number of offsets in the updates, including updates that a rollback has undone.
-        missing, twice: number of offsets that no update contains, or that two updates contain.
+        missing, twice: number of offsets that no update contains, and number of offsets that two updates contain.
         problem: the first missing or repeated offset in words; "" if there is none.
     """
 

@@ -41,7 +41,7 @@ class CsvFile:
         self._written = len(self._table)
 
     def _write(self, file: IO[str], start: int) -> None:
-        """Write the rows from `start` on, one at a time: the text of all rows of a long run would take 100 MB."""
+        """Write the rows from `start` on, one at a time, because all rows of a long run would take 100 MB as text."""
         rows = map(self._table.row, range(start, len(self._table)))
         cells = ([_cell(name, row[name]) for name in self._table.names] for row in rows)
         csv.writer(file, lineterminator="\n").writerows(cells)

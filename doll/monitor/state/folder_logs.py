@@ -1,5 +1,5 @@
-"""Files of a run folder besides its tables: events of its processes and decisions of its provisioner, as lines of JSON,
-which are not in its topics; and its newest updates with the offsets of their batches, for details on its page."""
+"""Files of a run folder besides its tables. Events of processes and decisions of the provisioner, which are not in the
+topics, are lines of JSON. The newest updates, with the offsets of their batches, are for details on the page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _READ_BYTES: Final = 4_000_000  # at a time
 
 
 def append_event(folder: Path, event: ProcessEvent) -> None:
-    """Append an event. If that fails, such as on a full disk, the run continues without the event."""
+    """Append an event. If this fails (for example on a full disk), the run continues without the event."""
     with contextlib.suppress(OSError), (folder / _EVENTS).open("ab") as file:
         file.write(msgspec.json.encode(event) + b"\n")
 

@@ -1,8 +1,8 @@
 """The time of the last heartbeat of each role of a job, and the roles that are silent. Pure: time is an argument.
 
-Every metric on the topic `metrics` is a heartbeat of its source, also a metric without values. A process that ends
-normally reports this in its last metric (`LEFT`), and is then no longer expected. The parameter server reports the time
-of the last heartbeat of each worker.
+Every record on the topic `metrics` is a heartbeat of its source, even if it has no values. A process that ends normally
+reports this in its last record (`LEFT`). From then on, no heartbeats are expected from it. The parameter server reports
+the time of the last heartbeat of each worker.
 """
 
 from __future__ import annotations

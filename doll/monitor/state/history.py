@@ -133,7 +133,7 @@ class History:
         self.last_time_s = math.nan
 
     def feed(self, record: AnyRecord) -> bool:
-        """Process a record; return whether earlier rows have changed (they became void, or got a column)."""
+        """Process a record. Return whether earlier rows have changed, because they became void or got a column."""
         if not isinstance(record, UpdatesRecord) or not self.is_current(record.term):
             return False
         change = self._lineage.feed(record)
@@ -148,7 +148,7 @@ class History:
 
     @classmethod
     def of_rows(cls, updates: Iterable[Mapping[str, float]], evaluations: Iterable[Mapping[str, float]]) -> Self:
-        """Create the history of a run that has ended from the rows of its tables, which also have a column `void`."""
+        """Create the history of a run that has ended, from the rows of its tables, which also have a column `void`."""
         history = cls()
         for table, rows in ((history.updates, updates), (history.evaluations, evaluations)):
             for row in rows:
@@ -184,7 +184,7 @@ class History:
     def evaluated(
         self, *, time_s: float, term: int, version: int, loss: float, metrics: Mapping[str, float]
     ) -> bool:  # fmt: skip
-        """Add a held-out evaluation; return whether it has added a column, for a metric.
+        """Add a held-out evaluation. Return whether it has a new metric, which adds a column.
 
         The row is void if its version was rolled back. An evaluation of another run is ignored.
         """
@@ -251,13 +251,13 @@ class History:
 
     @property
     def learned_updates(self) -> int:
-        """The number of updates that count for a stop rule: updates without a usable sample do not count."""
+        """The number of updates that count for a stop rule. Updates without a usable sample do not count."""
         is_empty = (self.updates.valid("n_samples") == 0) & (self.updates.valid("batches") > 0)
         return self.version - int(is_empty.sum()) - sum(hi - lo for lo, hi in self._left)
 
     def before(self, time_s: float) -> LearnedSpan:
-        """Return the part that was learned before a Unix time. Its seconds are counted from the first to the last
-        update of each term, so that the time between two sessions of a run does not count."""
+        """Return the part that was learned before a Unix time. Its seconds are the sum, over all terms, of the time
+        from the first to the last update. The time between two sessions of a run therefore does not count."""
         times, terms = self.updates.valid("time_s"), self.updates.valid("term")
         is_before = times < time_s
         samples, batches = self.updates.valid("n_samples")[is_before], self.updates.valid("batches")[is_before]

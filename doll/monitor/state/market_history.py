@@ -57,7 +57,7 @@ class MarketHistory:
     def feed(self, decision: Mapping[str, Any]) -> None:
         """Process the next decision, or the same decision from another source.
 
-        The journal contains the market on which each worker runs; the topic contains only the market that is wanted.
+        The journal contains the market on which each worker runs; the topic contains only the wanted market.
         """
         at_s = float(decision.get("elapsed_s", math.nan))
         if math.isnan(at_s):

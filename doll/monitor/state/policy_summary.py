@@ -1,4 +1,4 @@
-"""The reads, times and bytes of a job's consistency policy, from the parameter server's measurements. Pure."""
+"""The effects of a job's consistency policy (staleness, times, bytes), measured by the parameter server. Pure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from doll.theory.staleness import Histogram
 
 
 class Staleness(msgspec.Struct, frozen=True):
-    """Reads, counted by the difference that `doll.theory.staleness` defines: -1 under bsp; a smaller number means
-    staler weights.
+    """Numbers of reads by the difference that `doll.theory.staleness` defines. The difference is -1 under bsp; a
+    smaller number means staler weights.
 
     Attributes:
         mean: mean difference; None without reads.
@@ -33,7 +33,7 @@ class Staleness(msgspec.Struct, frozen=True):
 
 
 class BytesSent(msgspec.Struct, frozen=True):
-    """Bytes of gradients and table rows, as sent and before coding; and bytes of weights that workers have read."""
+    """Bytes of gradients and table rows (as sent, and before coding), and bytes of weights that workers have read."""
 
     gradients: int
     gradients_dense: int
@@ -121,12 +121,12 @@ class PolicySummary(msgspec.Struct, frozen=True):
 
     @property
     def void_text(self) -> str:
-        """The void batches, as a suffix of the blocked time; "" if there are none, which is so under most policies."""
+        """The void batches, as a suffix of the blocked time; "" if there are none. Most policies never have any."""
         return f", {self.void_batches:,} batches void" if self.void_batches else ""
 
     @property
     def bytes_text(self) -> str:
-        """The bytes of gradients as sent; also before coding, if that is more."""
+        """The bytes of gradients as sent, and also the bytes before coding if these are more."""
         sent = byte_size(self.bytes.gradients)
         if self.bytes.gradients_dense <= self.bytes.gradients:
             return sent

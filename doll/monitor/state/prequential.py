@@ -32,7 +32,7 @@ class Prequential:
     """Running and windowed prequential means, which can be rolled back to an earlier version.
 
     For each of the last `MAX_ROLLBACK_UPDATES` updates, the object stores the sums over all samples so far, by column;
-    the sum of a window is the difference of two of them. An object per update would take 400 bytes more.
+    the sum of a window is the difference of two such sums. One object per update would take 400 bytes more.
 
     Args:
         window: number of updates in the windowed mean; at least 1.
@@ -152,10 +152,10 @@ class LossTrend:
 
     @property
     def diverged(self) -> str:
-        """A message on how far the loss has risen, if it is a hundred times its first and best values; otherwise "".
+        """A message on the rise of the loss, if the loss is a hundred times its first and its best value; otherwise "".
 
-        The loss of a model that has learned nothing is close to the first loss. Only steps that are too long raise it
-        far above.
+        The loss of a model that has learned nothing is close to the first loss. Only steps that are too long raise the
+        loss far above.
         """
         before = max(abs(self.first), abs(self.best)) if self.best_version is not None else math.nan
         if not self.last > _DIVERGED * before:

@@ -63,9 +63,9 @@ class WorkerLine:
         batch_s: time for one of its batches, from grant to push.
         machine: its machine in words; "" if none is provisioned.
         usd: cost of its machines.
-        slow: in which way it is slow, in words; "" if it is not slow.
+        slow: description of its slowness; "" if it is not slow.
         is_spare: whether it is live and serves no partition.
-        waiting_for: why it cannot decode records now; "" if it can.
+        waiting_for: reason why it cannot decode records now; "" if it can.
     """
 
     worker: int
@@ -108,7 +108,7 @@ class DeadLetterCounts:
         return sum(letters for _, letters in self.reasons)
 
     def text(self) -> str:
-        """Return such a text: `1,008 dead letters (63 of the last 100,000 records), most of them: ...`; "" if none."""
+        """Return a text such as `1,008 dead letters (63 of the last 100,000 records), most of them: ...`; or ""."""
         if not self.reasons:
             return ""
         reason, letters = max(self.reasons, key=lambda item: item[1])
@@ -281,7 +281,7 @@ class ProgressModel:
             self.add_event(f"{dead}; see doll dead list", None)
 
     def _slow(self, worker: WorkerStatus) -> str:
-        """Return in which way this worker is slow, compared with the time limit of a batch; "" if it is not slow."""
+        """Return a text on how slow this worker is, compared with the time limit of a batch; "" if it is not slow."""
         limit_s = self.config.worker.grant_timeout_s
         if not worker.is_live:
             return ""
@@ -348,7 +348,7 @@ class ProgressModel:
     def rate_measured(self) -> float:
         """Return λ_U in the steady part of the run, updates per second; NaN during the start of the run.
 
-        The first updates contain records that had waited, and follow each other much faster than at any lasting rate.
+        The first updates contain records that had waited, so they follow each other faster than the later updates.
         """
         times_s = self.history.updates.valid("time_s")
         is_over = len(times_s) > MIN_UPDATES_FOR_RATE and times_s[-1] - times_s[0] >= MIN_SPAN_FOR_RATE_S
@@ -450,7 +450,7 @@ class ProgressModel:
         )
 
     def waits_for_more(self) -> bool:
-        """Return whether no worker computes because there are too few batches after the checkpoint for an update."""
+        """Return whether no worker computes because the batches after the checkpoint are too few for an update."""
         status = self._status
         if status is None or status.computing_batches or any(worker.is_stalled for worker in status.workers):
             return False

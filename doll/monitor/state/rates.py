@@ -28,8 +28,8 @@ def steady_update_rate(
 ) -> float:
     """Return the updates per second in the steady part of a run; NaN with fewer than two updates there.
 
-    The start is excluded: the larger of `drop_fraction` of the run and `drop_s`, but at most half of the run. n updates
-    have n - 1 gaps between them, so the rate is (n - 1) / (last - first).
+    The start of the run is excluded: `drop_fraction` of the run or `drop_s`, whichever is longer, but at most half of
+    the run. n updates have n - 1 gaps between them, so the rate is (n - 1) / (last - first).
 
     Args:
         times_s: completion time of each update, seconds, in order.
@@ -52,8 +52,8 @@ def steady_update_rate(
 def remaining_sd_s(times_s: npt.NDArray[np.float64], updates_left: float) -> float:
     """Return the standard deviation of the seconds for `updates_left` more updates; NaN if no rate is known yet.
 
-    The gaps between updates are treated as independent. The sum of n gaps differs from n times their mean, and the mean
-    of the m measured gaps is not exact. The variance is therefore s² (n + n²/m).
+    The gaps between updates are treated as independent, with variance s². The sum of the next n gaps has the variance n
+    s². The mean of the m measured gaps is not exact, which adds n² s²/m. The variance is therefore s² (n + n²/m).
     """
     gaps = np.diff(times_s[-_GAPS:])
     if len(gaps) < 2 or not updates_left >= 0:
@@ -78,8 +78,8 @@ def stability_margin(rates_per_s: Sequence[float], batch_size: int, group_size: 
 class ArrivalRateEstimator:
     """Measures arrival rates from the ends (high watermarks) of the partitions, for sources without a stated rate.
 
-    The rate of a stream is the growth of its end between the first observation and the last observation with growth.
-    The rate therefore does not fall after a source has ended.
+    The rate of a stream is the growth of its end, divided by the time from the first observation to the last one with
+    growth. The rate therefore does not fall after a source has ended.
     """
 
     def __init__(self, samples_per_record: int = 1) -> None:

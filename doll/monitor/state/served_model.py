@@ -21,7 +21,7 @@ class Reading:
         at_s: monotonic seconds.
         versions: the version that answers, for each process.
         requests: number of requests by status, since the start of the server.
-        buckets: (upper bound in seconds, number of requests within this time), since the start; rising.
+        buckets: (upper bound in seconds, number of requests within this time) since the start, in ascending order.
         age_s, samples_behind, waiting: the maximum over all processes.
         is_stale: whether a process may have missed a newer version.
         swaps: number of replaced versions, since the start.
@@ -60,7 +60,7 @@ class ServedModel:
     Attributes:
         newest: the newest reading; None before the first one.
         last: the newest interval with requests.
-        problem: why there is no newer reading; "" if there is one.
+        problem: reason why there is no newer reading; "" if there is one.
     """
 
     newest: Reading | None = None

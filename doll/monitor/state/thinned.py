@@ -1,4 +1,4 @@
-"""A series of limited length: of too many points, every second one is deleted; the others keep their numbers."""
+"""A series of limited length. If there are too many points, every second one is deleted; others keep their numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class Thinned(Generic[T]):
-    """Points by their numbers, of which at most `most` are kept.
+    """At most `most` points, by their numbers.
 
     Attributes:
         points: the kept points; they include the newest one if its number is a multiple of the step.

@@ -1,4 +1,4 @@
-"""The versions that a job keeps, with lineage, errors, cost and names of each. Pure.
+"""The versions that a job keeps, with the lineage, errors, cost and names of each version. Pure.
 
 All values come from existing records: the samples of a version from its checkpoint, the errors from the records of
 updates and of the evaluator, and the cost from the provisioner's decisions.
@@ -46,7 +46,7 @@ class VersionRecords:
 
     Attributes:
         updates, evaluations: rows of the tables of `doll.monitor.state.history`.
-        spent_usd: Unix time, and amount that the provisioner had spent until then, in order of time.
+        spent_usd: pairs of Unix time and the amount that the provisioner had spent until this time, in order of time.
     """
 
     updates: Sequence[Row] = ()
@@ -65,7 +65,7 @@ class VersionLine:
         policy, recipe: name of the policy, and the keys of `training` in the fingerprint.
         elapsed_s: seconds of learning.
         prequential, held_out: losses and metrics by name; prequential ones are means over the last 50 updates.
-        cost_usd: cost of provisioned machines until then.
+        cost_usd: cost of provisioned machines until the version was saved.
         fingerprint: fingerprint of the job file and the model.
         code: checksum of the task's source.
         aliases, is_pinned: its marks.

@@ -59,7 +59,7 @@ class Decisions:
 
     Attributes:
         newest: the newest decision; empty before the first one.
-        notable: decisions with actions, or with changes of the wanted state or of actions that a person must take.
+        notable: decisions with actions, or with a new wanted state or new actions that a person must take.
         market: machines, prices and costs over time.
     """
 
@@ -117,7 +117,7 @@ class PageState:
         restarts: number of restarts of roles and services that this machine started.
         kept: versions in its checkpoints, read when a version is opened. None: not read, or not readable.
         served: state of its model server. None: no model server is watched.
-        problem: why the page may not show the newest state; "" if it does.
+        problem: reason why the page may not show the newest state; "" if it does.
     """
 
     config: JobConfig
@@ -199,7 +199,7 @@ class WatchedJob:
             self._restarts[event.restarted] += 1
 
     def _note_workers(self, status: ServerStatus) -> None:
-        """Record events of workers that have joined, gone, or been replaced since the last status."""
+        """Record events of workers that have joined, left, or been replaced since the last status."""
         changed: dict[str, list[int]] = {}
         for worker in status.workers:
             before, now = self._workers.get(worker.worker), (worker.is_live, worker.restarts)

@@ -93,7 +93,7 @@ class PolicyRun:
 
     Attributes:
         label: the policy and its options, in the form of the command line.
-        outcome: why the run ended; if it failed, the error.
+        outcome: reason why the run ended; if it failed, the error.
         ok: whether it ended by its stop rule and passed its audit.
         seconds: seconds of learning, from the first update to the last one.
         usd: cost of its workers for this time; NaN without a price.
@@ -330,6 +330,6 @@ def _curves(curve: LossCurve) -> dict[str, Any]:
 
 
 def _in_short(text: str) -> str:
-    """Return the first and the last line: between them, an error contains the end of a log."""
+    """Return the first and the last line of an error. The lines between them are the end of a log."""
     first, *more = text.strip().splitlines() or [""]
     return f"{first} ... {more[-1].strip()}" if more else first

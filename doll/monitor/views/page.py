@@ -224,7 +224,7 @@ def _safety(state: PageState) -> list[Fact]:
 
 
 def _restarts(state: PageState) -> str:
-    """Return restarts: of workers and parameter server from the job's records, of other roles on this machine only."""
+    """Return the restarts of workers and server from the job's records, and those of other roles on this machine."""
     counts = {"workers": sum(line.restarts or 0 for line in state.snapshot.workers)}
     counts["parameter server"] = state.snapshot.ps_restarts
     counts |= {role: count for role, count in state.restarts.items() if role != "ps" and worker_of(role) is None}
@@ -316,7 +316,7 @@ def _significant(value: float, digits: int = 3) -> float | None:
 
 
 def _curves(state: PageState) -> dict[str, Any]:
-    """Return curves over the seconds since the first update: prequential and held-out error, and samples learned."""
+    """Return curves over the seconds since the first update: prequential error, held-out error, and samples learned."""
     history, start_s = state.history, state.history.first_time_s
     updates, evaluations = history.updates, history.evaluations
     at_s, held_s = updates.valid("time_s") - start_s, evaluations.valid("time_s") - start_s
@@ -341,7 +341,8 @@ def _curves(state: PageState) -> dict[str, Any]:
 
 
 def points(x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) -> dict[str, list[float]]:
-    """Return some of the points by their number. They stay the same when points are added, until half are left out."""
+    """Return some of the points by their number. Added points do not change them, until every second one is left
+    out."""
     rows = np.flatnonzero(np.isfinite(y))
     step = 1
     while len(y) > 2 * MAX_POINTS * step:
@@ -370,7 +371,7 @@ def _versions(state: PageState) -> dict[str, list[str]]:
 def visible(value: Any) -> Any:
     r"""Return the same texts, lists and mappings, with invisible characters escaped.
 
-    Escaped are control characters, and characters that change the direction of a text. An end of line stays.
+    Control characters, and characters that change the direction of a text, are escaped. Ends of lines are not.
 
     >>> visible({"reason": ["abc\u202e", 1]})
     {'reason': ['abc\\u202e', 1]}

@@ -1,8 +1,7 @@
 """Details that a click on the live page opens: a worker, an update with its offsets, a dead letter, a decision of the
 provisioner, a version. Pure.
 
-A detail has a title, facts, and possibly a table. It is None if the item does not exist, or its record is not kept any
-more.
+A detail has a title, facts, and possibly a table. It is None if the item does not exist, or if its record was deleted.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def _facts(decision: Any, report: Any) -> list[tuple[str, str]]:
 
 
 def _curve(points: dict[int, MarketPoint], name: str) -> dict[str, list[float]]:
-    """Return the points by their numbers, without repeated values: a price stays the same for hours."""
+    """Return the points by their numbers, without repeated values, because a price stays the same for hours."""
     curve: dict[str, list[float]] = {}
     rows = [(key, point.at_s, getattr(point, name)) for key, point in points.items()]
     for at, (key, at_s, value) in enumerate(rows):

@@ -1,9 +1,9 @@
 """The answers to the four questions of the page, from a job's records. Pure.
 
 An answer states what the records show. If the records are old (Kafka or the parameter server does not answer), the
-answer is "not known", followed by the last known answer. A model learns if its error is better than at the start by
-more than noise. If its accuracy is not better, a falling loss is not sufficient: the model may only have learned to
-guess.
+answer is "not known", followed by the last known answer. A model learns if its error has improved since the start by
+more than noise. If its accuracy has not improved, a falling loss is not sufficient, because the model may only have
+learned to guess.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _others(state: PageState) -> list[str]:
 
 
 def elapsed_s(state: PageState) -> float:
-    """Return the elapsed seconds on the job's clock: of the provisioner's last decision, or since the first update."""
+    """Return the elapsed seconds on the job's clock, at the provisioner's last decision or since the first update."""
     decided_s = state.decisions.newest.get("elapsed_s", math.nan)
     end_s = state.now_s if state.is_live else state.history.last_time_s
     return float(decided_s) if known(decided_s) else end_s - state.history.first_time_s
@@ -106,12 +106,12 @@ def _nothing_yet(state: PageState) -> Verdict:
 
 
 def _refused(state: PageState) -> int:
-    """Return the number of refused records if no sample could be used; otherwise 0."""
+    """Return the number of refused records if there is no update yet; otherwise 0."""
     return 0 if state.snapshot.updates else max(state.snapshot.dead.letters, len(state.letters))
 
 
 def pause(state: PageState) -> str:
-    """Return the time without an update, and the reason, if that is long for this job; otherwise ""."""
+    """Return the time without an update, and the reason, if this time is long for the job; otherwise ""."""
     snapshot = state.snapshot
     idle_s, per_s = state.now_s - state.history.last_time_s, snapshot.rate_measured
     usual_s = _PAUSE_UPDATES / per_s if known(per_s) and per_s > 0 else 0.0
@@ -126,7 +126,8 @@ def pause(state: PageState) -> str:
 
 
 class Change(NamedTuple):
-    """The change of one measure: its name, its value at the start and now, and whether it is better than by noise."""
+    """The change of one measure: its name, its value at the start and now, and whether it improved by more than
+    noise."""
 
     name: str
     start: float
@@ -184,7 +185,7 @@ def _reached(state: PageState) -> str:
 
 
 def _change(state: PageState, measure: str) -> Change | None:
-    """Return the change on held-out samples if they were evaluated from the start, else on samples not yet learned.
+    """Return the change of the held-out measure if it was evaluated from the start, else of the prequential measure.
 
     None: there are not enough values of this measure.
     """

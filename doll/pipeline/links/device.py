@@ -1,4 +1,4 @@
-"""The device of a stage: copies between its memory and that of the machine, and the outputs that can cross a cut."""
+"""The device of a stage: copies between its memory and the machine's, and checks of outputs before they are sent."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _array_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """Return an array with the memory of the tensor."""
+    """Return an array that shares the memory of the tensor."""
     is_bfloat16 = tensor.dtype is torch.bfloat16
     array: npt.NDArray[Any] = tensor.view(torch.int16).numpy().view(BFLOAT16) if is_bfloat16 else tensor.numpy()
     return array
 
 
 def _tensor_of(array: npt.NDArray[Any]) -> torch.Tensor:
-    """Return a tensor with the memory of the array if it is in C order; otherwise with a copy."""
+    """Return a tensor that shares the memory of the array, or a copy if the array is not in C order."""
     array = np.asarray(array, order="C")  # not ascontiguousarray, which makes a 0-d array 1-d
     if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
@@ -121,7 +121,7 @@ def is_differentiable(tensor: torch.Tensor) -> bool:
 
 
 class _Received(torch.autograd.Function):
-    """A function that returns the same memory, as a tensor that a layer may change in place under autograd."""
+    """A function that returns a tensor with the same memory, which a layer may change in place under autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -136,14 +136,14 @@ class _Received(torch.autograd.Function):
 def as_received(x: torch.Tensor) -> torch.Tensor:
     """Return `x`, with a gradient, for a layer that may change it in place, such as `nn.ReLU(inplace=True)`.
 
-    Nothing is copied, so the layer changes the numbers of `x`, too. Afterwards, use only the gradient of `x`.
+    The result shares the memory of `x`, so the layer also changes `x`. Afterwards, use only the gradient of `x`.
     """
     output: torch.Tensor = _Received.apply(x)
     return output
 
 
 class _JoinedOutputs(torch.autograd.Function):
-    """A function that joins `outputs` into one number. Its gradient is not used; `gradients` are passed on instead.
+    """A function that joins `outputs` into one number. Backward ignores its gradient and passes on `gradients`.
 
     It replaces `torch.autograd.graph.get_gradient_edge`, because `backward` of torch 2.6 does not accept edges.
     """
@@ -151,7 +151,7 @@ class _JoinedOutputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradients: list[torch.Tensor | None], *outputs: torch.Tensor) -> torch.Tensor:
         ctx.gradients = gradients
-        return torch.zeros((), device=outputs[0].device)  # of a real type, whatever the types of `outputs` are
+        return torch.zeros((), device=outputs[0].device)  # its type is real even if `outputs` are complex
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -161,7 +161,7 @@ class _JoinedOutputs(torch.autograd.Function):
 
 
 class SentOutputs:
-    """The outputs that were sent to the next stage: they can be differentiated, but their memory is not kept here."""
+    """The outputs that were sent to the next stage, kept for the backward pass without their memory."""
 
     def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
         self._count = len(outputs)
@@ -183,7 +183,7 @@ def check_device(name: str) -> None:
     """
     if not re.fullmatch(r"cpu|cuda:\d{1,3}", name):
         raise ConfigError(f"device: expected cpu or cuda:N (such as cuda:0), got {name!r}")
-    # The devices are counted without initializing CUDA: after that, this process could not fork stages that use it.
+    # The devices are counted without initializing CUDA. After initializing it, this process could not fork stages.
     count = torch.cuda.device_count()
     if name != "cpu" and int(name.partition(":")[2]) >= count:
         raise ConfigError(f"device {name}: expected cpu, or one of the {count} CUDA devices of this machine")

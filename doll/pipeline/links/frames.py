@@ -22,7 +22,7 @@ MAX_ARRAYS: Final = 130
 MAX_CROSSING: Final = 64  # tensors between two stages; up to 64 arrays of y, the weights and the groups are added
 MAX_DIMENSIONS: Final = 8
 MAX_HEADER_BYTES: Final = 1 << 16
-# numpy has no such type: a field of this name holds the 16 bits of each number.
+# numpy lacks bfloat16. Instead, a field of this name contains the 16 bits of each number.
 BFLOAT16: Final = np.dtype([("bfloat16", "<u2")])
 # The code of a type is its index in this tuple, so append new types at the end.
 DTYPES: Final = (
@@ -31,7 +31,7 @@ DTYPES: Final = (
 )
 
 _MAGIC: Final = b"dpl1"
-_PREFIX: Final = struct.Struct("<4sHHIQ")  # magic, number of arrays, place, bytes of header, bytes of arrays
+_PREFIX: Final = struct.Struct("<4sHHIQ")  # magic, number of arrays, place, size of the header, size of the arrays
 _ARRAY: Final = struct.Struct(f"<HH4x{MAX_DIMENSIONS}Q")  # code of the type, number of dimensions, shape padded with 0
 _PLACE: Final = 6  # offset of the place in the prefix
 PREFIX_BYTES: Final = _PREFIX.size
@@ -47,7 +47,7 @@ class Prefix(NamedTuple):
     """The first `PREFIX_BYTES` of a frame.
 
     Attributes:
-        place: location of the bytes of the arrays; 0: in the frame. Only some links give a meaning to other values.
+        place: location of the bytes of the arrays. 0: in the frame. Only some links use other values.
     """
 
     arrays: int
@@ -73,7 +73,7 @@ class ArraySpec(NamedTuple):
 
 
 def as_sent(array: Array) -> Array:
-    """Return `array` in C order and little-endian: the same array, or a copy if a conversion is needed.
+    """Return `array` in C order and little-endian. The result is a copy only if a conversion is needed.
 
     Raises:
         LinkFrameError: the type of the array is not in `DTYPES`.
@@ -112,7 +112,7 @@ def encode(header: bytes, arrays: Sequence[Array], max_message_bytes: int) -> by
 
 
 def at_place(head: bytes, place: int) -> bytes:
-    """Return `head`, a result of `encode`, with another place."""
+    """Return `head`, a result of `encode`, with another `Prefix.place`."""
     return head[:_PLACE] + place.to_bytes(2, "little") + head[_PLACE + 2 :]
 
 
@@ -141,7 +141,7 @@ def decode_rest(prefix: Prefix, data: bytes | bytearray) -> tuple[bytes, list[Ar
     """
     table_bytes = prefix.arrays * _ARRAY.size
     specs = [_spec(*fields) for fields in _ARRAY.iter_unpack(memoryview(data)[:table_bytes])]
-    # A dimension of 0 must not hide another dimension that is impossible.
+    # An impossible dimension must be found even if another dimension is 0.
     for spec in specs:
         if math.prod(max(size, 1) for size in spec.shape) * spec.dtype.itemsize >= 1 << 63:
             raise LinkFrameError(f"expected the shape of an array, got {spec.shape}")

@@ -1,8 +1,8 @@
 """Links between neighbours of a pipeline: stream sockets, with or without shared memory (ADR 0040).
 
 Neighbours send activations forward and gradients backward at the same time. Each end has a thread that always receives,
-so a sender waits only for a copy, never for the computation of the other end. Without this thread, two ends that send
-more than the buffers of the sockets hold would wait for each other.
+so a sender waits only for a copy, never for the computation of the other end. Without this thread, two ends that both
+send more than fits into the socket buffers would wait for each other.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ class StageLink:
         self._segments = segments
         self._max_message_bytes = max_message_bytes
         self._is_closed = False
-        self._is_cut = False  # True: the remaining bytes do not begin with a message
+        self._is_cut = False  # True: the next bytes are not the beginning of a message
         # Reentrant, because a signal handler may call `close` in the thread that sends.
         self._sending = threading.RLock()
         self._receiving = threading.RLock()
 
     def limit_sending(self, seconds: float) -> None:
-        """Limit the wait of `send`: it ends the link if the other end reads nothing for this time. Default: none."""
+        """Limit the wait of `send`. If the other end reads nothing for so long, `send` ends the link. Default: none."""
         timeval = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))  # for the kernel; the socket stays blocking
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
     def send(self, header: bytes, arrays: Sequence[Array] = ()) -> None:
-        """Send a message; the arrays may be changed afterwards. Wait while the buffers between the ends are full.
+        """Send a message. Wait while the buffers between the ends are full. After the call, the arrays may be changed.
 
         Args:
             header: header of at most `frames.MAX_HEADER_BYTES`.
@@ -111,7 +111,7 @@ class StageLink:
                 raise self._closed(exc.strerror or str(exc)) from exc
             except LinkClosedError:
                 raise
-            except BaseException:  # the begin of the next message is unknown
+            except BaseException:  # it is unknown where the next message begins
                 self._is_cut = True
                 self._end()
                 raise
@@ -124,15 +124,15 @@ class StageLink:
         """End the link at both ends. Threads that send or receive get a LinkClosedError. May be called again."""
         self._is_closed = True
         self._end()
-        # They end now. Wait for them; otherwise a newly opened file could get the file descriptor that they use.
+        # These threads end now. Wait for them; otherwise a newly opened file could get their file descriptor.
         with self._sending, self._receiving:
             self._forget()
 
     def forget(self) -> None:
         """Close this process's copy of this end; another process continues to use the end.
 
-        A forked process has copies of all open ends. Each process must forget the ends that it does not own: while it
-        has such a copy, the other end does not notice the death of the owner.
+        A forked process has copies of all open ends. Each process must forget the ends that it does not own. While any
+        copy is open, the other end does not notice the death of the owner.
         """
         # Another thread may have held a lock when this process was forked.
         self._is_closed = True

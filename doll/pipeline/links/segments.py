@@ -1,8 +1,8 @@
 """Shared memory for the large arrays of a link: segments that are reused, without a copy at the receiver (ADR 0040).
 
-The sender copies arrays into a free segment; the frame names the segment. The received arrays are views of it. When the
-last view is deleted, the receiver returns the segment. Sending a frame and returning a segment are system calls; they
-order the memory accesses of both processes on any processor.
+The sender copies arrays into a free segment, and the frame names the segment. The received arrays are views of the
+segment. When the last view is deleted, the receiver returns the segment. Sending a frame and returning a segment are
+system calls; they order the memory accesses of both processes on any processor.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LinkSegments:
         self._segment_bytes = segment_bytes
         self._count = len(own) // segment_bytes
         self._min_bytes = min_bytes
-        # The most recently used segment is used next, so that only as many pages are written as are needed at once.
+        # The most recently used segment is used next, so that as few different pages as possible are written.
         self._free = list(range(self._count))[::-1]
         self._lent: set[int] = set()
 
@@ -71,7 +71,7 @@ class LinkSegments:
         return number + 1
 
     def load(self, place: int, specs: Sequence[ArraySpec]) -> list[Array]:
-        """Return the arrays at a place. They are views; their segment is not written to while one of them exists.
+        """Return the arrays at a place as views of a segment, which is not written to while a view exists.
 
         Raises:
             LinkFrameError: there is no such segment, it still has views, or the arrays do not fit into it.
@@ -85,7 +85,7 @@ class LinkSegments:
             raise LinkFrameError(f"expected arrays in a segment of {self._segment_bytes} bytes, got {total_bytes}")
         memory = self._view(self._far, number)
         self._lent.add(number)
-        # A view of a view keeps the array that owns the memory alive: `memory`, which is not itself made as a view.
+        # Views of views keep the owner of the memory alive: the array `memory`, which is not a view itself.
         weakref.finalize(memory, self._give_back, number, os.getpid()).atexit = False
         return [_as(memory, start, spec) for start, spec in zip(starts, specs, strict=True)]
 
@@ -97,7 +97,7 @@ class LinkSegments:
         return np.frombuffer(memory, np.uint8, self._segment_bytes, number * self._segment_bytes)
 
     def _give_back(self, number: int, pid: int) -> None:
-        if pid != os.getpid():  # a forked process has views, too; only its parent may return the segment
+        if pid != os.getpid():  # a forked process has copies of views, but only its parent may return the segment
             return
         self._lent.discard(number)
         with contextlib.suppress(OSError):  # the link has ended
@@ -114,7 +114,7 @@ class LinkSegments:
 def segments_pair(count: int, segment_bytes: int, min_bytes: int = MIN_BYTES) -> tuple[LinkSegments, LinkSegments]:
     """Create the segments of a link, for both of its ends; call it before the fork.
 
-    Memory is allocated when a segment is first written to, for the written part, and is kept until the link ends.
+    Memory for a part of a segment is allocated at the first write to this part, and is kept until the link ends.
 
     Args:
         count: number of segments in each direction, 1 to `MAX_SEGMENTS`.

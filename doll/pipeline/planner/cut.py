@@ -62,8 +62,7 @@ def check_parts(task: Task, model: torch.nn.Module, parts: Sequence[Sequence[Lay
 def check_with_samples(
     task: Task, model: torch.nn.Module, parts: Sequence[Sequence[Layer]], samples: SampleBatch, *, batch: int
 ) -> None:
-    """Check the stages of `cut` with samples of the stream, at least one: the model may behave differently on random
-    numbers, or not accept them.
+    """Check the stages of `cut` with at least one sample of the stream. Random numbers may have other results.
 
     Raises:
         TaskError: the stages compute another result than the model. A restart would not change this.

@@ -1,8 +1,9 @@
 """Partition of a model's layers into the stages of one virtual worker, on devices in a given order. Pure.
 
-Stages are contiguous. The best partition has the smallest bottleneck, which is the time of its slowest stage, within
-the memory of the devices (the HetPipe paper, section 5). Transfer times of links are ignored. The fleet planner of
-doll-lab also chooses devices and their order, and includes transfers (`doll_lab.pipelines.partition`).
+A stage consists of consecutive layers. The best partition fits into the memory of the devices and has the smallest
+bottleneck, which is the time of its slowest stage (the HetPipe paper, section 5). Transfer times of links are ignored.
+The fleet planner of doll-lab also chooses devices and their order, and includes transfers
+(`doll_lab.pipelines.partition`).
 
 >>> from doll.pipeline.profiling.profile import LayerProfile
 >>> layers = tuple(LayerProfile(name, 1.0, 2.0, 10, 4, 100) for name in "abcdef")
@@ -46,12 +47,12 @@ class MemoryRule:
     temporaries and reserved bytes if the rule has them.
 
     m is the number of minibatches that are between their forward and backward pass. It is 1 at the last stage, which
-    runs both passes in one step, and at most N_m at the other stages; whether it reaches N_m depends on their times.
+    runs both passes in one step. At the other stages it is at most N_m, depending on the times of the stages.
 
     Attributes:
         optimizer_multiplier: opt, number of arrays of the weights' size besides the weights: gradients, optimizer
             state.
-        inputs: whether to count the inputs of N_m minibatches, which wait or are kept; not in the paper.
+        inputs: whether to count the inputs of N_m minibatches, which wait or are kept; the paper does not count them.
         temporaries: number of arrays with the size of the largest input or output of the stage's layers.
         reserved_bytes: additional memory of each stage, in bytes.
     """
@@ -101,9 +102,8 @@ def stops_in_order(profile: Profile, devices: Sequence[Device], *, in_flight: in
 
 
 def stage_needs(profile: Profile, in_flight: int, memory: MemoryRule) -> tuple[Floats, Floats]:
-    """Return the memory of layers i to j - 1 at [i, j], for a stage before the last and for the last: (L + 1, L + 1).
-
-    Only entries above the diagonal are stages.
+    """Return two arrays of shape (L + 1, L + 1), for a stage before the last one and for the last. At [i, j] is the
+    memory of a stage of layers i to j - 1. Only entries above the diagonal are stages.
     """
     layers = profile.layers
     parameters = np.cumsum([0.0, *(layer.parameter_bytes for layer in layers)])
@@ -118,7 +118,7 @@ def stage_needs(profile: Profile, in_flight: int, memory: MemoryRule) -> tuple[F
 
 
 def _stage_seconds(profile: Profile, devices: Sequence[Device], in_flight: int, memory: MemoryRule) -> list[Floats]:
-    """Return the seconds of layers i to j - 1 at [i, j] on each device; infinite without such a stage or memory."""
+    """Return, for each device, the seconds of layers i to j - 1 at [i, j]; infinite without such a stage or memory."""
     needs = stage_needs(profile, in_flight, memory)
     tables = []
     for number, device in enumerate(devices, 1):
@@ -139,7 +139,7 @@ def _least(seconds: Sequence[Floats], join: Callable[[Floats, Floats], Floats]) 
 
 
 def _explain(profile: Profile, devices: Sequence[Device], in_flight: int, memory: MemoryRule) -> DoesNotFitError:
-    """Return the error if no partition fits: a layer that fits on no device, or the layers that the stages hold."""
+    """Return the error if no partition fits. It names a layer that fits on no device, or those that do fit."""
     end, k = len(profile.layers), len(devices)
     names = [layer.name for layer in profile.layers]
     needs = stage_needs(profile, in_flight, memory)
@@ -173,7 +173,7 @@ def _explain(profile: Profile, devices: Sequence[Device], in_flight: int, memory
 
 
 def furthest_text(names: Sequence[str], first: int, stop: int, over: int, used: Sequence[str]) -> str:
-    """Describe a partition that reaches layer `first` on the devices `used`, so that layers [first, stop) are left.
+    """Describe a partition of the layers before `first` on the devices `used`, which leaves layers [first, stop).
 
     Args:
         names: names of the layers.
@@ -195,7 +195,7 @@ def misfit(
     """Return the error for layers that do not fit, with their need, the memory of `devices`, and a solution.
 
     Args:
-        what: begin of the sentence, up to "needs".
+        what: beginning of the sentence, up to "needs".
         fewer: a smaller number of minibatches in flight with which a partition fits; 0: there is no such number.
         is_last, is_only: whether the layers would be in the last stage, and whether this stage is the only one.
     """

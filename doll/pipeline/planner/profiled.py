@@ -13,8 +13,8 @@ from doll.errors import ConfigError
 from doll.pipeline.planner.partition import MemoryRule, stops_in_order
 from doll.pipeline.profiling.profile import Device, Profile
 
-# Number of arrays of the size of the stage's weights, besides the weights and their copies for minibatches in flight,
-# for a stage with limited memory: the gradient, which also holds the optimizer's sum, and one layer's gradient.
+# For a stage with limited memory: number of arrays of the size of its weights, besides the weights and their copies for
+# minibatches in flight. They are the gradient, whose memory is also the optimizer's sum, and one layer's gradient.
 _COPIES: Final = 2
 # Number of arrays of the size of the largest input or output of a layer, besides the memory kept for the backward pass:
 # the output, gradients inside a layer (3), two messages per direction and link, half of them at the neighbours (4).
@@ -33,7 +33,7 @@ def live_rule(optimizer: OptimizerConfig) -> MemoryRule:
 
 
 def num_states(optimizer: OptimizerConfig) -> int:
-    """Return the number of arrays of the weights' size that the optimizer keeps."""
+    """Return the number of arrays with the size of the weights that the optimizer keeps."""
     match optimizer:
         case AdamConfig():
             return 2

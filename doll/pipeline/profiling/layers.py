@@ -1,10 +1,10 @@
 """The layers of a model, between which it may be cut into stages.
 
-The layers are found in three ways, in this order: the layers that the task names (`Task.stages`); the layers of a
-`torch.nn.Sequential`, also nested ones; for other modules, the nodes of the graph (`torch.fx`), which is cut where only
-one tensor is passed on, such as between the blocks of a residual network.
+If the task names layers (`Task.stages`), these are used. Otherwise, a `torch.nn.Sequential` has its own layers, also
+nested ones. The graph of any other module (`torch.fx`) is cut where only one tensor is passed on, such as between the
+blocks of a residual network.
 
-`torch.distributed.pipelining` also cuts graphs, but with `torch.export`, which fixes the number of samples of a batch;
+`torch.distributed.pipelining` also cuts graphs, but its `torch.export` fixes the number of samples of a batch. In DOLL
 this number varies if samples are refused.
 """
 
@@ -34,7 +34,7 @@ _PIECE: Final = 1 << 18  # numbers per piece; as float64, they fit into a cache
 
 
 class Layer(NamedTuple):
-    """A part of a model; its input is the output of the layer before. `module` shares the model's parameters."""
+    """A part of a model, whose input is the output of the layer before. `module` shares the model's parameters."""
 
     name: str
     module: torch.nn.Module
@@ -71,14 +71,14 @@ def chain(layers: Sequence[Layer]) -> torch.nn.Sequential:
 
 
 class Trial(NamedTuple):
-    """Samples that the model accepts, in the form for `Task.forward`; or None, and why it accepts no random ones."""
+    """Samples that the model accepts, in the form for `Task.forward`; or None, and the reason why there are none."""
 
     inputs: passes.Inputs | None
     reason: str = ""
 
 
 def trial_input(task: Task, model: torch.nn.Module, samples: int) -> Trial:
-    """Return random numbers of the model's shape, else integer zeros; held-out samples if the task has no shape."""
+    """Return random numbers of the task's shape, else integer zeros; without a shape, held-out samples."""
     reasons: list[str] = []
     tried: list[passes.Inputs] = []
     if task.input_shape is not None:
@@ -109,8 +109,8 @@ def inputs_for(x: Any) -> passes.Inputs:
 
 
 def only_calls(task: Task, module: torch.nn.Module, inputs: passes.Inputs) -> tuple[Any, bool]:
-    """Return `task.forward(module, x)`, and whether it is the unchanged output of `module`: for a part of the model,
-    any other computation belongs after the last part."""
+    """Return `task.forward(module, x)`, and whether this is the unchanged output of `module`. Any other computation of
+    `task.forward` is only allowed after the last part of the model."""
     returned: list[tuple[Any, int]] = []
     hook = module.register_forward_hook(lambda _, __, output: returned.append((output, _version_of(output))))
     try:
@@ -161,7 +161,8 @@ def check_cut(
             raise _cannot(name, f"it returns {type(whole.output).__name__}, expected tensors")
         difference = whole.difference(run_layers(training))
         if difference and whole.difference(run_whole(training)):
-            # Use a separate generator. The comparison in evaluation mode also holds in training mode, except for noise.
+            # The model has its own random generator. The result in evaluation mode also applies to training, except for
+            # noise.
             problem = "its output for the same input differs from call to call"
             continue
         if difference:
@@ -235,7 +236,7 @@ def _outcome(
             random.seed(0)
             np.random.seed(0)
             for root in roots:
-                root.train(training)  # a module may have overridden it
+                root.train(training)  # a module may have overridden this method
             output = run()
             gradient = _gradient(model, output)
         buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
@@ -250,7 +251,7 @@ def _outcome(
         with torch.no_grad():
             for owner, name, buffer, values in before:
                 buffer.copy_(values)
-                owner._buffers[name] = buffer  # the pass may have replaced it
+                owner._buffers[name] = buffer  # the pass may have replaced the buffer
 
 
 def _gradient(model: torch.nn.Module, output: Any) -> dict[str, tuple[float, float]]:
@@ -266,7 +267,7 @@ def _gradient(model: torch.nn.Module, output: Any) -> dict[str, tuple[float, flo
     outcomes: dict[str, tuple[float, float]] = {}
 
     def take(name: str, parameter: torch.Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None  # one at a time: together they are as large as the model
+        gradient, parameter.grad = parameter.grad, None  # one at a time, because all are as large as the model
         assert gradient is not None
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
         squares = total = 0.0
@@ -328,7 +329,7 @@ def _through(task: Task, name: str, layers: Sequence[Layer], inputs: passes.Inpu
 
 
 def _distance(expected: torch.Tensor, actual: torch.Tensor) -> float:
-    """Return the largest difference; 0 if it is at most rounding. A value that is not finite must be equal in both."""
+    """Return the largest difference, or 0 if it is explained by rounding. Values that are not finite must be equal."""
     if torch.equal(expected, actual) or not expected.numel():
         return 0.0
     if not is_differentiable(expected):
@@ -375,7 +376,7 @@ def _check(name: str, model: torch.nn.Module, layers: Sequence[Layer]) -> None:
 
 
 def _of_graph(model: torch.nn.Module) -> list[Layer]:
-    """Cut the graph of a module after each node that is the only value used further on."""
+    """Cut the graph of a module after each node whose value is the only one that later nodes use."""
     name = type(model).__name__
     try:
         evaluating = _traced(model.eval()).code
@@ -409,7 +410,7 @@ def _of_graph(model: torch.nn.Module) -> list[Layer]:
 
 
 def _is_taken_apart(node: fx.Node) -> bool:
-    """Return whether the node may be a tuple, which cannot be sent."""
+    """Return whether later nodes take the node's value apart, so that it may be a tuple, which cannot be sent."""
     return all(user.op == "call_function" and user.target is operator.getitem for user in node.users)
 
 
@@ -438,7 +439,8 @@ class _Value(torch.nn.Module):
 
 
 def _own_parameters_as_modules(traced: fx.GraphModule, buffers: Set[int]) -> dict[fx.Node, fx.Node]:
-    """Replace each use of a parameter with a module that returns it: `split_module` would pass it from part to part.
+    """Replace each use of a parameter with a module that returns the parameter. Otherwise `split_module` would pass the
+    parameter from part to part.
 
     Returns:
         The nodes of these modules, each with the node that uses it.

@@ -64,7 +64,7 @@ def profile_layers(
     input_bytes = _bytes_of_arrays(received)
     weight, group = (None if part is None else on.put(part) for part in (batch.weight, batch.group))
     inputs = passes.Inputs(None, trees.mapped(on.put, y), weight, group, batch.num_samples, batch.total_weight)
-    results: list[tuple[_Measurement, int]] = []  # with the number of bytes that are sent to the next layer
+    results: list[tuple[_Measurement, int]] = []  # the size in bytes of the output that is sent to the next layer
     for number, layer in enumerate(layers):
         module = layer.module.to(device).train()
         is_first, is_last = number == 0, number == len(layers) - 1
@@ -112,9 +112,9 @@ class _KeptMemory(NamedTuple):
 
 
 def _each_once(kept: Sequence[_KeptMemory]) -> list[int]:
-    """Return the memory that each layer adds: an output counts for its layer, if this or a later layer keeps it."""
+    """Return the memory that each layer adds. An output counts for the layer that makes it, if any layer keeps it."""
     sizes: list[int] = []
-    is_needed = False  # whether a later layer needs it
+    is_needed = False  # whether a later layer keeps the output
     for layer in reversed(kept):
         has_output = layer.keeps_output or is_needed
         sizes.append(layer.inside_bytes + (layer.output_bytes if has_output and not layer.is_view else 0))
@@ -158,7 +158,7 @@ def _measure(
         if repeat >= _WARM_UP:
             forward_s.append(forward_end_s - begin_s)
             backward_s.append(end_s - middle_s)
-        # While x and output exist, no other memory has their addresses.
+        # While x and output exist, no other tensor gets their addresses.
         begins, ends = _memory_of(x), _memory_of(output)
         inside_bytes = sum(size for at, size in kept.items() if at not in begins and at not in ends)
         largest = max(

@@ -25,6 +25,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         slot: slot of its gradient; -1: no gradient.
         scale: factor that makes the gradient the mean; 0: the gradient is dropped.
         weight: sum of the weights of the minibatch's samples.
+        lr_factor: factor of the learning rate of the step.
         ends_wave: whether it is the last minibatch of its wave.
     """
 
@@ -32,6 +33,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     slot: int
     scale: float
     weight: float
+    lr_factor: float = 1.0
     ends_wave: bool = False
 
 
@@ -40,17 +42,16 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Forward(_Message, frozen=True):
-    """Compute this minibatch on the weights of `version`, plus the worker's own steps that `version` does not include.
+    """Compute this minibatch on the weights of `version` plus the worker's own steps that `version` lacks.
 
     The arrays are x for the first stage, or the activations of the stage before for other stages; then y; then weights
     and groups, if there are any.
 
     Attributes:
-        received, target: x or activations, and y, in the form of `doll.task.trees.plain_of`: their numbers are indexes
-            of the arrays.
+        received, target: x or activations, and y, in the form of `doll.task.trees.plain_of`, with indexes of arrays.
         weight: sum of the weights of the samples.
         has_weights, has_groups: whether arrays of weights and groups follow.
-        slot: one of the N_m slots; it keeps the weights of this minibatch until its backward pass.
+        slot: one of the N_m slots, which keeps the weights of this minibatch until its backward pass.
         included: number of batches of this worker's stream that `version` includes.
         commits: commits to apply before this minibatch.
         seed: seed of its random numbers; each stage derives its own seed from it.
@@ -78,7 +79,7 @@ class StageOrders(_Message, frozen=True):
         forget_from: the steps of this batch and of later ones are void; None: no steps are void.
         store: write the sum of the steps of the wave that ends below this batch to the shared file; None: write none.
         show: write the weights, with all own steps, to the shared file.
-        version, included: as in `Forward`, if a stage before failed on a minibatch that introduces this version; -1: no
+        version, included: as in `Forward`, if an earlier stage failed on the first minibatch of this version; -1: no
             stage failed.
     """
 
@@ -101,9 +102,9 @@ class StageTask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Backward(_Message, frozen=True):
-    """The gradient of this minibatch is in its slot, at the stage that sends this message and at all later stages.
+    """The gradient of this minibatch is in the slot at the stage that sends this message and at all later stages.
 
-    The arrays are the gradients of the activations that the receiver sent, without activations that have no gradient.
+    The arrays are the gradients of the activations that the receiver sent, except activations that have no gradient.
 
     Attributes:
         of: indexes of the activations that these gradients belong to.
@@ -133,14 +134,14 @@ class StopStage(_Message, frozen=True):
 
 
 class Ready(_Message, frozen=True):
-    """A stage is ready. It reports what it runs, which must be equal to what the coordinator runs."""
+    """A stage is ready. It reports its fingerprint, which must be equal to the coordinator's."""
 
     stage: int
     fingerprint: str
 
 
 class Adopted(_Message, frozen=True):
-    """This stage uses the weights in the shared file, and does not read them from the file again."""
+    """This stage now uses the weights in the shared file, and will not read the file again for them."""
 
     stage: int
     version: int

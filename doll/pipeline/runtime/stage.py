@@ -2,9 +2,9 @@
 
 The stage's own weights are the last adopted version plus the worker's own steps. Each minibatch gets a copy of them (a
 replica), so that its backward pass uses the same weights as its forward pass. After the backward pass, the gradient
-waits in the minibatch's slot until the coordinator has accepted or refused the minibatch; then each stage steps on its
-part. All stages step in the same order, so a minibatch uses the same version of the weights at all stages (vertical
-sync; the HetPipe paper, section 4).
+waits in the minibatch's slot until the coordinator has accepted or refused the minibatch. If it is accepted, each stage
+makes a step with its part. All stages step in the same order, so a minibatch uses the same version of the weights at
+all stages (vertical sync; the HetPipe paper, section 4).
 
 Memory: the weights, the gradient, the optimizer's state, and a replica for each minibatch between its two passes, as in
 the paper. The last stage, and a stage with one minibatch in flight, need no replica. Waiting gradients and the steps of
@@ -107,7 +107,7 @@ class StageGradient(NamedTuple):
     """The results of a stage's backward pass for one minibatch.
 
     Attributes:
-        of_input: gradient of each received activation; None: this activation has no gradient. Empty: none has one.
+        of_input: gradient of each received activation; None: this one has no gradient. Empty: none has a gradient.
         squares: sum of the squares of the gradient's numbers at this stage.
         buffer_squares: sum of the squares of the changes of the float buffers at this stage.
     """
@@ -159,13 +159,13 @@ class Stage:
         module = torch.nn.Sequential(*layers)
         homes = homes_of(module, whole)
         for parameter in module.parameters():
-            parameter.grad = None  # removes it from the whole model's gradient; `to` removes it from the model's vector
+            parameter.grad = None  # detaches it from the model's gradient; `to` detaches it from the model's vector
         module = module.to(device.name)
         self._local = FlatModel(module, device=device.name, may_be_empty=True)
         self.ranges: tuple[VectorRange, ...] = ranges_of(self._local, homes)
         self._optimizer = Optimizer(self._local, training.optimizer, sum_in=self._local.grad)
-        # Free replicas; at most as many as were needed at once. A minibatch needs no replica if no step and no adoption
-        # happens between its passes: the last stage runs both passes in one step.
+        # Free replicas; at most as many as were needed at once. A minibatch needs no replica if the weights do not
+        # change between its passes, as at the last stage, which runs both passes in one step.
         self._replicas = [self._local] if slots == 1 or is_last else []
         self._in_flight: dict[int, _InFlight] = {}
         self._buffer_squares: dict[int, float] = {}
@@ -175,7 +175,7 @@ class Stage:
         self._vectors: Vectors = VectorsInFile(numel) if is_limited else VectorsInMemory(numel, device.name)
         self._piece = torch.empty(min(PIECE, numel), dtype=torch.float32, device=device.name)
         self._first_wave = slots  # number of the first vector for waves
-        self._wave: int | None = None  # vector of the current wave; None: it has no steps
+        self._wave: int | None = None  # vector of the current wave; None: the wave has no steps yet
         self._waves: deque[_Wave] = deque()  # complete waves that the weights in use may not include
         _warm_up()
 
@@ -216,7 +216,9 @@ class Stage:
             self._optimizer.add(gradient)  # the optimizer reads it in place
             # The slot now has the weights before the step, followed by the buffers of the minibatch.
             self._vectors.write(commit.slot, 0, weights[:n])
-            self._optimizer.apply([], commit.scale, commit.weight, absent=self._absent[commit.slot])
+            self._optimizer.apply(
+                [], commit.scale, commit.weight, absent=self._absent[commit.slot], lr_factor=commit.lr_factor
+            )
             self._add_to_wave(commit.slot)
         if commit.slot >= 0:
             self._vectors.free(commit.slot)
@@ -225,7 +227,7 @@ class Stage:
             self._wave = None
 
     def _add_to_wave(self, before: int) -> None:
-        """Add the step to the wave: from the parameters in vector `before` to those in use, and the step's buffers."""
+        """Add the step to the wave: the parameters in use minus those in vector `before`, and the step's buffers."""
         is_first = self._wave is None
         if self._wave is None:
             taken = {wave.number for wave in self._waves}
@@ -239,7 +241,7 @@ class Stage:
             self._vectors.write(
                 self._wave, part.start, values if is_first else values.clone().add_(self._read(self._wave, part))
             )
-        for part in pieces(floats, numel):  # bytes: the values of the last minibatch
+        for part in pieces(floats, numel):  # buffers of other types: the bytes of the last minibatch
             self._vectors.write(self._wave, part.start, self._read(before, part))
 
     def _read(self, number: int, part: slice) -> torch.Tensor:
@@ -257,7 +259,7 @@ class Stage:
             self._wave = None
 
     def store(self, until: int, shared: VectorFile) -> None:
-        """Write the sum of the steps of the wave below `until` to its places in `shared`."""
+        """Write the sum of the steps of the wave below `until` into this stage's ranges of `shared`."""
         number = next((wave.number for wave in self._waves if wave.until == until), None)
         for part in self.ranges:
             for piece in pieces(part.here, part.here + part.length):
@@ -265,7 +267,7 @@ class Stage:
                 shared.write(part.there + piece.start - part.here, values)
 
     def show(self, shared: VectorFile) -> None:
-        """Write the stage's own weights to their places in `shared`."""
+        """Write the stage's own weights into this stage's ranges of `shared`."""
         for part in self.ranges:
             shared.write(part.there, self.weights[part.here : part.here + part.length])
 
@@ -374,7 +376,7 @@ class Stage:
         return result
 
     def drop(self, slot: int) -> None:
-        """Drop a slot that needs no backward pass, or no further one."""
+        """Free a slot that needs no further backward pass."""
         item = self._in_flight.pop(slot, None)
         if item is not None:
             self._replicas.append(item.replica)
@@ -385,7 +387,7 @@ class Stage:
     def _take_replica(self) -> FlatModel:
         if self._replicas:
             return self._replicas.pop()
-        # There is only one backward pass at a time, so replicas share the gradient.
+        # Only one backward pass runs at a time, so replicas share the memory of the gradient.
         module = _replica(self._local.module)
         return FlatModel(module, device=self.device.name, may_be_empty=True, grad=self._local.grad)
 
@@ -397,7 +399,7 @@ def _warm_up() -> None:
 
 
 def _replica(module: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy whose tensors share memory: frozen parameters keep it, and `FlatModel` moves the others."""
+    """Return a copy of the module that shares its memory. `FlatModel` then moves all tensors that are not frozen."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         is_trained = parameter.requires_grad

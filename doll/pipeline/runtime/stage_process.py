@@ -1,7 +1,7 @@
 """The process of one stage: it processes messages in the order of their arrival, until its links end.
 
-One thread receives, so that no neighbour waits for the computation of this stage; it also reports that the process
-runs. The other thread computes.
+One thread receives, so that no neighbour waits for the computation of this stage. This thread also reports that the
+process runs. The other thread computes.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class StageProcess:
         return 1
 
     def leave_within(self, within_s: float, cause: str) -> None:
-        """Leave with the virtual worker, because this stage's machine is taken away. A signal handler may call it."""
+        """Ask the virtual worker to leave, because this machine is taken away. A signal handler may call this."""
         # The receiving thread sends the message, because the handler may have interrupted another message.
         self._leaving = Leaving(stage=self._number, within_s=within_s, cause=cause)
 
@@ -157,7 +157,7 @@ class StageProcess:
                         self._deliver(*key.fileobj.receive())  # type: ignore[union-attr]
                     if self._clock() - alive_at_s >= ALIVE_EVERY_S:
                         alive_at_s = self._clock()
-                        # A coordinator that waits for its server does not read, so never block on sending to it.
+                        # A coordinator that waits for its server does not read, so sends to it must not block.
                         if room.select(0):
                             self._links.control.send(encode(StageAlive(stage=self._number)))
                     if self._leaving is not None:
@@ -204,7 +204,7 @@ class StageProcess:
         except Exception as exc:
             self._report(message, (), _problem(exc))
             if following is not None:
-                # The commits and orders of the minibatch are processed even without it.
+                # The commits and orders in the message are processed even if the minibatch is not computed.
                 rest = StageOrders(commits=message.commits, version=message.version, included=message.included)
                 following.send(encode(rest))
             return
@@ -286,10 +286,10 @@ class StageProcess:
 
 
 def _problem(exc: Exception) -> str:
-    """Return the problem of a minibatch, if its samples may be the cause.
+    """Return the problem of a minibatch, if its samples may be its cause.
 
     Raises:
-        Exception: `exc`, if the cause is this machine, or the task whatever the samples are.
+        Exception: `exc`, if the cause is this machine, or an error of the task that does not depend on the samples.
     """
     if isinstance(exc, MemoryError | OSError | LinkClosedError | TaskError):
         raise exc

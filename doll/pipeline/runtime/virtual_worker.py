@@ -1,10 +1,10 @@
-"""A virtual worker's protocol with its stages: order and weights of minibatches; pure (the HetPipe paper, section 4).
+"""A virtual worker's protocol with its stages: order and weights of minibatches (the HetPipe paper, section 4). Pure.
 
 N_m minibatches are in flight. Minibatch p starts when minibatch p - N_m is complete. All stages compute it on the same
 version of the weights: the version that was pulled last, plus the worker's own steps that this version does not
-include. Minibatches complete in order. The steps of a wave, which is N_m minibatches, are pushed together.
+include. Minibatches complete in order. A wave is N_m minibatches, whose steps are pushed together.
 
-Stages have memory for one more version than the version in use, so the next version is pulled while they compute.
+Stages have memory for one version besides the version in use. So the next version is pulled while they compute.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
+
+import msgspec
 
 from doll.errors import DollError
 from doll.pipeline.runtime.messages import Commit, Forward, StageOrders
@@ -43,7 +45,7 @@ class Submission:
 
 
 class WaveSplitError(DollError):
-    """Some batches of a wave must be computed again, and others must not: a new process computes all batches that are
+    """Only some batches of a wave must be computed again. The process must end; a new one computes all batches that are
     not durable."""
 
 
@@ -52,7 +54,7 @@ class WaveSplitError(DollError):
 
 @dataclass(frozen=True, slots=True)
 class PullWeights:
-    """Copy these weights to the file that all stages read, then report `pulled`. No stage needs its old content."""
+    """Copy these weights to the file that all stages read, then report `pulled`. Its old content is not needed."""
 
     weights: Weights
 
@@ -66,8 +68,8 @@ class StartBatch:
 
 
 class Wave(NamedTuple):
-    """Steps that are pushed together: of the batches below `until`. The push has the version that the last of these
-    batches was computed on. `members`: all batches of the sum in order, also batches without a usable sample."""
+    """Steps of the batches below `until` that are pushed together. The push names the version that the last of these
+    batches was computed on. `members`: all batches of the sum in order, including batches without a usable sample."""
 
     until: int
     last: Submission
@@ -77,7 +79,7 @@ class Wave(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SendDown:
-    """Send this message down the chain. If it orders to store something, report `stored` when all stages have done so.
+    """Send this message down the chain. If it is an order to store, report `stored` after all stages have done so.
 
     Attributes:
         wave: the wave whose steps are to be stored; None: it stores no steps.
@@ -89,8 +91,8 @@ class SendDown:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """This minibatch is computed; reported in order. `wave`: the steps of the wave that this minibatch ends are stored;
-    None: it ends no wave, or its wave has no steps. `members`: the minibatches of the wave that it ends."""
+    """This minibatch is computed. Reports are in order. `wave`: the wave that this minibatch ends, whose steps are
+    stored. None: it ends no wave, or the wave has no steps. `members`: the minibatches of the ended wave."""
 
     submitted: Submission
     version: int
@@ -100,7 +102,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Void:
-    """This minibatch is in no push, because nobody waits for it any longer, or it was not started."""
+    """This minibatch will be in no push, because nobody waits for it any longer, or it was not started."""
 
     submitted: Submission
 
@@ -123,6 +125,7 @@ class _Computing:
     is_void: bool = False
     is_complete: bool = False
     scale: float = 0.0
+    lr_factor: float = 1.0
     weight: float = 0.0
 
 
@@ -141,7 +144,7 @@ class VirtualWorkerCore:
         self._waiting: deque[Submission] = deque()
         self._computing: deque[_Computing] = deque()
         self._commits: list[Commit] = []  # not sent yet
-        self._results: deque[Done | Void] = deque()  # in order; a `Done` whose wave is not stored delays the others
+        self._results: deque[Done | Void] = deque()  # in order; a `Done` whose wave is not stored yet delays later ones
         self._to_store: deque[Wave] = deque()  # complete waves; the first one may be in the process of being stored
         self._storing: Wave | None = None  # wave in the shared file; a void wave is no longer in `_to_store`
         self._is_showing = False
@@ -189,15 +192,15 @@ class VirtualWorkerCore:
     def submit(self, submitted: Submission, weights: Weights) -> list[Action]:
         """Accept a minibatch to compute.
 
-        It is missing if the minibatches before it are missing: they were granted together, and are granted again
-        together.
+        If the minibatches before it are missing, the minibatch is missing, too. They were granted together, and will be
+        granted again together.
 
         Args:
             submitted: the minibatch.
             weights: newest version that its grant names.
 
         Raises:
-            WaveSplitError: a batch of a wave must be computed again, but the other batches of the wave must not.
+            WaveSplitError: only some batches of a wave must be computed again.
         """
         if submitted.term != self._term:
             self._begin_term(submitted)
@@ -234,7 +237,7 @@ class VirtualWorkerCore:
             self._known = weights
 
     def _begin_term(self, submitted: Submission) -> None:
-        """Follow a new server: results for the server before are in its checkpoint, or are computed again."""
+        """Follow a new server. Results for the earlier server are in its checkpoint, or are computed again."""
         self._term = submitted.term
         self._void_from(0)
         if self._next is not None:
@@ -262,7 +265,7 @@ class VirtualWorkerCore:
         for item in self._computing:
             if item.submitted.batch >= batch:
                 item.is_void = True
-        # A wave that is not stored yet: it will not be stored.
+        # A wave that is not stored yet will not be stored.
         self._results = deque(
             Void(item.submitted) if isinstance(item, Done) and item.submitted.batch >= batch else item
             for item in self._results
@@ -273,7 +276,7 @@ class VirtualWorkerCore:
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def pulled(self, weights: Weights, *, is_there: bool) -> list[Action]:
-        """Report that the file for all stages holds these weights; `is_there` False: they are not in the blob store."""
+        """Report that the shared file has these weights. `is_there` False: the weights are not in the blob store."""
         self._pulling = None
         if is_there and weights.term == self._term and self._known is not None:
             self._spare = weights
@@ -288,7 +291,7 @@ class VirtualWorkerCore:
         return self._advance()
 
     def _give_up_waiting(self) -> list[Action]:
-        """Give up grants that the weights in use do not satisfy, because the newest weights are not available."""
+        """Give up grants for which the weights in use are too old, because newer weights are not available."""
         base = self._spare or self._base
         first = next((item.batch for item in self._waiting if not self._is_answered_by(base, item)), None)
         if first is None:
@@ -300,13 +303,16 @@ class VirtualWorkerCore:
 
     # --- completion -------------------------------------------------------------------------------------------------
 
-    def completed(self, batch: int, *, scale: float, weight: float, is_void: bool = False) -> list[Action]:
+    def completed(
+        self, batch: int, *, scale: float, weight: float, lr_factor: float = 1.0, is_void: bool = False
+    ) -> list[Action]:
         """Report that the gradient of this minibatch is at all stages.
 
         Args:
             batch: number of the minibatch.
             scale: factor for the gradient; 0: the gradient is dropped, because no sample is usable.
             weight: sum of the weights of the usable samples.
+            lr_factor: factor of the learning rate of the step.
             is_void: whether nobody waits for the minibatch.
 
         Raises:
@@ -315,7 +321,7 @@ class VirtualWorkerCore:
         item = self._first_in_flight
         if item is None or item.submitted.batch != batch:
             raise ValueError(f"expected minibatches to be complete in order, got {batch}")
-        item.is_complete, item.scale, item.weight = True, scale, weight
+        item.is_complete, item.scale, item.weight, item.lr_factor = True, scale, weight, lr_factor
         item.is_void |= is_void
         return self._advance()
 
@@ -335,7 +341,7 @@ class VirtualWorkerCore:
         return self._advance()
 
     def show(self) -> list[Action]:
-        """Order the stages to store the weights with all own steps; only if no stage computes and not `is_storing`."""
+        """Order the stages to store the weights with all own steps. No stage may compute, nor `is_storing` be True."""
         self._is_showing = True
         return [SendDown(StageOrders(commits=self._take_commits(), show=True))]
 
@@ -355,11 +361,10 @@ class VirtualWorkerCore:
         )  # fmt: skip
 
     def close_wave(self) -> tuple[int | None, list[Action]]:
-        """Store the steps of the current wave; its other minibatches are not computed here.
+        """Store the steps of the current wave, which is not full: its other minibatches are not computed here.
 
         Returns:
-            The batch that ends the stored steps (they are below it), and the actions to take. None: there are no such
-            steps.
+            The number of the batch after the last stored step, and the actions to take. None: there are no such steps.
         """
         if not self._has_steps or self._last is None:
             return None, []
@@ -406,9 +411,8 @@ class VirtualWorkerCore:
                 self._slots.append(item.slot)
             if item.slot != NO_SLOT or not is_void:
                 scale, weight = (0.0, 0.0) if is_void else (item.scale, item.weight)
-                self._commits.append(
-                    Commit(batch=batch, slot=item.slot, scale=scale, weight=weight, ends_wave=ends_wave)
-                )
+                commit = Commit(batch=batch, slot=item.slot, scale=scale, weight=weight, ends_wave=ends_wave)
+                self._commits.append(msgspec.structs.replace(commit, lr_factor=item.lr_factor))
             self._results.append(Void(item.submitted) if is_void else self._done(item, ends_wave))
 
     def _done(self, item: _Computing, ends_wave: bool) -> Done:
@@ -451,14 +455,14 @@ class VirtualWorkerCore:
         return bool(self._slots) and self._is_answered_by(self._spare or self._base, self._waiting[0])
 
     def _is_answered_by(self, base: Weights | None, item: Submission) -> bool:
-        """Return whether `item` may be computed on these weights: new enough, and not too many waves behind."""
+        """Return whether `item` may be computed on these weights: new enough, and including enough own waves."""
         if base is None or base.version < item.min_version:
             return False
         return self._committed_until - base.included <= MAX_WAVES_BEHIND * self._wave
 
     def _start(self, submitted: Submission) -> Sequence[Action]:
         if not submitted.num_samples:
-            # If it ends a wave, its push has this version, which its grant must allow.
+            # If it ends a wave, the push names this version, which the grant must allow.
             version = max(submitted.min_version, -1 if self._base is None else self._base.version)
             self._computing.append(_Computing(submitted, NO_SLOT, version, is_complete=True))
             return ()

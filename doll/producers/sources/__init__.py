@@ -31,7 +31,8 @@ ARRIVALS, SAMPLES, CONCEPT, ORDER = range(4)
 
 
 def child_rng(seed: int, *key: int) -> np.random.Generator:
-    """Return the generator of one purpose: independent of generators with another key, equal in every run of a seed."""
+    """Return the random generator for one purpose. It is independent of generators with another key, and equal in every
+    run with the same seed."""
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=key))
 
 
@@ -41,7 +42,7 @@ class Stream:
 
     Attributes:
         number, count: number of the stream, 0 .. count - 1, and number of streams.
-        sent: number of samples that the stream already holds.
+        sent: number of samples that the stream already contains.
         seed: seed of the job.
         max_record_bytes: maximum size of a record; a larger record is refused.
         position: number of samples of the source that the stream got before; 0 for sources without positions.
@@ -56,11 +57,11 @@ class Stream:
 
     @property
     def first_place(self) -> int:
-        """The place where the stream continues in a file whose sample i belongs to stream i mod N."""
+        """The number of the stream's next sample in a file whose sample i belongs to stream i mod N."""
         return self.number + self.position * self.count
 
     def rng(self) -> np.random.Generator:
-        """Return the generator of this stream. It draws other numbers for other values of `sent`."""
+        """Return the random generator of this stream. It draws different numbers for different values of `sent`."""
         return child_rng(self.seed, SAMPLES, self.number, self.sent)
 
     def shared_rng(self) -> np.random.Generator:
@@ -76,8 +77,8 @@ def open_streams(config: JobConfig, starts: Sequence[int], positions: Sequence[i
     """Return one iterator of record values per stream.
 
     Args:
-        starts: number of samples that each stream already holds. Random sources continue from there with new draws, so
-            a restarted producer repeats no sample.
+        starts: number of samples that each stream already contains. Random sources continue from there with new draws,
+            so a restarted producer repeats no sample.
         positions: number of samples of the file that each stream got before; the stream continues after them. Empty: 0.
 
     Raises:

@@ -47,8 +47,8 @@ def records(rows: TableRows, first: int, step: int, repeat: bool, max_bytes: int
 
     Args:
         repeat: whether to begin again at the end.
-        max_bytes: maximum size of a record. A larger record is cut to one byte more, so that a check of its length
-            fails.
+        max_bytes: maximum size of a record. A larger record is cut to `max_bytes` + 1 bytes, so that a check of its
+            length fails.
 
     Raises:
         ConfigError: a file is damaged, or has fewer rows than before.
@@ -118,7 +118,7 @@ def _column(column: Any) -> list[Any]:
 
 
 def _plain(kind: Any) -> Any:
-    """Return the type that Python and JSON use for the same values: times to a microsecond, floats of 32 or 64 bits.
+    """Return the type to which values are converted for JSON: times in microseconds, floats of 32 or 64 bits.
 
     Raises:
         TypeError: there is no such type.

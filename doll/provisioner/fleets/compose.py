@@ -1,8 +1,8 @@
 """`Fleet` of containers: each instance is one `docker compose run` of the project's worker service.
 
-Compose gives the container the service's image, network, volumes and environment, but not its restart policy, because
-the provisioner replaces a worker that dies. The labels and the name of an instance state its identity, so the engine
-has all state.
+The container has the service's image, network, volumes and environment. It does not have the service's restart policy,
+because the provisioner replaces a worker that dies. The labels and the name of a container state its identity, so all
+state is in the docker engine.
 
 Written for docker 27 with compose v2, and tested only with a substitute for their command line
 (tests/support/fake_docker.py). Run this in an environment with the variables that the compose file requires.
@@ -72,8 +72,8 @@ class DockerError(Exception):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ComposeFleet:
-    """The containers of one compose project that carry our cluster label. Containers of another job are not touched.
-    Containers of an earlier release, which set no job label, count as the job's.
+    """The containers of one compose project that have our cluster label. Containers of another job are not touched.
+    Containers of an earlier release have no job label, and count as containers of the job.
 
     Args:
         cluster, job: values of the labels `doll.cluster` and `doll.job`.

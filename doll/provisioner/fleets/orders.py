@@ -1,4 +1,4 @@
-"""Names and identities of orders, and failed placements and starts, for fleets whose owner places the instances."""
+"""Names and identities of orders, and the handling of failed starts, for fleets whose owner chooses the nodes."""
 
 from __future__ import annotations
 
@@ -62,16 +62,16 @@ class WorkerLabels:
 
 
 class LaunchGate:
-    """Refuses orders for `REFUSE_S` that would fail as earlier orders have failed.
+    """Refuses orders for `REFUSE_S` seconds if they would fail for the same reason as an earlier order.
 
-    If an instance could not start, orders of both markets are refused, because all have the same image. If an instance
-    runs, the image is correct, and the failure of another instance is due to its node. If no node took an instance,
-    orders of the same market are refused. Launches of other processes do not count, because a person may have corrected
-    the problem.
+    If an instance could not start, orders of both markets are refused, because all instances have the same image. If an
+    instance runs, the image is correct, so the failure of another instance is due to its node. If no node accepted an
+    instance, orders of the same market are refused. Launches of other processes do not count, because a person may have
+    corrected the problem.
 
     Args:
         pool: the only pool of the fleet, whose owner chooses the node.
-        remedy: what a person should correct if instances do not start.
+        remedy: advice to people if instances do not start.
         clock: function that returns Unix seconds.
     """
 

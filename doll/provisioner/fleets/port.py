@@ -39,12 +39,13 @@ class Order:
     """One attempt to get an instance for a slot.
 
     Attributes:
-        incarnation: number of the slot's machine, 1 or more; a higher incarnation fences the lower ones.
-        attempt: 0, 1, ...; the same order is launched at most once, so a retry after a failure is a new attempt.
+        incarnation: number of the slot's machine, 1 or more; a higher incarnation fences all lower ones.
+        attempt: number of the attempt, 0 or more. The same order is launched at most once, so a retry after a failure
+            is a new attempt.
         avoid: names of pools without capacity.
-        run: distinguishes the orders of one run of a job from those of other runs, because an owner may remember orders
-            for longer than incarnations are known.
-        machines: number of machines of the worker, which the instance represents.
+        run: text that distinguishes the orders of one run of a job from the orders of other runs. Without it, an owner
+            that remembers old orders could take an order of a new run for a repetition.
+        machines: number of machines of the worker. The instance represents all of them.
     """
 
     slot: int
@@ -64,12 +65,12 @@ class Instance:
         pool: instance type and zone, "c5.xlarge/us-east-1a". Prices and capacity are those of the pool.
         launched_s: time of the order.
         ended_s: time at which it ended or was stopped; None if it has not ended.
-        notice_s: time at which it will be taken, according to its interruption notice; None without a notice.
+        notice_s: time at which it will be interrupted, according to its notice; None without a notice.
         job: job for which it was launched; "" if the fleet does not state the job.
         machines: number of its machines. Each one is billed from its launch to its end.
-        costs_from_s: time from which it is billed, if this is not its launch, because an owner may have to find a node
-            first. Without a node, the time of the listing.
-        trouble: reason from its owner why it does not run; "" if there is none.
+        costs_from_s: time from which it is billed, if this is later than its launch, because its owner must first find
+            a node. If it has no node yet, the time of the listing.
+        trouble: reason, stated by its owner, why it does not run; "" if there is none.
     """
 
     id: str
@@ -98,12 +99,13 @@ class Instance:
 
     @property
     def is_endable(self) -> bool:
-        """Whether nobody has requested its end yet: it is alive, or stopped."""
+        """Whether its end can be requested: it is alive, or stopped."""
         return self.is_alive or self.state is InstanceState.STOPPED
 
 
 class LaunchFailure(enum.StrEnum):
-    """The reasons why a launch failed, by the reaction; the most informative first (EC2's error codes, docs/aws.md)."""
+    """The kinds of failed launches, by the required reaction, with the most informative kind first (EC2's error codes,
+    docs/aws.md)."""
 
     SPOT_QUOTA = "spot_quota"  # no spot for a while; a person must raise the quota
     ON_DEMAND_QUOTA = "on_demand_quota"  # keep spot; a person must raise the quota
@@ -115,8 +117,8 @@ class LaunchFailure(enum.StrEnum):
 
 
 class LaunchError(DollError):
-    """An order got no instance. `code` is the fleet's own name of the failure. `pools` are the pools that refused;
-    empty if the failure does not concern pools."""
+    """An order got no instance. `code` is the fleet's own name of the failure. `pools` are the pools that refused the
+    order; empty if the failure does not concern pools."""
 
     def __init__(self, message: str, *, failure: LaunchFailure, code: str = "", pools: Collection[str] = ()) -> None:
         super().__init__(message)
@@ -129,15 +131,15 @@ class Fleet(Protocol):
     """The owner of the machines of one cluster (one job). Every call may be repeated, and none waits for a machine."""
 
     def launch(self, order: Order) -> Instance:
-        """Launch an instance; the same order returns the same instance. Raises LaunchError if none was launched, also
-        if the owner does not answer."""
+        """Launch an instance. The same order returns the same instance. Raises LaunchError if no instance was launched,
+        also if the owner does not answer."""
 
     def instances(self) -> Sequence[Instance]:
         """Return all instances of the cluster that are alive, and instances that ended recently (at least within the
         last hour).
 
         The result includes the instances that `launch` has returned, even if the owner's own listing lags behind.
-        `notice_s` shows a notice and `EndReason.INTERRUPTED` an interruption; there is no other source of these.
+        `notice_s` and `EndReason.INTERRUPTED` are the only sources of notices and interruptions.
 
         Raises:
             ConfigError: the owner does not permit the call.
@@ -145,9 +147,9 @@ class Fleet(Protocol):
         """
 
     def terminate(self, ids: Collection[str]) -> None:
-        """End these instances; unknown and ended ones cause no error. The owner may remove its record of an ended one,
-        but `instances` still returns it. Raises the errors of `instances`; instances that were not reached continue to
-        run."""
+        """End these instances. Unknown and ended instances cause no error. The owner may remove its record of an ended
+        instance, but `instances` still returns it. Raises the errors of `instances`; the remaining instances then
+        continue to run."""
 
     def close(self) -> None:
         """Release the resources of this object; instances continue to run."""

@@ -1,12 +1,12 @@
 """The fleet port on this machine: an instance is a worker process, forked from a process that has already loaded torch.
 
 With a `SpotMarket` the fleet is a spot market on one machine. A spot launch is refused while the slot's market has no
-machine. At the end of an up interval the process gets SIGTERM (it drains), and SIGKILL at the end of the notice;
-without notice it only gets SIGKILL. Processes belong to the fork server and end with it.
+machine. At the end of an up interval, the process gets SIGTERM and drains; at the end of the notice, it gets SIGKILL.
+Without notice, it only gets SIGKILL. Processes belong to the fork server and end with it.
 
-A worker of several machines is one process, which starts the processes of its stages and ends with any of them. It is
-billed as several machines, and the market takes it when it takes one of them. Launches are kept in a small file, so
-that a controller that crashes and creates a new fleet with the same fork server gets its instances back.
+A worker of several machines is one process. It starts the processes of its stages, and ends if one of them ends. It is
+billed as several machines, and ends when the market takes one of them. Launches are stored in a small file. After a
+crash of the controller, a new fleet with the same fork server continues with these instances.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Machine:
     """An instance and its process.
 
     Attributes:
-        preempted: whether its owner has taken it or given notice.
+        preempted: whether its owner has ended it or given notice.
         killed: whether SIGKILL ended it while it was alive.
         exit_code: exit code, negative for a signal; None while it runs, or if its end was not observed.
         bought_s: time of its launch, in wall seconds since the market's opening.
-        kill_at_s: Unix time of the kill; None while it is not to end.
+        kill_at_s: Unix time at which it will be killed; None if no kill is planned.
     """
 
     instance: Instance
@@ -65,11 +65,11 @@ class ProcessFleet:
 
     Args:
         forks: fork server that starts the processes; only the thread that calls this fleet may use it.
-        spec: process to start for an instance. The identity is added to its environment; the process has the instance's
-            id as its name.
+        spec: process to start for an instance. The identity is added to the environment of the process, whose name is
+            the instance's id.
         market: market that states when spot is available. None: spot is always available.
-        boot_s: wall seconds from a launch to a worker that works. The process starts at once and joins the job after
-            this time, so that a busy machine does not make boots longer. Nothing boots before the market has opened.
+        boot_s: wall seconds from a launch until the worker works. The process starts at once and joins the job after
+            this time, so that a busy machine does not lengthen boots. No instance boots before the market has opened.
         drain_s: seconds from SIGTERM to SIGKILL if the provisioner ends an instance.
         name: prefix of the ids; fleets that share a fork server have different prefixes.
         clock: function that returns Unix seconds.
@@ -193,7 +193,7 @@ class ProcessFleet:
             self._put(machine, state=InstanceState.RUNNING)
 
     def _look_at_the_market(self, id_: str, machine: Machine, opened_s: float, now_s: float) -> None:
-        """Preempt the machine, with or without notice, if the market takes it now."""
+        """Preempt the machine, with or without notice, if the market has no machine for it now."""
         if self.market is None:
             return
         interval = self.market.interval(machine.instance.slot, machine.bought_s)

@@ -1,6 +1,6 @@
-"""An assessment before a job starts: whether it is feasible, which workers to put on spot, cost and risk. Pure.
+"""An assessment before a job starts: feasibility, the workers to run on spot, cost and risk. Pure.
 
-`assess` answers for a fixed mix (Theorem 5) and for the adaptive planner, which running jobs use.
+`assess` computes it for a fixed mix (Theorem 5) and for the adaptive planner, which running jobs use.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class PlanRequest:
 
     Attributes:
         planner: work, deadline, budget and risk, already checked; as for a running job (`ControllerSettings.planner`).
-        rates_per_s: λ_n, samples per second of each stream, shape (N,). These are samples that the task makes, as in
-            `planner`.
+        rates_per_s: λ_n, samples per second of each stream, shape (N,). As in `planner`, the samples that the task
+            makes are counted.
         mean_samples: mean number of samples that the task makes of one record, see `PlanConfig.mean_samples`.
         prices, alpha: prices and availability of a worker with all of its machines, see `plan_request.of_workers`.
-        has_deadline: whether a deadline is requested; if not, `planner.deadline_s` is long enough even for all workers
+        has_deadline: whether a deadline is requested. If not, `planner.deadline_s` is long enough even for all workers
             on spot.
         service_s: μ_C, mean seconds to compute and upload the gradient of one batch. None: not known.
     """
@@ -94,10 +94,11 @@ class Assessment:
     """The result of an assessment.
 
     Attributes:
-        problem: why neither a fixed mix nor the adaptive planner can do the job as requested; None if one of them can.
-            If there is a problem, `mix` is the best possible mix.
+        problem: reason why neither a fixed mix nor the adaptive planner can do the job as requested; None if one of
+            them can. If there is a problem, `mix` is the best possible mix.
         binding: the binding constraint: "none", "deadline", "risk", "price" (of spot), "budget" or "error".
-        mix: fixed mix with the lowest expected cost within the deadline (and the risk); all on-demand if late.
+        mix: fixed mix with the lowest expected cost within the deadline (and the risk); all on-demand if the deadline
+            cannot be met.
         static: forecast for the mix, if it is kept unchanged to the end.
         adaptive: forecast for the adaptive planner with its guard; None if the deadline cannot be met.
         all_on_demand_usd, on_demand_s: cost and run time with all workers on-demand.
@@ -175,7 +176,7 @@ class Assessment:
 
 
 def assess(request: PlanRequest) -> Assessment:
-    """Answer the request. If the job is not feasible, the answer says so (`problem`); no error is raised."""
+    """Compute the assessment. If the job is not feasible, `problem` has the reason; no error is raised."""
     samples, rates, alpha, prices = request.planner.samples, request.rates_per_s, request.alpha, request.prices
     problem: InfeasiblePlanError | None = None
     binding = "none"
@@ -234,7 +235,7 @@ def risk_curve(request: PlanRequest) -> tuple[Floats, Floats]:
 
 
 def _with_longer_deadline(request: PlanRequest, error: InfeasiblePlanError) -> InfeasiblePlanError:
-    """Return the error of a binding budget, with the deadline for which the budget would be enough, if there is one."""
+    """Return the error of a budget that is too small. It names a deadline for which the budget is enough, if any."""
     if error.constraint != "budget" or request.planner.budget_usd is None:
         return error
     costs = unequal_cost_usd(request.planner.samples, request.rates_per_s, request.alpha, request.prices)

@@ -31,8 +31,8 @@ _LEAST_OF_PRIOR = 1e-6
 def alpha_quantile(
     probability: float, ends_of_up: float, ends_of_down: float, up_s: float, down_s: float, prior: float = 0.5
 ) -> float:
-    """Return the quantile of α, given the numbers of up and down periods that ended and the total up and down seconds
-    (above 0). The numbers may be fractions, because of decay and of the division by a design effect.
+    """Return the quantile of α, given the numbers of ended up and down periods and the total up and down seconds (above
+    0). Decay and the division by a design effect may make fractions of the numbers.
 
     q ~ Gamma(prior + ends_of_up, up_s), r ~ Gamma(prior + ends_of_down, down_s), so p = r·down / (r·down + q·up) is
     Beta(prior + ends_of_down, prior + ends_of_up) and α = p·up / (p·up + (1-p)·down), which increases with p.
@@ -54,9 +54,10 @@ def alpha_quantile(
 class AvailabilityEstimator(KeptState):
     """Estimates α and the cycle from slots that are observed while they are assigned to spot.
 
-    A slot on-demand gives no information on spot (it is censored). Interruptions in one pool within `cluster_s` count
-    as one cluster. If interruptions come together, the counts are divided by the design effect Σk²/Σk. The prior is
-    worth half an observed up period and half a down period. Observations lose half of their weight after `half_life_s`.
+    A slot on-demand shows nothing about spot (it is censored). Interruptions in one pool within `cluster_s` count as
+    one cluster. If interruptions come in clusters of k slots, the counts are divided by the design effect Σk²/Σk. The
+    prior has the weight of half an observed up period and half a down period. Observations lose half of their weight
+    after `half_life_s`.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class AvailabilityEstimator(KeptState):
 
         Args:
             up: whether the slot's spot worker is ready.
-            assigned: whether the slot is on spot, so that `up` gives information on spot.
+            assigned: whether the slot is on spot. Only then, `up` is an observation of spot.
             pools: pool (type and zone) of each slot. None: all slots are in one pool.
         """
         up, assigned = np.asarray(up, dtype=np.bool_), np.asarray(assigned, dtype=np.bool_)
@@ -154,7 +155,8 @@ class AvailabilityEstimator(KeptState):
 
 
 class RateEstimator(KeptState):
-    """Estimates the arrival rates of the streams: samples per up time, with a prior of shape (N,) worth `prior_s` s.
+    """Estimates the arrival rates of the streams: samples per up time. The prior, shape (N,), has the weight of
+    `prior_s` seconds.
 
     Observations and the prior lose half of their weight after `half_life_s` of up time. The estimate therefore follows
     changes during a day, but not the noise of minutes.
@@ -181,12 +183,12 @@ class RateEstimator(KeptState):
         self._prior_s = self._prior_s * keep
 
     def adopt(self, earlier: RateEstimator) -> None:
-        """Take over the estimates of `earlier` for its streams, which are the first ones here."""
+        """Copy the estimates of `earlier`. Its streams are the first streams of this object."""
         for name in ("_samples", "_up_s", "_prior_s"):
             getattr(self, name)[: len(earlier._prior)] = getattr(earlier, name)
 
     def forget(self, stream: int, per_s: float) -> None:
-        """Forget the observations of this stream, and assume the rate `per_s` instead, like a prior."""
+        """Forget the observations of this stream, and use the rate `per_s` as its prior."""
         self._samples[stream], self._up_s[stream], self._prior_s[stream] = per_s * self._first_s, self._first_s, 0.0
 
     def per_s(self) -> Floats:
@@ -212,7 +214,7 @@ class BootTimeEstimator(KeptState):
 
     @property
     def slow_s(self) -> float:
-        """The 90th percentile of boot times: the smallest time that nine of ten do not exceed; 0 without boots."""
+        """The 90th percentile of boot times: nine of ten boots do not take longer; 0 without boots."""
         return float(np.quantile(list(self._seconds), 0.9, method="inverted_cdf")) if self._seconds else 0.0
 
 
@@ -232,9 +234,9 @@ def re_estimated(
 ) -> PlannerSettings:
     """Return the settings with the work estimated from the run's error curve; unchanged if the curve is too short.
 
-    The upper end of the estimate's interval is used, because too small an estimate uses up slack that is needed later.
-    If the upper end is infinite, the point estimate is used. One step changes the work by at most the factor `most`.
-    The curve is fitted against updates, or against batches if the updates differ in size.
+    The upper end of the estimate's interval is used, because an estimate that is too small would use up slack that is
+    needed later. If the upper end is infinite, the point estimate is used. One call changes the work by at most the
+    factor `most`. The curve is a function of updates, or of batches if the updates differ in size.
 
     Args:
         samples: samples in the model at each held-out evaluation, ascending, shape (m,).

@@ -1,8 +1,9 @@
-"""The rules that choose markets: when to wait for spot, and the spot guard (`deadline_rule`). In samples and seconds.
+"""The rules that choose markets, in samples and seconds: when to wait for spot, and the spot guard (`deadline_rule`).
 
-All rules use the slack, the number of samples that may still be lost without missing the deadline: S·T - W, with the
-total rate S of all streams, the remaining time T and the remaining samples W. The slack is constant while all slots
-work. A slot that is down loses its rate each second. A move to another market loses its rate times the boot time.
+All rules use the slack S·T - W: the number of samples that may still be lost without missing the deadline. S is the
+total rate of all streams, T the remaining time, and W the number of remaining samples. The slack is constant while all
+slots work. A slot that is down loses its rate each second. A slot that moves to another market loses its rate times the
+boot time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from doll.theory.planning import best_assignment
 @dataclass(frozen=True)
 class Slack:
     """The remaining work, time and slack: W samples of work, T seconds to the deadline minus its margin (may be
-    negative), and S samples per second of all streams. Slots that are booting will still lose `boot_lost` samples."""
+    negative), and S samples per second of all streams. Booting slots lose `boot_lost` samples until they are ready."""
 
     work: float
     time_s: float
@@ -48,7 +49,7 @@ class Slack:
 
 
 def boot_left_s(state: PlannerState, settings: PlannerSettings) -> Floats:
-    """Return the seconds until each slot that boots is ready, shape (N,); 0 if it works or has no machine."""
+    """Return the seconds until each booting slot is ready, shape (N,); 0 for a slot that works or has no machine."""
     booting = ~state.up & (~state.on_spot | state.spot_available)
     # On spot, a boot begins when a machine is available.
     since_s = np.where(state.on_spot, np.maximum(state.moved_s, state.spot_changed_s), state.moved_s)
@@ -60,8 +61,8 @@ def boot_left_s(state: PlannerState, settings: PlannerSettings) -> Floats:
 def cheaper_on_spot(state: PlannerState) -> Bools:
     """Return the slots that would cost less on spot without a deadline (Theorem 5 with θ = ∞); none if spot costs more.
 
-    If the spot price is close to the on-demand price, a fast stream is worth an on-demand worker, because the job ends
-    sooner.
+    If the spot price is close to the on-demand price, an on-demand worker for a fast stream saves money, because the
+    job ends sooner.
     """
     rates = state.rates_per_s
     if not state.prices.spot_is_cheaper:
@@ -77,7 +78,7 @@ def cheaper_on_spot(state: PlannerState) -> Bools:
 
 
 def covering_usd_per_h(state: PlannerState, settings: PlannerSettings) -> float:
-    """Return the price of covering the outages of a spot worker, per hour of the job, without its time on spot.
+    """Return the price of covering a spot worker's outages on-demand, per hour of the job, without its time on spot.
 
     A covered worker stays on-demand for a dwell and a boot after spot is available again. If this is longer than the
     time until the next outage, the worker never returns, as in the mix of Theorem 4.
@@ -88,10 +89,10 @@ def covering_usd_per_h(state: PlannerState, settings: PlannerSettings) -> float:
 
 
 def covered_at_once(on_spot: Bools, state: PlannerState, settings: PlannerSettings) -> Bools:
-    """Return the workers on spot whose outages are covered in any case, because waiting for them costs more.
+    """Return the workers on spot whose outages are always covered on-demand, because waiting for spot costs more.
 
     If a job waits for a stream that is much faster than the mean, all other workers are paid for a longer time. A
-    stream is covered if the cover costs less per sample than the job does when the faster streams are covered.
+    stream is covered if covering it costs less per sample than the job costs with only the faster streams covered.
     """
     rates, alpha, prices = state.rates_per_s, state.alpha.point, state.prices
     slots = np.flatnonzero(on_spot)
@@ -111,13 +112,15 @@ def covered_at_once(on_spot: Bools, state: PlannerState, settings: PlannerSettin
 
 
 def pace(state: PlannerState, settings: PlannerSettings, slack: Slack, worth: Bools) -> Bools:
-    """Choose the markets by the rule "pace": wait for spot while the slack allows it, else cover slots that are down.
+    """Choose the markets by the rule "pace": while the slack allows it, wait for spot; otherwise cover slots that are
+    down.
 
-    The guard keeps a reserve: the time until an outage of all spot machines is seen, plus a boot. Waiting must not use
-    this reserve, so this rule plans for a deadline that is earlier by the reserve. The slack up to that deadline is
-    used evenly over the job. But the share 1 - `slack_reserve` of the slack that an even pace would still have may be
-    used early: most outages then end by themselves and cost neither money nor moves. Slots return if the slack is again
-    above the share `return_reserve`, which pays for later outages.
+    The guard keeps a reserve: the time until an outage of all spot machines is detected, plus a boot. Waiting must not
+    use this reserve, so this rule plans for a deadline that is earlier by the reserve. At an even pace, the slack up to
+    that deadline would fall evenly over the job. Slots are covered if the slack is below the share `slack_reserve` of
+    this even slack. So a part of the slack may be used early: most outages then end by themselves and cost neither
+    money nor moves. Slots return if the slack is again above the share `return_reserve`, so that slack is left for
+    later outages.
     """
     chosen = state.on_spot.copy()
     down = chosen & ~state.spot_available
@@ -140,8 +143,8 @@ def pace(state: PlannerState, settings: PlannerSettings, slack: Slack, worth: Bo
 def theorem(state: PlannerState, settings: PlannerSettings, slack: Slack, worth: Bools) -> Bools:
     """Choose the markets by Theorem 4/5 for the remaining work: use spot as far as the deadline allows.
 
-    Condition (23) is used in its own unit, samples per second on spot. So the slots that move may be slots that are
-    down (which lose nothing by a move) instead of strictly those with the fastest streams.
+    Condition (23) is used in its own unit, samples per second on spot. The paper moves the slots with the fastest
+    streams. This rule first moves slots that are down, because they lose nothing by a move.
     """
     chosen = state.on_spot.copy()
     rates, alpha = state.rates_per_s, state.alpha.point
@@ -174,10 +177,10 @@ def deadline_rule(
     """Apply the spot guard: move slots off spot if the deadline cannot afford their loss.
 
     Worst case: all spot slots go down now, the planner sees this after `detection_delay` seconds, and all of them must
-    boot on-demand. Then each slot on spot loses rate x (detection delay + boot), a slot that is down loses rate x
-    (planning period + boot), and a slot that moves now loses rate x boot. The remaining slack must be enough for these
-    losses, so slots leave spot until it is: first slots that would return to spot, then slots that are down or boot
-    there, then the fastest slots. A slot that would not lose less by leaving stays.
+    boot on-demand. Then each slot on spot loses rate x (detection delay + boot). A slot that is down loses rate x
+    (planning period + boot), and a slot that moves now loses rate x boot. Slots leave spot until the remaining slack is
+    enough for these losses: first slots that would return to spot, then slots that are down or boot there, then the
+    fastest slots. A slot that would not lose less by leaving stays.
 
     `move_s` is the cost of a move now: the boot time, or 0 if nothing runs yet. Returns the markets (True: spot), and
     the slots whose market the guard changed.
@@ -207,7 +210,7 @@ def deadline_rule(
 
 
 def returnable(state: PlannerState, settings: PlannerSettings) -> Bools:
-    """Return the on-demand slots that may return to spot: up, and spot was available for the dwell time."""
+    """Return the on-demand slots that may return to spot: they are up, and spot was available for the dwell time."""
     steady = state.elapsed_s - state.spot_changed_s >= settings.dwell
     return (
         ~state.on_spot & state.up & state.spot_available & steady & (state.elapsed_s - state.moved_s >= settings.boot_s)
@@ -216,7 +219,7 @@ def returnable(state: PlannerState, settings: PlannerSettings) -> Bools:
 
 def affordable(returns: Bools, state: PlannerState, settings: PlannerSettings, slack: Slack) -> Bools:
     """Return the slowest of the slots that may return, as many as leave 1.5 times the slack that the guard will
-    require. At the limit of the guard, the next outage would undo a return: two moves for little gain."""
+    require. With less slack, the next outage would undo a return, which costs two moves for little gain."""
     slots = np.flatnonzero(returns)
     if not slots.size:
         return returns
@@ -232,7 +235,7 @@ def affordable(returns: Bools, state: PlannerState, settings: PlannerSettings, s
 
 
 def first_by_rate(among: Bools, rates: Floats, needed_per_s: float, *, fastest: bool) -> Bools:
-    """Return the fewest slots, fastest (or slowest) first, whose rates add up to `needed_per_s`; all if they do not."""
+    """Return the fewest slots, fastest (or slowest) first, whose rates add up to `needed_per_s`; otherwise all."""
     chosen = np.zeros(len(rates), dtype=np.bool_)
     slots = np.flatnonzero(among)
     if needed_per_s <= 0 or not slots.size:

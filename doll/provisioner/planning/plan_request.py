@@ -37,8 +37,8 @@ def plan_request(
 
     Args:
         section: the plan; a pilot run must be resolved already (`doll.monitor.state.pilot_run.with_pilot`).
-        rates_per_s: λ_n of each stream per second, shape (N,), counted as in the job file: a record is one sample, a
-            packed record is m samples.
+        rates_per_s: λ_n of each stream per second, shape (N,), counted as in the job file: a record counts as one
+            sample, a packed record as m samples.
         group_size, batch_size: K and b, counted as in the job file. None: the values of the job file.
 
     Raises:
@@ -120,7 +120,7 @@ def changed_plan(section: PlanConfig, **changes: Any) -> PlanConfig:
 
 
 def apply_speed_up(config: JobConfig | None, section: PlanConfig, notes: list[str]) -> PlanConfig:
-    """Convert the section to real time if the job's market is replayed faster. Changes prices and cycle; `notes` gets a
+    """Convert the section's prices and cycle to real time if the job's market is replayed faster. `notes` gets a
     line."""
     if config is None or not isinstance(config.fleet, ProcessesFleetConfig) or config.fleet.speed_up == 1:
         return section
@@ -139,10 +139,10 @@ def _prices(section: PlanConfig, factor: float) -> dict[str, float | None]:
 
 
 def of_workers(config: JobConfig | None, section: PlanConfig, notes: list[str]) -> tuple[PlanConfig, int]:
-    """Return the section with the prices and availability of a worker instead of a machine, and the machines per
-    worker. Call this only once.
+    """Return the section with prices and availability of a worker instead of a machine, and the number of machines per
+    worker. Call this function only once.
 
-    A worker with k machines is paid, and is up, only with all of them. Its prices are k times those of a machine. Its
+    A worker with k machines is up only if all of them are up, and its prices are k times those of a machine. Its
     availability is that of k independent machines (`doll.theory.preemption.gang_availability`), unless the section
     states the availability of a worker. `notes` gets a line if a value has changed.
     """
@@ -168,8 +168,8 @@ def of_workers(config: JobConfig | None, section: PlanConfig, notes: list[str]) 
 
 
 def updates_to_target(config: JobConfig | None, section: PlanConfig, notes: list[str]) -> float:
-    """Return J from the plan or the stop rule. `notes` gets a line on the origin of J, unless the plan states J. Raises
-    ConfigError if J is not known."""
+    """Return J (the number of updates) from the plan or the stop rule. `notes` gets a line on its origin, unless the
+    plan states J. Raises ConfigError if J is not known."""
     if section.updates is not None:
         return float(section.updates)
     if config is not None and section.target_error is None and config.stop.updates is not None:

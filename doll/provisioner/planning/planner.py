@@ -1,7 +1,7 @@
-"""The planner: chooses the market of every slot. Pure; the same in `plan`, `simulate`, and live jobs.
+"""The planner, which chooses the market of every slot. Pure. `doll plan`, `doll simulate` and live jobs use it.
 
-`plan` is called again and again and keeps no state. Missing the deadline is the last resort: if spot cannot be afforded
-any more, slots move to on-demand. If even this is too late, the plan says so.
+`plan` is called again and again and keeps no state. If waiting for spot would endanger the deadline, slots move to
+on-demand. If even this is too late, the plan states that the deadline is missed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Forecast:
     Attributes:
         expected_cost_usd: cost of the workers until the job ends.
         expected_finish_s: end of the job on its clock.
-        miss_prob: probability that the job ends after the deadline. With the guard, only noise of arrivals causes it.
+        miss_prob: probability that the job ends after the deadline. With the guard, only noise of arrivals can cause
+            this.
     """
 
     expected_cost_usd: float
@@ -53,8 +54,8 @@ def forecast(on_spot: Bools, state: PlannerState, settings: PlannerSettings, sla
     """Return the forecast for the markets `on_spot`.
 
     The rules "theorem" and "mix" keep the mix, so the end depends on spot's outages (Theorem 4, Eq. (15)-(16),
-    (21)-(22)). The rule "pace" covers the work that spot does not deliver in time, so the end is at the latest the
-    deadline, and outages change the cost.
+    (21)-(22)). The rule "pace" covers the work that spot does not do in time. So the job ends at the deadline at the
+    latest, and outages change the cost.
     """
     if slack.work <= 0:
         return Forecast(state.spent_usd, 0.0, state.elapsed_s, 0.0, 0.0, False)
@@ -123,8 +124,8 @@ def forecast(on_spot: Bools, state: PlannerState, settings: PlannerSettings, sla
 
 
 def _covered(rates_per_s: Floats, needed: float, alpha: float, end_s: float) -> float:
-    """Return the mean number of spot workers (with these rates) whose outages must be covered on-demand, the fastest
-    first, so that the workers make `needed` samples by `end_s`."""
+    """Return the mean number of spot workers (with these rates) whose outages must be covered on-demand, so that the
+    workers learn `needed` samples by `end_s`. The fastest workers are covered first."""
     fastest_first = np.sort(rates_per_s)[::-1]
     missing = needed / end_s - alpha * np.sum(fastest_first)
     if missing <= 0 or alpha >= 1:
@@ -192,8 +193,8 @@ class Plan:
 def plan(state: PlannerState, settings: PlannerSettings) -> Plan:
     """Choose the market of every slot for the next `settings.replan_s` seconds.
 
-    A deadline that can be met at the first call is met if `settings.guard` is set, on-demand workers boot within
-    `boot_s`, streams keep their rates, and the planner is called every `replan_s`.
+    If the deadline can be met at the first call, it is met under these conditions: `settings.guard` is set, on-demand
+    workers boot within `boot_s`, streams keep their rates, and the planner is called every `replan_s`.
     """
     if settings.rule == "mix":
         return _keep(state, settings)
@@ -233,7 +234,7 @@ _RULES = {"pace": market_rules.pace, "theorem": market_rules.theorem}
 
 
 def _keep(state: PlannerState, settings: PlannerSettings) -> Plan:
-    """Return a plan in which every slot keeps its market, whatever the deadline and the price are."""
+    """Return a plan in which every slot keeps its market. Deadline and price have no influence."""
     slack = Slack.compute(state, settings)
     reason, binding = (Reason.DONE, "done") if slack.work <= 0 else (Reason.MIX, "mix")
     if slack.work > 0 and slack.total_per_s * (settings.deadline_s - state.elapsed_s) < slack.work:

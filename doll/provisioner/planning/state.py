@@ -46,8 +46,8 @@ class PlannerSettings:
         group_size: K, batches per update. None: the policy does not fix it.
         deadline_s, budget_usd: θ on the job's clock, and the maximum cost of the workers. None: no limit.
         replan_s: longest time between two calls of the planner; the guard relies on it.
-        detection_delay_s: time for which a working spot machine may be lost before the planner is called. None:
-            `replan_s`.
+        detection_delay_s: longest time between the loss of a working spot machine and the next call of the planner.
+            None: `replan_s`.
         boot_s: time from a change of market to a worker that is ready.
         cycle_s: mean length of one up period plus one down period of a spot worker, for forecasts and for `risk`.
         rule: "pace" waits for spot while the slack allows this, and covers workers that are down when it does not.
@@ -55,14 +55,16 @@ class PlannerSettings:
             "mix" uses Theorem 4/5 once, at the start, as in the paper's a-priori plan: no slot moves later, and there
             is no guard.
         guard: whether to keep enough workers on-demand that the deadline is met even if all spot slots go down now.
-        margin: fraction of the deadline that is kept free because of noise in arrivals.
+        margin: fraction of the deadline that is kept as a reserve for noise in arrivals.
         slack_reserve: rule "pace": fraction of the slack of a uniform pace below which spot's outages are covered. 0:
             the slack is used as early as possible. 1: the job never falls behind the uniform pace.
         return_reserve: rule "pace": fraction of that slack above which workers return to spot. An outage may use up the
-            difference to `slack_reserve` before there is another move.
-        risk: rule "theorem": accepted probability of missing the deadline. None: the plan uses the expectation.
-        spot_stable_s: time for which spot must be available before a return. None: 2 boots, at least 5 `replan_s`.
-        dead_band: rule "theorem": a change of at most this number of workers is not worth its moves.
+            difference to `slack_reserve` before workers move again.
+        risk: rule "theorem": accepted probability of missing the deadline. None: the expected end must meet the
+            deadline.
+        spot_stable_s: time for which spot must be available before a slot returns. None: 2 boots, at least 5
+            `replan_s`.
+        dead_band: rule "theorem": number of workers up to which a change of the mix is ignored, to avoid moves.
     """
 
     samples: float
@@ -126,8 +128,9 @@ class PlannerState:
         rates_per_s: λ_n as estimated, samples per second of each slot, shape (N,).
         on_spot: current market of each slot, shape (N,): True on spot, False on-demand.
         up: whether the slot's worker is ready and works, shape (N,).
-        spot_available: whether spot has a machine for this slot now, shape (N,). A slot on spot: whether its machine
-            runs or boots. A slot on-demand: what a probe reported. Default: `up` for slots on spot, else True.
+        spot_available: whether spot has a machine for this slot now, shape (N,). For a slot on spot: whether its
+            machine runs or boots. For a slot on-demand: the report of a probe. Default: `up` for slots on spot,
+            otherwise True.
         spot_changed_s: time of the last change of `spot_available`, shape (N,). Default: it never changed.
         moved_s: time of the slot's last change of market, shape (N,). Default: it never changed.
     """
@@ -179,9 +182,9 @@ class PlannerState:
 
 
 class SlotHistory(KeptState):
-    """The history of each slot: spot's availability (True before the first observation), the time of its last change,
-    and the time of the slot's last change of market. Times are seconds of any one clock; -inf: never. The shape is (N,)
-    for one job of N slots, and (M, N) for M jobs."""
+    """The history of each slot: spot's availability (True before the first observation), the time at which the
+    availability last changed, and the time at which the slot last changed its market. Times are seconds of any one
+    clock; -inf: never. The shape is (N,) for one job of N slots, and (M, N) for M jobs."""
 
     KEPT: ClassVar = {"moved_s": Floats, "spot_available": Bools, "spot_changed_s": Floats}
 
@@ -205,8 +208,8 @@ class SlotHistory(KeptState):
         self.moved_s[moved] = now_s
 
     def since(self, started_s: float = 0.0, *, job: int | None = None) -> dict[str, Any]:
-        """Return the arguments of `PlannerState` on the past. `job`: number of one of M jobs; None: there is one
-        job."""
+        """Return the arguments of `PlannerState` that describe the past. `job` is the number of one of M jobs; None:
+        there is one job."""
         at = slice(None) if job is None else job
         return {
             "spot_available": self.spot_available[at],

@@ -1,8 +1,9 @@
 """MLLess's scale-in tuner: decides when one worker fewer would hardly slow the loss down. Pure; time is an argument.
 
 The tuner does nothing before the knee of the loss curve. At the knee it fits the reference curve once, and one worker
-is removed. From then on, once in every `every_s`, the losses since the last removal are fitted and both curves are
-advanced by the horizon. Another worker is removed if the current curve is not behind the reference by the threshold.
+is removed. From then on, every `every_s` seconds, a curve is fitted to the losses since the last removal, and both
+curves are extrapolated by the horizon. Another worker is removed if the current curve exceeds the reference by less
+than the threshold.
 
 Source: MLLess (Middleware 2021; journal version 2023), "Scale-in auto-tuner"; formulas in `doll.theory.scale_in`.
 """
@@ -28,8 +29,8 @@ _Point = tuple[float, float, float]  # newest step, its time, mean loss
 class LossHistory(KeptState):
     """The loss of each update (before the model learns from it) and the time of the update.
 
-    At `most` points (2 or more), each two neighbours are merged into one point with their mean loss, and from then on
-    each new point covers as many updates. So a point stands for `stride` updates, and memory is bounded.
+    When there are `most` points (2 or more), each two neighbours are merged into one point with their mean loss, and
+    later points cover equally many updates. So each point represents `stride` updates, and the memory is limited.
     """
 
     KEPT: ClassVar = {"stride": Annotated[int, Meta(ge=1)], "points": list[_Point], "open": list[_Point]}
@@ -56,9 +57,8 @@ class LossHistory(KeptState):
         return newest[-1][0] if newest else 0.0
 
     def observe(self, step: float, loss: float, at_s: float) -> None:
-        """Record one update: the version that it made, its loss, and its Unix time. A time before the newest time is
-        replaced by the newest. A step that is not later than the newest step, or a loss that is not finite, is
-        ignored."""
+        """Record one update: its version, its loss, and its Unix time. A time before the newest time is replaced by the
+        newest time. A step that is not later than the newest step, or a loss that is not finite, is ignored."""
         if not (step > self.last_step and math.isfinite(loss) and math.isfinite(at_s)):
             return
         newest = self._open or self._points
@@ -118,8 +118,10 @@ class TunerSettings:
         min_workers: p_min, minimum number of workers, at least 1.
         elapsed_reference: whether to compare with the loss that all workers would have reached by now. False: compare
             with the loss of all workers at the same step, as the paper does.
-        span, fit_span: points of the averages that are used to find the knee, and before a curve is fitted (0: none).
-        confirmations: number of consecutive looks at new losses in which the knee must not move on before it counts.
+        span, fit_span: number of points in the moving averages, used to find the knee and before a curve is fitted (0:
+            no average).
+        confirmations: number of consecutive evaluations of new losses for which the knee must stay the same before it
+            counts.
         ignored_steps: number of steps after a removal whose duration does not count.
     """
 
@@ -185,8 +187,8 @@ class ScaleInTuner(KeptState):
         return self._knee if self._reference is not None else None
 
     def ask(self, history: LossHistory, now_s: float) -> TunerVerdict:
-        """Return whether a worker should be removed now. At most one answer in `every_s` is yes. If the caller does not
-        follow it, it is repeated only after `every_s`."""
+        """Return whether a worker should be removed now. At most one answer in `every_s` seconds is yes. If the caller
+        does not remove a worker, the answer is repeated only after `every_s`."""
         self._removed_step = min(self._removed_step, history.last_step)  # after a roll-back
         if self._reference is None:
             why = self._look_for_the_knee(history)
@@ -202,7 +204,7 @@ class ScaleInTuner(KeptState):
         return self._compare(history)
 
     def _look_for_the_knee(self, history: LossHistory) -> str:
-        """Return why there is no reference yet; "" if there is one."""
+        """Return the reason why there is no reference curve yet; "" if there is one."""
         settings = self.settings
         if history.last_step <= self._looked_at_step:
             self._looked_at_step = min(self._looked_at_step, history.last_step)  # after a roll-back

@@ -2,7 +2,7 @@
 
 Each listing of spot prices begins with the last change before its start, so successive listings have no gap between
 them. On-demand prices come from the first of these sources that has them: the price list (`pricing:GetProducts`), a
-file that keeps its answers, the table that ships with DOLL, the job file. The source is logged. Sources: EC2 API
+file with its earlier answers, the table that ships with DOLL, the job file. The source is logged. Sources: EC2 API
 reference; Price List API reference.
 """
 
@@ -76,7 +76,8 @@ class SpotHistory:
                 log.warning("spot_prices_stale", age_s=round(until_s - since_s), reason=str(error))
 
     def at(self, pool: Ec2Pool, time_s: float) -> float | None:
-        """Return the USD per hour at that time. Before the first known price, this price; None if none is known."""
+        """Return the USD per hour at that time; for a time before the first known price, return this price. None if
+        none is known."""
         changes = self._usd_per_h.get(pool)
         if not changes:
             return None

@@ -1,4 +1,4 @@
-"""The price port: current and past prices of machines; and its adapter for prices that a job file states.
+"""The price port for current and past prices of machines, and its adapter for prices that a job file states.
 
 Other adapters: a trace, and EC2.
 """
@@ -13,15 +13,15 @@ from doll.theory.cost import Prices
 
 
 class PriceFeed(Protocol):
-    """The prices of one machine, also if a worker has several machines. All times are Unix seconds."""
+    """The prices of single machines, even if a worker has several machines. All times are Unix seconds."""
 
     def current(self, now_s: float) -> Prices:
         """Return the prices of the cheapest usable spot pool and of the cheapest on-demand pool, USD per hour. Raises
         ServiceUnavailableError if no price is known and none is available."""
 
     def series(self, pool: str, market: Market, start_s: float, end_s: float) -> Series:
-        """Return the pool's price in this time, as far as it is known. The bill of an instance is the mean of this
-        series times the hours. Raises the errors of `current`."""
+        """Return the known prices of the pool in this time. The bill of an instance is the mean of this series times
+        the hours. Raises the errors of `current`."""
 
 
 class StatedPrices:

@@ -87,7 +87,7 @@ def _table(name: str) -> tuple[dict[str, str], list[dict[str, str]]]:
 
 def machine_of(config: JobConfig | None, instance: str | None, region: str | None) -> tuple[str, str]:
     """Return the instance type and the region: the given ones, otherwise those of the job's EC2 fleet, otherwise the
-    defaults. Of the fleet's instance types, which are of similar size, the first one in the table is used."""
+    defaults. If the fleet has several types, which have similar sizes, the first type in the table is used."""
     fleet = None if config is None else config.fleet
     if isinstance(fleet, Ec2FleetConfig):
         region = region or fleet.region or DEFAULT_REGION
@@ -146,7 +146,7 @@ StackKind = Literal["self_managed", "msk"]
 class StackPart(NamedTuple):
     """A service that runs beside the workers on AWS and costs money from the first hour on, with its price.
 
-    The rows are those of the table in deploy/terraform/README.md, us-east-1; a test compares the two.
+    The rows are the same as in the table of deploy/terraform/README.md (us-east-1); a test compares the two tables.
     """
 
     name: str

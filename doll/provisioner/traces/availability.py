@@ -1,7 +1,7 @@
 """The up times of preemptible machines: the paper's two-state Markov chains, or a recorded number of machines. Pure.
 
 A worker with k machines is up while all of them are. If machines come and go one by one, its up time is the
-intersection of theirs (`all_up`). A recording counts machines of one kind: n of them are ⌊n/k⌋ workers
+intersection of theirs (`all_up`). A recording counts machines of one kind, and n machines make ⌊n/k⌋ workers
 (`pool_of_workers`).
 """
 
@@ -23,7 +23,8 @@ class Preemption(Protocol):
     """The up and down times of preemptible slots."""
 
     def spans(self, slot: int) -> Iterator[tuple[bool, float]]:
-        """Return endless spans (up, seconds) of this slot from time 0 on. Consecutive spans may be of one kind."""
+        """Return endless spans (up, seconds) of this slot from time 0 on. Consecutive spans may have the same value of
+        `up`."""
 
 
 class Markov:
@@ -53,15 +54,16 @@ class Markov:
 
 
 class RecordedAvailability:
-    """Slots that follow a recorded number of machines: the slot of rank r is up while more than r of the pool's are.
+    """Slots that follow a recorded number of machines: the slot of rank r is up while more than r machines of the pool
+    are up.
 
-    If the recorded pool has fewer machines than there are slots, each machine stands for several slots (a recording of
+    If the recorded pool has fewer machines than there are slots, each machine represents several slots (a recording of
     one machine moves all slots together). The recording repeats after its end.
     """
 
     def __init__(self, times_s: Sequence[float], num_up: Sequence[float], pool_size: int, num_slots: int) -> None:
-        """Store the recording. Each count in `num_up` holds from its time to the next; times ascend, and the last time
-        ends the recording. `pool_size` is the number of machines that were requested."""
+        """Store the recording. Each count in `num_up` is valid from its time to the next time. Times ascend, and the
+        last time ends the recording. `pool_size` is the number of machines that were requested."""
         if len(times_s) != len(num_up) or len(times_s) < 2 or pool_size < 1:
             raise ConfigError(f"expected two or more times with counts and a pool, got {len(times_s)} and {pool_size}")
         self._spans_s = np.diff(np.asarray(times_s, float)).tolist()
@@ -84,7 +86,7 @@ class RecordedAvailability:
 
 
 def all_up(machines: Sequence[Iterator[tuple[bool, float]]]) -> Iterator[tuple[bool, float]]:
-    """Return spans (up, seconds) in which all of these machines are up, or not all of them; see `Preemption.spans`.
+    """Return the spans (up, seconds) of a worker that is up while all of these machines are up; see `Preemption.spans`.
 
     >>> from itertools import chain, repeat, islice
     >>> one, two = chain([(True, 5.0)], repeat((False, 9.0))), chain([(False, 2.0)], repeat((True, 9.0)))
@@ -119,8 +121,8 @@ class WholeWorkers:
 def pool_of_workers(pool: Pool, machines_per_worker: int, num_workers: int) -> Pool:
     """Return the pool counted in workers of k machines; prices remain prices of one machine.
 
-    If the recording has fewer machines than the workers, each recorded machine stands for several. All machines of a
-    worker then belong to one recorded machine, so the pool is returned unchanged.
+    If the recording has fewer machines than the workers need, each recorded machine represents several. All machines of
+    a worker then belong to one recorded machine, so the pool is returned unchanged.
     """
     if machines_per_worker == 1 or pool.num_machines < num_workers * machines_per_worker:
         return pool
@@ -131,9 +133,9 @@ def pool_of_workers(pool: Pool, machines_per_worker: int, num_workers: int) -> P
 def slots_up(pool: Pool, times_s: Floats, num_slots: int, rng: np.random.Generator) -> Bools:
     """Return the slots that have a spot machine at these times, shape (len(times_s), num_slots).
 
-    The share of slots that are up is the recorded share of machines that are up. If it falls, slots that lose their
-    machine are drawn at random from those that have one; if it rises, slots are drawn from those that have none. A
-    recording only counts machines, and the number of a slot must not make it luckier than the others.
+    The share of slots that are up is the recorded share of machines that are up. If the share falls, slots that have a
+    machine are drawn at random and lose it. If the share rises, slots without a machine are drawn and get one. They are
+    drawn because a recording only counts machines, and no slot must have an advantage over the others.
     """
     wanted = np.rint(pool.num_up.at(times_s) * (num_slots / pool.num_machines)).astype(int)
     up = np.zeros((len(times_s), num_slots), dtype=np.bool_)

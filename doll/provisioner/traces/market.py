@@ -1,9 +1,10 @@
-"""A simulated spot market: when spot is available for each slot, when it preempts, and the prices of machines. Pure.
+"""A simulated spot market: when spot is available for each slot, when machines are preempted, and the prices of
+machines. Pure.
 
 The market replays a recorded pool (docs/traces.md) or the paper's two-state chain, `speed_up` times as fast as the wall
-clock. Times are wall seconds since the market opened. Prices are in USD per *wall* hour, the market's price times the
-speed-up, so a bill over wall time equals the bill over the market time that has passed. At the end of an up interval
-the owner gives notice and takes the machine `notice_s` later; a share of the intervals ends without notice.
+clock. Times are wall seconds since the market opened. Prices are in USD per *wall* hour: the market's price times the
+speed-up. A bill over wall time therefore equals the bill over the market time that has passed. At the end of an up
+interval, the owner gives notice and ends the machine `notice_s` later. A share of the intervals ends without notice.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _MARKOV = "chain"
 @dataclass(frozen=True)
 class AvailabilityInterval:
     """The n-th interval of a slot, in which its spot machine is available or not. Times are wall seconds since the
-    opening; `end_s` may be infinite. `taken_s` is the time at which the machine of an up interval is taken: `end_s`
-    plus the notice, if there is one."""
+    opening; `end_s` may be infinite. `taken_s` is the time at which the machine of an up interval ends: `end_s` plus
+    the notice, if there is one."""
 
     number: int
     up: bool
@@ -129,9 +130,9 @@ class SpotMarket:
         no_notice_share: float = 0.0, seed: int = 0, machines_per_slot: int = 1,
     ) -> Self:  # fmt: skip
         """Return a market that replays a recorded pool from a random time on; after its end the recording continues at
-        its beginning. The share of slots that are up is the share of machines that are up, drawn as in a backtest. If a
-        slot has several machines, the pool is counted in slots (`pool_of_workers`). The opening is chosen so that
-        `length_s` wall seconds are left before the recording's end, if the recording is long enough."""
+        its beginning. The share of slots that are up equals the share of machines that are up; the slots are drawn as
+        in a backtest. If a slot has several machines, the pool is counted in slots (`pool_of_workers`). The opening is
+        chosen so that `length_s` wall seconds are left before the recording's end, if the recording is long enough."""
         rng = np.random.default_rng((seed, 2))
         latest = max(pool.start_s, pool.end_s - length_s * speed_up)
         start_s = float(rng.uniform(pool.start_s, latest)) if latest > pool.start_s else pool.start_s
@@ -230,7 +231,7 @@ class SpotMarket:
 class MarketClock:
     """Converts Unix seconds to a market's own time, which stays 0 until the market is opened.
 
-    The start of a job (importing torch, joining) is not replayed: no machine is preempted or billed during this time.
+    The market opens after the start of a job (importing torch, joining), so no machine is preempted or billed before.
     """
 
     def __init__(self) -> None:

@@ -27,7 +27,8 @@ POOL_COLUMNS = ("trace_set", "pool", "num_machines", "on_demand_usd_per_hour")
 
 @dataclass(frozen=True)
 class Series:
-    """A step function of time: `values[i]` holds from `times_s[i]` to `times_s[i + 1]`. The last time is the end."""
+    """A step function of time: `values[i]` is the value from `times_s[i]` to `times_s[i + 1]`. The last time is the
+    end."""
 
     times_s: Floats
     values: Floats
@@ -111,8 +112,7 @@ class Pool:
 
     @property
     def cycle_s(self) -> float:
-        """The mean up time plus down time of a machine; the recording's length for each if no machine was taken
-        away."""
+        """The mean up time plus the mean down time of a machine; each is the recording's length without preemptions."""
         inside = (self.num_up.times_s >= self.start_s) & (self.num_up.times_s <= self.end_s)
         taken = -np.minimum(np.diff(self.num_up.values[inside]), 0.0).sum()
         return self.length_s * self.num_machines / max(float(taken), 1.0)
@@ -132,13 +132,14 @@ def constant(value: float, start_s: float, end_s: float) -> Series:
 
 
 def up_at_bid(price: Series, num_machines: int, bid_usd_per_hour: float) -> Series:
-    """Return the machines that are up by auction rules (EC2 until 2017): all, while the price is at most the bid."""
+    """Return the machines that are up by auction rules (EC2 until 2017): all machines, while the price is at most the
+    bid."""
     return Series(price.times_s, np.where(price.values <= bid_usd_per_hour, float(num_machines), 0.0))
 
 
 def read_folder(folder: Path) -> tuple[list[TraceSet], list[tuple[str, str]]]:
     """Return the trace sets of a folder in normal form, and the sets that were skipped: (set, why). If one pool of a
-    set cannot be used, the whole set is skipped, because it would be another market without the pool.
+    set cannot be used, the whole set is skipped, because the set without this pool would be another market.
 
     Raises:
         ConfigError: a file or column is missing or damaged, or no set can be used.

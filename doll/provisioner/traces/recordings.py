@@ -26,7 +26,7 @@ Loader = Callable[[Path], tuple[list[TraceSet], Parts]]
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A skipped file, or a part of one, and why: what was expected, what the file has, and perhaps a remedy."""
+    """A skipped file, or a skipped part of a file, with the expected and the actual content, and perhaps a remedy."""
 
     what: str
     why: str
@@ -43,7 +43,7 @@ class Survey:
     skipped: list[LeftOut] = field(default_factory=list)
 
     def check(self, folder: Path) -> None:
-        """Raise ConfigError if no recording is usable; the message lists what was skipped and why."""
+        """Raise ConfigError if no recording is usable; the message lists the skipped files with the reasons."""
         if not self.sets:
             raise no_recordings_error(folder, self.skipped)
 
@@ -95,7 +95,7 @@ def pool_of(folder: Path, name: str | None, asked_by: str) -> Pool:
 
 
 def no_recordings_error(folder: Path, skipped: Sequence[LeftOut]) -> ConfigError:
-    """Return the error that no set can be used."""
+    """Return the error for a folder without a usable set."""
     if skipped:
         return ConfigError(f"{folder}: nothing in it can be used:\n" + left_out_text(skipped))
     return ConfigError(
@@ -105,14 +105,14 @@ def no_recordings_error(folder: Path, skipped: Sequence[LeftOut]) -> ConfigError
 
 
 def left_out_text(skipped: Sequence[LeftOut], at_most: int = 20) -> str:
-    """Return one line of text for each."""
+    """Return one line of text for each skipped file."""
     lines = [f"skipped: {item}" for item in skipped[:at_most]]
     more = len(skipped) - at_most
     return "\n".join([*lines, f"skipped: {more} more; --json lists them all"] if more > 0 else lines)
 
 
 def _listed(folder: Path, result: Survey) -> list[Path]:
-    """Return the entries of a folder in order. If it cannot be listed, returns none and adds an entry to `result`."""
+    """Return the entries of a folder in order. If it cannot be listed, return no entries and add it to `result`."""
     try:
         return sorted(folder.iterdir())
     except OSError as error:

@@ -1,9 +1,9 @@
 """The parameter server's channels as one: Kafka, and control links for grants and pushes if there are any (ADR 0026).
 
-With links, the main loop waits for them in a selector, and a thread reads `events` from Kafka. So a push on a link is
-handled in the thread that has received it. Messages of the two channels may overtake one another. Therefore, when a
-worker's channel changes, the worker's unanswered grants are sent again (`GrantsLost`): the new channel then carries all
-of them, in order.
+If there are links, the main loop waits for their data in a selector, and a thread reads `events` from Kafka. So the
+thread that receives a push on a link also handles the push. Messages of the two channels may overtake one another.
+Therefore, when a worker's channel changes, the worker's unanswered grants are sent again (`GrantsLost`): the new
+channel then carries all of them, in order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from doll.telemetry import get_logger
 
 log = get_logger(__name__)
 
-_MAX_POLLS_AHEAD: Final = 4  # polls of Kafka in the queue; more records stay in librdkafka
+_MAX_POLLS_AHEAD: Final = 4  # maximum number of Kafka polls in the queue; further records stay in librdkafka
 _POLL_S: Final = 0.2  # maximum time until the thread that reads `events` notices that it must stop
 
 
@@ -40,7 +40,8 @@ class Incoming(msgspec.Struct, frozen=True):
     Attributes:
         records: records from links.
         changed: workers whose link was opened or closed.
-        values: values from `events`, handled after the records: a worker sends its last push before its Leave.
+        values: values from `events`. They are handled after the records, because a worker sends its last push before
+            its Leave.
     """
 
     records: list[Push | Nack | GetRows]
@@ -65,16 +66,16 @@ class ControlChannel:
         self._thread.start()
 
     def report(self) -> tuple[Mapping[int, str], Mapping[str, int]]:
-        """Return the kind of each worker's link, if it has one, and counts of opened, broken and refused links."""
+        """Return each linked worker's kind of link, and the counts of opened, broken and refused links."""
         return ({}, {}) if self._links is None else (self._links.kinds(), self._links.counters)
 
     def poll(self, timeout_s: float) -> Incoming:
-        """Return the events that have come, after waiting at most `timeout_s` seconds. Raises ServiceUnavailableError
-        if Kafka refuses to serve this process."""
+        """Wait at most `timeout_s` seconds for events, and return the received ones. Raises ServiceUnavailableError if
+        Kafka refuses to serve this process."""
         if self._links is None:
             return Incoming([], [], self._kafka.poll(timeout_s))
         self._kafka.poll_deliveries()
-        changed, records = self._links.take()  # links that broke in a send
+        changed, records = self._links.take()  # workers whose link broke during a send
         if not changed and not records:
             self._links.poll(timeout_s if self._values.empty() else 0.0)
             changed, records = self._links.take()
@@ -129,7 +130,7 @@ class ControlChannel:
             polled: list[bytes | None] | Exception
             try:
                 polled = self._kafka.read(_POLL_S)
-            except Exception as exc:  # raised by the loop's next poll
+            except Exception as exc:  # the main loop's next poll raises this error
                 polled = exc
             if not polled:
                 continue
@@ -145,8 +146,8 @@ class ControlChannel:
 
 
 def open_links(config: JobConfig, services: Services, term: int, run_id: str) -> ControlLinks | None:
-    """Return the links that `control.kind` allows; None for Kafka alone. Raises ServiceUnavailableError if
-    `control.kind` is local and there is no place for the socket."""
+    """Return the links that `control.kind` allows, or None if it allows only Kafka. Raises ServiceUnavailableError if
+    `control.kind` is local and the socket cannot be created."""
     kind = config.control.kind
     if kind == "kafka":
         return None

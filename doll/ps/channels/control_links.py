@@ -1,8 +1,8 @@
-"""The parameter server's ends of all control links: which worker is attached to which link, and received records.
+"""The parameter server's ends of all control links, which know the attached worker of each link and receive records.
 
 A worker attaches with the session of its last Welcome. A link of another session, term or run is refused. Each worker
-has one link: a later link replaces it. Broken and refused links are closed, counted and logged; their workers use Kafka
-and try again.
+has at most one link: a later link replaces the earlier one. Broken and refused links are closed, counted and logged;
+their workers use Kafka and try again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class LinkListener(Protocol):
 
 
 class _Peer:
-    """One link, and the worker that is attached to it; -1: none yet."""
+    """One link, and the number of the worker that is attached to it; the number is -1 if no worker is attached yet."""
 
     __slots__ = ("link", "listener", "opened_s", "session", "worker")
 
@@ -109,12 +109,12 @@ class ControlLinks:
         return {worker: peer.link.kind for worker, peer in self._of_worker.items()}
 
     def poll(self, timeout_s: float) -> None:
-        """Read the records that have come, after waiting at most `timeout_s` seconds for the first one."""
+        """Wait at most `timeout_s` seconds for the first record, and read all records that have arrived."""
         for key, _ in self.selector.select(timeout_s):
             key.data()
         now = self.clock()
         if now - self._checked_s >= _CHECK_EVERY_S:
-            # This comes after reading: a server that was busy for long must not consider its workers silent.
+            # Check timeouts after reading: otherwise a server that was busy for long would consider its workers silent.
             self._checked_s = now
             self._check(now)
 
@@ -125,14 +125,14 @@ class ControlLinks:
         return changed, received
 
     def welcome(self, record: Welcome) -> None:
-        """Note a Welcome that is about to be sent: only its session may attach from now on."""
+        """Record a Welcome that is about to be sent. From now on, only the session in this Welcome may attach."""
         self._sessions[record.worker] = record.session
         peer = self._of_worker.get(record.worker)
         if peer is not None and peer.session != record.session:
             self._end(peer, "replaced by a newer process", "replaced")
 
     def send(self, worker: int, record: Grant | NewVersion | RowsStored) -> bool:
-        """Send on the worker's link, and return True. False: the record must be sent through Kafka.
+        """Send a record on the worker's link, and return True. Return False if the record must be sent through Kafka.
 
         If the link breaks during the send of a grant, the `GrantsLost` that follows sends all grants again, in order.
         """

@@ -1,7 +1,8 @@
 """The parameter server's channel to Kafka: it reads `events` from the end, and writes `commands`, `updates`, `metrics`.
 
-There are no consumer groups and no committed offsets. After a Hello, workers send again what they sent while no server
-was running. But a source sends its `SourceEnded` only once. So this record is also read from the newest older events.
+There are no consumer groups and no committed offsets. After a Hello, workers repeat the records that they sent while no
+server was running. But a source sends its `SourceEnded` only once. So the channel searches the newest older events for
+it.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class KafkaChannel:
         self._publisher.poll()
 
     def read(self, timeout_s: float) -> list[bytes | None]:
-        """Return new values of `events`, after waiting at most `timeout_s` seconds for the first one. Raises
+        """Wait at most `timeout_s` seconds for the first new value of `events`, and return all new values. Raises
         ServiceUnavailableError if Kafka refuses to serve this process."""
         messages = self._reader.messages(timeout_s, limit=_PER_POLL)
         self._had_traffic |= bool(messages)
@@ -75,7 +76,7 @@ class KafkaChannel:
         record = self._reader.decode(message)
         if not isinstance(record, SourceEnded):
             return False
-        # A topic that has replaced another one has fewer records than the old topic had.
+        # If the topic has been replaced, the new topic has fewer records than the old one had.
         known = self._reader.partition_ends(self._samples_topic) or ()
         return len(record.ends) <= len(known) and all(map(int.__le__, record.ends, known))
 
@@ -103,7 +104,7 @@ class KafkaChannel:
         self._reader.close()
 
     def _on_record(self, delivery: Delivery) -> None:
-        if delivery.refusal:  # not because of a timeout, since there is none: this record can never be written
+        if delivery.refusal:  # deliveries have no timeout, so this error means that the record can never be written
             raise ServiceUnavailableError(
                 f"Kafka at {self._address} refused a record on {delivery.topic}: {delivery.refusal}"
             )

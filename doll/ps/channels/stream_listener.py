@@ -1,6 +1,6 @@
 """Control links of all workers over one stream in Redis: the parameter server's side.
 
-While Redis is unavailable there are no links. A thread tries to connect again, so the main loop never waits for Redis.
+While Redis is unavailable, there are no links. A separate thread reconnects, so the main loop never waits for Redis.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CLOSE_S: Final = 0.5
 
 
 class StreamListener:
-    """A listener for links over Redis. A thread makes each connection, also the first one."""
+    """A listener for links over Redis. A separate thread opens all connections, including the first one."""
 
     def __init__(self, links: ControlLinks, services: Services, scope: str, term: int, max_links: int) -> None:
         self._name = server_stream(scope, term)

@@ -1,6 +1,7 @@
 """The assignment: which worker serves which partition of the samples topic. Pure.
 
-The assignment is part of every checkpoint (`EngineSnapshot.assignment`); `doll.ps.engine.moves` changes it in a job.
+The assignment is part of every checkpoint (`EngineSnapshot.assignment`); `doll.ps.engine.moves` changes it in a running
+job.
 """
 
 from __future__ import annotations
@@ -136,9 +137,9 @@ def partitions_by_worker(
 
 
 def for_workers(snapshot: EngineSnapshot, num_workers: int, max_workers: int) -> EngineSnapshot:
-    """Return the same state for another number of workers. This is the number in the job file; or, if that number has
-    not changed since `doll scale` changed the number of workers, the latter. The state of workers that are left out is
-    kept.
+    """Return the same state for another number of workers. The new number is the one that `doll scale` has set, unless
+    the number in the job file has changed since; then it is the number in the job file. The state of workers with
+    higher numbers is kept.
 
     Args:
         max_workers: number of worker slots, at least `num_workers`.
@@ -175,7 +176,7 @@ def for_workers(snapshot: EngineSnapshot, num_workers: int, max_workers: int) ->
 def as_they_stand(
     snapshot: EngineSnapshot, partitions: Sequence[PartitionState], owners: Sequence[Worker], workers: Sequence[Worker]
 ) -> EngineSnapshot:
-    """Return `snapshot` with the current state of each partition, of its worker in `owners`, and of each worker."""
+    """Return `snapshot` with the current state of each partition, its current owner, and the state of each worker."""
     return msgspec.structs.replace(
         snapshot,
         assignment=tuple(worker.number for worker in owners),

@@ -1,8 +1,9 @@
 """The batches of one worker, over all its partitions. Pure.
 
-Batches are granted, received and applied in the order in which the worker announced them. They have two numbers. Batch
-n of a *worker* is granted when n of its batches are granted and not taken back; the Grant says which batch of which
-partition it is. Pushes use the worker's numbers, and the ledger uses the numbers of partitions (docs/decisions/0069).
+Batches are granted, received and applied in the order in which the worker announced them. Each batch has two numbers.
+Its number in the *worker* counts the earlier granted batches of the worker that were not taken back. Its number in the
+*partition* is its batch id. A Grant contains both numbers. Pushes use the worker's numbers, and the ledger uses the
+partition's numbers (docs/decisions/0069).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class ActiveGrant:
         version: version of the weights that the grant names, current when it was made.
         min_version: version of the oldest weights that the policy allows for the batch.
         included: number of the worker's batches that are in `version`.
-        names: True while the weights of `version` are kept for this grant.
+        names: True while this grant keeps the weights of `version` from being deleted.
         pushed: the set of the push that has answered this grant; None: no push was accepted yet.
         held: True if the gradient is at the server.
     """
@@ -73,7 +74,7 @@ class PushedSet:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatePush:
-    """A push that came after the time limit of its grants. It answers the next grants of its batches.
+    """A push that arrived after the time limit of its grants. It will answer the next grants of the same batches.
 
     Attributes:
         grants: the void grants that the push names.
@@ -92,13 +93,14 @@ class WaitingBatch(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class BatchQueue:
-    """The batches of one worker in their order: first held, then computing, then waiting batches.
+    """The batches of one worker in the order of their numbers: first held, then computing, then waiting batches.
 
     Attributes:
         partitions: partitions that the worker serves, by number.
         applied: number of granted batches that are in the model, which is the number of the first held batch.
-        settled: number up to which the server has all steps: nothing of these batches is held back.
-        whole: number up to which the model has the whole steps of the batches.
+        settled: number of the first batch of which the worker may still hold back a part. The server has all earlier
+            parts.
+        whole: number of the first batch whose step may be incomplete in the model.
         pending: number of batches that are announced and not durable.
         timed_out: void grants whose time limit has passed. Their batches wait first in the queue, and are not granted
             again yet.
@@ -137,8 +139,9 @@ class BatchQueue:
         return self.received + len(self.computing_grants)
 
     def announce(self, run: BatchRange, room: int) -> int | None:
-        """Add the complete batches of `run`; return how many are new, at most `room`. None: `run` leaves batches out,
-        or its earlier batches have other ends. Raises KeyError if the worker does not serve the partition."""
+        """Add the complete batches of `run`, at most `room` new ones, and return how many are new. Return None if `run`
+        does not follow the announced batches, or contains an announced batch with another end. Raises KeyError if the
+        worker does not serve the partition."""
         partition = self.partitions[run.partition]
         begin = partition.announced
         count = max(0, min(run.until - begin, room))
@@ -151,7 +154,7 @@ class BatchQueue:
         return count
 
     def forget_waiting(self) -> None:
-        """Forget the batches that are announced and not granted: workers will announce them again."""
+        """Forget the batches that are announced and not granted. The worker will announce them again."""
         self.timed_out = ()
         self.pending -= len(self.waiting)
         for batch in self.waiting:
@@ -188,7 +191,7 @@ class BatchQueue:
         return len(grants) <= len(self.computing_grants) and all(map(is_, grants, first))
 
     def hold(self, pushed: PushedSet) -> None:
-        """Note that the gradient of this set is at the server. The set has the first computing batches."""
+        """Note that the gradient of this set is at the server. The set must consist of the first computing batches."""
         for _ in pushed.grants:
             grant = self.computing_grants.popleft()
             grant.held = True
@@ -213,7 +216,7 @@ class BatchQueue:
         return grants
 
     def give_back(self, batch_id: BatchId) -> ActiveGrant | None:
-        """Return a held batch to the front of the queue. None: it is not the last granted batch."""
+        """Return a held batch to the front of the queue. Return None if it is not the last granted batch."""
         if self.computing_grants or not self.held_grants or self.held_grants[-1].batch_id != batch_id:
             return None
         grant = self.held_grants.pop()
@@ -225,14 +228,14 @@ class BatchQueue:
         self.waiting.appendleft(WaitingBatch(grant.partition, grant.batch_id))
 
     def answered_late(self, push: Push) -> tuple[ActiveGrant, ...]:
-        """Return the void grants that `push` answers: the first grants whose time limit has passed, if their batches
-        have no other grant since. (): the push answers other grants."""
+        """Return the void grants that `push` answers. These are the first grants whose time limit has passed, if their
+        batches were not granted again. Return () if the push answers other grants."""
         grants = self.timed_out[: len(push.batches)]
         named = [(item.grant_id, item.batch) for item in push.batches]
         return grants if named == [(grant.number, grant.batch) for grant in grants] else ()
 
     def apply(self, batch_id: BatchId) -> ActiveGrant | None:
-        """Count a batch as applied, and return its grant. None: it is not the first held batch."""
+        """Count a batch as applied, and return its grant; return None if the batch is not the first held one."""
         if not self.held_grants or self.held_grants[0].batch_id != batch_id:
             return None
         partition = self.held_grants[0].partition
@@ -244,8 +247,8 @@ class BatchQueue:
         return self.held_grants.popleft()
 
     def skip(self, partition: PartitionState, until: int) -> int:
-        """Count the partition's batches below `until` as applied, because they hold no record. None of them may be
-        announced. Return how many they are."""
+        """Count the partition's batches below `until` as applied, because they contain no record. They must not be
+        announced. Return the number of these batches."""
         count = until - partition.announced
         partition.applied = partition.announced = until
         partition.leader_epoch = -1

@@ -1,10 +1,11 @@
 """The checkpoints of a job, and the settling of held-back steps before each checkpoint. Pure.
 
-Under a policy with a significance filter, a batch is applied while a part of its step may still be at its worker. Then
-"counted once" means that its whole step is in the model, once. So a checkpoint is stored only while nothing is held
-back. The server lets the current round end, starts no other round, asks every worker for its rest, and applies the
-rests as an update of their own. A worker that leaves sends its rest first. If a worker is lost with its rest, the
-server begins again from the newest checkpoint, in which all batches are settled (docs/decisions/0035).
+Under a policy with a significance filter, a worker sends only a part of a batch's step and holds back the *rest*. The
+batch counts as applied before the rest arrives, so the model may lack a part of the step. A checkpoint must contain
+whole steps, so it is stored only while nothing is held back. To reach this state, the server lets the current round end
+and starts no other round. It then asks every worker for its rest, and applies all rests in a separate update. A worker
+that leaves sends its rest first. If a worker dies with its rest, the server begins again from the newest checkpoint,
+which contains only whole steps (docs/decisions/0035).
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from doll.ps.engine.membership import Worker
 from doll.ps.engine.partition_state import PartitionState
 from doll.records.control import Push, Settle
 
-_ASK_AGAIN_S: Final = 3.0  # seconds without an answer, after which the message may be lost
+_ASK_AGAIN_S: Final = 3.0  # seconds; a request without an answer after this time may be lost
 
 
 class Durability:
-    """The checkpoints of one engine. At most one checkpoint is under way.
+    """The checkpoints of one engine. At most one is being stored.
 
     Attributes:
         version: version of the newest stored checkpoint.
@@ -35,8 +36,8 @@ class Durability:
         self, partitions: Sequence[PartitionState], owners: Sequence[Worker], *, version: int, now: float,
         every_updates: int, every_s: float, max_pending_batches: int, costs_rests: bool = False,
     ) -> None:  # fmt: skip
-        """`owners`: the worker that serves each partition. `costs_rests`: True if workers must send held-back steps for
-        each checkpoint, so fewer checkpoints are better."""
+        """`owners`: the worker that serves each partition. `costs_rests`: True if workers must send their rests for
+        each checkpoint. Then the server stores fewer checkpoints."""
         self.version = version
         self.max_unsaved = 0
         self._partitions = partitions
@@ -44,16 +45,16 @@ class Durability:
         self._unsaved: Counter[int] = Counter()  # by worker: number of batches in the model that are not durable
         self._every_updates = every_updates
         self._every_s = every_s
-        # This is less than a worker may hold, so that no worker has to wait for a checkpoint that is not due yet.
+        # A worker may hold more batches than this limit, so no worker waits for a checkpoint that is not due.
         self._crowded = max(1, 3 * max_pending_batches // 4 if costs_rests else max_pending_batches // 2)
-        # The checkpoint under way: its version, and the number of batches in it, by partition and by worker.
+        # The checkpoint that is being stored: its version, and its number of batches by partition and by worker.
         self._ordered: tuple[int, tuple[int, ...], dict[int, int]] | None = None
         self._ordered_at_s = now
         self._is_asked = self._must_keep = self._is_keeping = False
 
     @property
     def is_kept(self) -> bool:
-        """Whether a stored checkpoint holds all decisions of the engine, also those without an update."""
+        """Whether a stored checkpoint contains all decisions of the engine, including decisions that made no update."""
         return not (self._must_keep or self._is_keeping)
 
     def applied(self, worker: Worker, count: int) -> None:
@@ -62,7 +63,7 @@ class Durability:
         self.max_unsaved = max(self.max_unsaved, self._unsaved[worker.number])
 
     def moved(self, giver: Worker, taker: Worker, count: int) -> None:
-        """Note that a partition goes from one worker to another. `count`: its batches in the model, not durable."""
+        """Note that a partition moves to another worker. `count`: number of its batches in the model, not durable."""
         self._unsaved[giver.number] -= count
         self._unsaved[taker.number] += count
         self.max_unsaved = max(self._unsaved.values(), default=0)
@@ -72,7 +73,7 @@ class Durability:
         self._is_asked = True
 
     def keep(self) -> None:
-        """Request a checkpoint, also of the same version: it keeps what the engine has decided without an update."""
+        """Request a checkpoint, even of the same version, that contains the engine's decisions without an update."""
         self._must_keep = True
 
     def is_due(self, version: int, now: float, *, final: bool) -> bool:
@@ -96,9 +97,10 @@ class Durability:
         self._ordered_at_s = now
 
     def stored(self, version: int) -> dict[Worker, tuple[dict[int, int], int, dict[int, int]]] | None:
-        """Note that the checkpoint of `version` is stored. Return for each worker with more durable batches: the
-        number of durable batches of each partition that has more of them, the number of the worker, and the records
-        that cuts have left out of these partitions. None: the checkpoint was not ordered."""
+        """Note that the checkpoint of `version` is stored. Return an item for each worker that has more durable batches
+        than before. The item has the durable batches of each partition with more of them, the durable batches of the
+        worker, and the records that cuts have left out of these partitions. Return None if the checkpoint was not
+        ordered."""
         if self._ordered is None or self._ordered[0] != version:
             return None
         _, applied, by_worker = self._ordered
@@ -122,20 +124,20 @@ class Durability:
 
 @dataclass(slots=True)
 class _Rest:
-    """A worker's rest that is not in the model yet."""
+    """A worker's rest (the held-back part of its steps) that is not in the model yet."""
 
     number: int
     worker: Worker
     push: Push
     received_at_s: float
-    is_here: bool = False  # whether it is in the server's memory
+    is_here: bool = False  # True if the rest is in the server's memory
 
 
 class Settling:
     """The workers that hold back parts of their steps, and the rests that they have sent.
 
     Attributes:
-        is_under_way: True while a checkpoint waits for rests; then no batch is started.
+        is_under_way: True while a checkpoint waits for rests. No batch is started during this time.
         rests: rests that are not in the model, by number.
     """
 
@@ -143,7 +145,7 @@ class Settling:
         self.is_under_way = False
         self._term = term
         self._is_last = False  # True: batches that are not applied yet will never be applied
-        self._unsettled: dict[int, Worker] = {}  # workers whose processes alone have a part of a step
+        self._unsettled: dict[int, Worker] = {}  # workers with a part of a step that is not at the server yet
         self._incomplete: dict[int, Worker] = {}  # workers with an applied batch whose step is not whole in the model
         self.rests: dict[int, _Rest] = {}
         self._asked_at_s: float | None = None
@@ -156,7 +158,7 @@ class Settling:
         return not self._incomplete and not self.rests
 
     def holds_back(self, worker: Worker) -> bool:
-        """Return whether only this worker's process has a part of its steps."""
+        """Return whether a part of this worker's steps is not at the server yet."""
         return worker.number in self._unsettled
 
     def is_whole(self, worker: Worker) -> bool:
@@ -165,7 +167,7 @@ class Settling:
         return not (is_coming or worker.number in self._unsettled or worker.number in self._incomplete)
 
     def received(self, worker: Worker) -> None:
-        """Note that contributions of this worker have come."""
+        """Note that contributions of this worker have arrived."""
         if self._is_last:
             return
         queue = worker.queue
@@ -187,7 +189,7 @@ class Settling:
             self._incomplete[worker.number] = worker
 
     def is_known(self, worker: Worker, until: int) -> bool:
-        """Return whether the held-back parts of this worker's batches below `until` are here already."""
+        """Return whether the held-back parts of this worker's batches below `until` have already arrived."""
         coming = any(rest.worker is worker and rest.push.settles >= until for rest in self.rests.values())
         return coming or until <= (worker.queue.whole if self._is_last else worker.queue.settled)
 
@@ -209,7 +211,7 @@ class Settling:
             self._unsettled.pop(rest.worker.number, None)
 
     def take(self) -> list[tuple[AppliedSet, Worker]]:
-        """Return the rests with their workers if all announced and requested rests are here; otherwise return []."""
+        """Return the rests with their workers if all announced and requested rests are in memory; otherwise []."""
         if (self.is_under_way and self._unsettled) or not all(rest.is_here for rest in self.rests.values()):
             return []
         rests, self.rests = self.rests, {}
@@ -218,7 +220,7 @@ class Settling:
         return [(AppliedSet(rest.push, rest.received_at_s, (), rest.number), rest.worker) for rest in rests.values()]
 
     def ask(self, now: float) -> list[Settle]:
-        """Return requests for the held-back parts, again only after `_ASK_AGAIN_S` seconds."""
+        """Return requests for the held-back parts. A request is repeated after `_ASK_AGAIN_S` seconds."""
         if self._asked_at_s is not None and now - self._asked_at_s < _ASK_AGAIN_S:
             return []
         self._asked_at_s = now

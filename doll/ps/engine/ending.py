@@ -1,9 +1,9 @@
-"""The last records of a source that has ended: they are learned too, in batches and groups that are not full. Pure.
+"""The end of a source: its last records are learned in batches and groups that are not full. Pure.
 
 After its last record, a source reports the end offset of each partition (`SourceEnded`). Workers cut the records that
-they have read up to these offsets into batches. After all of these batches are announced, no batch will come for which
-a group could wait, and policies are told how many batches are left (`PolicyView.num_left`). Another source may send
-more records at any time: then batches and groups are filled as before (docs/decisions/0074).
+they have read up to these offsets into batches. After all of these batches are announced, a group must not wait for
+further batches. So policies get the number of batches that are left (`PolicyView.num_left`). If another source sends
+more records later, batches and groups are filled as before (docs/decisions/0074).
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ class Ending:
     """The offsets at which sources have ended, and the number of batches that are left before these offsets.
 
     Attributes:
-        ends: end offset of each partition, also of new partitions that the engine does not know yet; (): no source has
-            ended.
-        num_left: number of announced batches that are not in the model, if no more batches will come. None: more
-            batches may come.
+        ends: end offset of each partition, including new partitions that the engine does not know yet; () if no source
+            has ended.
+        num_left: number of announced batches that are not in the model, or None if more batches may come.
     """
 
     def __init__(
@@ -38,11 +37,11 @@ class Ending:
         self._partitions = partitions
         self._size = records_per_batch
         self._is_open = self._is_new = bool(ends)  # True while some record before the ends is not in the model
-        self._behind: dict[int, int] = {}  # by worker: one of its partitions that is not announced up to its end
+        self._behind: dict[int, int] = {}  # by worker: one of its partitions whose end is not announced
         self._asked_at_s = float("-inf")
 
     def end(self, ends: Sequence[int]) -> bool:
-        """Note that a source has ended at the offsets `ends`. Return whether an end is later than known before."""
+        """Note that a source has ended at the offsets `ends`. Return whether any end is later than the known one."""
         later = tuple(map(max, zip_longest(self.ends, ends, fillvalue=0)))
         if later == self.ends:
             return False
@@ -50,7 +49,7 @@ class Ending:
         return True
 
     def end_of(self, partition: int) -> int:
-        """Return the offset at which this partition ended; 0: no end was reported."""
+        """Return the offset at which this partition ended, or 0 if no end was reported."""
         return self.ends[partition] if partition < len(self.ends) else 0
 
     def flushes(self, workers: Sequence[Worker], term: int) -> list[Flush]:
@@ -64,10 +63,10 @@ class Ending:
         ]  # fmt: skip
 
     def look(self, workers: Sequence[Worker], changed: Collection[int]) -> list[Worker]:
-        """Update the workers whose counters have changed, and return those whose state has changed as policies see it.
+        """Update the workers whose counters have changed. Return those whose state has changed for policies.
 
-        For each worker that is not done, remember one partition whose batches are not yet all announced. While this
-        stays so, the other partitions of the worker need not be checked.
+        For each worker that is not done, this method remembers one partition with batches that are not announced yet.
+        As long as that partition has such batches, the other partitions of the worker need not be checked.
         """
         if not self._is_open:
             return []
@@ -99,7 +98,7 @@ class Ending:
         return partition.bounds(self._size).lo(partition.announced) >= self.end_of(partition.number)
 
     def _count(self, workers: Sequence[Worker]) -> int | None:
-        """Return the number of announced batches outside the model. None: more may come, or none is left."""
+        """Return the number of announced batches that are not in the model; None if more may come, or none is left."""
         if self._behind or any(self.ends[len(self._partitions) :]):
             return None
         left = sum(len(worker.queue.waiting) + worker.computing + worker.held for worker in workers)
@@ -107,7 +106,7 @@ class Ending:
         return left or None
 
     def asks(self, workers: Sequence[Worker], term: int, now: float) -> list[Settle]:
-        """Return regular requests to workers for the batches that they keep for a push: no more batches will come."""
+        """Return requests to workers to push the batches that they keep, because no more batches will come."""
         if not self._is_open or now - self._asked_at_s < _ASK_AGAIN_S:
             return []
         self._asked_at_s = now

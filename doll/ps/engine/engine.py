@@ -1,17 +1,17 @@
-"""The parameter server's state machine: it takes events and returns actions, without I/O and without a clock.
+"""The parameter server's state machine, which takes events and returns actions. It has no I/O and no clock.
 
 The engine knows the state of every batch of every partition. A policy decides which batches start and which gradients
-are applied together. The engine guarantees that each batch is applied at most once and in its partition's order.
-Therefore one integer per partition is the whole ledger.
+are applied together. The engine guarantees that the batches of a partition are applied in order, each at most once.
+Therefore one integer per partition, the number of applied batches, is the whole ledger.
 
-A policy of exact versions grants a worker several batches at once, and gets their gradients as one sum: a set. A set is
-received, held, lost and applied as a whole (docs/decisions/0025). The same holds for a wave, which is the sum of the
-steps of several batches (0034).
+A policy of exact versions grants a worker several batches at once. The worker returns the sum of their gradients, a
+*set*. A set is received, held, lost and applied as a whole (docs/decisions/0025). The same is true of a *wave*, which
+is the sum of the steps of several batches (0034).
 
-Order of effects: grant -> push -> fetched -> apply -> checkpoint -> durable -> acknowledge. If a batch's worker leaves,
-its time limit passes or its gradient is lost, the batch returns to the front of its worker's queue, together with every
-later batch of the worker that is still being computed. The time for an event does not depend on the number of workers,
-except for checkpoints (docs/decisions/0019).
+Order of effects: grant -> push -> fetched -> apply -> checkpoint -> durable -> acknowledge. A batch returns to the
+front of its worker's queue if the worker leaves, the batch's time limit passes or its gradient is lost. Every later
+batch of the worker that is still being computed returns with it. The time for an event does not depend on the number of
+workers, except for checkpoints (docs/decisions/0019).
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from doll.storage.blobs import scope_of, weights_key
 # This is longer than `doll.ps.engine.stopping.STALL_REPORT_S`, so that workers without records are reported first.
 DRY_ROUND_S: Final = 15.0
 VOID: Final = "requeued_void"  # counter of batches that are computed again because the policy made them void
-# How many of a worker's newest grants keep their weights, if the policy allows later weights. Two: while the newest
-# grant is being sent, the worker only knows the grant before it.
+# Number of a worker's newest grants that keep their weights, if the policy allows later weights. It is two, because the
+# worker only knows the second newest grant while the newest one is being sent.
 _NAMING_GRANTS: Final = 2
 
 
@@ -67,9 +67,9 @@ class Engine(EngineState):
         Refused messages (late, duplicate, fenced, out of range) change only a counter.
 
         Raises:
-            IllegalEventError: the runner reports the outcome of an action that was never ordered, which changes
-                nothing; or the policy demands something impossible. In this case the engine may have changed: end the
-                process.
+            IllegalEventError: either the runner reports the outcome of an action that was never ordered, and the engine
+                has not changed; or the policy demands something impossible. In the second case the engine may have
+                changed, so end the process.
         """
         self._recent_events.append((now, event))
         self._now, self._actions = now, []
@@ -161,8 +161,8 @@ class Engine(EngineState):
             self._durability.keep()  # a later server must know this
 
     def _freeze(self, giver: Worker, partition: PartitionState) -> None:
-        """Stop grants for a partition that is to move, and requeue its batches that are being computed, with all later
-        batches. A wave is requeued as a whole, because it may never be full without this partition."""
+        """Stop grants for a partition that is to move. Requeue its first batch that is being computed, and all later
+        batches of the worker. A wave is requeued as a whole, because it may never be full without this partition."""
         self._skips.pop(partition.number, None)
         self._forget_late(giver)
         takes_whole = self.policy.batches_per_push > 1
@@ -175,13 +175,13 @@ class Engine(EngineState):
         self._grants.note_change(giver)
 
     def _welcome_again(self, workers: Iterable[int]) -> None:
-        """Send these workers a Welcome with the partitions that they serve now. Their computations continue."""
+        """Send a Welcome to these workers, with the partitions that each serves now. Their computations continue."""
         for number in workers:
             if (worker := self._workers[number]).joined:  # otherwise the worker gets a Welcome when it joins
                 self._actions.append(self._welcome(worker, worker.incarnation))
 
     def _lose_rest(self, worker: Worker) -> None:
-        """Roll back if the worker's earlier process, which has ended, held back a part of its steps."""
+        """Roll back if the worker's earlier process has ended while it held back a part of its steps."""
         if self._settling.holds_back(worker):
             self._roll_back(f"worker {worker.number} is lost with a part of its steps")
 
@@ -198,7 +198,7 @@ class Engine(EngineState):
             self._requeue_from(worker, worker.queue.computing_grants[0].batch, cause)
 
     def _requeue_from(self, worker: Worker, batch: int, cause: str) -> None:
-        """Return batch `batch` and every later batch of this worker without a gradient to the queue."""
+        """Return batch `batch` and every later computing batch of this worker to the queue."""
         taken = self._grants.take_back(worker, batch)
         self._limits.taken_back(worker)
         if len(taken) > 1:
@@ -212,7 +212,7 @@ class Engine(EngineState):
                 self._drop(grant.pushed.push, cause)
 
     def _release(self, grant: ActiveGrant) -> None:
-        """Stop keeping the weights that this grant names for this grant."""
+        """Note that this grant does not need its weights any more. Release them if no other grant needs them."""
         if self._grants.release(grant) and grant.version < self.version:
             self._actions.append(ev.ReleaseWeights(grant.version))
 
@@ -232,7 +232,7 @@ class Engine(EngineState):
         queue = worker.queue
         for run in event.runs:
             if not self.moves.serves(worker, run.partition) and 0 <= run.partition < len(self._partitions):
-                self.counters["refused_moved"] += 1  # the Welcome that tells the worker is being sent
+                self.counters["refused_moved"] += 1  # the worker learns of the move from a Welcome, which is being sent
                 continue
             is_hole = run.partition not in queue.partitions or not is_possible(run, self.settings.records_per_batch)
             if not is_hole:
@@ -267,7 +267,7 @@ class Engine(EngineState):
     # --- pushes -------------------------------------------------------------------------------------------------------
 
     def wants(self, push: Push) -> bool:
-        """Return whether the gradient of this push would be fetched: the push is the first answer to a valid grant."""
+        """Return whether this push is the first answer to a valid grant, so that its gradient would be fetched."""
         if push.term != self.term or not push.batches or not push.key:
             return False
         grant = self._grants.get(push.batches[0].grant_id)
@@ -296,7 +296,7 @@ class Engine(EngineState):
         elif grants[0].pushed is not None and tuple(standing) == grants[0].pushed.grants:
             self.counters["refused_duplicate"] += 1
         elif len(grants) < len(standing) or any(grant.pushed is not None for grant in grants):
-            # Some grants of the set are not valid any more, and a sum cannot be split: the others are computed again.
+            # Some grants of the set are not valid any more. A sum cannot be split: all batches are computed again.
             self.counters["refused_partly"] += 1
             if not any(grant.pushed is not None and grant.pushed.push.key == event.key for grant in grants):
                 self._drop(event, "partly void")
@@ -308,7 +308,7 @@ class Engine(EngineState):
             self._drop(event, "order")
             self._requeue_from(worker, min(grant.batch for grant in grants), "order")
         elif not is_allowed(event, grants, self.policy, self.version):
-            # The push is useless, and another attempt would give the same: the timeout requeues the batches.
+            # A repetition of this useless push would be useless, too. The timeout requeues the batches.
             self.counters["refused_content"] += 1
             self._drop(event, "content")
         else:
@@ -332,7 +332,7 @@ class Engine(EngineState):
             self._hold(pushed)
 
     def _clear_stall(self, worker: Worker) -> None:
-        """End the worker's stall: it has answered a grant, so it can get another one."""
+        """End the worker's stall, because it has answered a grant. From now on it can get another grant."""
         if worker.stalled:
             worker.stalled = False
             self._grants.note_change(worker)
@@ -393,11 +393,11 @@ class Engine(EngineState):
     # --- pushes after their time limit -------------------------------------------------------------------------------
 
     def _on_late(self, worker: Worker, event: Push) -> None:
-        """Handle a push whose grants are not valid any more. If only their time limit has passed and no other worker
-        has the batches, the push answers the next grants of the batches. Otherwise a batch that always takes longer
-        than the limit would never be learned.
+        """Handle a push whose grants are not valid any more. If the reason is only the time limit, and no other worker
+        has got the batches, the push answers the next grants of the batches. Without this rule, a batch that always
+        takes longer than the limit would never be learned.
 
-        Some policies do not allow this: a held-back part may have been requested since, or the weights are too old.
+        Some policies refuse late pushes: a held-back part may have been requested since, or the weights are too old.
         """
         queue = worker.queue
         if queue.late is not None and queue.late.push.batches == event.batches:
@@ -411,7 +411,7 @@ class Engine(EngineState):
                 return
         longest_s = max(item.compute_s for item in event.batches)
         if 0 <= longest_s < math.inf:
-            # The worker's own report is bounded: it cannot have computed for longer than it has been live.
+            # The reported time is limited, because a worker cannot compute for longer than it has been live.
             worker.batch_s = max(worker.batch_s, min(longest_s, self._now - worker.live_since_s))
         self._refuse_late(event)
 
@@ -420,10 +420,10 @@ class Engine(EngineState):
         self._drop(push, "late")
 
     def _answer_late(self, worker: Worker, late: LatePush, grants: Sequence[ActiveGrant]) -> int:
-        """Use a late push as the answer to the first of `grants`, which are new. Return how many it answers: all
-        that it names, or 0.
+        """Use a late push as the answer to the first of the new `grants`. Return the number of answered grants, which
+        is 0 or the number of grants that the push names.
 
-        The push gets the numbers of the new grants, so sums and their order are as if it had been requested now.
+        The push gets the numbers of the new grants, so it has the same effect as a push that answers them in time.
         """
         worker.queue.late = None
         new = tuple(grants[: len(late.grants)])
@@ -455,7 +455,8 @@ class Engine(EngineState):
     # --- what workers hold back ---------------------------------------------------------------------------------------
 
     def _on_rest(self, worker: Worker, event: Push) -> None:
-        """Handle a rest: the held-back part of earlier batches, from a worker that leaves or was asked for it."""
+        """Handle a rest (the held-back part of earlier batches), which a worker sends on request or before it
+        leaves."""
         queue = worker.queue
         if not self.policy.holds_back:
             self.counters["refused_content"] += 1
@@ -463,10 +464,10 @@ class Engine(EngineState):
         elif event.term != self.term or self._settling.is_known(worker, event.settles):
             self.counters["refused_duplicate"] += 1
         elif not event.key and self._settling.holds_back(worker):
-            # The worker holds a part of its steps back, and this push lacks it. Another push must bring this part.
+            # The worker holds back a part of its steps, and this push lacks the part. Another push must contain it.
             self.counters["refused_empty_rest"] += 1
         elif not queue.applied <= event.settles <= queue.received:
-            # The worker does not have the rest any more, and the rest belongs to other batches than the server has.
+            # The rest fits other batches than those at the server, and the worker does not have it any more.
             self._roll_back(
                 f"worker {worker.number} settles batches below {event.settles}, and {queue.applied} to "
                 f"{queue.received} can be settled"
@@ -477,7 +478,7 @@ class Engine(EngineState):
                 self._actions.append(ev.FetchGradient(number, event.key, event.version))
 
     def _apply_rests(self) -> bool:
-        """Apply the rests as a version of their own, while no granted batch is open. Return whether it was made."""
+        """Apply the rests as a separate version, if there are no valid grants. Return whether a version was made."""
         if not self._settling.rests or (self._grants and self.stopping is None):
             return False
         if not (rests := self._settling.take()):
@@ -493,7 +494,7 @@ class Engine(EngineState):
     # --- progress -----------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Apply the first rule that changes something, and repeat until none does. The order of rules is fixed."""
+        """Apply the first rule, in a fixed order, that changes something. Repeat until no rule changes anything."""
         rules = (
             self._apply_rests, self._apply_skip, self._move_partitions, self._offer_version, self._compute_again,
             self._apply_group, self._start_batches,
@@ -514,15 +515,15 @@ class Engine(EngineState):
             self._advance()  # the checkpoint is ordered, so the next round can start
 
     def _move_partitions(self) -> bool:
-        # A gradient that is being fetched will be held in a moment: until then its batch cannot be requeued.
+        # A gradient that is being fetched will soon be held. Until then its batch cannot be requeued.
         if not self.moves.targets or any(isinstance(item, ev.FetchGradient) for item in self._actions):
             return False
         self._send_all_grants()
         self._welcome_again(self.moves.carry_out(self._now, self._freeze))
-        return bool(self._grants.changed)  # also if batches are only withdrawn so far: the policy must know
+        return bool(self._grants.changed)  # also if batches were only withdrawn, because the policy must learn of this
 
     def _offer_version(self) -> bool:
-        """Send a new version to the workers that the policy names, before they get a grant. Return False."""
+        """Send a new version to the workers that the policy names, before they get a grant. Always return False."""
         if self._offered_version != self.version:
             self._offered_version = self.version
             for number in self.policy.recipients(self):
@@ -530,7 +531,7 @@ class Engine(EngineState):
         return False
 
     def _compute_again(self) -> bool:
-        """Return held batches to the queue if the policy makes them void. Return whether there were any."""
+        """Return held batches to the queue if the policy makes them void. Return whether there were such batches."""
         if not (void := self.policy.void(self)):
             return False
         self._send_all_grants()
@@ -550,7 +551,7 @@ class Engine(EngineState):
         return True
 
     def _start_batches(self) -> bool:
-        # An open round continues: it must end before rests can be settled.
+        # An unfinished round continues, because it must end before rests can be settled.
         is_paused = self._settling.is_under_way and not self._grants
         starts = () if is_paused else self.policy.start(self)
         for number in starts:
@@ -558,11 +559,11 @@ class Engine(EngineState):
         return bool(starts) or self._send_all_grants()
 
     def _end_of_dry_round(self) -> Sequence[BatchId]:
-        """Return the held batches as the last ones of a round, if a checkpoint waits for the round's end and the other
-        workers have had no records for a while.
+        """Return the held batches, which then end the round. This happens only if a checkpoint waits for the round's
+        end and the other workers have had no records for a while; otherwise return no batches.
 
-        Otherwise a stream that stops would prevent a checkpoint of the model (docs/decisions/0035). A worker whose
-        partitions are to move has no batch to give, so the round does not wait for it.
+        Without this rule, a stream that stops would prevent checkpoints (docs/decisions/0035). A worker whose
+        partitions are to move cannot contribute a batch, so the round does not wait for this worker.
         """
         is_waited_for = self._settling.is_under_way and not self.num_computing and self.num_held
         is_dry = is_waited_for and (self.moves.frozen or self._now - self._last_held_at_s >= DRY_ROUND_S)
@@ -589,7 +590,7 @@ class Engine(EngineState):
         return grant
 
     def _send_all_grants(self) -> bool:
-        """Send the new grants, except those that a late push answers. Return whether a late push has answered any."""
+        """Send the new grants, except those that a late push answers. Return whether a late push answers any."""
         is_answered = False
         granted, self._granted = self._granted, {}
         for number, grants in granted.items():
@@ -603,7 +604,7 @@ class Engine(EngineState):
     def _on_grants_lost(self, event: ev.GrantsLost) -> None:
         if 0 <= event.worker < len(self._workers):
             worker = self._workers[event.worker]
-            self._clear_stall(worker)  # the worker may never have got the grant whose time limit has passed
+            self._clear_stall(worker)  # the grant whose time limit has passed may never have reached the worker
             if left := [grant for grant in worker.queue.computing_grants if grant.pushed is None]:
                 messages = tuple(self._grant_records(worker, left))
                 self.counters["grants_sent_again"] += len(messages)
@@ -644,17 +645,22 @@ class Engine(EngineState):
         self, sets: tuple[ev.AppliedSet, ...], scale: float = 1.0, settled: tuple[tuple[int, int], ...] = ()
     ) -> None:  # fmt: skip
         self.version += 1
-        self._actions.append(ev.ApplyUpdate(self.version, sets, scale, self.samples_total, self.batches_total, settled))
+        lr_factor = 1 / max(1, self.num_live) if self.settings.divides_lr else 1.0
+        self._actions.append(
+            ev.ApplyUpdate(
+                self.version, sets, scale, self.samples_total, self.batches_total, settled, lr_factor=lr_factor
+            )
+        )
 
     def _apply_skip(self) -> bool:
-        """Count batches without a record as applied, as a version of its own with the same weights (ADR 47)."""
+        """Count batches without a record as applied. They make a separate version with unchanged weights (ADR 47)."""
         if not self._skips or (self.policy.exact_version and self._grants):
             return False
         number, skip = self._skips.popitem()
         worker, size = self._owners[number], self.settings.records_per_batch
         partition, first = self._partitions[number], self._partitions[number].applied
         if not (first == partition.announced < skip.until and self._settling.is_whole(worker)):
-            return False  # other batches came meanwhile: the worker sends the Skip again
+            return False  # other batches have arrived since, so the worker sends the Skip again
         lo, hi = partition.offsets(first, size)[0], partition.offsets(skip.until, size)[0]
         pushed = PushedBatch(
             batch=-1, grant_id=self._grants.next_number(), n_samples=0, loss_sum=0.0,
@@ -688,8 +694,8 @@ class Engine(EngineState):
         )  # fmt: skip
 
     def _grant_records(self, worker: Worker, grants: Sequence[ActiveGrant]) -> Iterator[ev.EngineAction]:
-        """Yield grants of consecutive batches of one worker; under a policy of exact versions, as one message. A grant
-        that is sent again is the same message: its weights are still kept."""
+        """Yield the messages for grants of consecutive batches of one worker. Under a policy of exact versions this is
+        one message. A repeated grant names the same weights as before, because they are still kept."""
         size = max(1, len(grants)) if self.policy.exact_version else 1
         for at in range(0, len(grants), size):
             first, sent = grants[at], grants[at : at + size]
@@ -699,6 +705,7 @@ class Engine(EngineState):
                 grant_ids=tuple(grant.number for grant in sent), batches=tuple(grant.batch_id for grant in sent),
                 version=first.version, min_version=first.min_version, key=self._key(first.version),
                 included=first.included, left_out=left_out_of(sent),
+                num_live=max(1, self.num_live) if self.settings.divides_steps else 1,
             )  # fmt: skip
 
     def _offered(self, worker: Worker, version: int) -> Iterator[ev.EngineAction]:
@@ -741,7 +748,7 @@ class Engine(EngineState):
         if event.version == self.version:
             # On a quiet stream no worker asks for the last version, but evaluator and model server need it.
             self._actions += self._publish(self.version)
-        # A checkpoint that was ordered before the evaluation met the target lacks the evaluation; the next one has it.
+        # A checkpoint that was ordered before the target was met lacks the evaluation; the next one contains it.
         if self.stopping is not None and event.version == self.version and self._durability.is_kept:
             self.finished = self.stopping
             self._actions.append(ev.Finish(self.finished, event.version, self.error))

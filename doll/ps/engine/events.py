@@ -1,9 +1,9 @@
 """The engine's input and output: events and actions.
 
-Events are records of workers and of the evaluator, and the classes below, which the parameter server makes. All of
-them can be encoded, so an event log can be kept and replayed. Actions are the server's next steps, in this order: the
-server sends a command, or does what the docstring of the action says. The outcomes of FetchGradient and StoreCheckpoint
-come back as events.
+An event is a record of a worker or of the evaluator, or one of the classes below, which the parameter server makes. All
+events can be encoded, so an event log can be written and replayed. The server executes the actions in their order. An
+action is a command that the server sends, or one of the classes below, whose docstring says what the server does. The
+outcomes of FetchGradient and StoreCheckpoint are reported as events.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class GradientFetched(ControlRecord, frozen=True):
 
 
 class GradientLost(ControlRecord, frozen=True):
-    """The gradient of a set is not in the blob store, or is torn."""
+    """The gradient of a set is not in the blob store, or its blob is incomplete."""
 
     grant_id: int  # the first one of the set
     reason: str
 
 
 class GrantsLost(ControlRecord, frozen=True):
-    """Grants to this worker, or its answers, may have been lost: send the unanswered grants again."""
+    """Grants to this worker, or its answers, may have been lost. The engine sends the unanswered grants again."""
 
     worker: int
 
@@ -73,7 +73,7 @@ class TopicGrew(ControlRecord, frozen=True):
 
 
 class Tick(ControlRecord, frozen=True):
-    """Time has passed. Leases and timeouts expire only here, so that a replay does the same."""
+    """Time has passed. Leases and timeouts expire only at this event, so they expire at the same events in a replay."""
 
 
 class StopRequested(ControlRecord, frozen=True):
@@ -90,7 +90,7 @@ Event = (
 
 # --- actions --------------------------------------------------------------------------------------------------------
 
-# Records on `commands`: each names the worker that it is for.
+# Records on `commands`; each names its recipient.
 Command = Welcome | Grant | NewVersion | Flush | Settle | Durable | Fence
 
 
@@ -99,7 +99,7 @@ class Action(msgspec.Struct, frozen=True):
 
 
 class SendHello(Action, frozen=True):
-    """Ask this worker to join again, with a Hello: its messages do not fit the engine's state of the worker."""
+    """Ask this worker with a Hello to join again, because its messages do not fit the engine's state of the worker."""
 
     worker: int
 
@@ -117,7 +117,7 @@ class RepublishWeights(Action, frozen=True):
 
 
 class ReleaseWeights(Action, frozen=True):
-    """Stop keeping the weights of this version: it is not the newest one, and no unanswered grant names it."""
+    """Release the weights of this version, which is not the newest one. No unanswered grant names them."""
 
     version: int
 
@@ -127,7 +127,8 @@ class FetchGradient(Action, frozen=True):
 
     Attributes:
         grant_id: first grant id of the set.
-        in_order: True if the gradients of all lower-numbered sets of its update are here, and it will be applied.
+        in_order: True if this set will be applied, and the gradients of all lower-numbered sets of its update have
+            arrived.
     """
 
     grant_id: int
@@ -149,7 +150,7 @@ class DropGradient(Action, frozen=True):
 
 
 class AppliedBatch(msgspec.Struct, frozen=True):
-    """One batch of an update with its worker's report; or `count` consecutive batches without a record."""
+    """One batch of an update with its worker's report, or `count` consecutive batches that contain no record."""
 
     partition: int
     number: int
@@ -196,6 +197,7 @@ class ApplyUpdate(Action, frozen=True):
 
     Attributes:
         sets: the sets of the update, in the order of their first grants.
+        lr_factor: factor of the learning rate of the step.
     """
 
     version: int
@@ -204,6 +206,7 @@ class ApplyUpdate(Action, frozen=True):
     samples_total: int
     batches_total: int
     settled: tuple[tuple[int, int], ...] = ()  # as in doll.records.control.Update
+    lr_factor: float = 1.0
 
 
 class StoreCheckpoint(Action, frozen=True):
@@ -214,7 +217,7 @@ class StoreCheckpoint(Action, frozen=True):
 
 
 class RollBack(Action, frozen=True):
-    """Begin again from the newest checkpoint, because a part of a step is lost and no other process has it."""
+    """Begin again from the newest checkpoint, because the only copy of a part of a step is lost."""
 
     reason: str
 
@@ -234,12 +237,12 @@ EngineAction = (
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's part of a checkpoint. Batches that are not applied will be announced again by their workers."""
+    """The engine's part of a checkpoint. It lacks batches that are not applied; workers announce them again."""
 
     version: int
     origins: tuple[int, ...]
     records_per_batch: int
-    applied: tuple[int, ...]  # number of batches of each partition in the model: always the first ones
+    applied: tuple[int, ...]  # number of batches of each partition in the model; these are always its first batches
     assignment: tuple[int, ...]  # worker of each partition
     sessions: tuple[int, ...]  # of each worker; the following fields also have one item per worker
     processes: tuple[str, ...]
@@ -253,7 +256,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     generation: int = 0  # see `doll.ledger.lineage`
     samples_id: str = ""  # Kafka's id of the samples topic; "": not known
     run_id: str = ""  # see `doll.records.control.TermStarted`; "": written by an earlier release
-    # Versions that learned no sample, and version numbers that rollbacks have left out.
+    # Number of versions that learned no sample, plus the number of versions that rollbacks have left out.
     empty_updates: int = 0
     refusals: RefusalState = RefusalState()
     # The job's number of workers; 0: the length of `sessions`. `sessions` etc. may have items for more workers.
@@ -263,8 +266,8 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     # Batches in the model that each worker has computed or skipped; (): those of its assigned partitions.
     by_worker: tuple[int, ...] = ()
     leader_epochs: tuple[int, ...] = ()  # of each partition's last applied batch (`PushedBatch`); (): not known
-    source_ends: tuple[int, ...] = ()  # end offset of each partition's source (`doll.ps.engine.ending`); (): no end
-    left_out: tuple[int, ...] = ()  # records that cuts of each partition's applied batches have left out; (): 0 of each
+    source_ends: tuple[int, ...] = ()  # end offsets of the source in each partition (`doll.ps.engine.ending`)
+    left_out: tuple[int, ...] = ()  # by partition: records that cuts of applied batches have left out; (): all 0
     earlier_grids: tuple[Grid, ...] = ()  # in their order; `origins` and `applied` are of the current grid
     init_from: str = ""  # file or version of the first weights, and their sha256; "": the task has made them
     rollbacks: tuple[Rollback, ...] = ()  # in their order
@@ -281,6 +284,6 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rolled_back_to(self) -> int:
-        """The version to which a rollback has gone to make this one; -1: an update made this version."""
+        """The version that a rollback has restored to make this version; -1 if an update made this version."""
         is_again = bool(self.rollbacks) and self.rollbacks[-1].version == self.version
         return self.rollbacks[-1].to if is_again else -1

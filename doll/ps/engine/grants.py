@@ -1,6 +1,6 @@
 """The grants of all workers: the valid grants, the held ones, and counts over all workers. Pure.
 
-A grant is valid ("standing") from the time at which its batch is granted until the batch is applied or taken back.
+A grant is valid ("standing") from its creation until its batch is applied or taken back.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Grants:
 
     Attributes:
         num_waiting: number of batches that may be granted now, over all workers.
-        num_computing: number of batches whose gradients have not come.
+        num_computing: number of granted batches whose gradients have not arrived.
         num_held: number of batches whose gradients are at the server.
-        named_versions: versions that unanswered grants name, each with the number of these grants. Their workers may
-            still have to read these weights. If the policy allows later weights, only the newest grants count.
-        changed: workers whose changed counters were not reported to the policy yet, in the order of the changes.
+        named_versions: versions that unanswered grants name, each with the number of these grants. The workers of these
+            grants may still have to read the weights. If the policy allows later weights, only the newest grants count.
+        changed: workers whose counters have changed since the last report to the policy, in the order of the changes.
     """
 
     def __init__(self, workers: Sequence[Worker], owners: Sequence[Worker], policy: Policy) -> None:
@@ -40,7 +40,7 @@ class Grants:
         self._is_exact = policy.exact_version
         self._standing: dict[int, ActiveGrant] = {}
         self._held: dict[int, BatchId] = {}  # standing grants whose gradients are at the server
-        # For a policy of exact versions: numbers of grants, increasing, some of which are not computed any more.
+        # Only for a policy of exact versions: numbers of grants, increasing. Some are not being computed any more.
         self._computing_numbers: deque[int] = deque()
         self._numbers = count(1)
 
@@ -75,7 +75,7 @@ class Grants:
         return grant
 
     def release(self, grant: ActiveGrant) -> bool:
-        """Stop keeping weights for this grant. Return whether it was the last grant that names its version."""
+        """Note that this grant does not need its weights any more. Return whether no other grant needs them either."""
         if not grant.names:
             return False
         grant.names = False
@@ -107,7 +107,7 @@ class Grants:
 
     def give_back(self, batch_id: BatchId) -> PushedSet:
         """Return a held batch to the queue, and return its set. Raises IllegalEventError if the batch is not the last
-        granted batch of its worker, or if other batches are in its set."""
+        granted batch of its worker, or if its set contains other batches."""
         worker = self._owners[batch_id.partition]
         grant = worker.queue.give_back(batch_id)
         if grant is None or grant.pushed is None or len(grant.pushed.grants) > 1:
@@ -157,7 +157,7 @@ class Grants:
         return sorted(applied, key=lambda pushed: pushed.number) if len(applied) > 1 else list(applied)
 
     def is_first_computing(self, number: int) -> bool:
-        """Return whether no grant below `number` waits for its gradient. Only for policies of exact versions."""
+        """Return whether all grants below `number` have their gradients. Only for policies of exact versions."""
         self._forget_answered()
         return self._computing_numbers[0] == number
 

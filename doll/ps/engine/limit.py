@@ -19,7 +19,7 @@ _COMPUTING: Final = 0.5  # share of the workers' time
 
 
 class LimitWatch:
-    """Reports a limit after the job has had it for a while. Call `observe` about once a second."""
+    """Reports a limit after it has lasted for a while. Call `observe` about once a second."""
 
     def __init__(self) -> None:
         self._seen: tuple[str, int, tuple[int, ...]] | None = None
@@ -68,7 +68,7 @@ def limit_of(engine: Engine) -> Limit | None:
 
 
 def _why(worker: Worker, live: list[Worker]) -> Literal["dry", "slow"] | None:
-    """Return why the others wait for this worker. None: for no lasting reason, they only wait for its turn."""
+    """Return the lasting reason for which the other workers wait for this worker; None if there is no such reason."""
     if not (worker.lag or worker.queue.waiting or worker.computing):
         return "dry"
     others = [other.batch_s for other in live if other is not worker and other.batch_s]
@@ -76,7 +76,7 @@ def _why(worker: Worker, live: list[Worker]) -> Literal["dry", "slow"] | None:
 
 
 def _fullest_of(worker: Worker) -> int:
-    """Return the number of unread records of the worker's partition that has the most."""
+    """Return the largest number of unread records that one partition of the worker has."""
     return max((count for _, count in worker.most_unread), default=0)
 
 

@@ -1,6 +1,6 @@
 """The measures of a consistency policy: staleness, blocked time and bytes, in live jobs and simulations. Pure.
 
-The measures of a batch take a few microseconds (about one for exact versions), for any number of workers.
+Measuring a batch takes a few microseconds (about one under exact versions), for any number of workers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from doll.storage.sections import WireSize
 from doll.theory.staleness import ALL_UP_TO, HISTORY, StalenessMeter
 
 _FIRST_READ: Final = -1  # lower than every version
-_AS_PUSH: Final = -1  # version of a batch that has the version of its push
+_AS_PUSH: Final = -1  # placeholder: the batch was computed with the version that its push names
 
 
 class PolicyMeasures:
@@ -28,8 +28,8 @@ class PolicyMeasures:
         """`weights_bytes`: size of one version as workers read it, which is also the size of a dense gradient."""
         self._engine = engine
         self._weights_bytes = weights_bytes
-        # Under exact versions, all gradients are of the newest version: no history is needed, and one comparison per
-        # gradient is enough.
+        # Under exact versions, all gradients belong to the newest version. So no history is needed, and one comparison
+        # for each gradient is enough.
         exact = engine.policy.exact_version
         self._learned = [worker.applied for worker in engine.workers()]  # batches of each worker in the model
         self._meter = StalenessMeter(
@@ -54,14 +54,14 @@ class PolicyMeasures:
         self._joined(worker)
 
     def _joined(self, worker: int) -> None:
-        """Set the worker's clock after a join: nobody waits for the batches that the worker has missed."""
+        """Set the worker's clock after a join, so that nobody waits for the batches that this worker has missed."""
         if self._engine.version:  # at version 0 all workers begin at clock 0, and none has missed a batch
             offset = self._engine.policy.clock_offset(worker)
             self._meter.joined(worker, None if offset is None else self._learned[worker] + offset)
 
     def fetched(self, size_bytes: int, num_values: int = 0, plain_row_bytes: int = 0) -> None:
-        """Note that the gradient of a set has come. `size_bytes`: size of its blob. `num_values`: numbers in the blob.
-        `plain_row_bytes`: size of its rows of tables without coding."""
+        """Note that the gradient of a set has arrived. `size_bytes`: size of its blob. `num_values`: count of numbers
+        in the blob. `plain_row_bytes`: size of the blob's table rows before coding."""
         self._gradient_bytes += size_bytes
         self._gradient_values += num_values
         self._dense_gradient_bytes += self._weights_bytes + plain_row_bytes

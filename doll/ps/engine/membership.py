@@ -1,7 +1,8 @@
 """The membership of worker processes: sessions, leases and fencing. Pure.
 
-A session is one process's membership in a worker slot. A process that joins fences the process before it. A machine's
-incarnation, which the provisioner numbers, fences every lower incarnation, whatever its session is.
+A session is the membership of one process in a worker slot. A process that joins a slot fences the slot's earlier
+process. The provisioner numbers the incarnations of a worker's machine. A process of an incarnation fences all
+processes of lower incarnations, whatever their sessions are.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from doll.ps.engine.events import EngineAction, SendHello
 from doll.ps.policies.base import BatchId
 from doll.records.control import Alive, Fence, Join
 
-# The sessions that one parameter server assigns are in [term << 20, (term + 1) << 20). So a later server's sessions are
-# always higher, and it need not know which ones its predecessor assigned after the last checkpoint.
+# The sessions that one parameter server assigns are in [term << 20, (term + 1) << 20). So the sessions of a later
+# server are always higher, even if it does not know the sessions that its predecessor assigned last.
 _SESSION_BITS: Final = 20
 _FENCED_REMEMBERED: Final = 16
 
@@ -30,13 +31,13 @@ class Worker:
     queue: BatchQueue
     session: int
     process: str
-    incarnation: int  # the highest incarnation that has joined; machines of lower ones are fenced
+    incarnation: int  # the highest incarnation that has joined; lower incarnations are fenced
     restarts: int  # number of processes that have replaced an earlier one
     applied: int = 0  # number of its batches in the model
     market: str = ""  # market of its machine, as in its last push
     fenced: deque[str] = field(default_factory=lambda: deque(maxlen=_FENCED_REMEMBERED))  # processes
     joined: bool = False  # whether this server has received its Join
-    present: bool = False  # whether a message of it came within its lease
+    present: bool = False  # whether a message of it arrived within its lease
     left: bool = False  # whether it has sent Leave; only another Join ends this
     stalled: bool = False  # whether a grant of it has timed out; it gets no other grant until it has answered one
     last_heard_s: float = 0.0
@@ -105,7 +106,7 @@ class Membership:
         self._counters = counters
         self.usual: tuple[float, ...] = ()
         self._sessions = 0
-        self._last_heard: OrderedDict[int, float] = OrderedDict()  # of workers that are here, the oldest time first
+        self._last_heard: OrderedDict[int, float] = OrderedDict()  # of workers with `is_here`, the oldest time first
         self._live: set[int] = set()
 
     @property
@@ -113,15 +114,15 @@ class Membership:
         return len(self._live)
 
     def admit(self, event: Join, now: float, actions: list[EngineAction]) -> Worker | None:
-        """Let a process join, and return its worker. None: the process is fenced, or no such worker exists."""
+        """Let a process join, and return its worker. Return None if the process is fenced, or no such worker exists."""
         if not 0 <= event.worker < len(self._workers):
             self._counters["refused_unknown_worker"] += 1
             return None
         worker = self._workers[event.worker]
-        # A later machine replaces an older one even if its session is lower: a server that does not know the later
-        # machine may have given the older one a higher session.
+        # A later machine replaces an older machine even if the later machine's session is lower. The older machine may
+        # have got a higher session from a server that did not know the later machine.
         later = event.incarnation > worker.incarnation
-        # The current process may hold a session of an earlier server, whose Welcome came before that of this server.
+        # The current process may have a session from the Welcome of an earlier server, which arrived first.
         replaced = event.process != worker.process and (
             0 < event.incarnation < worker.incarnation or (0 < event.session < worker.session and not later)
         )
@@ -138,7 +139,7 @@ class Membership:
             worker.process = event.process
             worker.live_since_s = now
             worker.batch_s = 0.0
-            # A process that already holds a session keeps it; its server died before a checkpoint held the session.
+            # A process that already has a session keeps it. Its server died before a checkpoint contained the session.
             worker.session = event.session if event.session >= max(worker.session, 1) else self._new_session()
             self._counters["joined"] += 1
         elif not worker.session:
@@ -151,7 +152,7 @@ class Membership:
         return worker
 
     def accept(self, number: int, session: int, now: float, actions: list[EngineAction]) -> Worker | None:
-        """Return the sender of a message, which is live now. None: the message is not of the current session."""
+        """Return the sender of a message, which becomes live; None if the message is not from the current session."""
         if not 0 <= number < len(self._workers):
             self._counters["refused_unknown_worker"] += 1
             return None

@@ -1,9 +1,10 @@
 """Partitions that move from one worker to another while the job runs. Pure.
 
-A partition moves between two batches: none of its batches is being computed or held, and its worker holds back no part
-of a step. Before the move, no batch of it is granted. Its batches that were being computed are computed again by the
-next worker, which reads on after the durable batches. A partition moves only to a worker that is here. A Welcome tells
-both workers which partitions they serve (docs/decisions/0073, 0093); the same happens if a partition is added (0075).
+A partition moves while none of its batches is being computed or held and its worker holds back no part of a step. To
+reach this state, the server stops grants for the partition and takes back its batches that are being computed. The next
+worker reads on after the durable batches, and computes these batches again. A partition moves only to a worker that has
+joined and sends heartbeats. A Welcome tells both workers which partitions they serve (docs/decisions/0073, 0093); a
+Welcome is also sent if a partition is added (0075).
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _LOOKS: Final = 6  # number of observations in one window
 
 
 class PartitionLoads:
-    """The load of each partition in records per second: the records learned in the last window, plus the unread records
-    as if they were learned in one more window.
+    """The load of each partition in records per second. The load is the sum of the records learned in the last window
+    and the unread records, divided by the length of the window.
 
     So the load of a partition whose worker keeps up is its rate, and a partition with a backlog has a higher load.
     """
@@ -53,7 +54,7 @@ class PartitionLoads:
         if not self._looks or (seconds := now - self._looks[0][0]) < self._window_s:
             return None
         before = self._looks[0][1]
-        added = [0] * (len(self._partitions) - len(before))  # partitions that were added since
+        added = [0] * (len(self._partitions) - len(before))  # partitions that were added since the window began
         counts = zip(self._partitions, [*before, *added], strict=True)
         learned = [partition.applied - count for partition, count in counts]
         unread = self._unread()
@@ -76,9 +77,9 @@ class PartitionLoads:
         return [most.get(number, each[worker]) for number, worker in enumerate(self._owners)]
 
 
-# While the number of workers is the same, partitions move only if the largest load falls below this share of itself,
+# While the number of workers is constant, partitions move only if this lowers the largest load to this share or less,
 _MOST_LEFT: Final = 0.8
-# and if its worker has at least this many batches of unread records: a worker that keeps up needs no move.
+# and if the worker with that load has at least this many batches of unread records: otherwise it keeps up.
 _BACKLOG_BATCHES: Final = 4
 
 
@@ -127,15 +128,15 @@ class Moves:
         return number in worker.queue.partitions and number not in self.frozen
 
     def scale(self, num_workers: int, released: frozenset[int], now: float) -> list[int]:
-        """Plan moves to `num_workers` workers without the released ones, with few moves. Return the workers that need a
-        Welcome, because they keep a partition that was frozen."""
+        """Plan few moves, after which only the first `num_workers` workers except the released ones serve partitions.
+        Return the workers that need a Welcome because they keep a partition that was frozen."""
         self.num_workers, self.released, self._balanced_at_s = num_workers, released, now
         owners, serving = [worker.number for worker in self._owners], self._serving
         loads = self._loads.loads(now) if self._every_s else None
         return self._plan(reassigned(owners, serving) if loads is None else reassigned_by_load(owners, serving, loads))
 
     def balance(self, now: float) -> None:
-        """Plan moves if one worker has a much higher load than others and a backlog; at most every `rebalance_s`."""
+        """Plan moves if one worker has a backlog and a much higher load than others; at most once in `rebalance_s`."""
         if not self._every_s:
             return
         self._loads.observe(now)
@@ -173,8 +174,9 @@ class Moves:
         return [number for number in range(self.num_workers) if number not in self.released]
 
     def add_partitions(self, count: int, now: float) -> list[int]:
-        """Add the partitions of the samples topic up to `count`; new ones begin at offset 0. A checkpoint with them is
-        due. Return the workers that need a Welcome, because they serve a new partition or keep a frozen one."""
+        """Add the partitions of the samples topic up to `count`, which begin at offset 0, and request a checkpoint that
+        contains them. Return the workers that need a Welcome because they serve a new partition or keep a frozen
+        one."""
         first, met = len(self._partitions), set[int]()
         if count <= first:
             return []
@@ -196,7 +198,7 @@ class Moves:
         return sorted(met.union(self._plan(wanted)))
 
     def _taker(self, wanted: Worker) -> Worker:
-        """Return the first worker of a new partition: `wanted`, or a serving worker if `wanted` was never here."""
+        """Return the first worker of a new partition: `wanted`, or a serving worker if `wanted` is not available."""
         serving = [worker for number in self._serving if (worker := self._workers[number]).queue.partitions]
         if wanted.is_here or wanted in serving or not serving:
             return wanted
@@ -212,7 +214,7 @@ class Moves:
                     giver = self._owners[number]
                     if self._move(number, giver, taker, now, freeze):
                         met |= {giver.number, taker.number}
-            elif self.frozen:  # the next worker has gone meanwhile
+            elif self.frozen:  # the next worker has gone since
                 kept = self.frozen & numbers.keys()
                 self.frozen -= kept
                 met |= {self._owners[number].number for number in kept}
@@ -229,7 +231,7 @@ class Moves:
         if partition.held:
             return False
         if not self._settling.is_whole(giver):
-            self._durability.ask()  # for the next checkpoint, nothing is held back
+            self._durability.ask()  # workers send their held-back steps for the checkpoint
             return False
         self._durability.moved(giver, taker, partition.unsaved)
         giver.queue.give(partition, taker.queue)

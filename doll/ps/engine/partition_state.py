@@ -26,14 +26,14 @@ class PartitionState:
     """The counters of one partition. The `BatchQueue` of the worker that serves the partition changes them.
 
     Attributes:
-        origin: offset at which the job began.
+        origin: offset of the first batch, at which the job began.
         applied: number of batches in the model; at the start all of them are durable.
         leader_epoch: leader epoch of the last applied batch (`doll.records.control.PushedBatch`); -1: not known.
         left_out: number of records that cuts of the applied batches had left out at the start.
         cuts: cuts of the announced batches that are not durable.
-        is_short: True if the worker has announced more batches than there was room for; it announces them again.
+        is_short: True if there was no room for some of the announced batches. The worker announces them again.
         held: number of batches whose gradient is at the server.
-        computing: number of granted batches whose gradient has not come.
+        computing: number of granted batches whose gradient has not arrived.
     """
 
     number: int
@@ -66,7 +66,7 @@ class PartitionState:
         return self.applied - self.durable
 
     def bounds(self, records_per_batch: int) -> Bounds:
-        """Return the offsets of the partition's batches, from the first batch on that is not durable."""
+        """Return the offsets of the partition's batches, from the first batch that is not durable."""
         return Bounds(self.origin, records_per_batch, self.cuts)
 
     def offsets(self, batch: int, records_per_batch: int) -> tuple[int, int]:
@@ -74,7 +74,7 @@ class PartitionState:
         return self.bounds(records_per_batch).span(batch)
 
     def served(self, flush_until: int = 0) -> Served:
-        """Return the state from which the worker reads on. It may read and cut batches after `decided` differently."""
+        """Return the state from which the worker reads on. After `decided`, its batches may have other cuts."""
         return Served(
             partition=self.number, origin=self.origin, next_batch=self.durable, included=self.applied,
             leader_epoch=self.leader_epoch, decided=self.received, left_out=self.cuts.before(self.durable),
@@ -82,7 +82,7 @@ class PartitionState:
         )  # fmt: skip
 
     def announce(self, run: BatchRange, count: int) -> bool:
-        """Add the next `count` batches with the ends in `run`. Return False if `run` has other ends of earlier ones."""
+        """Add the next `count` batches with the ends in `run`; return False if announced batches have other ends."""
         begin = self.announced
         said = Cuts(run.left_out, run.cuts)
         if said.before(begin) != self.cuts.total:
@@ -93,7 +93,7 @@ class PartitionState:
         return True
 
     def lacks_room_before(self, run: BatchRange) -> bool:
-        """Return whether batches before `run` were announced and are missing, because there was no room for them."""
+        """Return whether batches before `run` are missing because there was no room when the worker announced them."""
         return self.is_short and run.first > self.announced
 
     def forget_waiting(self) -> None:
@@ -120,7 +120,7 @@ class PartitionState:
 
 
 def is_possible(run: BatchRange, records_per_batch: int) -> bool:
-    """Return whether a worker can have batches as `run` describes them."""
+    """Return whether batches can be as `run` describes them."""
     at = run.first
     for batch, records in run.cuts:
         if not (at <= batch < run.until and 1 <= records < records_per_batch):

@@ -19,8 +19,10 @@ class EngineSettings:
     grant_timeout_s: float
     checkpoint_every_updates: int
     checkpoint_every_s: float
-    set_limit_s: float = 0.0  # after this time for a set, a worker begins no other batch of the set
+    set_limit_s: float = 0.0  # if a set has taken this time, its worker begins no further batch of the set
     sum_reduction: bool = False  # apply the sum of the sample gradients, not their mean (the paper's literal rule)
+    divides_steps: bool = False  # workers divide their steps by the number of live workers, which grants then name
+    divides_lr: bool = False  # the server divides the learning rate of each update by the number of live workers
     stop: StopConfig = field(default_factory=StopConfig)
     on_bad_records: BadRecordsConfig = field(default_factory=BadRecordsConfig)
     job: str = ""  # name of the job, for the keys of weights

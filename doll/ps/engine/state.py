@@ -1,7 +1,7 @@
 """The engine's state of a job, and the views of this state for policies and the server. Pure.
 
-The methods here change nothing: only `doll.ps.engine.engine` changes the state. No view looks at every worker or
-partition, except for snapshots and for views that are used once a second.
+The methods here change nothing: only `doll.ps.engine.engine` changes the state. Snapshots and views that are used once
+a second look at every worker or partition; no other view does.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class EngineState:
     Attributes:
         moves: the job's number of workers, and the partitions that move to other workers.
         ending: the batches that are left of a source that has ended.
-        start: the snapshot with which this engine began.
+        start: snapshot with which this engine began.
         reached: the evaluation that met the stop rule, in this engine or an earlier one; None: no such evaluation.
-        stopping: reason why the job ends after the checkpoint under way; None: the job continues.
+        stopping: reason why the job ends after the current checkpoint; None: the job continues.
         finished: reason why this engine has ended; then it ignores all events. None: it has not ended.
         error: the problem that ends the job; "": no problem.
     """
@@ -94,7 +94,7 @@ class EngineState:
             snapshot.sessions, snapshot.processes, snapshot.incarnations, snapshot.restarts, snapshot.by_worker,
             strict=True,
         )  # fmt: skip
-        # Also workers of slots that existed before: they serve nothing, and may not join.
+        # This includes workers of slots that existed before. They serve nothing, and may not join.
         self._workers = [
             Worker(number, BatchQueue(served[number], of_process[-1]), *of_process)
             for number, of_process in enumerate(kept)
@@ -118,12 +118,12 @@ class EngineState:
         self.ending = Ending(self._partitions, settings.records_per_batch, snapshot.source_ends)
         self._published = -1  # the newest version that this server has put into the blob store
         self._skips: dict[int, Skip] = {}  # by partition, until they can be applied
-        # Grants at this version that are not sent yet: each worker gets its grants in one message.
+        # Grants of this version that are not sent yet. Each worker gets its grants in one message.
         self._granted: dict[int, list[ActiveGrant]] = {}
         self._last_held_at_s = now  # arrival time of the newest held gradient
         self._offered_version = snapshot.version  # the newest version for which the policy has named recipients
         self._first_update_at_s = None if snapshot.samples_total == 0 else now
-        # These belong to the event that is being handled.
+        # The time and the actions of the event that is being handled.
         self._now = now
         self._actions: list[EngineAction] = []
         self._recent_events: deque[tuple[float, Event]] = deque(maxlen=_RECENT_EVENTS)
@@ -171,7 +171,7 @@ class EngineState:
 
     @property
     def named_versions(self) -> Collection[int]:
-        """Versions that unanswered grants name. The workers may still have to read these weights."""
+        """Versions that unanswered grants name. The workers may still have to read the weights of these versions."""
         return self._grants.named_versions.keys()
 
     @property
@@ -191,10 +191,10 @@ class EngineState:
         return self._limits.limit_s(worker)
 
     def shortfall(self) -> int:
-        """Return how many batches the next update lacks beyond all that the live workers can offer; 0: it is possible.
+        """Return how many batches the next update lacks beyond those that the live workers can offer; at least 0.
 
-        A worker offers the batches that it has announced, and as many as it still has room to announce. Batches in the
-        model make room with the next checkpoint.
+        A worker can offer its announced batches, and as many further batches as it has room for. The next checkpoint
+        makes room for as many batches as it adds to the durable model.
         """
         offers = [
             Offer(

@@ -11,12 +11,12 @@ from doll.config import StopConfig
 from doll.ps.engine.events import EngineSnapshot
 from doll.records.control import Evaluated
 
-# If a worker dies and is restarted, the others lack batches for a while: this is not reported.
+# While a dead worker is being restarted, updates lack batches for a while. This is not reported.
 STALL_REPORT_S: Final = 10.0
 
 
 def progress_reached(stop: StopConfig, *, updates: int, samples_total: int) -> str | None:
-    """Return why the job ends after this progress; None: it continues. `updates`: with at least one sample each."""
+    """Return why the job ends after this progress; None if it continues. `updates`: number of updates with a sample."""
     if stop.updates is not None and updates >= stop.updates:
         return f"updates: {updates} reached"
     if stop.samples is not None and samples_total >= stop.samples:
@@ -42,7 +42,7 @@ def target_reached(stop: StopConfig, evaluation: Evaluated) -> str | None:
 
 
 def reached_before(stop: StopConfig, snapshot: EngineSnapshot) -> str | None:
-    """Return why a job that continues from `snapshot` ends at once by this rule; None: it continues."""
+    """Return why a job that continues from `snapshot` ends at once by this rule; None if it does not end."""
     updates = snapshot.version - snapshot.empty_updates
     return (
         progress_reached(stop, updates=updates, samples_total=snapshot.samples_total)
@@ -52,7 +52,7 @@ def reached_before(stop: StopConfig, snapshot: EngineSnapshot) -> str | None:
 
 
 def is_target(reason: str) -> bool:
-    """Return whether a job with this reason has reached its loss or accuracy, so that remaining work is not needed."""
+    """Return whether this reason is a reached loss or accuracy, so that the remaining work is not needed."""
     return reason.startswith(("accuracy: ", "loss: "))
 
 
@@ -66,7 +66,7 @@ class StallDetector:
     def check(self, missing: int, now: float) -> bool:
         """Return whether to report that the next update lacks `missing` batches (`Engine.shortfall`).
 
-        This is reported once, after `STALL_REPORT_S` seconds, and again only after an update was possible.
+        A stall is reported once, after `STALL_REPORT_S` seconds. It ends when an update is possible again.
         """
         if not missing:
             self._last_possible_s, self._reported = now, False

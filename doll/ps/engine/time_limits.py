@@ -18,7 +18,7 @@ class TimeLimits:
         self._grant_timeout_s = grant_timeout_s
         self._set_limit_s = set_limit_s
         self._batch_s = 0.0  # mean time of one batch, over all workers
-        # The workers whose first grant has no push yet, with the start of its time; the earliest start first.
+        # The workers whose first grant has no push yet, with the start of that grant's time, the earliest first.
         self._since_s: OrderedDict[Worker, float] = OrderedDict()
 
     def limit_s(self, worker: Worker) -> float:
@@ -43,7 +43,7 @@ class TimeLimits:
         del self._since_s[worker]
 
     def next_began(self, worker: Worker, now: float) -> None:
-        """Note that a set of the worker is held: the worker computes its next set from now on."""
+        """Note that a set of the worker is held. The time of the worker's next set begins now."""
         if worker.computing:
             self._since_s[worker] = now
 
@@ -64,8 +64,8 @@ class TimeLimits:
     def overdue(self, now: float) -> list[tuple[Worker, float]]:
         """Return the workers whose first push is overdue, each with the start of its time.
 
-        A worker ends a set after `set_limit_s`, together with the current batch, so a set has the additional time of
-        one batch. A worker does not end a wave early, so a wave has the time of all its batches.
+        A worker ends a set after the batch that is being computed at `set_limit_s`. So the limit of a set includes one
+        more batch. A worker does not end a wave early, so its limit includes all of its batches.
         """
         overdue = []
         least_s = self._least_s

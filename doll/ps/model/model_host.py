@@ -1,4 +1,4 @@
-"""The model at the parameter server: it collects gradients, makes versions and publishes weights."""
+"""The host of the model at the parameter server. It collects gradients, makes versions and publishes weights."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ from doll.telemetry import get_logger
 
 log = get_logger(__name__)
 
-_PREFETCH_BYTES: Final = 16 << 20  # limit for the gradients of one poll that are read before they are added
+_PREFETCH_BYTES: Final = 16 << 20  # limit for the gradients of one poll that are read in advance
 
 _LARGE_BYTES: Final = 1 << 20
-# A sparse gradient with NaN is refused, and its batch computed again. If the model has diverged, this gives NaN again.
+# A batch whose sparse gradient has NaN is computed again. If the model has diverged, the result has NaN again.
 _MAX_NOT_FINITE: Final = 3
 
 
@@ -54,9 +54,9 @@ class FetchOutcome(NamedTuple):
 
     Attributes:
         event: event for the engine.
-        blob: the gradient as the worker stored it, for the event log; None: it was lost.
+        blob: the gradient as the worker stored it, for the event log; None if the gradient was lost.
         num_sent: number of values in the blob.
-        plain_row_bytes: size of its rows of tables before coding, with 8 bytes for each key.
+        plain_row_bytes: size of the gradient's table rows before coding, with 8 bytes for each key.
     """
 
     event: GradientFetched | GradientLost
@@ -68,8 +68,8 @@ class FetchOutcome(NamedTuple):
 class ModelHost:
     """The model of one term, in this process. Calls block until they are done; not thread-safe.
 
-    Every call may raise ServiceUnavailableError, if the blob store is unavailable and the wait for it is given up. If
-    the store has shared memory, each version is computed in a part of this memory and published without a copy
+    Every call may raise ServiceUnavailableError: the blob store is unavailable, and the wait for the store was ended.
+    If the store has shared memory, each version is computed in a part of this memory and published without a copy
     (docs/decisions/0029).
     """
 
@@ -96,18 +96,18 @@ class ModelHost:
             self._deltas = DeltaWriter(self._scope, term, blobs, config.blobs.ttl_s, updater.num_parameters)
             if tables is not None:
                 tables.track_numbers()
-        self._coming: set[str] = set()  # keys of gradients that may not be in the store yet, and are not fetched
+        self._coming: set[str] = set()  # keys of gradients that are not fetched yet and may not be in the store yet
         self._ahead = ReadsAhead(self._read, _PREFETCH_BYTES // (HEADER_BYTES + 4 * self.num_values))
         self._published: deque[int] = deque()  # the newest published versions
         self._older: dict[int, None] = {}  # older versions that grants name, the oldest first
         self._max_older = config.data.places * min(2, config.training.policy.pushes_under_way)
-        # The blob that has the weights but no header yet; None: the weights are elsewhere, or published.
+        # The blob that contains the weights and no header yet; None if the weights are elsewhere or already published.
         self._unpublished: memoryview | None = None
         self._may_rewrite = False
         self._deleted: set[str] = set()
         self._unused: list[str] = []  # keys of blobs that can be deleted
         self._num_not_finite = 0  # number of sparse gradients since the last finite one
-        self._pointed_at = -1  # version that `Latest` names
+        self._pointed_at = -1  # version that the published `Latest` names
         self._clearing: Future[None] | None = None  # cleanup of a far store, which runs while the server continues
 
     @property
@@ -116,8 +116,8 @@ class ModelHost:
         return int(self._updater.weights.size)
 
     def fetch(self, order: FetchGradient) -> FetchOutcome:
-        """Get this gradient and keep it until its update. A torn, foreign or missing one is reported as lost. Raises
-        DivergedError if too many in a row were not finite; then the host must not be used any more."""
+        """Get this gradient, and keep it until its update. An incomplete, foreign or missing gradient is reported as
+        lost. Raises DivergedError if too many consecutive ones are not finite; then do not use the host any more."""
         blob = self._ahead.get(order.key)
         self._coming.discard(order.key)
         try:
@@ -148,10 +148,10 @@ class ModelHost:
         return FetchOutcome(fetched, blob, decoded.num_sent, plain)
 
     def prefetch(self, keys: Sequence[str], coming: Sequence[str] = ()) -> None:
-        """Prepare for calls of `fetch` with these keys. The keys of `coming`, which are some of them, may not be in the
-        store yet: `fetch` waits for these gradients for a limited time."""
+        """Prepare for calls of `fetch` with these keys. `coming` is a subset of the keys, whose gradients may not be in
+        the store yet. `fetch` waits for these gradients for a limited time."""
         self._coming.update(coming)
-        if coming or self._blobs.is_far:  # the server may be near to a store that is far from its workers
+        if coming or self._blobs.is_far:  # the store may be near to the server and far from the workers
             self._ahead.begin(keys)
             return
         count = min(len(keys), _PREFETCH_BYTES // (HEADER_BYTES + 4 * self.num_values))
@@ -162,12 +162,12 @@ class ModelHost:
         return self._blobs.get_soon(key) if key in self._coming else self._blobs.get(key)
 
     def is_reading(self, key: str) -> bool:
-        """Return whether the gradient under this key is being read since `prefetch`, so that `fetch` would wait."""
+        """Return whether the gradient under this key is still being read after `prefetch`. Then `fetch` would wait."""
         return self._ahead.is_reading(key)
 
     def apply(self, update: ApplyUpdate) -> int:
-        """Make the version of `update` from its gradients, and return the number of samples it learned from. Raises
-        DivergedError if a value is not finite; then the host must not be used any more."""
+        """Make the version of `update` from its gradients, and return the number of samples that the version has
+        learned from. Raises DivergedError if a value is not finite; then the host must not be used any more."""
         memory = self._unpublished if self._may_rewrite else None
         if memory is None and self.num_values:
             memory = self._blobs.reserve(HEADER_BYTES + 4 * self.num_values)
@@ -185,8 +185,8 @@ class ModelHost:
         return num_samples
 
     def publish(self, version: int) -> str:
-        """Publish the weights, and return their blob key; workers can read the blob then. A repeated call does nothing.
-        `version`: version of the current weights. For an older version, only the key is returned."""
+        """Publish the weights, and return their blob key. After the return, workers can read the blob. `version`:
+        version of the current weights. If it is older or already published, the call only returns the key."""
         key = weights_key(self._scope, self._term, version)
         if not self._published or version > self._published[-1]:
             self._put_weights(key, version)
@@ -195,7 +195,7 @@ class ModelHost:
         return key
 
     def release(self, version: int) -> None:
-        """Release a version that no grant names any more: the next `tidy` may delete its blob."""
+        """Release a version that no grant names any more. The next `tidy` may delete its blob."""
         if version in self._older:
             del self._older[version]
             self._unused.append(weights_key(self._scope, self._term, version))
@@ -207,15 +207,15 @@ class ModelHost:
 
         Call it after each event of the engine, after its grants are sent. A call without work costs nothing.
 
-        Published weights are kept while they are among the newest (`blobs.keep_versions`), and after this while a grant
-        names them, until `release`. There is at most one of these older versions for each worker, or two if a worker
-        may have several pushes under way. If there are more, the oldest are deleted first.
+        Published weights are kept while they are among the newest (`blobs.keep_versions`). Older weights are kept while
+        a grant names them, until `release`. There is at most one such older version for each worker, or two if a worker
+        may send several pushes at a time. If there are more, the oldest are deleted first.
 
         Args:
             named: versions that grants name.
         """
         if self._clearing is not None and not self._clearing.done():
-            return  # cleanup of a far store; the next call, within a tick, will find it finished
+            return  # the cleanup of a far store is running; a later call will find it finished
         if self._clearing is not None:
             self._clearing = self._clearing.result()
         calls: list[Callable[[], None]] = []
@@ -231,7 +231,7 @@ class ModelHost:
             self._older[version := self._published.popleft()] = None
             if version not in named:
                 self.release(version)
-        while len(self._older) > self._max_older:  # only if workers have several grants with different versions
+        while len(self._older) > self._max_older:  # workers may have grants with different versions
             self.release(next(iter(self._older)))
         if self._unused:
             unused, self._unused = self._unused, []
@@ -253,14 +253,14 @@ class ModelHost:
         self._blobs.put(key, parts, self._ttl_s)
 
     def republish(self, version: int) -> str:
-        """Publish a version again, because a worker has not found its blob."""
+        """Publish a version again, because a worker has not found the version's blob."""
         if version in self._published:
             self._published.remove(version)
         self._pointed_at = -1  # the blob of the pointer may be lost as well
         return self.publish(version)
 
     def store_rows(self, request: GetRows, version: int, *, subscribes: bool) -> StoredRows:
-        """Put the rows that a worker asks for into the blob store, as of `version`; see `RowServer.answer`."""
+        """Put the rows of `version` that a worker asks for into the blob store; see `RowServer.answer`."""
         if self._rows is None:
             raise BlobError(f"worker {request.worker} asks for rows, but the model has no tables")
         return self._rows.answer(request, version, subscribes=subscribes)
@@ -270,7 +270,7 @@ class ModelHost:
         return None if self._rows is None else self._rows.changes(worker, version)
 
     def forget_rows(self, worker: int) -> None:
-        """Forget the subscribed rows of `worker`, because its new process has asked for none."""
+        """Forget the rows to which `worker` has subscribed, because its new process has not asked for rows yet."""
         if self._rows is not None:
             self._rows.forget(worker)
 
@@ -278,7 +278,7 @@ class ModelHost:
         return {} if self._tables is None else self._tables.totals
 
     def drop(self, key: str, held: int = 0) -> None:
-        """Delete the blob of a gradient that will not be applied; forget the set `held`, if that is not 0."""
+        """Delete the blob of a gradient that will not be applied, and forget the set `held` (0: no set)."""
         self._ahead.forget(key)
         self._coming.discard(key)
         if held:
@@ -301,9 +301,8 @@ def _call_all(calls: Sequence[Callable[[], None]]) -> None:
 
 
 class DeltaWriter:
-    """Publishes the difference between each version of one term and the version before, in addition to its weights.
-
-    It keeps a copy of the weights of the last call.
+    """Publishes, in addition to the weights of each version, the difference to the version before. Keeps a copy of the
+    weights of the last call.
     """
 
     def __init__(self, scope: str, term: int, blobs: Blobs, ttl_s: float, num_parameters: int) -> None:
@@ -316,8 +315,8 @@ class DeltaWriter:
         self._version = -1  # of `_before`
 
     def put(self, weights: npt.NDArray[np.float32], version: int) -> None:
-        """Store the changes since the version of the last call, if they take less memory than all weights. `weights`:
-        float32, shape (numel,)."""
+        """Store the changes since the version of the last call, if the changes take less memory than all weights.
+        `weights`: float32, shape (numel,)."""
         if version <= self._version:  # the version is published a second time
             return
         before, since = self._before, self._version

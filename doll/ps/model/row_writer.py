@@ -1,6 +1,6 @@
-"""The publication of the rows of tables that each version has changed, while a reader follows them.
+"""The publication of the table rows that each version has changed. Rows are published only while a reader follows them.
 
-Publication is on at the beginning of a term: a reader of the previous term continues with its checkpoint at once.
+A term begins with publication, so that a reader of the previous term can continue at once from the term's checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = get_logger(__name__)
 
 _LOOK_S: Final = 1.0
 _MARK_S: Final = 60.0
-_KEPT_BYTES: Final = 64 << 20  # limit of changes in the blob store; a reader that is behind it waits for a checkpoint
+_KEPT_BYTES: Final = 64 << 20  # limit of changes in the blob store; readers that need more await a checkpoint
 
 
 class _KeptChange(NamedTuple):
@@ -32,7 +32,7 @@ class _KeptChange(NamedTuple):
 
 
 class Publication(NamedTuple):
-    """The calls that a version still needs in the blob store. `stores`: calls in the order in which they must be made,
+    """The calls of the blob store that are still needed for a version. `stores`: calls that must be made in this order,
     before the pointer names the version. `unused`: keys of older changes that can be deleted."""
 
     stores: list[Callable[[], None]]
@@ -58,13 +58,13 @@ class RowWriter:
         self._word = b""  # last message of a reader
         self._coming_word: Future[Buffer | None] | None = None
         self._began: int | None = None  # first version of the term
-        self._version: int | None = None  # version up to which changes are published; None: nobody follows
+        self._version: int | None = None  # version up to which changes are published; None if no reader follows
         self._kept: deque[_KeptChange] = deque()  # changes in the blob store
         self._num_bytes = 0
 
     def publish(self, version: int) -> Publication:
-        """Return the publication of the changes of `version`, the tables' current version, since the last call. It is
-        empty if no reader follows.
+        """Return the publication of the changes between the last call and `version`, the tables' current version. The
+        publication is empty if no reader follows.
 
         If a call of `stores` fails, readers find that a change is missing, and wait for a checkpoint.
         """
@@ -100,8 +100,8 @@ class RowWriter:
         self._tables.follow(is_followed)
 
     def _is_followed(self, now_s: float, stores: list[Callable[[], None]]) -> bool:
-        """Return whether a reader has sent a new message. The key for these messages always exists, because a store in
-        shared memory looks for a missing key in Redis, which may be unavailable while this job continues."""
+        """Return whether a reader has sent a new message. The key for these messages must always exist: a store in
+        shared memory would look for a missing key in Redis, and Redis may be unavailable while this job continues."""
         key = followed_key(self._scope)
         is_first = self._mark_at_s == float("-inf")
         if is_first or (now_s >= self._followed_until_s and now_s >= self._mark_at_s):
@@ -116,7 +116,7 @@ class RowWriter:
         return now_s < self._followed_until_s
 
     def _word_at(self, key: str) -> bytes:
-        """Return the last message of readers; for a far store, the message at the previous check, without a wait."""
+        """Return the last message of readers; for a far store, without a wait, the message at the previous check."""
         if not self._blobs.is_far:
             return bytes(self._blobs.get(key) or b"")
         coming = self._coming_word

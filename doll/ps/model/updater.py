@@ -1,4 +1,4 @@
-"""The parts of the model at the server, and the buffer of the contributions from which its next version is made."""
+"""The parts of the model at the server, and the buffer of contributions to the model's next version."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class _WaitingSet(NamedTuple):
 class ContributionBuffer:
     """The contributions that wait for their update, and the step that makes a version from them.
 
-    They are added in the order of the update, whatever the order of their arrival. A contribution that comes in order
-    is added at once, and its memory is free; any other one waits (docs/decisions/0029).
+    Contributions are added in the order of the update, whatever the order of their arrival. A contribution that arrives
+    in order is added at once, which frees its memory; any other contribution waits (docs/decisions/0029).
     """
 
     def __init__(self, updater: Updater, tables: TableStore | None = None) -> None:
-        """`tables`: the tables of the model, changed together with the weights; None: it has no tables."""
+        """`tables`: the tables of the model, which change together with the weights; None: the model has no tables."""
         self._updater = updater
         self._tables = tables
         self._waiting: dict[int, _WaitingSet] = {}
@@ -54,8 +54,8 @@ class ContributionBuffer:
 
         Args:
             rows: the set's contributions to tables, by name.
-            in_order: True if all lower-numbered sets of the update are here and this set will be applied. Then it is
-                added now, and its memory is not used after the call.
+            in_order: True if all lower-numbered sets of the update have arrived and this set will be applied. Then the
+                sum is added now, and its memory is not used after the call.
         """
         if not in_order:
             self._waiting[grant_id] = _WaitingSet(contribution, rows, grant_id)
@@ -65,7 +65,7 @@ class ContributionBuffer:
         self._add(_WaitingSet(contribution, rows, grant_id))
 
     def drop(self, grant_id: int) -> None:
-        """Forget the sum of this set: its update will never come."""
+        """Forget the sum of this set, because its update will never come."""
         del self._waiting[grant_id]
 
     def apply(self, update: ApplyUpdate, into: npt.NDArray[np.float32] | None = None) -> int:
@@ -76,8 +76,8 @@ class ContributionBuffer:
 
         Raises:
             DivergedError: see `Updater.apply`.
-            KeyError: the gradient of a push of the update was never put here.
-            RuntimeError: a contribution that was already added is not in the update, or not the next one in its order.
+            KeyError: `put` was never called for a push of the update.
+            RuntimeError: a contribution that was already added is not in the update, or is out of order.
         """
         added, self._added = deque(self._added), []
         contributions: list[_WaitingSet] = []
@@ -98,17 +98,19 @@ class ContributionBuffer:
         if self._tables is not None:
             for waiting in contributions:
                 self._tables.add(waiting.rows, waiting.number)
-        # This comes before the tables, because it computes the factor by which both are clipped.
+        # The weights come before the tables, because their update computes the factor by which both are clipped.
         self._updater.apply(
-            [waiting.values for waiting in contributions], update.scale, weight, into, _absent(update)
+            [waiting.values for waiting in contributions], update.scale, weight, into, _absent(update),
+            update.lr_factor,
         )  # fmt: skip
         if self._tables is not None:
             scale = update.scale * self._updater.clipped_by
-            self._tables.apply(scale, update.version, self._authors(update) if scale == 1 else {})
+            authors = self._authors(update) if scale == 1 else {}
+            self._tables.apply(scale, update.version, authors, update.lr_factor)
         return sum(item.num_samples for item in update.sets)
 
     def _authors(self, update: ApplyUpdate) -> dict[int, int]:
-        """Return the author numbers of the update's sets without rests: a worker does not keep a rest that it sends."""
+        """Return the author numbers of the update's sets, except rests: a worker does not keep sent rests."""
         authors = None if self._tables is None else self._tables.authors
         if authors is None:
             return {}
@@ -130,7 +132,7 @@ class ContributionBuffer:
 
 
 def _absent(update: ApplyUpdate) -> int:
-    """Return the parameters that no contribution of the update has, as a bit mask."""
+    """Return a bit mask of the parameters that no contribution of the update has used."""
     named = [int.from_bytes(item.push.absent, "little") for item in update.sets if item.push.key]
     return reduce(and_, named) if named else 0
 
@@ -152,8 +154,8 @@ class ModelParts(NamedTuple):
 
 
 def make_parts(config: TrainingConfig, model: FlatModel) -> ModelParts:
-    """Make the parts for the section `training`. From now on they own the weights and the rows of tables of `model`.
-    Raises ConfigError if an optimizer cannot be made, or cannot be used for tables."""
+    """Make the parts for the section `training`. They take over the weights and the table rows of `model`. Raises
+    ConfigError if an optimizer cannot be made, or cannot be used for tables."""
     tables = None
     if model.tables is not None:
         optimizers = None if config.policy.sends_steps else row_optimizers(config, model.tables.shapes)

@@ -7,10 +7,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from doll.config.policy import ParallelConfig
 from doll.ps.policies.base import BatchId, Policy, PolicySpec, PolicyView, PooledConfig
 
 
-class AsynchronousConfig(PooledConfig):
+class AsynchronousConfig(PooledConfig, ParallelConfig):
     """The common options of asp and vap."""
 
     def batches_per_update(self, num_workers: int) -> int:

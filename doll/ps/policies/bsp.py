@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from doll.config.policy import PolicyConfig
+from doll.config.policy import ParallelConfig
 from doll.ps.policies.base import BatchId, Offer, Policy, PolicySpec, PolicyView
 
 
-class LockstepConfig(PolicyConfig):
+class LockstepConfig(ParallelConfig):
     """The common options of bsp and isp."""
 
     serial_updates: ClassVar[bool] = True
@@ -50,6 +50,19 @@ class BspPolicyConfig(LockstepConfig):
     @property
     def sends_steps(self) -> bool:
         return self.contribution == "step"
+
+    @property
+    def averages_workers(self) -> bool:
+        return self.sends_steps and super().averages_workers
+
+    @model_validator(mode="after")
+    def _has_steps_to_add(self) -> Self:
+        if self.contributions == "sum" and not self.sends_steps:
+            raise ValueError(
+                "contributions: expected mean with contribution: gradient, because an update is one step on the mean "
+                "gradient of its batches; got sum: set contribution: step, or training.reduction: sum"
+            )
+        return self
 
 
 class Bsp(Policy):

@@ -10,11 +10,12 @@ from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
+from doll.config.policy import ParallelConfig
 from doll.ps.policies.base import BatchId, Offer, Policy, PolicyView, PooledConfig, WorkerCounters
 from doll.ps.policies.clocks import WaitingAtGate, WorkerClocks
 
 
-class GatedConfig(PooledConfig):
+class GatedConfig(PooledConfig, ParallelConfig):
     """The common options of ssp, essp and wsp."""
 
     @property

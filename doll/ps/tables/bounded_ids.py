@@ -1,9 +1,10 @@
-"""The ids of a bounded table that have rows. An id is admitted when updates have named it often enough, is evicted if
-there is no room for another id, and expires when updates do not name it any more. Pure.
+"""The ids of a bounded table that have rows. Pure. An id is admitted when updates have named it often enough. It is
+evicted if its row is needed for another id. It expires when updates have not named it for some time.
 
-All decisions depend only on the ids that updates name, in the order of the updates, so a replay decides the same. The
-ids with the lowest counts are evicted; among these, the ones whose last use is the longest ago. All counts are halved
-from time to time (LFU with ageing, as in TinyLFU), so that ids that were frequent long ago are evicted as well.
+All decisions depend only on the ids that updates name and on the order of the updates, so a replay makes the same
+decisions. The ids with the lowest counts are evicted; among equal counts, the id whose last use is the longest ago
+comes first. All counts are halved from time to time (LFU with ageing, as in TinyLFU), so that ids that were frequent
+long ago are evicted as well.
 """
 
 from __future__ import annotations
@@ -28,10 +29,9 @@ class IdCounts:
     Not thread-safe.
 
     Cormode and Muthukrishnan (2005), with conservative update (Estan and Varghese, 2002), and regular halving, as in
-    the sketch of TinyLFU (Einziger, Friedman, Manes, 2017). An estimate is never below the id's count since the sketch
-    was made, halved as often as the sketch. The sketch has four rows, each with at least 8 cells per row of the table,
-    and is halved every 2 counts per row of the table. So an estimate is more than 1 too high with a probability below
-    2 %.
+    the sketch of TinyLFU (Einziger, Friedman, Manes, 2017). An estimate is never below the true count, which is halved
+    as often as the sketch. The sketch has four rows, each with at least 8 cells per row of the table, and is halved
+    every 2 counts per row of the table. So an estimate is more than 1 too high with a probability below 2 %.
 
     Attributes:
         cells: uint8, shape (NUM_HASHES, a power of two).
@@ -44,7 +44,7 @@ class IdCounts:
         self.num_added = 0
 
     def add(self, ids: Ids, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Count each of the distinct `ids` by `counts`, and return their estimates, which are at most 255."""
+        """Count each of the distinct `ids` as often as `counts` says, and return the estimates, at most 255."""
         hashes = mixed(ids.astype(np.uint64))
         first, step, mask = hashes >> _HALF, hashes | np.uint64(1), np.uint64(self.cells.shape[1] - 1)
         places = [((first + np.uint64(row) * step) & mask).astype(np.int64) for row in range(NUM_HASHES)]
@@ -64,7 +64,7 @@ Slots = npt.NDArray[np.int64]
 FREE: Final = -1
 _COUNTS_PER_ROW: Final = 8  # counts per row of the table between two halvings
 _AT_ONCE: Final = (
-    64  # one of 64 rows is evicted at once, and expiry is checked 64 times per ttl_updates: a check looks at all rows
+    64  # a 64th of the rows is evicted at once; expiry, which looks at all rows, is checked 64 times per ttl_updates
 )
 _MAX_RANKED: Final = 2**22 - 1  # highest count in a rank, which has 63 bits with 2^40 versions
 
@@ -76,14 +76,14 @@ class Totals(NamedTuple):
     admitted: int
     evicted: int
     expired: int
-    refused: int  # number of gradients of ids without a row
+    refused: int  # number of dropped gradients, of ids without a row
 
 
 class BoundedIds:
     """The ids that have rows, each with the slot of its row. Not thread-safe.
 
     Attributes:
-        lost: list to which ids that have lost their rows are added; None: they are not recorded.
+        lost: list to which ids are added when they lose their rows; None: such ids are not recorded.
     """
 
     def __init__(self, bounds: TableBounds) -> None:
@@ -92,7 +92,7 @@ class BoundedIds:
         size = bounds.max_rows
         self._index = IdIndex(size)
         self._counts = np.zeros(size, np.int64)
-        self._touched = np.full(size, FREE, np.int64)  # version of the last update that has named the id
+        self._touched = np.full(size, FREE, np.int64)  # by slot: version of the last update that has named the id
         self._free: Slots = np.arange(size)  # sorted, as after a restart
         self._num_slots = 0  # number of slots that have ever been used
         self._waiting = IdCounts(size) if bounds.min_count > 1 else None
@@ -101,7 +101,7 @@ class BoundedIds:
 
     @property
     def num_slots(self) -> int:
-        """The upper bound of all slots, exclusive."""
+        """The number of slots; all slots are below it."""
         return self._num_slots
 
     @property
@@ -118,11 +118,11 @@ class BoundedIds:
         return self._index.ids[slots]
 
     def last_touch(self, slots: Slots) -> npt.NDArray[np.int64]:
-        """Return the version in which the row of each slot was changed last."""
+        """Return, for each slot, the version in which its row was changed last."""
         return self._touched[slots]
 
     def begin_with(self, ids: Ids, counts: npt.NDArray[np.int64]) -> Slots:
-        """Give rows to these ids, as if version 0 had named each of them `counts` times.
+        """Give rows to these ids, as if version 0 had named each id as often as `counts` says.
 
         `ids`: strictly increasing, at most `max_rows`; no id has a row before. Return their slots.
         """
@@ -138,9 +138,9 @@ class BoundedIds:
         self._take(slots)
 
     def name(self, ids: Ids, counts: npt.NDArray[np.int64], version: int) -> Slots:
-        """Note that the update that makes `version` names each of `ids` `counts` times; `ids` is strictly increasing.
+        """Note that the update to `version` names each id (strictly increasing) as often as `counts` says.
 
-        Return the slots of ids that have got a row now.
+        Return the slots of the ids that get a row by this call.
         """
         slots = self._index.find(ids)
         is_here = slots >= 0
@@ -160,7 +160,8 @@ class BoundedIds:
         return admitted
 
     def _make_room(self, counts: npt.NDArray[np.int64], version: int) -> npt.NDArray[np.int64]:
-        """Free slots for ids with these counts, or for as many as possible. Return the places of ids that get one."""
+        """Free slots for as many of the ids with these counts as possible. Return the positions in `counts` of the ids
+        that get a slot."""
         if len(counts) > len(self._free):
             self._evict(len(counts) - len(self._free), version)
         if len(counts) <= len(self._free):

@@ -1,10 +1,10 @@
-"""A table at the parameter server that has rows only for some ids: rows are made and evicted, and they expire.
+"""A table at the parameter server that has rows only for some ids. Rows are made and evicted, and they expire.
 
-An id without a row has its initial row, which is computed from the id. Its gradients are dropped and counted. So an
-evicted id has its initial row again, and an admitted id begins with its initial row.
+The initial row of an id is computed from the id. An id without a stored row has its initial row, and its gradients are
+dropped and counted. So an admitted id begins with its initial row, and an evicted id has its initial row again.
 
 Contributions are gradients. Policies whose workers send steps are not supported: a worker would keep its own step on a
-row even if the server has refused the step (docs/decisions/0084).
+row even if the server has dropped the step (docs/decisions/0084).
 """
 
 from __future__ import annotations
@@ -81,14 +81,16 @@ class BoundedTable(StoredTable):
         self.follow()
         return self.read(np.unique(np.concatenate(changed)) if changed else np.empty(0, np.int64))
 
-    def apply(self, scale: float, version: int, authors: Mapping[int, int] | None = None) -> None:
-        """Make the rows of `version`: expire rows, admit ids, and apply one optimizer step with the sum of the
-        gradients times `scale`. Raises DivergedError if a number is not finite."""
+    def apply(
+        self, scale: float, version: int, authors: Mapping[int, int] | None = None, lr_factor: float = 1.0
+    ) -> None:
+        """Make the rows of `version`: expire rows, admit ids, and apply `lr_factor` times one optimizer step with the
+        sum of the gradients times `scale`. Raises DivergedError if a number is not finite."""
         self._version = version
         self._ids.expire(version)
         if not self._pending:
             return
-        # A stable sort merges the parts, which are sorted.
+        # The parts are sorted, so a stable sort merges them.
         named = np.sort(np.concatenate([item.rows.ids for item in self._pending]), kind="stable")
         first = np.flatnonzero(np.diff(named, prepend=-1))
         self._begin(self._ids.name(named[first], np.diff(first, append=len(named)), version))
@@ -100,7 +102,7 @@ class BoundedTable(StoredTable):
             return
         if self._changed is not None:
             self._changed.append(ids[is_here])
-        self._step(slots, slots, total, scale)
+        self._step(slots, slots, total, scale, lr_factor)
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         """Return all arrays by name, for a checkpoint. Later updates do not change them."""
@@ -142,7 +144,7 @@ class CheckpointRows(NamedTuple):
 
     Attributes:
         ids: int64, shape (n,), strictly increasing.
-        places: place of each id's row in `all_values`.
+        places: index of each id's row in `all_values`.
         all_values: float32, shape (any number, width); may be mapped from a file.
     """
 
@@ -173,8 +175,8 @@ def stored_bounded_rows(tensors: Mapping[str, npt.NDArray[Any]], name: str, widt
 
 
 def renumbered(tensors: Mapping[str, npt.NDArray[Any]], name: str, by: int) -> dict[str, npt.NDArray[Any]]:
-    """Return the tensors of bounded table `name` that change if the version of its checkpoint is increased by `by`, so
-    that the age of its rows stays the same. Raises CheckpointError if the table is missing."""
+    """Return the tensors of bounded table `name` that must change if the version of its checkpoint is increased by
+    `by`. With these tensors, the age of the rows stays the same. Raises CheckpointError if the table is missing."""
     numbers, touched = stored_tensor(tensors, name, "bounded", (3,)), stored_tensor(tensors, name, "last_touch", None)
     return {
         tensor_name(name, "bounded"): numbers + np.array([0, by, 0], np.int64),

@@ -1,7 +1,7 @@
-"""The numbers of rows that other workers have changed since a version: answers to a worker hold only these. Pure.
+"""A record of the numbers in rows that other workers have changed: answers to a worker contain only these. Pure.
 
-A worker knows its own pushes. From its rows as of an older version and its own pushes since, it can compute every
-number that no other worker has changed, to the bit.
+A worker knows its rows as of an older version and its own later pushes. From these it can compute every number that no
+other worker has changed, to the bit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Authors:
         self._numbers: dict[tuple[int, int], int] = {}
 
     def number(self, worker: int, session: int) -> int:
-        """Return the number of this worker process. `NOBODY`: there are too many; it gets its own changes too."""
+        """Return the number of this worker process. Return `NOBODY` if there are too many processes; then answers to
+        the process also contain its own changes."""
         key = worker, session
         if key not in self._numbers and len(self._numbers) < _MAX_AUTHORS:
             self._numbers[key] = len(self._numbers) + 1
@@ -40,7 +41,7 @@ class NumberChanges:
     """
 
     def __init__(self, width: int, start: int) -> None:
-        """`start`: version in which every number counts as changed, until it changes."""
+        """`start`: version in which each number counts as changed, until its first change."""
         self._start = start
         self._at = np.zeros((0, width), np.uint32)
         self._author = np.zeros((0, width), np.uint16)
@@ -63,7 +64,7 @@ class NumberChanges:
         at[places] = np.uint32(version - self._start)
 
     def since(self, slots: Slots, since: npt.NDArray[np.int64], author: int) -> Bools:
-        """Return which numbers other authors have changed after version `since` of their row, shape (n, width)."""
+        """Return which numbers other authors have changed after each row's version `since`, shape (n, width)."""
         self._make_room(int(slots.max(initial=-1)) + 1)
         at = self._at[slots]
         if author != NOBODY:

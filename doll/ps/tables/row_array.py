@@ -1,7 +1,7 @@
-"""Rows that change while a reader sees them as they were: copy on write, by row. Pure.
+"""Rows that can change while a reader still sees their earlier content (copy on write, by row). Pure.
 
-A checkpoint is written by a thread of its own while updates continue. `hold` returns the memory itself without a copy.
-Rows that change while it is held are stored separately, until the last view of the returned array is gone.
+A separate thread writes a checkpoint while updates continue. For this thread, `hold` returns the memory itself without
+a copy. Rows that change during this time are stored separately, until no view of the returned array exists any more.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RowArray:
         self._moved_ids: Ids = np.empty(0, np.int64)
         self._moved = np.empty((0, self.width), np.float32)
         self._num_moved = 0
-        self._place = np.empty(0, np.int32)  # by held row: 1 + its place in `_moved`; 0: it has not changed
+        self._place = np.empty(0, np.int32)  # for each held row: 1 + its index in `_moved`; 0: the row has not changed
 
     def __len__(self) -> int:
         return self._num_rows
@@ -93,9 +93,9 @@ class RowArray:
         self._num_rows = len(values)
 
     def hold(self) -> Floats:
-        """Return all current rows, float32, shape (num_rows, width), read-only. They do not change while held.
+        """Return all current rows, float32, shape (num_rows, width), read-only. The result does not change.
 
-        The result is not a copy, unless an earlier result is still held and rows have changed since.
+        The result is a copy only if an earlier result still exists and rows have changed since.
         """
         self._settle()
         shape = (self._num_rows, self.width)
@@ -109,8 +109,8 @@ class RowArray:
             self._copy_to(copied)
             copied.flags.writeable = False
             return copied
-        # All views of an array whose memory comes from a buffer have that array as their base, however they are made.
-        # So the array exists as long as any of them.
+        # This array's memory comes from a buffer. Every view of such an array has the array as its base, however the
+        # view is made. So the array exists as long as any view of it.
         owner = np.frombuffer(self._memory[: self._num_rows].data.cast("B"), np.float32)
         owner.flags.writeable = False
         self._held, self._num_held = weakref.ref(owner), self._num_rows
@@ -119,7 +119,7 @@ class RowArray:
         return owner.reshape(shape)
 
     def _settle(self) -> None:
-        """Move changed rows to their places in the memory, if no held array exists any more."""
+        """Copy changed rows back into the memory, if no held array exists any more."""
         if self._held is not None and self._held() is None:
             moved = self._moved_ids[: self._num_moved]
             self._memory[moved] = self._moved[: self._num_moved]

@@ -1,4 +1,4 @@
-"""Answers to workers that ask for rows of tables, and changed rows that are sent to workers without a request (ESSP).
+"""Answers to workers that request rows of tables, and changed rows that workers get without a request (ESSP).
 
 The rows go through the blob store, like weights: a record on the control channel names the blob.
 """
@@ -20,7 +20,8 @@ from doll.tables.rows import Ids, Rows
 
 
 class Subscriptions:
-    """The rows that workers have asked for: a bit for each row and worker, in pages that take memory when used.
+    """The rows that workers have asked for: a bit for each row and worker, in pages that take memory only after they
+    are used.
 
     Dai et al., "High-Performance Distributed ML at Scale through Parameter Server Consistency Models" (AAAI 2015): the
     first GET of a row registers a call-back. Here a push holds only the rows that have changed since the last push.
@@ -40,8 +41,9 @@ class Subscriptions:
         self._sent.setdefault(worker, version)
 
     def due(self, worker: int, version: int) -> tuple[int, dict[str, Rows]] | None:
-        """Return the version up to which the rows of `worker` have been sent, and its rows that have changed from then
-        up to `version`, the newest one. These count as sent. None: the worker has not asked for any row."""
+        """Return the version up to which the rows of `worker` have been sent, and its rows that have changed after that
+        version, up to `version`, the newest one. The result counts as sent. Return None if the worker has asked for no
+        row."""
         since = self._sent.get(worker)
         if since is None:
             return None
@@ -63,7 +65,7 @@ class StoredRows(NamedTuple):
     """Rows in the blob store.
 
     Attributes:
-        since: version after which the rows have changed; without meaning in an answer to a request.
+        since: version after which the rows have changed; unused in an answer to a request.
         request_bytes: size of the blob with the request; 0: there was no request.
     """
 
@@ -89,7 +91,7 @@ class RowServer:
         """Store the rows that `request` asks for, as they are in `version`, the newest one.
 
         Args:
-            subscribes: True: the worker gets these rows again after they have changed (`changes`).
+            subscribes: True: the worker gets these rows again whenever they have changed (`changes`).
 
         Raises:
             BlobError: the request is not in the blob store, does not fit the tables of this job, or asks for a version
@@ -115,7 +117,8 @@ class RowServer:
         return self._store(key, encoded)._replace(request_bytes=len(blob))
 
     def changes(self, worker: int, version: int) -> StoredRows | None:
-        """Store the changed rows for `worker`, as of `version`, the newest one; None if it has asked for no row."""
+        """Store the changed rows for `worker`, as of `version`, the newest one. Return None if it has asked for no
+        row."""
         changes = self._subscriptions.due(worker, version)
         if changes is None:
             return None

@@ -1,8 +1,8 @@
 """The tables of a model at the parameter server. Workers read rows (GET), and updates apply what workers have pushed.
 
-Contributions are gradients, with which the optimizer makes a step, or steps that workers have computed and that are
-added (INC). They are taken in the order in which they are added here, which is the order of the update. So a replay
-makes the same tables, bit for bit. Rows that no contribution names are not changed and have no optimizer state.
+Contributions are either gradients, with which the optimizer makes a step, or steps of workers, which are added (INC).
+Contributions are summed in the order of the calls of `add`, which is the order of the update. So a replay makes the
+same tables, bit for bit. Rows that no contribution names are not changed and have no optimizer state.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Table(StoredTable):
         self._numbers: NumberChanges | None = None
 
     def track_numbers(self) -> None:
-        """Track numbers: from now on, answers hold the changed numbers of known rows, not these rows as a whole."""
+        """Track single numbers, so that answers contain the changed numbers of known rows, not whole rows."""
         self._numbers = NumberChanges(self.shape.width, self._version)
 
     @property
@@ -50,8 +50,9 @@ class Table(StoredTable):
         return Rows(ids, self._values.read(ids))
 
     def answer(self, request: RowRequest, author: int = NOBODY) -> RowAnswer:
-        """Return the rows of `request.ids`, and the changes in `request.known` after `request.since`: the changed rows,
-        or only their numbers that others than `author`, the requesting process, have changed."""
+        """Return the rows of `request.ids`, and the changes in the rows of `request.known` after `request.since`. The
+        changes are whole rows or, if numbers are tracked, the numbers that authors other than `author`, the requesting
+        process, have changed."""
         if self._numbers is not None and len(request.known):
             return self._patched(request, self._numbers, author)
         changed = request.known
@@ -63,7 +64,7 @@ class Table(StoredTable):
         known = request.known
         since = np.broadcast_to(request.since, len(known))
         rows = self._values.read(known)
-        checksum = checksum_of(rows)  # if `since` is of an earlier term, the checksum will not fit
+        checksum = checksum_of(rows)  # if `since` belongs to an earlier term, the checksum will not match
         at = np.flatnonzero(self._touched.last_change(known) > since)
         is_there = numbers.since(self._touched.slots(known[at]), since[at], author)
         is_any = is_there.any(axis=1)
@@ -90,11 +91,15 @@ class Table(StoredTable):
         """Return the rows that have changed after `version`, sorted."""
         return self._touched.changed_since(version)
 
-    def apply(self, scale: float, version: int, authors: Mapping[int, int] = _NO_AUTHORS) -> None:
-        """Make the rows of `version`: one step with `scale` times the sum of the contributions, or none without any.
+    def apply(
+        self, scale: float, version: int, authors: Mapping[int, int] = _NO_AUTHORS, lr_factor: float = 1.0
+    ) -> None:
+        """Make the rows of `version`: one step with `scale` times the sum of the contributions, if there are any.
 
         Args:
-            authors: by number of a set, the process that can compute the set's change by itself; others: `NOBODY`.
+            authors: by number of a set, the process that can compute the set's change by itself; `NOBODY` if there is
+                none.
+            lr_factor: factor of the step of an optimizer.
 
         Raises:
             DivergedError: a number is not finite.
@@ -116,7 +121,7 @@ class Table(StoredTable):
         for array in self._state.values():
             array.extend(len(self._touched))
         rows_before = None if self._numbers is None else self._values.read(ids)
-        self._step(ids, slots, total, scale)
+        self._step(ids, slots, total, scale, lr_factor)
         if rows_before is not None:
             self._note(slots, rows_before, self._values.read(ids), NOBODY)
 
@@ -207,7 +212,7 @@ class TableStore:
             self._named(name).add(rows, number)
 
     def max_change(self, contribution: Mapping[str, Rows]) -> float:
-        """Return the largest change of any one number by `contribution`; 0 if it is a gradient."""
+        """Return the largest change of a single number by `contribution`; 0 if the contribution is a gradient."""
         if self._takes_gradients:
             return 0.0
         return max((float(np.abs(rows.values).max(initial=0.0)) for rows in contribution.values()), default=0.0)
@@ -216,11 +221,13 @@ class TableStore:
         """Return the Euclidean norm of the sum of all contributions, over all tables."""
         return math.sqrt(sum(table.square_norm() for table in self._all))
 
-    def apply(self, scale: float, version: int, authors: Mapping[int, int] = _NO_AUTHORS) -> None:
+    def apply(
+        self, scale: float, version: int, authors: Mapping[int, int] = _NO_AUTHORS, lr_factor: float = 1.0
+    ) -> None:
         """Make `version`; see `Table.apply` and `BoundedTable.apply`. Raises DivergedError if a number is not finite;
         then the store must not be used any more."""
         for table in self._all:
-            table.apply(scale, version, authors)
+            table.apply(scale, version, authors, lr_factor)
 
     def answer(self, requests: Mapping[str, RowRequest], worker: int = 0, session: int = 0) -> dict[str, RowAnswer]:
         """Return the answer to a request of this worker process, from the current rows; see `Table.answer`."""
@@ -233,7 +240,7 @@ class TableStore:
             table.follow(is_followed)
 
     def changes(self) -> dict[str, Rows]:
-        """Return the current rows of each table that have changed since the last call, or since `follow`."""
+        """Return, for each table, the current rows that have changed since the last call, or since `follow`."""
         return {table.name: table.changes() for table in self._all}
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:

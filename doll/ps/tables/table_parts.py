@@ -1,4 +1,4 @@
-"""The common parts of all tables at the server: rows with their optimizer state, and their arrays in a checkpoint."""
+"""The common parts of all tables at the server: rows, optimizer state, and the arrays of both in a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from doll.optim.row_optimizer import RowOptimizer, state_width
 from doll.ps.tables.row_array import RowArray
 from doll.tables.rows import Floats, Ids, Patch, Rows, add_in_order
 
-# As in `doll.optim.optimizer`: the sum of many finite numbers must not become infinite if their mean is finite.
+# The sum is scaled, as in `doll.optim.optimizer`, so that it cannot become infinite if the mean is finite.
 _SUM_FACTOR: Final = 2.0**-16
 
 
@@ -23,7 +23,7 @@ class RowAnswer(NamedTuple):
     """The answer to a request for rows of one table."""
 
     rows: Rows  # whole rows
-    patch: Patch | None = None  # further changes of numbers in known rows; None: `rows` has all changes
+    patch: Patch | None = None  # changed numbers in known rows; None: `rows` contains all changes
 
 
 class PendingRows(NamedTuple):
@@ -53,7 +53,7 @@ class StoredTable:
         self._num_steps = 0
         self._version = 0  # version of the last change
         self._pending: list[PendingRows] = []
-        self._sum: Rows | None = None  # sum of `_pending`, after it was computed
+        self._sum: Rows | None = None  # sum of `_pending`, if it has been computed
         self._factor = 1.0 if optimizer is None else _SUM_FACTOR
 
     def add(self, rows: Rows, number: int = 0) -> None:
@@ -71,16 +71,16 @@ class StoredTable:
         return float(np.square(self._sum.values, dtype=np.float64).sum()) / self._factor**2
 
     def _take_sum(self) -> Rows:
-        """Return the sum of the waiting contributions, of which there is at least one, and forget them."""
+        """Return the sum of the waiting contributions, and forget them. At least one contribution must be waiting."""
         total = self._sum or add_in_order([pending.rows for pending in self._pending])
         self._pending, self._sum = [], None
         return total
 
-    def _step(self, rows: Ids, slots: Ids, total: Floats, scale: float) -> None:
-        """Make one step of the optimizer with `scale` times the sum `total`.
+    def _step(self, rows: Ids, slots: Ids, total: Floats, scale: float, lr_factor: float) -> None:
+        """Make `lr_factor` times one step of the optimizer with `scale` times the sum `total`.
 
         Args:
-            rows, slots: places of the values, and of the state.
+            rows, slots: indices of the values, and of the state.
 
         Raises:
             DivergedError: a number is not finite.
@@ -88,12 +88,15 @@ class StoredTable:
         assert self._optimizer is not None
         self._num_steps += 1
         state = {part: array.read(slots) for part, array in self._state.items()}
+        before = torch.from_numpy(self._values.read(rows))
         after = self._optimizer.step(
-            torch.from_numpy(self._values.read(rows)),
+            before,
             torch.from_numpy(total).mul_(scale / self._factor),
             {part: torch.from_numpy(values) for part, values in state.items()},
             self._num_steps,
         )
+        if lr_factor != 1:
+            after = torch.lerp(before, after, lr_factor)
         self._write(rows, after.numpy())
         for part, values in state.items():
             check_finite(values, self.name, f"state {part!r}")

@@ -1,4 +1,4 @@
-"""The rows of a table that have changed at all, or since a version, without a search through all rows. Pure."""
+"""An index of the rows that have changed at all, or since a version. It replaces a search through all rows. Pure."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import numpy.typing as npt
 from doll.errors import IllegalEventError
 from doll.tables.rows import Ids
 
-NEVER: Final = -1  # last change of a row that has not changed
+NEVER: Final = -1  # version of the last change if the row has never changed
 _MIN_LOG: Final = 1024
 
 
 class TouchedRows:
     """The rows that updates have changed. Each has a *slot*, by which its optimizer state is stored.
 
-    A log has the changed rows of each version. It is shortened when it has more than two entries for each touched row.
-    So a change takes constant time on average, and an answer takes time in proportion to its number of changes.
+    A log lists the changed rows of each version. The log is shortened when it has more than two entries for each
+    touched row. So a change takes constant time on average, and the time of a query is proportional to the number of
+    later changes.
     """
 
     def __init__(self, num_rows: int) -> None:

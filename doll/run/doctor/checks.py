@@ -49,7 +49,7 @@ def check_certificate(name: str, left_s: float) -> Check:
 
 
 def check_unasked(bootstrap: str, places: Sequence[str]) -> Check:
-    """Report that `bootstrap` answers, but that no broker is reachable at its advertised address."""
+    """Report that the address `bootstrap` answers, but no broker is reachable at its advertised address."""
     detail = f"not asked: {bootstrap} answers, and none of what the brokers advertise does ({', '.join(places)})"
     return Check("Kafka: log in, permissions, topics", "unknown", detail)
 
@@ -175,7 +175,7 @@ def _check_foreign(config: JobConfig, facts: KafkaFacts, principal: str) -> Chec
 
 
 def _check_size(config: JobConfig, plan: TopicPlan, actual: ActualTopic) -> Iterator[Check]:
-    """Check that the longest record of a topic fits: the server's status (which a standby needs), or an update."""
+    """Check that the topic accepts its longest record: the server's status (which a standby needs), or an update."""
     limit_bytes = int(actual.settings.get(SIZE_SETTING, RECORD_LIMIT_BYTES))
     if plan.kind == "metrics":
         what, size_bytes = f"the status of {config.data.places} workers", status_bytes(config.data.places)
@@ -197,7 +197,7 @@ def _settings(settings: dict[str, str]) -> str:
 
 
 def _check_streams(config: JobConfig, facts: KafkaFacts) -> Iterator[Check]:
-    """Check that records that are not learned yet are kept for long enough."""
+    """Check that Kafka keeps records for long enough until they are learned."""
     behind = {number: stream.high - stream.committed for number, stream in facts.streams.items()
               if stream.committed is not None and stream.high > stream.committed}  # fmt: skip
     if not facts.streams:

@@ -184,7 +184,8 @@ def _schemas(section: AvroFormat, config: JobConfig) -> Iterator[Check]:
 
 
 def _store(config: JobConfig, run_folder: Path) -> Check:
-    """Check that the checkpoint store can be read, and, as far as possible without writing, that it can be written."""
+    """Check that the checkpoint store can be read, and that the permissions of a folder allow writing. Nothing is
+    written."""
     location = checkpoint_location(config, run_folder)
     name = f"server: checkpoints in {location}"
     try:

@@ -69,7 +69,7 @@ def ask_address(
 
 
 def _unreachable(exc: Exception) -> tuple[str, str]:
-    """Return why no service answers at an address, and what to do."""
+    """Return the reason why no service answers at an address, and a remedy."""
     if isinstance(exc, socket.gaierror):
         return f"the name does not resolve ({exc.strerror})", "correct the name, or the DNS of this host"
     number = exc.errno if isinstance(exc, OSError) else None
@@ -106,6 +106,7 @@ def tcp_settings() -> dict[str, str]:
 
 
 def _handshake(exc: OSError) -> str:
-    """Return the problem of a handshake; "" if the server requires our certificate (TLS 1.2): its own may be valid."""
+    """Return the problem of a handshake. Return "" if the server requires our certificate (TLS 1.2), because the
+    server's own certificate may be valid."""
     text = str(exc)
     return "" if "CERTIFICATE_REQUIRED" in text or "HANDSHAKE_FAILURE" in text else f"no TLS handshake ({text})"

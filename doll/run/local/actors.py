@@ -32,8 +32,8 @@ _REPORTED: Final = (
 
 
 class ActorWorkers(RunHook):
-    """A hook that leaves the workers to the provisioner. A Ray head that this run has started ends with the run; a
-    given cluster continues."""
+    """A hook that leaves the workers to the provisioner. A Ray head that this run has started ends with the run. A
+    cluster that existed before continues."""
 
     def __init__(self) -> None:
         self._run: LocalRun | None = None

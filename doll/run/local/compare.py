@@ -49,8 +49,8 @@ def compare_live(
         page: whether to serve the page of the runs during the comparison.
 
     Returns:
-        The comparison; and exit code 0 if every run ended by its stop rule and passed its audit. Otherwise the exit
-            code of the first run that did not, or 1 after a signal.
+        The comparison; and exit code 0 if every run ended by its stop rule and passed its audit. Otherwise, the exit
+        code is that of the first other run, or 1 after a signal.
 
     Raises:
         ConfigError: the job, or a policy with its options, cannot be compared.
@@ -125,8 +125,8 @@ def check_comparable(config: JobConfig) -> None:
 def own_job(config: JobConfig, policy: str, number: int, folder: Path) -> JobConfig:
     """Return the job of one run: with its own name, and checkpoints in its run folder.
 
-    The name contains the time of the comparison, from the name of `folder`, so that it is new on a broker that is used
-    longer than one run.
+    The name contains the time of the comparison, which is part of the name of `folder`. So the name is new on a broker
+    that has the topics of earlier runs.
     """
     named = zip((config.job, policy), _NAME_CHARS, strict=True)
     job, name = (re.sub(r"[^a-z0-9]+", "-", text.lower())[:most] for text, most in named)

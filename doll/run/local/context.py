@@ -30,9 +30,9 @@ WORKERS_START_TIMEOUT_S: Final = 20.0
 
 
 class RunHook:
-    """Accompanies a run from its first process to its report. This base class leaves the workers to the supervisor.
+    """Code that runs beside a run, from its first process to its report. This class leaves workers to the supervisor.
 
-    Subclasses override methods: a drill and a benchmark some of them; a spot market also manages the workers.
+    Subclasses override some of the methods. The hook of a spot market also manages the workers.
     """
 
     standby = False  # whether a second parameter server waits as a standby
@@ -71,7 +71,7 @@ class RunHook:
         """Process a record of the topics `updates` and `metrics`."""
 
     def tick(self, supervisor: Supervisor, stack: Stack) -> str | None:
-        """Do periodic work; called several times a second during learning. Return why the run must end now, or None."""
+        """Do periodic work, several times a second during learning. Return the reason to end the run now, or None."""
         return None
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class LocalRun:
         return RoleSpec(name, f"doll.run.local.roles:{role}", self.folder.logs / f"{name}.log", args, env)
 
     def _health_port(self, name: str) -> int:
-        """Return the port of this role's probes, from `health.base_port` or free; it stays the same after a restart."""
+        """Return the port of this role's probes: from `health.base_port`, or a free one. It survives restarts."""
         if name not in self._health_ports:
             process = name.partition(".")[0]  # two machines of a slot have the same assigned port
             self._health_ports[name] = assigned_port(self.config, process) or free_port()

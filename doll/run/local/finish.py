@@ -82,7 +82,7 @@ def finish_run(run: LocalRun, model: ProgressModel, outcome: RunOutcome) -> dict
 
 
 def _write_report(run: RunFolder, report: dict[str, Any]) -> dict[str, Any]:
-    """Write `report.json`. If that fails, such as on a full disk, return the report with this error in it."""
+    """Write `report.json`. If this fails (for example on a full disk), return the report with the error in it."""
     try:
         write_json(run.report, report)
     except OSError as error:

@@ -59,7 +59,7 @@ class RunFollower:
             self._feed(entry.topic, entry.offset, entry.record)
 
     def unlearned(self) -> int | None:
-        """Return the number of records of the stream that are in no known update; None if Kafka does not answer."""
+        """Return the number of records of the stream that no known update contains; None if Kafka does not answer."""
         ends = self._tail.partition_ends(self._run.config.topic("samples"))
         if ends is None:
             return None

@@ -1,5 +1,5 @@
-"""The page of `doll up` and `doll compare`, served by a separate process. It ends with the run, which waits for it for
-at most three seconds."""
+"""The page of `doll up` and `doll compare`, served by a separate process. It ends with the run, which waits at most
+three seconds for its end."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def end_page(role: Role) -> None:
 
 @contextlib.contextmanager
 def page_of_runs(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Serve the page of the runs in `folder`, side by side, within the context, if its packages are installed."""
+    """While the context is open, serve the page of the runs in `folder`, if its packages are installed."""
     if not is_installed(_EXTRA):
         say(str(lacking("the live page", _EXTRA)))
         yield

@@ -39,7 +39,7 @@ def check_files(config: JobConfig) -> None:
 
 
 def check_task(config: JobConfig) -> None:
-    """Check that the module of the task contains its class, by parsing the module: importing torch takes seconds.
+    """Check that the module of the task contains its class. It is only parsed, because importing torch takes seconds.
 
     Raises:
         ConfigError: the file, the module or the class does not exist.
@@ -105,8 +105,8 @@ class CheckedModel(NamedTuple):
 
     Attributes:
         parameters: number of trainable parameters, including those of tables.
-        init_from: the tensors that `training.init_from` sets. None: the job file does not have it, or it was not
-            checked.
+        init_from: the tensors that `training.init_from` sets. None: the job file does not have this key, or the key was
+            not checked.
     """
 
     parameters: int
@@ -154,7 +154,7 @@ def _find(module: str, config: JobConfig) -> Path | None:
 
 
 def _names(body: list[ast.stmt]) -> Iterator[str]:
-    """Yield the names that the top level of a module binds, as far as its source shows."""
+    """Yield the names that the source of a module binds at its top level."""
     for node in body:
         match node:
             case ast.ClassDef() | ast.FunctionDef():

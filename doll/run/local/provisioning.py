@@ -77,7 +77,7 @@ def check_actors(config: JobConfig) -> None:
 
 
 def _is_here(address: str) -> bool:
-    """Return whether a host:port belongs to this machine: only then can a socket be bound to it."""
+    """Return whether a host:port belongs to this machine, by binding a socket to the host."""
     try:
         infos = socket.getaddrinfo(address.rpartition(":")[0], 0, type=socket.SOCK_STREAM)
         with socket.socket(infos[0][0], socket.SOCK_STREAM) as probe:
@@ -103,10 +103,10 @@ class ActorCluster:
 
 
 def job_on(config: JobConfig, cluster: ActorCluster, services: Services, run_folder: Path) -> JobConfig:
-    """Return the job for its provisioner: with the addresses of the cluster and of the workers' services.
+    """Return the job file for the provisioner, with the addresses of the cluster and of the workers' services.
 
-    If the run has started the cluster, its single node serves as both markets; prices that the job does not state are
-    taken from the table that ships with DOLL.
+    If the run has started the cluster, its single node serves as both markets; prices that the job file lacks are taken
+    from the table that ships with DOLL.
 
     Raises:
         ConfigError: the price table does not contain the machine.
@@ -189,6 +189,6 @@ def _processes(
 
 
 def pass_on(config: JobConfig, run_folder: Path) -> None:
-    """Pass this job file to workers that are launched from now on; on other machines, the fleet does this."""
+    """Pass this job file to workers that are launched from now on. For other machines, the fleet does this."""
     if isinstance(config.fleet, ProcessesFleetConfig):
         RunFolder(run_folder).write_job(config)

@@ -1,12 +1,12 @@
 """`doll regrid`: continues a job from its newest checkpoint with another batch size, policy or optimizer.
 
-Steps for a run of `doll up`: 1. lock the folder and check the changes; 2. write `job.next.yaml`; 3. save the checkpoint
-of the new grid, which decides (`doll.ps.regrid`); 4. make `job.next.yaml` the job file; 5. continue as `doll resume`.
-After a crash at any point the run can be resumed: before the end of step 3 with the old settings, afterwards with the
-new ones (`doll.run.target`).
+Steps for a run of `doll up`: 1. lock the folder and check the changes; 2. write `job.next.yaml`; 3. save the first
+checkpoint of the new grid, from which on the new settings are valid (`doll.ps.regrid`); 4. make `job.next.yaml` the job
+file; 5. continue as `doll resume`. After a crash at any point the run can be resumed: before the end of step 3 with the
+old settings, afterwards with the new ones (`doll.run.target`).
 
-`doll rollback` continues training from an earlier version; samples learned since then are learned again or skipped. In
-place of steps 2 to 4, it saves the earlier version again as the newest checkpoint (`doll.ps.rollback`).
+`doll rollback` continues training from an earlier version. Samples that were learned after it are learned again or
+skipped. In place of steps 2 to 4, it saves the earlier version again as the newest checkpoint (`doll.ps.rollback`).
 
 If the roles of a job are started one by one, its job file already has the new settings. The command checks that no
 server leads, and saves the checkpoint. Then the roles are started as usual.

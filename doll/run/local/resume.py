@@ -72,7 +72,7 @@ def check_same_ledger(run: RunFolder, config: JobConfig) -> None:
 
 
 def refuse_new_weights(run: RunFolder, config: JobConfig) -> None:
-    """Refuse another `training.init_from` for a run that has begun.
+    """Refuse a changed `training.init_from` for a run that has begun.
 
     Raises:
         ConfigError: the value differs from the one of the run.
@@ -85,7 +85,7 @@ def refuse_new_weights(run: RunFolder, config: JobConfig) -> None:
 
 
 def on_same_broker(run: RunFolder, config: JobConfig) -> JobConfig:
-    """Return `config`, with the address of the broker that has the records of the run if that broker is external.
+    """Return `config`. If the broker with the records of the run is external, set its address in the result.
 
     Raises:
         ConfigError: another run has begun on the same topics of an external broker, or this folder is a copy and shares

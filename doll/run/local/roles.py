@@ -55,7 +55,7 @@ class JobProcess:
 
     @classmethod
     def forked(cls, name: str, job_path: str, kafka: str, redis: str, run_folder: str) -> JobProcess:
-        """Return a process that `doll up` has forked; other values than the arguments are in its environment."""
+        """Return a process that `doll up` has forked. Other values than the arguments are in its environment."""
         config = load(Path(job_path))
         telemetry.configure(config.log.format, process=name)
         services = Services(kafka, redis, os.environ.get(BLOBS_ENV, ""), os.environ.get(CONTROL_ENV, ""))
@@ -75,7 +75,7 @@ class JobProcess:
         """Return a separate process, whose services answer and whose topics fit the job.
 
         Args:
-            redis: "optional": its address must be known, but it need not answer.
+            redis: "optional": the address of Redis must be known, but Redis need not answer.
             topics_exist: whether the topics must exist. False: the role creates missing topics.
             has_checkpoints: whether the newest checkpoint determines how many partitions of `data.topic` the job reads.
 
@@ -113,7 +113,7 @@ class JobProcess:
         Args:
             standby: wait until the leader is silent, then take over.
             takeover: replace a leader.
-            fresh: begin a new generation on topics that hold an earlier run.
+            fresh: begin a new generation on topics that contain an earlier run.
             check_only: return 0 if the job may run, before any topic or checkpoint is claimed.
 
         Raises:
@@ -152,7 +152,7 @@ class JobProcess:
 
 
 def _role(entry: Callable[P, int]) -> Callable[P, int]:
-    """Return an entry point that exits with the code of its `DollError`; the supervisor does not restart a code 2."""
+    """Return an entry point that exits with the exit code of its `DollError`. After code 2, it is not restarted."""
 
     @functools.wraps(entry)
     def run(*args: P.args, **kwargs: P.kwargs) -> int:
@@ -213,7 +213,7 @@ def export_role(job_path: str, run_folder: str, out_folder: str) -> int:
 
 @_role
 def model_role(job_path: str, run_folder: str) -> int:
-    """Build the model for a trial. If the job begins with given weights, write their report to the folder."""
+    """Build the model for a trial. If the job begins with given weights, write a report on them to the folder."""
     from doll.run.local.preflight import check_model
 
     config, folder = load(Path(job_path)), RunFolder(Path(run_folder))

@@ -105,7 +105,7 @@ class Learning:
                     self._run.display.say(f"the source has ended: {left} records are read, and not learned yet")
 
     def _start_producer(self, waited_s: float) -> None:
-        """Start the source when the workers are live: samples that arrive earlier would be learned in one burst."""
+        """Start the source when the workers are live, because earlier samples would be learned in one burst."""
         # Not read from the supervisor: a hook may temporarily remove the producer from it.
         if self._run.config.source is None or self._producer_started:
             return
@@ -138,7 +138,7 @@ class Learning:
                 handle.terminate()
 
     def _note_full_disk(self) -> None:
-        """Report when a full disk begins to block the job; other errors that it causes appear only in logs."""
+        """Report when a full disk begins or stops to block the job, because its other errors appear only in logs."""
         full = is_full(self._run.folder.path)
         if full != self._is_full:
             self._is_full = full
@@ -162,12 +162,12 @@ class Learning:
         return all(line.is_live and line.lag_records == 0 for line in lines)
 
     def _idle(self, waited_s: float) -> bool:
-        """Return whether the last update is older than the time for a group whose batches are computed one by one."""
+        """Return whether the last update is older than the time for a group whose batches are computed in sequence."""
         group_s = self._run.config.group_size * self._model.history.service_s()
         return waited_s > max(IDLE_AFTER_SOURCE_S, 3 * group_s if math.isfinite(group_s) else 0.0)
 
     def _restart_dead_services(self) -> None:
-        """Restart a local broker or Redis that has died; the roles wait for it."""
+        """Restart a local broker or Redis that has died. The roles wait for it."""
         kafka, redis = self._run.stack.kafka, self._run.stack.redis
         if kafka is not None and (dead := kafka.dead_nodes()):
             for number in dead:

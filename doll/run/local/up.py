@@ -1,10 +1,10 @@
 """`doll up`: runs all parts of one job on this machine, from an empty folder to an audited, exported model.
 
-Order of effects: 1. run folder; 2. fork server, trial build of the model, Kafka and Redis; 3. topics; 4. roles; 5.
-learning, until the parameter server has written Finished, the source has ended, a signal arrives, or a role cannot be
-kept running; 6. the parameter server's last checkpoint, the evaluator's last evaluation; 7. audit, export, report,
-page; 8. all processes end. After any error from step 4 on, step 7 is still done with the existing results. A second
-signal, however, kills all processes immediately.
+Order of effects: 1. run folder; 2. start of the fork server, trial build of the model, start of Kafka and Redis; 3.
+topics; 4. roles; 5. learning, until the parameter server has written Finished, the source has ended, a signal arrives,
+or a role cannot be kept running; 6. the parameter server's last checkpoint, the evaluator's last evaluation; 7. audit,
+export, report, page; 8. all processes end. After any error from step 4 on, step 7 is still done with the existing
+results. A second signal, however, kills all processes immediately.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def run_up(
 
     Args:
         hook: creates the hook of the run. None: the default hook.
-        fresh: begin a new generation on topics that hold an earlier run.
+        fresh: begin a new generation on topics that contain an earlier run.
         folder: run folder that already exists for this run. None: a new one.
         display: shows the progress. None: on standard error.
         page: serve the live page during the run.
@@ -77,7 +77,7 @@ def run_up(
         The content of `report.json`; its `exit_code` is 0 (done), 1 (failed), or 4 (audit failed or records lost).
 
     Raises:
-        ConfigError: the job cannot be run this way, or its topics hold an earlier run.
+        ConfigError: the job cannot be run this way, or its topics contain an earlier run.
         ServiceUnavailableError: Kafka or Redis cannot be found or started.
     """
     check_runnable(config)
@@ -268,7 +268,7 @@ def _resolved(config: JobConfig, run: RunFolder) -> JobConfig:
 
 def _check_model(run: RunFolder, forks: ForkServer) -> str:
     """Build the model once, in a separate process, so that a mistake in it is found before a service is started. Return
-    the given weights with which the job begins, in words; "" if there are none.
+    a description of the given weights with which the job begins; "" if there are none.
 
     Raises:
         ConfigError: the task or its model cannot be used.
@@ -290,7 +290,8 @@ def _check_topics(config: JobConfig, runs_folder: Path, *, fresh: bool) -> None:
     """Check that a new run of the job may begin on the given broker, if there is one.
 
     Raises:
-        ConfigError: the broker holds an earlier run; with `fresh`: that run is still running, or its checkpoints exist.
+        ConfigError: the broker has the topics of an earlier run. With `fresh`: that run is still running, or its
+            checkpoints exist.
         CheckpointError: the checkpoint store cannot be read.
         ServiceUnavailableError: Kafka stops answering.
     """
@@ -350,7 +351,7 @@ class _Log(io.TextIOWrapper):
 
 @contextlib.contextmanager
 def _logging_to(path: Path, log_format: telemetry.LogFormat) -> Iterator[None]:
-    """Write the log of this process to a file: on the terminal it would break the live display."""
+    """Write the log of this process to a file, because log lines on the terminal would damage the live display."""
     with _Log(cast(BinaryIO, path.open("ab", buffering=0))) as file:
         telemetry.configure(log_format, process="up", stream=file)
         try:

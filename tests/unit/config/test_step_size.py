@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from doll.config import parse
 from doll.config.step_size import step_factor, step_text
+from doll.errors import ConfigError
 
 JOB = "{job: j, task: {class: 'm:C'}, data: {workers: 4, batch_size: 32}, worker: {max_pending_batches: 64}}"
 
@@ -16,20 +17,39 @@ JOB = "{job: j, task: {class: 'm:C'}, data: {workers: 4, batch_size: 32}, worker
         ("{name: doll, group_size: 8}", 1, "an update is one step on the mean gradient of 8 batches (256 samples)"),
         (
             "{name: asp}",
+            1,
+            "one batch (32 samples) with a learning rate divided by 4, so that 4 batches (128 samples) together",
+        ),
+        (
+            "{name: asp, contributions: sum}",
             4,
             "of one batch (32 samples); at the same training.optimizer.lr the model goes 4 times as far",
         ),
-        ("{name: asp, contribution: step}", 4, "the server adds the steps of all 4 workers;"),
-        ("{name: bsp, contribution: step}", 4, "the server adds the steps of all 4 workers;"),
+        (
+            "{name: asp, contribution: step}",
+            1,
+            "the server adds the steps of all 4 workers, each divided by 4, so that",
+        ),
+        (
+            "{name: bsp, contribution: step}",
+            1,
+            "the server adds the steps of all 4 workers, each divided by 4, so that",
+        ),
+        ("{name: bsp, contribution: step, contributions: sum}", 4, "the server adds the steps of all 4 workers;"),
         (
             "{name: ssp}",
-            4,
+            1,
             "each worker steps on the mean gradient of each of its batches (32 samples), and the server",
         ),
-        ("{name: essp}", 4, "divide it by 4 for steps of that size"),
-        ("{name: vap}", 4, "the server adds the steps of all 4 workers;"),
-        ("{name: isp}", 4, "the server adds the steps of all 4 workers;"),
-        ("{name: wsp, wave_batches: 2}", 8, "of all 4 workers, in waves of 2 batches; at the same"),
+        ("{name: essp, contributions: sum}", 4, "divide it by 4 for steps of that size"),
+        ("{name: vap}", 1, "each divided by 4, so that 4 batches (128 samples) together make one step"),
+        ("{name: isp, contributions: sum}", 4, "the server adds the steps of all 4 workers;"),
+        (
+            "{name: wsp, wave_batches: 2}",
+            1,
+            "in waves of 2 batches, each divided by 8, so that 8 batches (256 samples)",
+        ),
+        ("{name: wsp, wave_batches: 2, contributions: sum}", 8, "of all 4 workers, in waves of 2 batches; at the same"),
         ("{name: diloco, outer_lr: 0.5, outer_momentum: 0.75}", 2, "0.5 of what 16 batches have changed on average"),
     ],
 )
@@ -42,9 +62,19 @@ def test_each_policy_says_what_one_step_is(policy: str, factor: float, said: str
 
 @pytest.mark.parametrize(
     ("policy", "factor"),
-    [("{name: bsp}", 1), ("{name: doll, group_size: 8}", 2), ("{name: asp}", 1), ("{name: ssp}", 1)],
+    [
+        ("{name: bsp}", 1),
+        ("{name: doll, group_size: 8}", 2),
+        ("{name: asp, contributions: sum}", 1),
+        ("{name: ssp}", 0.25),
+    ],
 )
 def test_a_sum_of_gradients_is_beside_a_sum(policy: str, factor: float) -> None:
     config = parse(JOB, [f"training.policy={policy}", "training.reduction=sum"])
     assert step_factor(config) == pytest.approx(factor)
     assert "sum of the gradients" in step_text(config)
+
+
+def test_a_policy_of_gradients_has_no_steps_to_add() -> None:
+    with pytest.raises(ConfigError, match="contributions: expected mean with contribution: gradient"):
+        parse(JOB, ["training.policy={name: bsp, contributions: sum}"])

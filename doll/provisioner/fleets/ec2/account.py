@@ -1,9 +1,9 @@
-"""EC2's information on an account: its spot placement scores, and the quotas that a job's workers require.
+"""EC2's information on an account: its spot placement scores and its quotas for a job's workers.
 
-A score from 1 to 10 states how likely it is that a zone has all workers of a job on spot. No decision depends on it:
-the order of the subnets decides where to launch, and launches show what is available. AWS limits the number of
-different requests in 24 hours, so the same request is sent at the start and every hour. The quotas are for `doll
-doctor`.
+A score from 1 to 10 states how likely it is that a zone has spot capacity for all workers of a job. No decision depends
+on the scores: the order of the subnets determines where to launch, and launches show which capacity is available. AWS
+limits the number of different requests in 24 hours, so the same request is sent at the start and every hour. The quotas
+are for `doll doctor`.
 
 Sources: Amazon EC2 User Guide, "Spot placement score"; AWS, "Amazon EC2 instance type quotas": one quota of vCPUs for
 all types whose family begins with A, C, D, H, I, M, R, T or Z, separately for spot and on-demand.
@@ -30,8 +30,8 @@ ASK_AGAIN_S: Final = 3600.0
 
 @dataclass
 class Ec2Placement:
-    """Requests the scores every hour. Failures are logged and have no effect. Fewer than 3 instance types always get
-    low scores; a zone without a name in `zones` is shown by its id."""
+    """Requests the scores every hour. Failures are logged and have no effect. Requests with fewer than 3 instance types
+    always get low scores. A zone without a name in `zones` is shown by its id."""
 
     client: Any
     _: KW_ONLY
@@ -79,7 +79,7 @@ _STANDARD: Final = "acdhimrtz"
 
 
 def ask_quotas(config: JobConfig, ec2: Any = None, service_quotas: Any = None) -> list[Check]:
-    """Check the account's quotas in both markets with boto3's clients. None: clients for the fleet's region."""
+    """Check the account's quotas in both markets with boto3's clients. None: create clients for the fleet's region."""
     settings = ec2_settings(config)
     if others := [name for name in settings.instance_types if name[0] not in _STANDARD]:
         return [_unknown(market, f"{', '.join(others)}: not of the standard types") for market in QUOTAS]

@@ -1,7 +1,8 @@
 """Pools without capacity, and the time for which they are not requested. Pure: `now_s` is an argument.
 
 If several pools of a zone fail within a minute, the whole zone is short of machines, so its other pools are not
-requested either. Requests to one pool after the other led to thousands of useless requests elsewhere (karpenter #3198).
+requested either. In another autoscaler, requests to one pool after the other led to thousands of useless requests
+(karpenter #3198).
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class CapacityCache:
             self._zones[pool.zone, market] = now_s + CAPACITY_BACKOFF_S
 
     def exclude(self, pool: Ec2Pool, market: Market, until_s: float) -> None:
-        """Exclude the pool from requests, for a reason that does not concern its zone."""
+        """Exclude the pool, but not its zone, from requests."""
         self._pools[pool, market] = max(until_s, self._pools.get((pool, market), until_s))
 
     def mark_market(self, market: Market, now_s: float, backoff_s: float) -> None:

@@ -14,7 +14,7 @@ from doll.provisioner.fleets.port import LaunchError, LaunchFailure
 
 def aws_client(service: str, region: str | None) -> Any:
     """Return a boto3 client with timeouts and AWS's standard retries, and with credentials from the usual places of
-    boto3. Raises ConfigError if there is no region, for an unknown profile, and for similar errors."""
+    boto3. Raises ConfigError if no region is set, if the profile is unknown, and for similar errors."""
     import boto3
     from botocore.config import Config
     from botocore.exceptions import BotoCoreError

@@ -1,6 +1,7 @@
-"""EC2's error codes as data: the reaction to a failed launch, and what is not requested for how long. Pure.
+"""EC2's error codes as data: for each code, the reaction to a failed launch, and which pools are not requested for a
+while. Pure.
 
-Codes are in `Errors[].ErrorCode` of a CreateFleet answer, one for each pool, or they are the code of a failed call.
+A code is in `Errors[].ErrorCode` of a CreateFleet answer (one for each pool), or it is the code of a failed call.
 Sources: AWS, "Error codes for the Amazon EC2 API" and "Fleet error codes"; read 2026-11, docs/aws.md.
 """
 
@@ -16,7 +17,7 @@ from doll.provisioner.fleets.port import LaunchFailure
 
 
 class Scope(enum.StrEnum):
-    """The scope of an error: what is not requested for a while."""
+    """The scope of an error: which pools are not requested for a while."""
 
     POOL = "pool"  # (instance type, zone) in the market that was asked
     PAIR = "pair"  # (instance type, zone) in both markets
@@ -93,8 +94,8 @@ RULES: Final = {code: rule for rule, codes in _CODES.items() for code in codes}
 
 
 def rule_of_pool(code: str) -> ErrorRule:
-    """Return the rule of a code in `Errors[]`. An unknown code does not mean a lack of capacity: the pool is not
-    requested for a while, and other pools are."""
+    """Return the rule of a code in `Errors[]`. An unknown code does not count as a lack of capacity. Only this pool is
+    not requested for a while."""
     return _find(code) or _REFUSED
 
 

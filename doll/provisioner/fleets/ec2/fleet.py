@@ -4,7 +4,7 @@ There is no state on disk. DescribeInstances by tag lists the existing instances
 this list after any crash. An interrupted launch is identified by its tags, or repeated with the same client token.
 Reference: docs/aws.md, AWS's "Ensuring idempotency in Amazon EC2 API requests" and "Eventual consistency".
 
-Never used: DeleteFleets (deleting an `instant` fleet ends its instances), StopInstances, a maximum spot price.
+This fleet never uses DeleteFleets (deleting an `instant` fleet ends its instances), StopInstances or a maximum price.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ FRESH_S: Final = 5.0
 
 @dataclass(frozen=True)
 class _Known:
-    """An instance as last known, the time of EC2's last report on it, and the time of the request to end it (-inf:
-    none)."""
+    """The last known state of an instance, the time of EC2's last report on it, and the time of the request to end it
+    (-inf: no request)."""
 
     instance: Instance
     seen_s: float
@@ -46,23 +46,24 @@ class _Known:
 
 
 def _key(order: Order) -> Order:
-    """Return the order without the pools to avoid, because a repetition may avoid other pools."""
+    """Return the order without the pools to avoid, because a repeated order may avoid other pools."""
     return replace(order, avoid=frozenset())
 
 
 @dataclass(eq=False, repr=False)
 class Ec2Fleet:
-    """The EC2 instances that carry the cluster's tag; other instances are never changed.
+    """The EC2 instances that have the cluster's tag; other instances are never changed.
 
     Args:
         client: boto3's EC2 client.
         cluster: value of the tag `doll:cluster`.
-        job: value of the tag `doll:job`, because several jobs may use one cluster, one after the other. "": no tag.
+        job: value of the tag `doll:job`, which distinguishes jobs that use one cluster, one after the other. "": no
+            tag.
         launch_template: id or name of the launch template.
         subnets, instance_types: subnets and instance types, in order of preference.
         notices: source of interruption notices. None: an interruption is seen only after it has happened.
         api_calls_per_s: maximum rate of calls that change something.
-        clock, sleep: functions that return Unix seconds, and that wait between calls.
+        clock, sleep: function that returns Unix seconds, and function that waits between calls.
         page_size: instances per page of a listing, 5 to 1000.
 
     Attributes:
@@ -103,7 +104,7 @@ class Ec2Fleet:
         return self._launcher.cache
 
     def launch(self, order: Order) -> Instance:
-        """Launch the order's instance. Every failure is a `LaunchError`, also if EC2 does not answer."""
+        """Launch the order's instance. Every failure raises `LaunchError`, also if EC2 does not answer."""
         key = _key(order)
         try:
             adopted = self._adopted(order)

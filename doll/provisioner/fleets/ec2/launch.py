@@ -1,7 +1,7 @@
-"""Launches by CreateFleet `instant`: the pools that EC2 offers, the pools to request, the request, and its refusals.
+"""Launches by CreateFleet `instant`: the pools that EC2 offers, the pools to request, the request, and EC2's refusals.
 
 A launch requests any of the instance types in the zone of the first subnet, and the next zone only if there is no
-capacity. Traffic between zones costs money, which EC2's own choice of a pool ignores.
+capacity. The reason is that traffic between zones costs money, which EC2's own choice of a pool ignores.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Override:
 
 
 class Offers:
-    """The offers of some subnets and instance types, each in order of preference; they are requested only once. Each
+    """The instance types that EC2 offers in some subnets, each in order of preference. EC2 is asked only once. Each
     method raises LaunchError if subnets or types do not exist, or if EC2 does not answer."""
 
     def __init__(self, client: Any, subnets: Sequence[str], instance_types: Sequence[str]) -> None:
@@ -108,7 +108,7 @@ class Offers:
 
 @dataclass(frozen=True)
 class PoolRefusal:
-    """A refusal by a pool or of a whole call: EC2's code and message, and the rule for it."""
+    """The refusal of one pool or of a whole call: EC2's code and message, and the rule for the code."""
 
     code: str
     rule: ErrorRule
@@ -296,7 +296,7 @@ def _failure(order: Order, refusals: Sequence[PoolRefusal], pools: Collection[st
 
 
 def _in_market(rule: ErrorRule, market: Market) -> ErrorRule:
-    """Return the rule with the quota of the requested market, whatever market the code names."""
+    """Return the rule with the quota of the requested market, also if the code names the other market."""
     if rule.scope is not Scope.MARKET:
         return rule
     return replace(rule, failure=LaunchFailure.SPOT_QUOTA if market == "spot" else LaunchFailure.ON_DEMAND_QUOTA)

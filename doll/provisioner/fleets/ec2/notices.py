@@ -74,7 +74,7 @@ class Ec2Notices:
         self.client.close()
 
     def _enter(self, body: str, own: Collection[str], interrupted_at_s: dict[str, float]) -> bool:
-        """Enter a notice into `interrupted_at_s`. Returns whether the message can be deleted."""
+        """Add a notice to `interrupted_at_s`. Returns whether the message can be deleted."""
         try:
             event = json_object(body, max_chars=_MAX_CHARS)
             kind, id_ = event["detail-type"], event["detail"]["instance-id"]

@@ -39,7 +39,7 @@ _ENDED_AT: Final = re.compile(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)
 
 
 def tag_specifications(order: Order, *, cluster: str, job: str) -> list[dict[str, Any]]:
-    """Return the `TagSpecifications` of a launch; without a job there is no job tag."""
+    """Return the `TagSpecifications` of a launch; for the job "" there is no job tag."""
     tags = TAGS.write(order, cluster, job)
     return [
         {"ResourceType": resource, "Tags": [{"Key": key, "Value": value} for key, value in tags.items()]}

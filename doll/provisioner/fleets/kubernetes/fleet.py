@@ -1,4 +1,4 @@
-"""`Fleet` of bare pods on Kubernetes. The only other state is pods that recently disappeared from the API server.
+"""`Fleet` of bare pods on Kubernetes. Outside the API server, it only stores the pods that recently disappeared there.
 
 A launch whose answer was lost is identified by its name. Reads are consistent (a list without a resource version), so a
 deletion is visible at once. The scheduler chooses the node, so there is one pool, which an order cannot avoid. Rights:
@@ -51,7 +51,8 @@ class ApiError(Exception):
 
 class PodApi:
     """The calls of the API server that the fleet needs, in plain JSON, so that a template may use any field of this
-    server. `settings` is the Python client's `Configuration`: address, certificates, and the token, which it renews."""
+    server. `settings` is the Python client's `Configuration`: it has address, certificates and token, and renews the
+    token."""
 
     def __init__(self, settings: Any, namespace: str, timeout_s: float) -> None:
         self._settings = settings
@@ -147,10 +148,10 @@ class PodApi:
 
 @dataclass(eq=False, repr=False)
 class KubernetesFleet:
-    """The pods that carry the labels of the cluster and of the job, in one namespace. Pods of another job are not
-    touched. Pods of an earlier release, which set no job label, count as the job's.
+    """The pods in one namespace that have the labels of the cluster and of the job. Pods of another job are not
+    touched. Pods of an earlier release have no job label, and count as pods of the job.
 
-    `template` is the worker's pod, see `pod_template`. `clock` returns Unix secondsof the API server's clock.
+    `template` is the worker's pod, see `pod_template`. `clock` returns Unix seconds of the API server's clock.
     """
 
     api: PodApi
@@ -188,7 +189,7 @@ class KubernetesFleet:
         return instance
 
     def instances(self) -> Sequence[Instance]:
-        """Return the instances. Also deletes pods that get no node, cannot start or ended an hour ago."""
+        """Return the instances. Pods that get no node, cannot start, or ended an hour ago are deleted."""
         try:
             workers, now_s = self._workers(), self.clock()
             seen = {instance.id: instance for _, instance in workers} | self._given_back(workers, now_s)
@@ -255,8 +256,9 @@ class KubernetesFleet:
     def _given_back(self, workers: Sequence[tuple[pods.Pod, Instance]], now_s: float) -> dict[str, Instance]:
         """Delete the pods that have waited too long for a node or for their start, and return them.
 
-        The market of a pod without a node counts as without capacity. A pod that cannot start occupies a node, and its
-        kubelet tries again without end; if no pod of the job runs, further pods would not start either.
+        If a pod has no node, its market counts as without capacity. A pod that cannot start is deleted because it
+        occupies a node, whose kubelet would try again without end. If no pod of the job runs, further pods would not
+        start either.
         """
         given, timeout_s = dict[str, Instance](), self.settings.node_timeout_s
         if any(instance.state is InstanceState.RUNNING for _, instance in workers):
@@ -308,7 +310,8 @@ def connect_api(config: JobConfig) -> tuple[PodApi, pods.Pod]:
     account), and the worker's pod.
 
     Raises:
-        ConfigError: another kind of fleet, no client library, no cluster, or a template that is not a worker's.
+        ConfigError: the fleet is of another kind, the client library or the cluster is missing, or the template is not
+            that of a worker.
     """
     settings = config.fleet
     if not isinstance(settings, KubernetesFleetConfig):

@@ -55,8 +55,8 @@ def name_of(order: Order, cluster: str) -> str:
 def manifest(
     order: Order, template: Pod, settings: KubernetesFleetConfig, cluster: str, job: str = "", owner_uid: str = ""
 ) -> dict[str, Any]:
-    """Return the pod for an order: the template with the order's identity, the nodes of its market, an end, and no
-    restarts. If `owner_uid` is given, the pod ends together with the ConfigMap `settings.owner` with this uid."""
+    """Return the pod for an order: the template with the order's identity, the nodes of its market, a time limit, and
+    no restarts. If `owner_uid` is given, the pod ends together with the ConfigMap `settings.owner` with this uid."""
     pod = copy.deepcopy(dict(template))
     placement: PodPlacement = settings.spot if order.market == "spot" else settings.on_demand
     name = name_of(order, cluster)
@@ -84,9 +84,9 @@ def instance_of(pod: Pod, now_s: float) -> Instance | None:
     """Return the instance that a pod represents; None if its labels are not a worker's.
 
     A deletion with the condition `DisruptionTarget` was requested by the owner of the nodes (a drain, an eviction, a
-    preemption, a node that is not ready). It is an interruption notice until `deletionTimestamp`. Any other deletion
-    was requested by the provisioner, and so was the end of a pod whose time is over. Raises KeyError, TypeError or
-    ValueError if `pod` is not a pod.
+    preemption, a node that is not ready). Such a deletion counts as an interruption notice until `deletionTimestamp`.
+    Any other deletion counts as requested by the provisioner, and so does the end of a pod whose time limit is over.
+    Raises KeyError, TypeError or ValueError if `pod` is not a pod.
     """
     metadata, spec, status = pod["metadata"], pod["spec"], pod.get("status", {})
     worker = LABELS.read(metadata.get("labels", {}))
@@ -120,8 +120,8 @@ def instance_of(pod: Pod, now_s: float) -> Instance | None:
 def vanished(instance: Instance, now_s: float) -> Instance:
     """Return the instance of a pod that is not listed any more, after its end.
 
-    The garbage collection marks and deletes pods of a lost node in one step, so that the mark is never visible. A spot
-    instance that nobody deleted in an orderly way therefore counts as interrupted.
+    The garbage collection marks and deletes pods of a lost node in one step, so the mark is never visible. A spot
+    instance that disappears without an orderly deletion therefore counts as interrupted.
     """
     if instance.state is InstanceState.ENDED:
         return instance
@@ -139,14 +139,14 @@ def condition(pod: Pod, kind: str, status: str) -> Mapping[str, Any] | None:
 
 
 def why_it_waits(pod: Pod) -> str:
-    """Return the scheduler's message on a pod without a node, or the names of the gates that hold the pod."""
+    """Return the scheduler's message on a pod without a node, or the names of the scheduling gates of the pod."""
     gates = ", ".join(str(gate.get("name")) for gate in pod["spec"].get("schedulingGates") or ())
     said = str((condition(pod, "PodScheduled", "False") or {}).get("message", ""))
     return f"held by its scheduling gates: {gates}" if gates else said
 
 
 def unschedulable_since_s(pod: Pod) -> float | None:
-    """Return the time since which no node takes the pod, or a queue (Kueue) holds it; None if neither is known."""
+    """Return the time since which no node accepts the pod or a queue (Kueue) keeps it waiting; None if not known."""
     scheduled = condition(pod, "PodScheduled", "False")
     if scheduled is None or scheduled.get("reason") not in _WAITS or pod["metadata"].get("deletionTimestamp"):
         return None
@@ -154,7 +154,7 @@ def unschedulable_since_s(pod: Pod) -> float | None:
 
 
 def never_starts(pod: Pod) -> str:
-    """Return why a container of the pod cannot start until a person corrects its template; "" if it may start."""
+    """Return the reason why a container of the pod cannot start until a person corrects its template; "" otherwise."""
     status = pod.get("status", {})
     for container in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
         waiting = container.get("state", {}).get("waiting") or {}

@@ -1,4 +1,4 @@
-"""A worker's actor as a row of Ray's table of actors, and the instance that it represents.
+"""The actor of a worker as a row of Ray's table of actors, and the instance that it represents.
 
 Reference: Ray's `gcs.proto` and `common.proto` (ActorTableData, ActorDeathCause, DrainNode).
 """
@@ -29,8 +29,8 @@ class Actor:
         node: id of its node; "" if it has none.
         started: whether its process exists or existed.
         start_s: time at which its constructor returned.
-        cause: cause of its death: it left in an orderly way ("exited"), `ray.kill`, its node died or was taken, its
-            constructor failed ("start"), or any other cause.
+        cause: cause of its death: an orderly exit ("exited"), `ray.kill`, the loss of its node, a failure of its
+            constructor ("start"), or any other cause.
         detail: Ray's message on its death.
     """
 
@@ -56,7 +56,8 @@ def instance_of(
     """Return the instance that an actor represents; None if its labels are not a worker's.
 
     Args:
-        known: its last known state. An ended instance does not change; an instance that had a notice counts as taken.
+        known: its last known state. An ended instance does not change. An instance that had a notice counts as
+            interrupted.
         draining: deadlines by node, Unix seconds; 0: no deadline.
         asked: whether this process has requested its end.
     """

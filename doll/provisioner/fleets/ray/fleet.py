@@ -1,13 +1,13 @@
 """`Fleet` of actors on a Ray cluster: Ray places them, watches their nodes and collects their logs.
 
-An actor's identity is in its labels, and its name is derived from the order, so that no state is kept outside Ray's
-table. Ray never restarts an actor, because the provisioner decides on replacement. The drain of a node is an
-interruption notice for the workers on it. An actor that does not end in time is killed. An actor that no provisioner
-has listed for an hour ends itself.
+An actor's identity is in its labels, and its name is derived from the order. So no state is stored outside Ray's table.
+Ray never restarts an actor, because the provisioner decides on replacement. The drain of a node is an interruption
+notice for the workers on it. An actor that does not end in time is killed. An actor that no provisioner has listed for
+an hour ends itself.
 
-The provisioner must run on a node of the cluster, because Ray's client connection does not give access to the tables.
-They are read as Ray's own libraries read them (`ray._private.state`), because no public call returns labels and
-draining nodes without the dashboard. The contract tests of fleets, which use a real cluster, show when this changes.
+The provisioner must run on a node of the cluster, because Ray's client connection gives no access to the tables. The
+tables are read with the calls of Ray's own libraries (`ray._private.state`), because no public call returns labels and
+draining nodes without the dashboard. The contract tests of fleets use a real cluster, and fail if these calls change.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RayError(Exception):
 
 
 class RayApi:
-    """The calls of Ray that the fleet needs; each ends within `timeout_s`. `host_arguments` are the arguments of
+    """The calls of Ray that the fleet needs. Each call ends within `timeout_s`. `host_arguments` are the arguments of
     `WorkerHost` except the worker's identity. `options` are the options of each actor except name, labels and
     placement."""
 
@@ -143,10 +143,10 @@ class RayApi:
 
 @dataclass(eq=False, repr=False)
 class RayFleet:
-    """The actors that carry the labels of the cluster and of the job. Actors of another job are not touched. Actors of
-    an earlier release, which set no job label, count as the job's.
+    """The actors that have the labels of the cluster and of the job. Actors of another job are not touched. Actors of
+    an earlier release have no job label, and count as actors of the job.
 
-    `drain_s` is a worker's time from SIGTERM to its end. `clock` returns Unix secondsof the clock of Ray's nodes.
+    `drain_s` is a worker's time from SIGTERM to its end. `clock` returns Unix seconds of the clock of Ray's nodes.
     """
 
     api: RayApi
@@ -190,7 +190,8 @@ class RayFleet:
         return instance
 
     def instances(self) -> Sequence[Instance]:
-        """Return the instances. Also ends actors that no node takes, and tells workers on a drained node to leave."""
+        """Return the instances. Actors that no node accepts are ended, and workers on a drained node are told to
+        leave."""
         try:
             self._listed()
             now_s = self.clock()
@@ -256,7 +257,7 @@ class RayFleet:
         return self._known
 
     def _give_back(self, rows: Sequence[actors.Actor], now_s: float) -> None:
-        """End the actors that have waited too long for a node; their market counts as without capacity."""
+        """End the actors that have waited too long for a node. Their market then counts as without capacity."""
         for actor in rows:
             instance = self._known.get(actor.name)
             if instance is None or instance.state is not InstanceState.PENDING or actor.started:
@@ -276,8 +277,8 @@ def connect(config: JobConfig) -> RayFleet:
     """Return the fleet of a job file, on the cluster of this machine.
 
     Raises:
-        ConfigError: another kind of fleet, no package ray, or a cluster with another version.
-        ServiceUnavailableError: the cluster does not answer. The head may return soon, so a restart may succeed.
+        ConfigError: the fleet is of another kind, the package ray is missing, or the cluster has another version.
+        ServiceUnavailableError: the cluster does not answer. The head node may return soon, so a restart may succeed.
     """
     settings = config.fleet
     if not isinstance(settings, RayFleetConfig):
@@ -329,7 +330,7 @@ def lease_key(cluster: str, job: str) -> str:
 
 @contextlib.contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keep this process's handler of SIGTERM, because Ray's would end the provisioner within a turn."""
+    """Keep this process's handler of SIGTERM, because Ray's handler would end the provisioner within a turn."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -351,7 +352,7 @@ def _other_version(text: str) -> str | None:
 
 
 def _check_address(address: str, timeout_s: float) -> None:
-    """Raise ServiceUnavailableError if no process listens there; Ray itself tries for minutes."""
+    """Raise ServiceUnavailableError if no process listens at the address; Ray itself would try for minutes."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")

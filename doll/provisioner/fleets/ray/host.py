@@ -29,10 +29,10 @@ _GRACE_S: Final = 60.0  # from SIGTERM to SIGKILL of an orphan's worker
 def wait_until_orphaned(
     read: Callable[[], bytes | None], *, sleep: Callable[[float], None], clock: Callable[[], float]
 ) -> None:
-    """Return when no provisioner has renewed its signal for `ORPHAN_S`.
+    """Wait until no provisioner has renewed its signal for `ORPHAN_S` seconds.
 
-    Only changes of the signal count, so that clocks need not agree. While `read` raises an error, nobody could have
-    renewed the signal, so the time is not counted. `clock` returns monotonic seconds.
+    Only changes of the signal count, so the clocks of the machines need not agree. While `read` raises an error, no
+    provisioner can renew the signal, so this time does not count. `clock` returns monotonic seconds.
     """
     seen, unchanged_s, looked_s = None, 0.0, clock()
     while unchanged_s < ORPHAN_S:

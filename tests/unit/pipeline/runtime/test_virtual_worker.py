@@ -105,11 +105,13 @@ class KeepsTheWeightsOfVoidSteps(VirtualWorkerCore):
 
 
 class TakesVoidOnes(VirtualWorkerCore):
-    def completed(self, batch: int, *, scale: float, weight: float, is_void: bool = False) -> list[Action]:
+    def completed(
+        self, batch: int, *, scale: float, weight: float, lr_factor: float = 1.0, is_void: bool = False
+    ) -> list[Action]:
         for item in self._computing:
             if item.submitted.batch == batch:
                 item.is_void = False
-        return super().completed(batch, scale=scale, weight=weight)
+        return super().completed(batch, scale=scale, weight=weight, lr_factor=lr_factor)
 
 
 class IgnoresMinVersion(VirtualWorkerCore):
