@@ -188,7 +188,8 @@ def changes_of(system: System, options: Options, seed: int) -> list[str]:
     if system.is_drifting:
         changes += [f"task.args.drift={asked['drift']}", f"task.args.drift_every_s={asked['drift_every_s']}"]
     if system.distance is not None:
-        policy = f"{{name: wsp, wave_batches: {asked['in_flight']}, clock_distance: {system.distance}}}"
+        wave = f"wave_batches: {asked['in_flight']}, clock_distance: {system.distance}"
+        policy = f"{{name: wsp, contributions: sum, {wave}}}"
         changes += [f"training.policy={policy}", *slow_network.CHANGES]
     return changes
 
