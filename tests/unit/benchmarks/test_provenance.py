@@ -99,8 +99,8 @@ def test_without_the_history_it_says_why_it_skips(
 
 
 def test_a_commit_is_dirty_where_code_differs_from_it(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results, "git", lambda *words: known(*words, folder=checkout))
-    known = provenance.git
+    ask = results.git
+    monkeypatch.setattr(results, "git", lambda *words: ask(*words, folder=checkout))
     (checkout / "docs" / "live.md").write_text("new\n")
     assert results.commit() == head(checkout), "what a measurement writes is no code"
     (checkout / "benchmarks" / "new.py").write_text("")
