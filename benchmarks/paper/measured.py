@@ -6,8 +6,8 @@ Matrix factorisation at the sizes of the paper's two data sets, rank 20, one thr
 ratings: users and items as often as ranks of a Zipf law have it. A *dense* step is PyTorch's default, whose gradients
 have all rows, with the paper's optimizer, SGD with Nesterov momentum. A *sparse* step has the rows of its batch alone
 (`sparse=True`), as MLLess's has, and plain SGD. *Adding* is what a worker does with an update that it has read from
-another one: its rows are added to the own tables. The least of several times, as others use the machine too; written
-to measured.json, which the simulations read.
+another one: its rows are added to the own tables. CPU time, the least of several, as others use the
+machine too; written to measured.json, which the simulations read.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SIZES = {"ML-10M": Size(69_878, 10_677, 6_250), "ML-20M": Size(138_493, 26_744, 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one data set.
+    """CPU seconds of one data set.
 
     Attributes:
         dense_s: a step whose gradients have all rows, with Nesterov momentum.
@@ -111,9 +111,9 @@ def measure(size: Size) -> Times:
 
 
 def _timed(work: Callable[..., None], *args: Any) -> float:
-    begin = time.perf_counter()
+    begin = time.process_time()
     work(*args)
-    return time.perf_counter() - begin
+    return time.process_time() - begin
 
 
 def _loss(model: Tables, batch: Batch) -> torch.Tensor:
