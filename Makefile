@@ -21,7 +21,7 @@ DISTRIBUTE := -n $(TESTERS) --dist loadscope --no-loadscope-reorder
 SECONDS ?= 3600
 PYTEST  ?=
 
-.PHONY: help setup demo demo-spot test test-all test-fast test-worlds check lint type fmt bench bench-docs bench-where bench-engine bench-control bench-overhead bench-soak bench-cluster bench-clicks bench-faults bench-fleets bench-hosts compose-check bench-large bench-links bench-stages bench-accuracy paper paper-live build release lock wheels clean tf-check tf-apply-local
+.PHONY: help setup demo demo-spot test test-all test-fast test-worlds check lint type fmt bench bench-docs bench-where bench-engine bench-control bench-overhead bench-soak bench-cluster bench-clicks bench-faults bench-fleets bench-hosts compose-check bench-large bench-links bench-stages bench-accuracy paper paper-live paper-check build release lock wheels clean tf-check tf-apply-local
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -158,11 +158,14 @@ bench-clicks: setup ## sparse logistic regression against River and Vowpal Wabbi
 bench-fleets: setup ## measure one server with 8, 64 and 256 stub workers (6 minutes)
 	@$(BIN)/python -m benchmarks.fleets $(BENCH)
 
-paper: setup ## reproduce the papers' figures and tables, write docs/results.md (PAPER=--quick: a minute, no docs)
+paper: setup ## reproduce the papers' figures and tables from committed code, write docs/results.md (PAPER=--quick: a look, no docs)
 	@$(BIN)/python -m benchmarks.paper $(PAPER)
 
 paper-live: setup ## the papers' experiments on real jobs and the papers' data (ONLY=name,name; WRITE=1: docs/live.md; LIVE=--list)
 	@$(BIN)/python -m benchmarks.live $(if $(ONLY),--only $(ONLY)) $(if $(WRITE),--write) $(LIVE)
+
+paper-check: setup ## list figures of the documents whose code has changed since their commit, and commits that do not exist
+	@$(BIN)/python -m benchmarks.provenance
 
 build: setup ## build the wheel and the source archive, and doll-lab's wheel, into dist/
 	@$(BIN)/python -m build --no-isolation

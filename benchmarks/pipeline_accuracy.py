@@ -29,7 +29,7 @@ data: {workers: 2, batch_size: 32}
 source: {kind: python, of: examples.digits.task:samples}
 arrivals: {process: asap}
 training:
-  policy: {name: wsp, wave_batches: 4}
+  policy: {name: wsp, contributions: sum, wave_batches: 4}
   optimizer: {name: sgd, lr: 0.02}
 evaluation: {every_s: 2, max_samples: 1000}
 """

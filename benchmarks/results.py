@@ -11,11 +11,36 @@ RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
+CODE = ("doll", "lab", "benchmarks", "examples", "pyproject.toml", "requirements.lock", ":!benchmarks/live/results")
+"""What a figure is measured with; what a measurement itself writes is not part of it."""
+
+
+def git(*words: str, folder: Path = DOCS.parent) -> str | None:
+    """What a command of Git prints, in the folder of a checkout; None where it fails, or where there is no Git."""
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
 def commit() -> str:
-    """The checked-out commit, abbreviated, with `+` where files differ from it; `unknown` outside of a checkout."""
-    git = ["git", "-C", str(DOCS), "describe", "--always", "--abbrev=7", "--exclude=*", "--dirty=+"]
-    described = subprocess.run(git, capture_output=True, text=True, check=False)
-    return described.stdout.strip() or "unknown"
+    """The checked-out commit, abbreviated, with `+` where code differs from it; `unknown` outside of a checkout."""
+    head = git("rev-parse", "--short=7", "HEAD")
+    if head is None:
+        return "unknown"
+    return head + ("+" if git("status", "--porcelain", "--", *CODE) else "")
+
+
+def refuse_dirty() -> None:
+    """Figures for the documents need a commit that has the code that makes them.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    if (now := commit()) == "unknown" or now.endswith("+"):
+        raise SystemExit(f"commit {now}: expected code that is committed, as figures name it: commit your changes, or "
+                         "use --quick for a look")  # fmt: skip
 
 
 def keep(name: str, result: dict[str, Any]) -> Path:

@@ -4,6 +4,8 @@
     python -m benchmarks.live --list
     python -m benchmarks.live --no-run --write      # the page again, from what is kept
 
+Figures name the commit: where code is not committed, only --quick and --out run.
+
 An experiment whose data is missing, or which cannot be tried on this machine, is skipped with the reason; that is no
 failure. benchmarks/live/experiment.py says what a module of an experiment has.
 """
@@ -68,6 +70,8 @@ def main(arguments: Sequence[str] | None = None, known: Mapping[str, Experiment]
     if asked.quick and asked.write:
         parser.error("--quick and --write: figures of a look do not go into the documents")
     out = asked.out or (LOOKS if asked.quick else page.RESULTS)
+    if not (asked.quick or asked.no_run or asked.out):
+        results.refuse_dirty()
     line = _command(asked)
     failed = []
     for name in [] if asked.no_run else names:

@@ -71,8 +71,11 @@ def _diloco(label: str, outer: str, lr: float, grid: tuple[float, ...], **option
 # The steps of the workers of isp and essp are added, so theirs are smaller.
 SETTINGS_OF_POLICIES: Final = (
     Setting("doll", "{name: doll, group_size: 4}", (0.05, 0.025), (0.0125, 0.025, 0.05, 0.1, 0.2), is_slow=True),
-    Setting("isp, v = 0.7", "{name: isp, significance: 0.7}", (0.0125,), (0.00625, 0.0125, 0.025)),
-    Setting("essp, s = 3", "{name: essp, staleness: 3, under_way: 1}", (0.00625,), (0.003125, 0.00625, 0.0125, 0.025)),
+    Setting("isp, v = 0.7", "{name: isp, contributions: sum, significance: 0.7}", (0.0125,), (0.00625, 0.0125, 0.025)),
+    Setting(
+        "essp, s = 3", "{name: essp, contributions: sum, staleness: 3, under_way: 1}", (0.00625,),
+        (0.003125, 0.00625, 0.0125, 0.025),
+    ),
     _diloco("outer 0.7 and 0.9", "outer_lr: 0.7, outer_momentum: 0.9", 0.0125, (0.00625, 0.0125, 0.05)),
     _diloco("outer 0.7 and 0.5", "outer_lr: 0.7, outer_momentum: 0.5", 0.025, (0.025, 0.05, 0.1), is_slow=True),
     _diloco("outer 1 and 0", "outer_lr: 1.0, outer_momentum: 0.0", 0.025, (0.025, 0.05, 0.1)),

@@ -86,10 +86,10 @@ def policy_of(label: str, task: str) -> str:
     """The section `training.policy` for `NAME` or `NAME:s`."""
     name, _, bound = label.partition(":")
     if bound:  # the kept figures are of one batch under way
-        return f"{{name: {name}, staleness: {bound}, under_way: 1}}"
+        return f"{{name: {name}, contributions: sum, staleness: {bound}, under_way: 1}}"
     if name == "vap":
-        return f"{{name: vap, value_bound: {_VALUE_BOUND[task]}}}"
-    return f"{{name: {name}, contribution: step}}"
+        return f"{{name: vap, contributions: sum, value_bound: {_VALUE_BOUND[task]}}}"
+    return f"{{name: {name}, contributions: sum, contribution: step}}"
 
 
 def changes_of(task: str, options: Options, folder: Path) -> list[str]:

@@ -54,7 +54,8 @@ def run_one(folder: Path, label: str, under_way: int, delay_s: float, seed: int,
     config = load(
         JOBS / "digits" / "job.yaml",
         [
-            f"seed={seed}", f"training.policy={{name: {policy}, staleness: {bound}, under_way: {under_way}}}",
+            f"seed={seed}",
+            f"training.policy={{name: {policy}, contributions: sum, staleness: {bound}, under_way: {under_way}}}",
             "training.optimizer={name: sgd, lr: 0.02}", f"stop={{seconds: {seconds}}}", "arrivals={process: asap}",
             "control.kind=redis", "evaluation.every_s=5", *slow_network.CHANGES,
         ],

@@ -223,7 +223,10 @@ def run(learned: Learned, folder: Path, options: Options) -> Report:
     rows: list[Row] = []
     for seed, (model, numbers, limit), value in product(options.seeds, kinds, map(float, asked["values"].split(","))):
         changes = [*changes_of(learned, options, model), f"seed={seed}", f"blobs.contributions={numbers}"]
-        changes += [f"training.policy={{name: isp, significance: {value!r}}}", *(slow_network.CHANGES if limit else ())]
+        changes += [
+            f"training.policy={{name: isp, contributions: sum, significance: {value!r}}}",
+            *(slow_network.CHANGES if limit else ()),
+        ]
         own = folder / f"{model}-{numbers}-{limit:g}-{value:g}-{seed}"
         own.mkdir()
         with slow_network.network(limit) as hook:

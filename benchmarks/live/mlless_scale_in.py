@@ -83,7 +83,8 @@ def run(folder: Path, options: Options) -> Report:
     given = replace(options, quick=False, settings={**mlless_ratings.SETTINGS, **asked, "samples": ""})
     shared = mlless_filter.changes_of(mlless_ratings.LEARNED, given, "dense")
     changes = [
-        *shared, f"data.workers={asked['workers']}", "training.policy={name: isp, significance: 0.7}",
+        *shared, f"data.workers={asked['workers']}",
+        "training.policy={name: isp, contributions: sum, significance: 0.7}",
         f"stop={{loss: {goal}, updates: {20 if options.quick else _MAX_UPDATES}}}",
         f"plan={{deadline_s: 600, boot_s: 1, alpha: 0.999, cycle_s: 36000, {_PRICES}}}", "fleet={kind: processes}",
     ]  # fmt: skip

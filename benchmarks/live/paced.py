@@ -87,12 +87,16 @@ class Drift:
 
 
 class PacedBlock(nn.Module):
-    """A residual block, (n, width) to (n, width), whose passes take a stated time for a whole batch."""
+    """A residual block, (n, width) to (n, width), whose passes take a stated time for a whole batch.
 
-    def __init__(self, width: int, scale: float, block_s: float, batch_size: int, drift: Drift) -> None:
+    The first block of a stage also takes the time of the link to the stage before it, in either direction.
+    """
+
+    def __init__(self, width: int, scale: float, block_s: float, batch_size: int, drift: Drift, link_s: float) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
         self._scale, self._block_s, self._batch_size, self._drift = scale, block_s, batch_size, drift
+        self._link_s = link_s
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = x + self._scale * torch.relu(self.linear(x))
@@ -100,7 +104,8 @@ class PacedBlock(nn.Module):
         if not (self.training and torch.is_grad_enabled() and len(x) >= self._batch_size):
             return output
         block_s = self._block_s * self._drift.factor(time.monotonic(), os.getpid())
-        return pause(output, FORWARD_SHARE * block_s, (1 - FORWARD_SHARE) * block_s)
+        link_s = self._link_s if x.is_leaf else 0.0  # what no layer of this process has computed has come over a link
+        return pause(output, FORWARD_SHARE * block_s + link_s, (1 - FORWARD_SHARE) * block_s + link_s)
 
 
 class PacedBlocks(Digits):
@@ -112,21 +117,25 @@ class PacedBlocks(Digits):
         block_s: seconds of a batch in a block, forward and backward.
         batch_size: samples of a batch; fewer take no time.
         drift, drift_every_s: sigma and period of `Drift`.
+        link_s: seconds of a batch's activations, or of its gradients, between two stages.
         digits: as of `Digits`.
     """
 
     def __init__(
         self, blocks: int, width: int, block_s: float, batch_size: int, drift: float = 0.0, drift_every_s: float = 1.0,
-        **digits: Any,
+        link_s: float = 0.0, **digits: Any,
     ) -> None:  # fmt: skip
         super().__init__(**digits)
         self.blocks, self.width = blocks, width
         self.block_s, self._batch_size = block_s, batch_size
-        self.drift = Drift(drift, drift_every_s)
+        self.drift, self.link_s = Drift(drift, drift_every_s), link_s
 
     def build_model(self) -> nn.Module:
         scale = self.blocks**-0.5
-        blocks = (PacedBlock(self.width, scale, self.block_s, self._batch_size, self.drift) for _ in range(self.blocks))
+        blocks = (
+            PacedBlock(self.width, scale, self.block_s, self._batch_size, self.drift, self.link_s)
+            for _ in range(self.blocks)
+        )
         return nn.Sequential(
             nn.Flatten(), nn.Linear(64, self.width), nn.ReLU(), *blocks, nn.Linear(self.width, self.num_classes)
         )

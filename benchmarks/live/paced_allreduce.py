@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
@@ -29,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 EVALUATIONS: Final = 150  # of a run, at most
 _TIMEOUT: Final = timedelta(seconds=60)
+_BUCKETS: Final = 12
 
 
 class Round(NamedTuple):
@@ -39,6 +41,7 @@ class Round(NamedTuple):
         slowdowns: of each device, times `task.args.block_s`.
         lr: of the mean gradient of all devices.
         seconds: of learning.
+        ring_s: that the all-reduce of all gradients takes on the devices' links.
     """
 
     job: str
@@ -46,6 +49,33 @@ class Round(NamedTuple):
     slowdowns: list[float]
     lr: float
     seconds: float
+    ring_s: float = 0.0
+
+
+class PacedRing:
+    """All-reduce of buckets of gradients one after the other, each in its share of `ring_s`.
+
+    It goes on in a thread of its own, while the device computes the gradients that come later, as Horovod's and DDP's.
+    """
+
+    def __init__(self, ring_s: float, num_bytes: int) -> None:
+        self._s_per_byte = ring_s / num_bytes
+        self._thread = ThreadPoolExecutor(1)
+
+    def mean_of(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """The mean of this bucket's gradients over all devices."""
+        mean: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        self._thread.submit(self._reduce, bucket.buffer(), mean)
+        return mean
+
+    def _reduce(self, gradients: torch.Tensor, mean: torch.futures.Future[torch.Tensor]) -> None:
+        try:
+            until_s = time.monotonic() + self._s_per_byte * gradients.nbytes
+            dist.all_reduce(gradients)
+            time.sleep(max(0.0, until_s - time.monotonic()))
+            mean.set_result(gradients.div_(dist.get_world_size()))
+        except Exception as error:
+            mean.set_exception(error)
 
 
 def measure(told: Round) -> dict[str, Any]:
@@ -102,7 +132,11 @@ def _train(rank: int, told: Round, port: int) -> tuple[float, float, list[tuple[
     torch.manual_seed(job.seed)
     module = task.build_model().train()
     dist.init_process_group("gloo", rank=rank, world_size=len(told.slowdowns), timeout=_TIMEOUT)
-    model = DistributedDataParallel(module)
+    num_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    # Small buckets: the first gradients are on their way while the last ones are computed.
+    model = DistributedDataParallel(module, bucket_cap_mb=num_bytes / 2**20 / _BUCKETS)
+    ring = PacedRing(told.ring_s, num_bytes)
+    model.register_comm_hook(None, lambda _, bucket: ring.mean_of(bucket))
     ready_s: list[float] = []  # when this device's gradients were there: the first parameter's is the last one
     first = next(module.parameters())
     first.register_post_accumulate_grad_hook(lambda _: ready_s.append(time.monotonic()))  # type: ignore[no-untyped-call]

@@ -119,7 +119,7 @@ def _up(name: str, folder: Path, options: Options, wish: dict[str, int], limit_b
         "data.workers=1", "data.batch_size=64", "arrivals.rate_per_s=300",
         f"task.args.hidden={[wish['width']] * wish['layers']}", f"seed={options.seeds[0]}",
         "training.optimizer={name: sgd, lr: 0.02, momentum: 0.9}",
-        "training.policy={name: wsp, wave_batches: 1, clock_distance: 0}",
+        "training.policy={name: wsp, contributions: sum, wave_batches: 1, clock_distance: 0}",
         "stop.accuracy=null", f"stop.updates={wish['updates']}", "evaluation.max_samples=200",
         f"worker.memory_bytes={limit_bytes}", *changes,
     )  # fmt: skip

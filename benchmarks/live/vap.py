@@ -116,7 +116,7 @@ def digests(config: JobConfig, log: Path) -> list[str]:
 
 def as_asp(config: JobConfig) -> JobConfig:
     """The same job under `asp` with steps."""
-    training = config.training.model_copy(update={"policy": AspPolicyConfig(contribution="step")})
+    training = config.training.model_copy(update={"policy": AspPolicyConfig(contribution="step", contributions="sum")})
     return config.model_copy(update={"training": training})
 
 
@@ -168,7 +168,7 @@ def run_one(folder: Path, setting: str, bound: float, seed: int, options: Option
     config = load(
         JOBS / "digits" / "job.yaml",
         [
-            f"seed={seed}", f"training.policy={{name: vap, value_bound: {_yaml(bound)}}}",
+            f"seed={seed}", f"training.policy={{name: vap, contributions: sum, value_bound: {_yaml(bound)}}}",
             "training.optimizer={name: sgd, lr: 0.02}", "checkpoint.event_log=true", f"stop={{seconds: {seconds}}}",
             # A quarter more than the workers could take without waiting.
             f"arrivals={{process: poisson, rate_per_s: {1.25 * 32 / batch_s:.0f}}}", "evaluation.every_s=5",

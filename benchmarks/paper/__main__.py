@@ -3,6 +3,7 @@
     python -m benchmarks.paper [--quick] [--out FOLDER] [--processes N] [--only NAME ...]
 
 A whole run without --quick and --only updates the marked sections of docs/results.md and the figures in docs/paper/.
+It needs committed code, since each section names its commit; --write-docs takes the files of several runs.
 The run fails where a verdict on a claim is not the one that its script declares.
 """
 
@@ -27,7 +28,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.paper import harness
-from benchmarks.results import DOCS, update_section
+from benchmarks.results import DOCS, refuse_dirty, update_section
 
 # In the order of the document.
 SCRIPTS = (
@@ -112,6 +113,7 @@ def claims_markdown(results: Sequence[dict[str, Any]], when: str) -> str:
     """
     claims = [(result, check) for result in results for check in result["checks"] if check["paper"] is not None]
     counts = Counter(check["verdict"] for _, check in claims)
+    kinds = Counter((check["kind"], check["verdict"]) for _, check in claims)
     own = [check for result in results for check in result["checks"] if check["paper"] is None and check["verdict"]]
     passed = sum(check["is_expected"] for check in own)
     lines = [
@@ -121,15 +123,20 @@ def claims_markdown(results: Sequence[dict[str, Any]], when: str) -> str:
         "[sections below](#the-papers-figure-by-figure) have them. A run fails where a verdict is not the one that its "
         "script declares, in either direction.",
         "",
-        "| claim of the paper | paper | ours | verdict | cause |",
-        "|---|---|---|---|---|",
+        "| kind | what it compares | claims | " + " | ".join(harness.VERDICTS) + " |",
+        "|---|---|---:|---:|---:|---:|",
     ]
+    for kind, about in harness.KINDS.items():
+        each = [kinds[kind, verdict] for verdict in harness.VERDICTS]
+        lines.append(_row(kind, about, str(sum(each)), *map(str, each)))
+    lines += ["", "| claim of the paper | kind | paper | ours | verdict | cause |", "|---|---|---|---|---|---|"]
     for result, check in claims:
         mark = harness.mark_of(check["verdict"], is_claim=True, is_expected=check["is_expected"])
         if check["verdict"] == harness.NOT_REPRODUCED:
             mark = f"**{mark}**"
         what = f"{_source(result)}: {check['what']}"
-        lines.append(_row(what, harness.show(check["paper"]), harness.show(check["ours"]), mark, check["cause"]))
+        paper, ours = harness.show(check["paper"]), harness.show(check["ours"])
+        lines.append(_row(what, check["kind"], paper, ours, mark, check["cause"]))
     return "\n".join(lines)
 
 
@@ -158,7 +165,8 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
         "a claim of the paper and has a verdict; the others compare this code with a formula.",
     ]
     for result in results:
-        lines += ["", f"### {result['title']}", ""]
+        made = f"Commit {result['commit']}, {result['seconds']:.0f} s: `python -m benchmarks.paper.{result['name']}`."
+        lines += ["", f"### {result['title']}", "", made, ""]
         if result["name"] in _PICTURES:
             lines += [f"![{result['title']}](paper/{result['name']}.png)", ""]
         lines += ["| | paper | formula | ours | criterion | |", "|---|---|---|---|---|---|"]
@@ -186,7 +194,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     if options.write_docs:
         results = [json.loads((options.out / f"{name}.json").read_text(encoding="utf-8")) for name in SCRIPTS]
+        if dirty := [result["name"] for result in results if not result["commit"].isalnum()]:
+            parser.error(f"{', '.join(dirty)}: expected figures of committed code: commit, and run them again")
     else:
+        if not options.quick:
+            refuse_dirty()
         results = run_all(options.only, options.out, options.quick, max(1, options.processes), console)
     checks = [(result["name"], check) for result in results for check in result["checks"]]
     unexpected = [

@@ -93,10 +93,10 @@ def run(quick: bool) -> Result:
             "within 1 %",
             abs(ours / np.exp(-error_rate_poisson_per_s(size * 1.0, rho, size) * time) - 1) < 0.01,
         ),
-        claim("(9) with E[J_t] for J_t: ρ^E[J_t], against E[ρ^J_t]", float(plugged), ours, "within 1 %",
+        claim("formula", "(9) with E[J_t] for J_t: ρ^E[J_t], against E[ρ^J_t]", float(plugged), ours, "within 1 %",
               near(ours, float(plugged), 0.01)),
         Check("ρ^E[J_t] is below E[ρ^J_t]: optimistic", None, float(plugged), ours, "below", plugged < ours),
-        Check("(13): exponent of J in the least E[G'²], η = c/√J", -0.5, None, exponents[0], "≤ -0.45",
+        claim("formula", "(13): exponent of J in the least E[G'²], η = c/√J", -0.5, exponents[0], "≤ -0.45",
               exponents[0] <= -0.45),
         Check("(13), control: the same with a constant η", None, None, exponents[1], "> -0.1", exponents[1] > -0.1),
     ]  # fmt: skip

@@ -100,26 +100,27 @@ def checks_of(reads: dict[tuple[str, int], Reads]) -> list[Check]:
     moves = max(essp_means) - min(essp_means)
     apart = max(ssp_means) - min(ssp_means)
     checks += [
-        claim(f"left: ESSP's mean staleness from s = {STALENESS[1]} to {STALENESS[-1]} moves, of SSP's",
+        claim("order", f"left: ESSP's mean staleness from s = {STALENESS[1]} to {STALENESS[-1]} moves, of SSP's",
               "regardless of s", moves / apart, "≤ 0.2", moves <= 0.2 * apart),
-        claim("left: mean staleness of ESSP, all s", "usually close to zero", min(essp_means), "≥ −2",
+        claim("order", "left: mean staleness of ESSP, all s", "usually close to zero", min(essp_means), "≥ −2",
               min(essp_means) >= -2, _CAUSE),
     ]  # fmt: skip
     for name in ("ssp", "essp"):
         outside = [staleness for staleness in STALENESS if not reads[name, staleness].is_inside(staleness)]
         checks.append(
-            Check(f"left: bounds s at which a read of {name.upper()} is outside of [−s − 1, s]", 0, None, len(outside),
-                  "0", not outside)
+            claim("formula", f"left: bounds s at which a read of {name.upper()} is outside of [−s − 1, s]", 0,
+                  len(outside), "0", not outside)
         )  # fmt: skip
     for staleness in STALENESS:
         essp, ssp = reads["essp", staleness].blocked_share, reads["ssp", staleness].blocked_share
         for name, share, ok in (("SSP", ssp, None), ("ESSP", essp, essp < ssp)):
             checks.append(
                 Check(f"right: blocked share of {name}({staleness})", None if ok is None else "below SSP",
-                      REFERENCE[name.lower(), staleness][1], share, "" if ok is None else "below SSP", ok)
+                      REFERENCE[name.lower(), staleness][1], share, "" if ok is None else "below SSP", ok,
+                      kind=None if ok is None else "order")
             )  # fmt: skip
     checks.append(
-        cannot_be_tried("right: seconds of communication in LDA on 64 machines", "less with ESSP",
+        cannot_be_tried("order", "right: seconds of communication in LDA on 64 machines", "less with ESSP",
                         "no 64 machines; the blocked share is that of the simulation")
     )  # fmt: skip
     return checks

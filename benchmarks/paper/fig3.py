@@ -158,6 +158,7 @@ def run(quick: bool) -> Result:
     means = [float(dots[setting][0].cost.mean()) for setting in SETTINGS]
     checks.append(
         claim(
+            "order",
             "order of the settings: (0.9, 1.05) < (0.8, 1.10) < (0.8, 1.05) < 1",
             "yes",
             "yes" if means[0] < means[2] < means[1] < 1 else "no",

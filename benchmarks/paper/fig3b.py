@@ -14,7 +14,7 @@ from doll.config import AdamConfig, OptimizerConfig, SgdConfig
 from doll.provisioner.traces.availability import Markov
 from doll.ps.policies.doll import DollPolicyConfig
 
-from benchmarks.paper.harness import FORMULA, Check, Result, Value, cannot_be_tried, main
+from benchmarks.paper.harness import FORMULA, Check, Result, Value, cannot_be_tried, claim, main
 from doll_lab.figures import decorate
 from doll_lab.simulation.settings import SimulationSettings
 from doll_lab.simulation.system import System
@@ -59,17 +59,18 @@ def run(quick: bool) -> Result:
         for spot, alpha in SPOT[1:]:
             ours = ends[spot, alpha]
             checks.append(
-                Check(
+                claim(
+                    "order",
                     f"{name}: held-out accuracy after {updates} updates, {spot} of {WORKERS} on spot, α = {alpha:g}",
                     "unaffected",
-                    without,
                     ours,
                     f"within {points:g} point of no preemption",
                     abs(ours - without) < points / 100,
+                    formula=without,
                 )
             )
     checks.append(
-        cannot_be_tried("EMNIST, J = 10 000: test accuracy", 0.85,
+        cannot_be_tried("value", "EMNIST, J = 10 000: test accuracy", 0.85,
                         "51 million images, some 8 hours on two cores at 900 images/s each")
     )  # fmt: skip
     base = np.mean([_seconds(updates, 0, 1.0, seed) for seed in range(runs)])

@@ -83,12 +83,17 @@ def run(quick: bool) -> Result:
     means = [dots[setting][0].cost.mean() for setting in SETTINGS]
     ordered = bool(max(means[0], means[2]) < means[1] < 1)
     name = "(0.9, 1.05) and (0.8, 1.10) < (0.8, 1.05) < 1"
-    checks.append(claim(name, "yes", "yes" if ordered else "no", "yes", ordered))
+    checks.append(claim("order", name, "yes", "yes" if ordered else "no", "yes", ordered))
     equal = [float(cost_ratio(setting.ratio, N, setting.alpha, HIGH).lower) for setting in SETTINGS]
     fewer = sum(mine < other for mine, other in zip(means, equal, strict=True))
     checks.append(
         claim(
-            "settings with a lower cost than with equal rates (Fig. 3a)", "all", fewer, "3 of 3", fewer == len(SETTINGS)
+            "order",
+            "settings with a lower cost than with equal rates (Fig. 3a)",
+            "all",
+            fewer,
+            "3 of 3",
+            fewer == len(SETTINGS),
         )
     )
     totals = np.random.default_rng(4).uniform(1, 250, (2000, N)).sum(axis=1)

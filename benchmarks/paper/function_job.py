@@ -205,12 +205,13 @@ class FunctionJob(TimedWorld):
         compute_s: seconds that worker `w` computes on its batch `n`: compute_s(w, n).
         tuner: removes workers; default: nobody leaves.
         residual: makes a worker's filter, of the policy's threshold and the number of parameters.
+        add_s_per_byte: seconds in which a worker adds a byte of another one's update to its weights.
     """
 
     def __init__(
         self, problem: Problem, policy: PolicyConfig, workers: int, store: Store,
         compute_s: Callable[[int, int], float], *, tuner: ScaleInTuner | None = None,
-        residual: Callable[[float, int], Residual] = Residual,
+        residual: Callable[[float, int], Residual] = Residual, add_s_per_byte: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__(
             policy, num_workers=workers, on={MESSAGE: self._on_stored}, seconds_of=self._get_and_compute_s,
@@ -219,6 +220,7 @@ class FunctionJob(TimedWorld):
         self.weights = problem.start()
         self.outcome = Outcome()
         self._problem, self._store, self._compute_s, self._tuner = problem, store, compute_s, tuner
+        self._add_s_per_byte = add_s_per_byte
         threshold = policy.filter_threshold
         self._workers = [_Worker(self.weights.copy(), residual(threshold, len(self.weights))) for _ in range(workers)]
         self._num_workers = workers
@@ -315,6 +317,7 @@ class FunctionJob(TimedWorld):
             included = process.protocol.newest(process.first_order.grant).included
             state.version, state.snapshot = version, (included, weights)
             read_s = self._store.get(worker, num_bytes, self.now) - self.now
+            read_s += self._add_s_per_byte * sum(num_bytes.values())
         return read_s + self._compute_s(worker, batch)
 
     def _on_computed(self, worker: int, number: int) -> None:

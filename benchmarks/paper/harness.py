@@ -28,23 +28,34 @@ REPRODUCED: Verdict = "reproduced"
 NOT_REPRODUCED: Verdict = "not reproduced"
 CANNOT_BE_TRIED: Verdict = "cannot be tried here"
 VERDICTS = (REPRODUCED, NOT_REPRODUCED, CANNOT_BE_TRIED)
+Kind = Literal["value", "order", "formula", "arithmetic"]
+KINDS: dict[Kind, str] = {
+    "value": "a number that the paper measured, within a tolerance",
+    "order": "which is larger, or in which direction it goes",
+    "formula": "a formula or a theorem of the paper, against simulation or brute force",
+    "arithmetic": "the paper's printed numbers, computed from one another",
+}
+"""What a claim of a paper is, from the one that says most to the one that says least."""
 
 
 @dataclass(frozen=True)
 class Check:
     """One line of the tables: what the paper says, what the formula gives, what came out here.
 
-    A check with a value of the paper is a claim of the paper, and has a verdict. Its criterion is then about what the
-    paper says. A check without one compares this code with a formula or with a reference simulation.
+    A check with a value of the paper is a claim of the paper, and has a kind and a verdict. Its criterion is then about
+    what the paper says. A check without one compares this code with a formula or with a reference simulation.
+    `claim` and `cannot_be_tried` make the former.
 
     Attributes:
         ok: `ours` meets `criterion`; None where there is nothing to meet, for the comparison only.
         declared: the verdict that the script expects. Any other one makes the run fail: a claim that fails without a
             declared cause, and one that is declared as not reproduced and is.
         cause: why it is not reproduced, or cannot be tried; empty where it is reproduced.
+        kind: what a claim of the paper is; None for all other checks.
 
     Raises:
-        ValueError: a claim without a verdict, a verdict without its cause, or a cause without such a verdict.
+        ValueError: a claim without a kind or a verdict, a kind without a claim, a verdict without its cause, or a cause
+            without such a verdict.
     """
 
     what: str
@@ -55,8 +66,13 @@ class Check:
     ok: bool | None
     declared: Verdict = REPRODUCED
     cause: str = ""
+    kind: Kind | None = None
 
     def __post_init__(self) -> None:
+        if self.is_claim != (self.kind in KINDS):
+            raise ValueError(
+                f"{self.what}: expected a kind of a claim alone, one of {', '.join(KINDS)}, got {self.kind!r}"
+            )
         for name, value in vars(self).items():
             if hasattr(value, "item"):  # numpy's numbers are not JSON's
                 object.__setattr__(self, name, value.item())
@@ -86,19 +102,23 @@ class Check:
         return self.verdict in (None, self.declared)
 
 
-def claim(what: str, paper: Value, ours: Value, criterion: str, ok: bool, not_reproduced: str = "") -> Check:
+def claim(
+    kind: Kind, what: str, paper: Value, ours: Value, criterion: str, ok: bool, not_reproduced: str = "",
+    *, formula: Value = None,
+) -> Check:  # fmt: skip
     """A claim of the paper.
 
     Args:
         not_reproduced: why it is not; default: it is expected to be reproduced.
+        formula: what another formula or reference gives, for comparison.
     """
     declared = NOT_REPRODUCED if not_reproduced else REPRODUCED
-    return Check(what, paper, None, ours, criterion, ok, declared, not_reproduced)
+    return Check(what, paper, formula, ours, criterion, ok, declared, not_reproduced, kind)
 
 
-def cannot_be_tried(what: str, paper: Value, cause: str) -> Check:
+def cannot_be_tried(kind: Kind, what: str, paper: Value, cause: str) -> Check:
     """A claim of the paper that nothing here can try."""
-    return Check(what, paper, None, None, "", None, CANNOT_BE_TRIED, cause)
+    return Check(what, paper, None, None, "", None, CANNOT_BE_TRIED, cause, kind)
 
 
 def near(value: float, paper: float, share: float) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from benchmarks.paper.harness import Check, Result, Value, main
+from benchmarks.paper.harness import Check, Result, Value, claim, main
 from doll_lab.pipelines.plots import draw_timelines
 from doll_lab.pipelines.schedule import StageTimes, simulate
 from doll_lab.pipelines.timeline import Steps, Timeline
@@ -67,7 +67,7 @@ def checks_of(forward_first: Timeline, backward_first: Timeline, gains: list[flo
         count = len(printed.split())
         ours = " ".join(forward_first.order(stage).split()[:count])
         checks.append(
-            Check(f"stage {stage}: {count} tasks, {' '.join(printed.split()[:8])} ...", "as printed", None,
+            claim("order", f"stage {stage}: {count} tasks, {' '.join(printed.split()[:8])} ...", "as printed",
                   "the same" if ours == printed else ours, "the same order", ours == printed)
         )  # fmt: skip
     kept = tuple(backward_first.max_in_flight(stage) for stage in range(STAGES))

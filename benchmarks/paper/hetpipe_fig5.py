@@ -1,9 +1,9 @@
 """HetPipe, Fig. 5 and 6 against Horovod: time to the target, from the minibatches that it takes and their rate.
 
 Minibatches to the target loss are those of the perceptron of `hetpipe_fig6`, on weights as old as wsp lets them be, and
-on the newest weights for Horovod, whose workers step together. Images per second are those of the models on the GPUs of
-`hetpipe_fig4`, ResNet-152 on 12 and 16 of them for Fig. 5 and VGG-19 on 16 for Fig. 6. The time is one by the other,
-of Horovod's.
+on the newest weights for Horovod, whose workers step together. Images per second are those of the models on the GPUs
+and the fitted links of `hetpipe_links`, ResNet-152 on 12 and 16 GPUs for Fig. 5 and VGG-19 on 16 for Fig. 6. The time
+is one by the other, of Horovod's.
 
 Criteria: the orders of the paper's times, and its ratios within 20 %.
 """
@@ -13,15 +13,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from doll.pipeline.planner.partition import MemoryRule
 
 from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, cannot_be_tried, claim, main, near
-from benchmarks.paper.hetpipe_fig4 import LOCAL, MAX_IN_FLIGHT, TABLE_4, best_by_allocation, fleet_of
 from benchmarks.paper.hetpipe_fig6 import RATE, TARGET, Perceptron, mean, simulate
-from benchmarks.paper.hetpipe_links import STEPS, horovod
-from benchmarks.paper.hetpipe_models import MODELS, NETWORK, OPTIMIZER_MULTIPLIER
+from benchmarks.paper.hetpipe_links import LINKS, TABLE_4, hetpipe, horovod
+from benchmarks.paper.hetpipe_models import MODELS
 from doll_lab.figures import decorate
-from doll_lab.pipelines.fleet_plan import plan_fleet
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,8 +30,12 @@ PAPER_TIME = {
 """Time to the target of HetPipe, of Horovod's, by model, number of GPUs and D."""
 HOROVOD_GPUS = {"ResNet-152": 12, "VGG-19": 16}
 _D4 = (
-    "overlap: speeds are constant here and pushes and pulls are hidden, so that D = 4 gains nothing; with drifting "
-    "speeds and transfers that take time, D = 4 takes 0.62 of the time of D = 0 (Fig. 6), and so 0.46 of Horovod's"
+    "speeds are constant here, so that D = 4 gains no more than the pulls that it leaves out; with drifting speeds it "
+    "takes 0.62 of the time of D = 0 (Fig. 6)"
+)
+_TWELVE = (
+    "the paper's own images/s, 538 and 415, give 0.77; the rest it has from fewer minibatches than Horovod's, and ours "
+    "take as many. Our Horovod does 457 images/s: its GPUs' speeds are those of stages that are not quite even"
 )
 
 
@@ -50,16 +51,6 @@ def minibatches_of_horovod(workers: int, seed: int) -> float:
     return float((last_above + 1) * workers)
 
 
-def images_per_s(model: str, gpus: int, distance: int) -> float:
-    """HetPipe with ED-local."""
-    kinds, k = TABLE_4[gpus]
-    plan = plan_fleet(
-        MODELS[model](), fleet_of(kinds), NETWORK, MemoryRule(OPTIMIZER_MULTIPLIER), k=k, clock_distance=distance,
-        max_in_flight=MAX_IN_FLIGHT, rules=["ED"],
-    )  # fmt: skip
-    return best_by_allocation(plan)[0][LOCAL]
-
-
 def checks_of(times: dict[tuple[str, int, int], float]) -> list[Check]:
     """The checks, from HetPipe's time to the target over Horovod's."""
     checks: list[Check] = []
@@ -68,19 +59,20 @@ def checks_of(times: dict[tuple[str, int, int], float]) -> list[Check]:
         what = f"Fig. {5 if model == 'ResNet-152' else 6}, {model}: HetPipe on {gpus} GPUs, D = {distance}"
         other = HOROVOD_GPUS[model]
         checks += [
-            claim(f"{what}: time to the target, of Horovod's on {other}: faster", "< 1", time, "< 1", time < 1),
-            claim(f"{what}: by so much", paper, time, "paper ± 20 %", near(time, paper, 0.2),
-                  _D4 if distance else ""),
+            claim("order",
+                  f"{what}: time to the target, of Horovod's on {other}: faster", "< 1", time, "< 1", time < 1),
+            claim("value", f"{what}: by so much", paper, time, "paper ± 20 %", near(time, paper, 0.2),
+                  _TWELVE if gpus == 12 else ""),
         ]  # fmt: skip
     more = times["ResNet-152", 16, 0] / times["ResNet-152", 12, 0]
     later = times["VGG-19", 16, 4] / times["VGG-19", 16, 0]
     checks += [
-        claim("Fig. 5, ResNet-152: time on 16 GPUs, of that on 12", 0.61 / 0.65, more, "< 1, paper ± 20 %",
+        claim("value", "Fig. 5, ResNet-152: time on 16 GPUs, of that on 12", 0.61 / 0.65, more, "< 1, paper ± 20 %",
               more < 1 and near(more, 0.61 / 0.65, 0.2)),
-        claim("Fig. 6, VGG-19: time at D = 4, of that at D = 0, at the rates of the models", 0.72, later,
+        claim("value", "Fig. 6, VGG-19: time at D = 4, of that at D = 0, at the rates of the models", 0.72, later,
               "paper ± 20 %", near(later, 0.72, 0.2), _D4),
-        cannot_be_tried("Fig. 5: ResNet-152's accuracy on ImageNet", 0.74, "no GPUs and no ImageNet"),
-        cannot_be_tried("Fig. 6: VGG-19's accuracy on ImageNet", 0.67, "no GPUs and no ImageNet"),
+        cannot_be_tried("value", "Fig. 5: ResNet-152's accuracy on ImageNet", 0.74, "no GPUs and no ImageNet"),
+        cannot_be_tried("value", "Fig. 6: VGG-19's accuracy on ImageNet", 0.67, "no GPUs and no ImageNet"),
     ]  # fmt: skip
     return checks
 
@@ -94,8 +86,8 @@ def run(quick: bool) -> Result:
     for model, gpus, distance in PAPER_TIME:
         other = HOROVOD_GPUS[model]
         rate, reference = (
-            images_per_s(model, gpus, distance),
-            horovod(MODELS[model](), TABLE_4[other][0], STEPS["as assumed"]),
+            hetpipe(model, gpus, LINKS, clock_distance=distance).images_per_s,
+            horovod(MODELS[model](), TABLE_4[other][0], LINKS),
         )
         assert reference is not None
         times[model, gpus, distance] = (needed[distance] / rate) / (of_horovod[other] / reference)
@@ -113,6 +105,10 @@ def run(quick: bool) -> Result:
         + ", ".join(f"{count:.0f} with {gpus} workers" for gpus, count in of_horovod.items())
         + ". All add the steps of their minibatches, at one rate.",
         "The perceptron stands for both models, so that only orders and rough ratios can be compared.",
+        "The paper's times are not those of its own throughputs: 415 by 580 images/s (ResNet-152 on 16 GPUs) would be "
+        "0.72 of Horovod's time and is 0.61; 339 by 606 (VGG-19) would be 0.56 and is 0.71. So it takes 0.85 and 1.27 "
+        "times as many minibatches as Horovod; here both take as many.",
+        "The links are fitted to the rates of 8 and 16 GPUs (Fig. 4), and minibatches to nothing.",
     ]
     return Result(
         "HetPipe, Fig. 5 and 6: time to the target against Horovod", checks_of(times), rows,

@@ -120,7 +120,7 @@ def checks_of(runs: dict[tuple[int, int, int], Run], control: Run, lemma: tuple[
                   "below the bound", bool(run.regret[-1] < run.theorem.bound(run.updates[-1]))),
             Check(f"{what}: most of the bound, from T = {run.theorem.least_updates} on", None, 1.0, share, "< 1",
                   share < 1),
-            Check(f"{what}: exponent of T", -0.5, -0.5, exponent, "≤ -0.45", exponent <= -0.45),
+            claim("formula", f"{what}: exponent of T", -0.5, exponent, "≤ -0.45", exponent <= -0.45),
             Check(f"{what}: most of ½‖w_t - w*‖², of M²", None, 1.0, run.distance / run.theorem.radius**2, "≤ 1",
                   run.distance <= run.theorem.radius**2 * (1 + 1e-9)),
         ]  # fmt: skip
@@ -130,7 +130,8 @@ def checks_of(runs: dict[tuple[int, int, int], Run], control: Run, lemma: tuple[
         Check("control, constant steps: regret at the end, of the bound", None, None, over, "> 1", over > 1),
         Check("Lemma 2, corrected sign: largest error of random steps", None, 0.0, float(corrected.max()), "≤ 1e-9",
               bool(corrected.max() <= 1e-9)),
-        claim("Lemma 2, as printed in (5) and (8): smallest error of random steps", 0.0, float(printed.min()),
+        claim("formula",
+              "Lemma 2, as printed in (5) and (8): smallest error of random steps", 0.0, float(printed.min()),
               "≤ 1e-9", bool(printed.min() <= 1e-9),
               "the difference of D has the other sign, with which it holds (H1)"),
     ]  # fmt: skip

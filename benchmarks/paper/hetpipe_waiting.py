@@ -161,9 +161,9 @@ def checks_of(equal: dict[int, Waiting], slow: dict[int, Waiting]) -> list[Check
         last = wait.share
     ratio, idle = slow[4].share / slow[0].share, slow[4].idle or 0.0
     checks += [
-        claim("wait at D = 4, of that at D = 0; one at half the speed", 0.62, ratio, "paper ± 20 %",
+        claim("value", "wait at D = 4, of that at D = 0; one at half the speed", 0.62, ratio, "paper ± 20 %",
               near(ratio, 0.62, 0.2), _CAUSE),
-        claim("share of the wait at D = 4 in which no stage computes; one at half the speed", 0.18, idle,
+        claim("value", "share of the wait at D = 4 in which no stage computes; one at half the speed", 0.18, idle,
               "paper ± 8 points", abs(idle - 0.18) <= 0.08, _CAUSE),
     ]  # fmt: skip
     return checks

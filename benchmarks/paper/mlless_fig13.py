@@ -73,13 +73,14 @@ def run(quick: bool) -> Result:
             criterion, ok = "≥ 1.2", gain[workers] >= 1.2
         checks.append(
             Check(f"P = {workers}, one shard busy for {busy[workers]:.0%}: time with one shard over that with two",
-                  stated, None, gain[workers], criterion, ok)
+                  stated, None, gain[workers], criterion, ok, kind=None if stated is None else "order")
         )  # fmt: skip
     for workers, paper in PAPER_SPEED_UP.items():
         if workers in all_workers:
             speed_up = mean_s(24, 1) / mean_s(workers, 2)
             checks.append(
-                claim(f"P = {workers} with two shards: speed-up over 24 with one", paper, speed_up, "paper ± 20 %",
+                claim("value",
+                      f"P = {workers} with two shards: speed-up over 24 with one", paper, speed_up, "paper ± 20 %",
                       near(speed_up, paper, 0.2))
             )  # fmt: skip
     saturated = [workers for workers in all_workers if busy[workers] >= SATURATED]
@@ -87,7 +88,7 @@ def run(quick: bool) -> Result:
     checks += [
         Check("fewest workers that saturate one shard", None, "above 40", min(saturated, default=0), "> 24",
               min(saturated, default=0) > 24),
-        Check(f"steps to the target, P = {all_workers[-1]} over P = {all_workers[0]}", "fewer", None, fewer, "< 1",
+        claim("order", f"steps to the target, P = {all_workers[-1]} over P = {all_workers[0]}", "fewer", fewer, "< 1",
               fewer < 1),
     ]  # fmt: skip
     rows: list[dict[str, Value]] = [

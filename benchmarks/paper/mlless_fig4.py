@@ -17,7 +17,7 @@ import numpy.typing as npt
 from doll.theory import scale_in
 from doll.theory.scale_in import ReferenceCurve, SlowCurve
 
-from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
+from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, claim, main
 from doll_lab.figures import decorate
 
 if TYPE_CHECKING:
@@ -170,19 +170,19 @@ def run(quick: bool) -> Result:
     first, second = float(np.mean(reference_errors)), float(np.mean(slow_errors))
     early, late = float(np.mean(early_errors)), float(np.mean(late_errors))
     checks += [
-        Check(
-            "(c) (2) at the knee: mean error 50 to 200 steps ahead", "< 1.5 %", None, first, "< 1.5 %", first < 0.015
+        claim(
+            "value", "(c) (2) at the knee: mean error 50 to 200 steps ahead", "< 1.5 %", first, "< 1.5 %", first < 0.015
         ),
-        Check(
+        claim(
+            "value",
             "(c) (3) after a removal: mean error 50 to 200 steps ahead",
             "< 1.5 %",
-            None,
             second,
             "< 1.5 %",
             second < 0.015,
         ),
-        Check(
-            "(d) the same with (2) on the first half of the points", "larger", None, early, "above (c)", early > late
+        claim(
+            "order", "(d) the same with (2) on the first half of the points", "larger", early, "above (c)", early > late
         ),
         Check("knee, in steps", None, None, float(np.mean(knees)), "", None),
     ]

@@ -23,7 +23,7 @@ from doll.ps.policies.isp import IspPolicyConfig
 
 from benchmarks.paper.factorization import low_rank
 from benchmarks.paper.function_job import Factors, FunctionJob, Outcome, Problem, Store
-from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
+from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, claim, main
 from benchmarks.paper.logistic import Clicks
 from doll_lab.figures import decorate
 
@@ -40,6 +40,10 @@ REFERENCE = {0.1: (1.5, 1.0), 0.7: (2.75, 92 / 79), 2.0: (3.5, 1.65)}
 # with 12 workers, where it follows from Table 5 (`benchmarks.paper.mlless_table5`).
 SHARE, SPARSE_SHARE = 0.9, 0.08
 _MOST_STEPS = 1000
+_SLOWER = (
+    "it gains nothing here: the filter costs more steps than the transfer of so small a share of a step is worth; the "
+    "paper's Criteo has more columns and steps than this one"
+)
 _BSP = BspPolicyConfig(contribution="step")
 _COLORS = {0.0: FORMULA, 0.1: "#72b7b2", 0.7: OURS, 2.0: PAPER}
 
@@ -130,10 +134,11 @@ def run(quick: bool) -> Result:
     )
     of_sparse = compare(sparse_bsp, sparse_isp)
     checks += [
-        Check(f"factorisation, {SHARE:.0%} of bsp's step is transfer: its time over that of v = 0.7", "up to 3", None,
+        claim("order",
+              f"factorisation, {SHARE:.0%} of bsp's step is transfer: its time over that of v = 0.7", "up to 3",
               speed_up, "> 1.5", speed_up > 1.5),
-        Check(f"sparse regression, {SPARSE_SHARE:.0%} of bsp's step is transfer: the same", "little", None,
-              sparse_speed_up, "< 1.1", sparse_speed_up < 1.1),
+        claim("order", f"sparse regression, {SPARSE_SHARE:.0%} of bsp's step is transfer: the same", "gains little",
+              sparse_speed_up, "1 to 1.1", 1 < sparse_speed_up < 1.1, _SLOWER),
         Check("sparse regression, v = 0.7: coordinates of bsp over its own", None, None, of_sparse.fewer, "", None),
         Check("sparse regression, v = 0.7: steps over those of bsp", None, None, of_sparse.longer, "", None),
     ]  # fmt: skip

@@ -16,7 +16,7 @@ import numpy as np
 from doll.theory.checks import Floats
 
 from benchmarks.paper.essp_theorems import DIMENSIONS, DISTANCE, RADIUS, regret_checks
-from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
+from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, claim, main
 from benchmarks.paper.old_weights import Curves, all_that_may, under_isp, under_ssp
 from benchmarks.paper.regret import Regret
 from doll_lab.figures import decorate
@@ -50,7 +50,9 @@ def run(quick: bool) -> Result:
         theorem, 4, 0, all_that_may, dimensions=DIMENSIONS, distance=DISTANCE, clocks=updates // 4, seed=0
     )
     same = bool(np.array_equal(of_bsp.regret, shown[4, 0.0][0].regret))
-    checks.append(Check("Corollary 1: v = 0 is BSP, to the bit", "yes", None, "yes" if same else "no", "yes", same))
+    checks.append(
+        claim("formula", "Corollary 1: v = 0 is BSP, to the bit", "yes", "yes" if same else "no", "yes", same)
+    )
     fixed = under_isp(
         theorem,
         4,

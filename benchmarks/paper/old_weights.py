@@ -170,18 +170,33 @@ def _curves(losses: Floats, farthest: float, gamma: Floats) -> Curves:
 
 @dataclass(frozen=True)
 class Spread:
-    """The variance of weights near an optimum, over runs.
+    """The variance of weights near an optimum, over runs; a variance is the sum over coordinates.
 
     Attributes:
-        variance: Var_t of x_t, the sum over its coordinates, before each clock; shape (clocks + 1,).
-        covariance: cov(x_t, E[g_t]) of a clock's gradients, each at its own x_t; shape (clocks,).
-        rest: what Var_{t+1} - Var_t + 2 η_t cov(x_t, E[g_t]) is at most in a clock, of η_t² E‖x̃_t - x*‖²; shape
+        of_views: Var_t as the paper's Theorem 6 has it, of the views x̃_t of a clock, their mean; shape (clocks,).
+        newest: of x_t before each clock; shape (clocks,).
+        covariance: cov(x_t, E[g_t]), mean of a clock's gradients, each at its own x_t; shape (clocks,).
+        predicted: -2 Σ η_t cov(x_t, E[g_t]) over a clock's gradients: its change of Var_t by the theorem; shape
             (clocks,).
     """
 
-    variance: Floats
+    of_views: Floats
+    newest: Floats
     covariance: Floats
-    rest: Floats
+    predicted: Floats
+
+
+def unpredicted(variance: Floats, predicted: Floats, first: int) -> float:
+    """What the theorem leaves of the changes of a variance: their distance from those that it predicts, of these.
+
+    Args:
+        first: clock from which on they are counted.
+
+    >>> unpredicted(np.array([4.0, 2.0, 1.0]), np.array([-2.0, -1.0, 0.0]), 0)
+    0.0
+    """
+    said = predicted[first:-1]
+    return float(np.abs(np.diff(variance[first:]) - said).sum() / np.abs(said).sum())
 
 
 def near_optimum(
@@ -193,23 +208,22 @@ def near_optimum(
     sums = np.empty((clocks + 1, runs, dimensions))
     sums[0] = rng.normal(size=(runs, dimensions))
     every = np.arange(runs)
-    covariance, rest = np.empty(clocks), np.empty(clocks)
+    of_views, covariance, predicted = np.zeros(clocks), np.zeros(clocks), np.zeros(clocks)
     for clock in range(clocks):
-        newest, found, most = sums[clock].copy(), 0.0, 0.0
+        newest = sums[clock].copy()
         late = np.minimum(misses(rng, (runs, num_workers), staleness), clock)
         for worker in range(num_workers):
             view = sums[clock - late[:, worker], every]
             direction = _directions(rng, (runs, dimensions))
-            gradient = np.sum(direction * view, axis=-1, keepdims=True) * direction
+            expected = view / dimensions  # of a (a · view), for a on the unit sphere
             step = step_scale / np.sqrt(clock * num_workers + worker + 1)
-            together = _variance(newest + gradient) - _variance(newest) - _variance(gradient)  # 2 cov
-            after = newest - step * gradient
-            remainder = _variance(after) - _variance(newest) + step * together
-            found += together / 2 / num_workers
-            most = max(most, abs(remainder) / (step**2 * float(np.mean(np.sum(view**2, axis=-1)))))
-            newest = after
-        covariance[clock], rest[clock], sums[clock + 1] = found, most, newest
-    return Spread(np.array([_variance(x) for x in sums]), covariance, rest)
+            together = (_variance(newest + expected) - _variance(newest) - _variance(expected)) / 2
+            of_views[clock] += _variance(view) / num_workers
+            covariance[clock] += together / num_workers
+            predicted[clock] -= 2 * step * together
+            newest -= step * np.sum(direction * view, axis=-1, keepdims=True) * direction
+        sums[clock + 1] = newest
+    return Spread(of_views, np.array([_variance(x) for x in sums[:-1]]), covariance, predicted)
 
 
 def _variance(x: Floats) -> float:

@@ -209,6 +209,7 @@ def run(quick: bool) -> Result:
                 len(sweep.wrong),
                 "0",
                 not sweep.wrong,
+                kind="formula" if name == "Theorem 5" else None,
             )
         )
     notes = [

@@ -13,7 +13,7 @@ from doll.ps.policies.doll import DollPolicyConfig
 from doll.theory.queueing import harmonic, stability, update_rate_per_s
 
 from benchmarks.paper.formulas import group_interval_s
-from benchmarks.paper.harness import FORMULA, Check, Result, Value, main
+from benchmarks.paper.harness import FORMULA, Check, Result, Value, claim, main
 from benchmarks.paper.setting import RATE, B, K, N
 from doll_lab.figures import decorate
 from doll_lab.simulation.report import summarise
@@ -39,10 +39,10 @@ def run(quick: bool) -> Result:
         system = _system(workers, size, batch, rate, 0.2 / formula / harmonic(size), updates=updates)
         ours = summarise(system, 1.0).rate_measured
         checks.append(
-            Check(
+            claim(
+                "formula",
                 f"(1): updates/s with N = {workers}, K = {size}, b = {batch}, λ = {rate:g}",
                 formula,
-                None,
                 ours,
                 f"within {percent:g} %",
                 abs(ours / formula - 1) < percent / 100,

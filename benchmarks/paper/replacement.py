@@ -54,7 +54,7 @@ def run(quick: bool) -> Result:
         shares.append((name, mean_share))
         least, discarded, replaced = 0.9 if quick else 0.98, mean_share[DISCARDS], mean_share[REPLACES]
         checks += [
-            claim(f"{name}: updates by the time of (15), of the formula's", 1, discarded, f"≥ {least:g}",
+            claim("formula", f"{name}: updates by the time of (15), of the formula's", 1, discarded, f"≥ {least:g}",
                   discarded >= least),
             Check(f"{name}: with replacement", None, 1.0, replaced, f"≥ {least + 0.01:g}", replaced >= least + 0.01),
             Check(f"{name}: waiting for the worker (reference simulation: {reference / TARGET:.2f})", None, None,

@@ -11,8 +11,8 @@ import numpy as np
 from doll.theory.cost import cost_ratio, work_samples
 
 from benchmarks.paper.fig5 import ALPHA, RATIO, both, streams_of
-from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main
-from benchmarks.paper.setting import FEWER_UPDATES, HIGH, B, Costs, J, N, bound_claim, cost_claim
+from benchmarks.paper.harness import FORMULA, OURS, PAPER, Check, Result, Value, main, near
+from benchmarks.paper.setting import FEWER_UPDATES, HIGH, NOT_PRICES, B, Costs, J, N, bound_claim, cost_claim
 from doll_lab.figures import decorate
 
 if TYPE_CHECKING:
@@ -32,8 +32,20 @@ ROWS = (
 # Static percentages that are within 3 points of the formula.
 _AS_BY_FORMULA = (70.5, 78.2, 82.6)
 _CAUSE = f"the model has the same cost for each row of equal rates, and of unequal ones; {FEWER_UPDATES}"
-_ADAPTIVE_CAUSE = f"prices are constant here, so that re-planning saves 1 to 3 points; {FEWER_UPDATES}"
 _BOUND_CAUSE = "0.801 is (16) at N_s = 30, truncated: the table has two values for one setting"
+
+
+_DEARER = (
+    "unknown: the paper's cost is above the formula's at the prices in the text, which fewer updates cannot explain"
+)
+
+
+def _early(paper: float, early: float) -> str:
+    """The cause of an adaptive cost: whether fewer updates are the whole of it."""
+    as_early = f"if the row's runs all end as early as its static cost says, adaptive costs {early:.3f}"
+    if near(early, paper, 0.03):
+        return f"fewer updates than J, as the paper says: {as_early}"
+    return f"{NOT_PRICES}; not only fewer updates: {as_early}"
 
 
 def run(quick: bool) -> Result:
@@ -51,6 +63,7 @@ def run(quick: bool) -> Result:
             known[equal, size] = both(streams_of(equal, runs * (2 if size < 10 else 1), rng), HIGH, rng, samples)
         fixed, adaptive, formula = known[equal, size]
         static, ours = float(fixed.cost.mean()), float(adaptive.cost.mean())
+        early = ours * paper_static / 100 / static
         width = slack if equal else 2 * slack
         name = f"{data}, {optimizer}, {'λ = 125' if equal else 'λ ~ U(1, 250)'}, K = {size}"
         checks.append(
@@ -75,8 +88,10 @@ def run(quick: bool) -> Result:
         )
         checks += [
             cost_claim(f"{name}: static", paper_static / 100, static,
-                       "" if paper_static in _AS_BY_FORMULA else _CAUSE),
-            cost_claim(f"{name}: adaptive", paper_adaptive / 100, ours, _ADAPTIVE_CAUSE),
+                       "" if paper_static in _AS_BY_FORMULA else _CAUSE if paper_static / 100 < static else _DEARER),
+            cost_claim(f"{name}: adaptive", paper_adaptive / 100, ours, _early(paper_adaptive / 100, early)),
+            Check(f"{name}: adaptive, all ending as early as the paper's static cost says", None, paper_adaptive / 100,
+                  early, "", None),
         ]  # fmt: skip
         if paper_bound is not None:
             checks.append(bound_claim(f"{name}: expected lower bound", paper_bound / 100,
@@ -112,7 +127,9 @@ def run(quick: bool) -> Result:
         "“Expect. lower bound” is printed as 79.8 % and as 80.1 % for the same α, θ/θ_0 and prices: the first is (19), "
         "the second (16) at N_s = 30, both truncated.",
         "Three of the four measured static costs with equal rates lie below (19). The paper's own explanation is that "
-        "fewer updates were needed than J; a lower price than the one in the text would do it, too.",
+        "fewer updates were needed than J; a lower price than the one in the text would do it, too. It does not "
+        "explain the adaptive costs: what makes the static run of a row end early makes its adaptive run end as early "
+        "(rows “all ending as early”).",
         "Six of the seven adaptive costs (52.9 to 57.2 %) are near that of runs all on spot (55.2 %). With all J "
         "updates such a run takes 1.11 θ_0 by (15); with at most 94 % of them it takes 1.05 θ_0. That is an inference "
         "from the model: the paper gives neither the updates nor the times of these runs.",

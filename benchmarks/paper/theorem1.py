@@ -51,7 +51,8 @@ def run(quick: bool) -> Result:
         )
         if scv == 1.0:
             checks.append(
-                claim(f"(2), the printed variance: {what}", printed, ours, "paper ± 50 %", near(ours, printed, 0.5),
+                claim("formula",
+                      f"(2), the printed variance: {what}", printed, ours, "paper ± 50 %", near(ours, printed, 0.5),
                       "the printed one is that of a Poisson stream of batches; a fixed number of streams is about b "
                       "times as regular over long times (D4)")
             )  # fmt: skip
@@ -67,7 +68,7 @@ def run(quick: bool) -> Result:
     expected = rounded.mean - 0.5
     mean = float(first.mean())
     checks += [
-        claim("(2): E[J_t] = t λ_U", 200.0, mean, "within 0.5 %", near(mean, 200.0, 0.005)),
+        claim("formula", "(2): E[J_t] = t λ_U", 200.0, mean, "within 0.5 %", near(mean, 200.0, 0.005)),
         Check(
             "E[J_t], whole groups of whole batches", None, expected, mean, "within 0.5 %", near(mean, expected, 0.005)
         ),

@@ -168,11 +168,13 @@ def checks_of(views: dict[Run, Views]) -> list[Check]:
         shares = np.concatenate([seen.shares for seen in finite])
         beyond, blocked = sum(seen.beyond for seen in finite), [seen.blocked_share for seen in of_setting.values()]
         checks += [
-            claim(f"{name}: steps whose views missed more than v_t, of {len(shares)}", 0, beyond, "0", beyond == 0),
+            claim("formula",
+                  f"{name}: steps whose views missed more than v_t, of {len(shares)}", 0, beyond, "0", beyond == 0),
             Check(f"{name}: most that a view missed, of v_t", None, 1.0, float(shares.max()), "> 0.9",
                   float(shares.max()) > 0.9),
-            Check(f"{name}: share of the time blocked, v_0 = {', '.join(f'{bound:g}' for bound in of_setting)}",
-                  "waits", None, ", ".join(f"{share:.2f}" for share in blocked), "falls",
+            claim("order",
+                  f"{name}: share of the time blocked, v_0 = {', '.join(f'{bound:g}' for bound in of_setting)}",
+                  "waits", ", ".join(f"{share:.2f}" for share in blocked), "falls",
                   blocked == sorted(blocked, reverse=True) and blocked[0] > 2 * blocked[-1]),
             Check(f"{name}: batches computed again, most of any v_0", None, None,
                   max(seen.voided for seen in finite), "< 0.05", max(seen.voided for seen in finite) < 0.05),
@@ -180,7 +182,8 @@ def checks_of(views: dict[Run, Views]) -> list[Check]:
     worst = views[PER_WORKER]
     most = float(worst.shares.max())
     checks += [
-        claim("adversary, a bound for each worker apart, as in the informal rule: steps beyond v_t", 0, worst.beyond,
+        claim("formula",
+              "adversary, a bound for each worker apart, as in the informal rule: steps beyond v_t", 0, worst.beyond,
               "0", worst.beyond == 0,
               "the rule bounds each of P − 1 workers by v_t, so that their sum may be P − 1 times it"),
         Check("adversary, a bound for each worker apart: most that a view missed, of v_t", None,

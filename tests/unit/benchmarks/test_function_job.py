@@ -96,6 +96,15 @@ def test_every_step_is_in_the_model_at_a_worker_or_on_its_way(policy: PolicyConf
     assert job.weights + held_by(job) == pytest.approx(problem.start() + problem.total, abs=1e-4)
 
 
+def test_adding_the_updates_of_the_others_takes_its_time_of_each_byte() -> None:
+    alone, together = (job_of(Recorded(), BSP, add_s_per_byte=1e-3 * adds).run(target=0.0, most_steps=10)
+                       for adds in (False, True))  # fmt: skip
+    assert together.bytes_read == alone.bytes_read
+    # All four read as much in a round, for the first time behind it; what they read behind the tenth is not added yet.
+    of_a_worker = together.bytes_read / 4 * 9 / 10
+    assert together.last.time_s - alone.last.time_s == pytest.approx(1e-3 * of_a_worker, rel=0.03)
+
+
 def test_a_worker_that_leaves_takes_nothing_with_it() -> None:
     problem = Recorded()
     job = job_of(problem, IspPolicyConfig(significance=2.0), tuner=RemovesAt(4, (10, 20)))

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.paper import essp_theorems, mlless_theorem1
 from benchmarks.paper.harness import Check
 from benchmarks.paper.old_weights import (
+    Spread,
     all_that_may,
     evenly,
     mostly_none,
@@ -76,7 +77,7 @@ def test_a_bound_that_does_not_shrink_and_steps_that_do_not_fail_the_checks() ->
 
 @pytest.mark.slow  # simulations
 def test_old_weights_raise_the_variance_and_fresh_ones_do_not() -> None:
-    near_it = partial(near_optimum, dimensions=4, clocks=100, runs=500, seed=3)
+    near_it = partial(near_optimum, dimensions=4, clocks=150, runs=1000, seed=1)
     near = {
         (staleness, name): near_it(1.0, 4, staleness, misses)
         for staleness in (3, 15)
@@ -85,3 +86,8 @@ def test_old_weights_raise_the_variance_and_fresh_ones_do_not() -> None:
     assert failed(essp_theorems.spread_checks(near)) == []
     swapped = {**near, (15, "ESSP"): near[15, "all late"], (15, "all late"): near[15, "ESSP"]}
     assert len(failed(essp_theorems.spread_checks(swapped))) == 5
+    # Weights whose changes have nothing to do with their gradients.
+    rng = np.random.default_rng(0)
+    random = Spread(*(np.abs(rng.normal(size=100)) for _ in range(4)))
+    wrong = failed(essp_theorems.spread_checks({**near, (3, "ESSP"): random}))
+    assert len([what for what in wrong if what.startswith("ESSP, s = 3: ")]) == 3, "all but the sign of the covariance"
