@@ -19,14 +19,14 @@ def step_factor(config: JobConfig) -> float:
     >>> job = "{job: j, task: {class: 'm:C'}, data: {workers: 4}}"
     >>> policies = ("{name: bsp}", "{name: wsp}", "{name: ssp, contributions: sum}", "{name: wsp, contributions: sum}")
     >>> [step_factor(parse(job, [f"training.policy={policy}"])) for policy in policies]
-    [1.0, 1.0, 4.0, 16.0]
+    [1.0, 1.0, 4.0, 4.0]
     """
     policy, workers = config.training.policy, config.data.workers
     is_sum = config.training.reduction == "sum"
     if (outer := policy.outer_step) is not None:
         factor = outer.lr / (1 - outer.momentum)
     elif policy.sends_steps:
-        factor = workers * policy.batches_per_push * policy.share(workers)
+        factor = workers * policy.parallel_batches * policy.share(workers)
     elif policy.serial_updates:
         return config.group_size / workers if is_sum else 1.0
     else:
@@ -39,7 +39,7 @@ def step_text(config: JobConfig) -> str:
     policy, workers, size = config.training.policy, config.data.workers, config.data.batch_size
     what = "sum of the gradients" if config.training.reduction == "sum" else "mean gradient"
     each = f"each worker steps on the {what} of each of its batches ({size} samples)"
-    parts = workers * policy.batches_per_push
+    parts = workers * policy.parallel_batches
     one = f"so that {parts} batches ({parts * size} samples) together make one step of training.optimizer.lr"
     if (outer := policy.outer_step) is not None:
         text = (
