@@ -23,8 +23,8 @@ class IspPolicyConfig(LockstepConfig):
         default=0.7,
         ge=0,
         le=MAX_SIGNIFICANCE,
-        description="v: the share of a number that a change (before it is divided, see contributions) must exceed to be "
-        "sent, in the job's first round; it falls with the square root of the number of rounds; 0: everything is sent, "
+        description="v: the share of a number that a change must exceed to be sent (before contributions: mean divides "
+        "it), in the job's first round; it falls with the square root of the number of rounds; 0: everything is sent, "
         "as bsp with contribution: step",
     )
 
