@@ -8,6 +8,7 @@ model as far as one step on the mean. With `contributions: sum` the model moves 
 from __future__ import annotations
 
 from doll.config.job import JobConfig
+from doll.config.training import OptimizerConfig, TorchConfig
 
 
 def step_factor(config: JobConfig) -> float:
@@ -62,3 +63,40 @@ def step_text(config: JobConfig) -> str:
         f"under bsp, which makes one step on the {what} of a batch of each worker: divide it by {factor:.3g} for steps "
         "of that size"
     )
+
+
+def updates_per_round(config: JobConfig) -> float:
+    """Return how many updates the policy makes with as many batches as there are workers: `bsp` makes 1."""
+    return config.data.workers / config.group_size
+
+
+def advice(config: JobConfig) -> str | None:
+    """Return what to set so that the policy learns about as well as `bsp` from the same samples, or None if its
+    defaults do. Each rule was measured (docs/decisions/0123).
+
+    >>> from doll.config import parse
+    >>> job = "{job: j, task: {class: 'm:C'}, training: {policy: {name: asp}, optimizer: {momentum: 0.9}}}"
+    >>> advice(parse(job)).partition(":")[0]
+    'set training.policy.contribution=step'
+    >>> advice(parse(job, ["training.policy.contribution=step"]))
+    """
+    training, ratio = config.training, updates_per_round(config)
+    said = []
+    if training.policy.averages_workers and not training.policy.sends_steps and _has_momentum(training.optimizer):
+        said.append(
+            "set training.policy.contribution=step: the momentum of the server's optimizer fades with each update, of "
+            f"which there are {ratio:.3g} where bsp makes one, and then the same lr is too long"
+        )
+    counts = {"training.schedule": training.schedule, "training.ema": training.ema, "stop.updates": config.stop.updates}
+    if ratio != 1 and (keys := [key for key, value in counts.items() if value]):
+        said.append(
+            f"if {', '.join(keys)} were chosen for bsp, multiply the numbers of updates by {ratio:.3g}"
+            + (f", and take the root {ratio:.3g} of training.ema.decay" if training.ema else "")
+            + f": policy {training.policy.name} makes {ratio:.3g} updates with the batches of one update of bsp"
+        )
+    return "; ".join(said) or None
+
+
+def _has_momentum(optimizer: OptimizerConfig) -> bool:
+    values = optimizer.args if isinstance(optimizer, TorchConfig) else vars(optimizer)
+    return bool(values.get("momentum"))

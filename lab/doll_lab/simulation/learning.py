@@ -8,6 +8,7 @@ number of bytes of a policy can be compared without services, and two runs with 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import count, islice
@@ -194,7 +195,9 @@ class LearningWorld(World[LearningProcess]):
             message_s: function that returns the seconds of a push of so many bytes on its worker's link.
             evaluate_every: samples between two held-out evaluations; 0: only at the end.
         """
-        self.config = config
+        # The limit is in seconds of this machine, on which the computation of a batch takes any time.
+        worker = config.worker.model_copy(update={"set_limit_s": math.inf})
+        self.config = config = config.model_copy(update={"worker": worker})
         self.blobs, self.scope = MemoryBlobs(), scope_of(config.job, "")
         self.channel = _Letters()
         workers = config.data.workers
