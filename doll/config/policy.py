@@ -83,13 +83,20 @@ class PolicyConfig(Section, ABC):
         Default: no, because an update is one step on the mean of all of its contributions."""
         return False
 
+    @property
+    def parallel_batches(self) -> int:
+        """How many batches of one push a worker computes at the same time, each without the steps of the others.
+        Default: 1, because the batches of a push are computed one after the other."""
+        return 1
+
     def share(self, num_workers: int) -> float:
         """Return the factor of the step on one batch while `num_workers` workers are live. With it, the steps that all
         workers make in parallel move the model as far as one step on their mean.
 
-        1 / P; in waves of N_m batches 1 / (P N_m). 1 if the policy does not average its workers.
+        1 / P; in a pipeline, which computes N_m batches at the same time, 1 / (P N_m). 1 if the policy does not average
+        its workers.
         """
-        return 1 / (max(1, num_workers) * self.batches_per_push) if self.averages_workers else 1.0
+        return 1 / (max(1, num_workers) * self.parallel_batches) if self.averages_workers else 1.0
 
     @abstractmethod
     def batches_per_update(self, num_workers: int) -> int:
@@ -118,9 +125,9 @@ class ParallelConfig(PolicyConfig, ABC):
 
     contributions: Literal["mean", "sum"] = Field(
         default="mean",
-        description="mean: each worker's step is divided by the number of live workers (and by wave_batches), so that "
-        "the same lr moves the model as far as under bsp; sum: the steps are added, as in the papers. The steps that a "
-        "task computes itself are always added",
+        description="mean: each worker's step is divided by the number of live workers (in a pipeline also by "
+        "wave_batches), so that the same lr moves the model as far as under bsp; sum: the steps are added, as in the "
+        "papers. The steps that a task computes itself are always added",
     )
 
     @property

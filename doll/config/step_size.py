@@ -8,6 +8,7 @@ model as far as one step on the mean. With `contributions: sum` the model moves 
 from __future__ import annotations
 
 from doll.config.job import JobConfig
+from doll.config.training import OptimizerConfig, TorchConfig
 
 
 def step_factor(config: JobConfig) -> float:
@@ -19,14 +20,14 @@ def step_factor(config: JobConfig) -> float:
     >>> job = "{job: j, task: {class: 'm:C'}, data: {workers: 4}}"
     >>> policies = ("{name: bsp}", "{name: wsp}", "{name: ssp, contributions: sum}", "{name: wsp, contributions: sum}")
     >>> [step_factor(parse(job, [f"training.policy={policy}"])) for policy in policies]
-    [1.0, 1.0, 4.0, 16.0]
+    [1.0, 1.0, 4.0, 4.0]
     """
     policy, workers = config.training.policy, config.data.workers
     is_sum = config.training.reduction == "sum"
     if (outer := policy.outer_step) is not None:
         factor = outer.lr / (1 - outer.momentum)
     elif policy.sends_steps:
-        factor = workers * policy.batches_per_push * policy.share(workers)
+        factor = workers * policy.parallel_batches * policy.share(workers)
     elif policy.serial_updates:
         return config.group_size / workers if is_sum else 1.0
     else:
@@ -39,7 +40,7 @@ def step_text(config: JobConfig) -> str:
     policy, workers, size = config.training.policy, config.data.workers, config.data.batch_size
     what = "sum of the gradients" if config.training.reduction == "sum" else "mean gradient"
     each = f"each worker steps on the {what} of each of its batches ({size} samples)"
-    parts = workers * policy.batches_per_push
+    parts = workers * policy.parallel_batches
     one = f"so that {parts} batches ({parts * size} samples) together make one step of training.optimizer.lr"
     if (outer := policy.outer_step) is not None:
         text = (
@@ -62,3 +63,40 @@ def step_text(config: JobConfig) -> str:
         f"under bsp, which makes one step on the {what} of a batch of each worker: divide it by {factor:.3g} for steps "
         "of that size"
     )
+
+
+def updates_per_round(config: JobConfig) -> float:
+    """Return how many updates the policy makes with as many batches as there are workers: `bsp` makes 1."""
+    return config.data.workers / config.group_size
+
+
+def advice(config: JobConfig) -> str | None:
+    """Return what to set so that the policy learns about as well as `bsp` from the same samples, or None if its
+    defaults do. Each rule was measured (docs/decisions/0123).
+
+    >>> from doll.config import parse
+    >>> job = "{job: j, task: {class: 'm:C'}, training: {policy: {name: asp}, optimizer: {momentum: 0.9}}}"
+    >>> advice(parse(job)).partition(":")[0]
+    'set training.policy.contribution=step'
+    >>> advice(parse(job, ["training.policy.contribution=step"]))
+    """
+    training, ratio = config.training, updates_per_round(config)
+    said = []
+    if training.policy.averages_workers and not training.policy.sends_steps and _has_momentum(training.optimizer):
+        said.append(
+            "set training.policy.contribution=step: the momentum of the server's optimizer fades with each update, of "
+            f"which there are {ratio:.3g} where bsp makes one, and then the same lr is too long"
+        )
+    counts = {"training.schedule": training.schedule, "training.ema": training.ema, "stop.updates": config.stop.updates}
+    if ratio != 1 and (keys := [key for key, value in counts.items() if value]):
+        said.append(
+            f"if {', '.join(keys)} were chosen for bsp, multiply the numbers of updates by {ratio:.3g}"
+            + (f", and take the root {ratio:.3g} of training.ema.decay" if training.ema else "")
+            + f": policy {training.policy.name} makes {ratio:.3g} updates with the batches of one update of bsp"
+        )
+    return "; ".join(said) or None
+
+
+def _has_momentum(optimizer: OptimizerConfig) -> bool:
+    values = optimizer.args if isinstance(optimizer, TorchConfig) else vars(optimizer)
+    return bool(values.get("momentum"))

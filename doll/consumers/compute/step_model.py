@@ -1,6 +1,11 @@
 """The model of a worker that computes its own optimizer steps. The worker's view of the model consists of the newest
 weights that it has, plus its own steps that these weights do not contain (read-my-writes in the seed papers;
-docs/decisions/0034)."""
+docs/decisions/0034).
+
+The model receives a share of each step if the policy averages its workers. The view has the whole step, because the
+other workers are making steps of the same size that the view misses (docs/decisions/0123). Rows of tables have only the
+share: few workers change the same row at the same time.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +42,10 @@ class _Step(NamedTuple):
     # float32, shape (numel,): for parameters the change, for float buffers the value after the batch times its weight,
     # for other buffers the bytes after the batch.
     values: npt.NDArray[np.float32] | None  # None: no sample was usable
-    rows: Mapping[str, Rows]  # the changes of tables, by name; the caches have them, too
+    rows: Mapping[str, Rows]  # the changes of tables, by name, times `share`; the caches have them, too
     grant_id: int = 0
     absent: int = 0  # see `FlatModel.absent`
+    share: float = 1.0  # factor of the parameters' change in the push
 
 
 class StepModel:
@@ -141,7 +147,7 @@ class StepModel:
     def add(self, gradient: Gradient, *, batch: int) -> bool:
         """Make a step on the view with the mean (or the sum) of the batch's gradient.
 
-        The optimizer's step is divided by the number of live workers if the policy averages them
+        The push of the optimizer's step is divided by the number of live workers if the policy averages them
         (`PolicyConfig.share`). A task's own step is added whole: only the task knows its size, and steps such as the
         counts of a topic model must not be divided.
 
@@ -165,9 +171,9 @@ class StepModel:
             weights[:n] += gradient.values[:n]
         else:
             self._optimizer.go_to(self._version)
-            self._optimizer.apply([gradient.values], scale, gradient.weight, absent=gradient.absent, lr_factor=share)
+            self._optimizer.apply([gradient.values], scale, gradient.weight, absent=gradient.absent)
         np.subtract(weights[:n], step[:n], out=step[:n])
-        self._kept.append(_Step(batch, step, rows, grant_id_of(self._grant, batch), gradient.absent))
+        self._kept.append(_Step(batch, step, rows, grant_id_of(self._grant, batch), gradient.absent, share))
         return True
 
     def skip(self, batch: int) -> None:
@@ -207,13 +213,15 @@ class StepModel:
         }
         made = [step.absent for step in steps if step.values is not None]
         self.absent = reduce(and_, made) if made and self._tells_absent else 0
-        total, n = self._sum([step.values for step in steps if step.values is not None]), self._model.num_parameters
+        total, n = self._sum(steps), self._model.num_parameters
         if total is None:
             return None
         if self._filters:
             total, batch = total.copy(), steps[-1].batch
             if self._residual.is_used:
-                self._residual.split(total[:n], self._computer.weights[:n], batch, self._version)
+                # A change is significant by the whole step, so its share is compared with a share of the weights.
+                weights = np.float32(steps[-1].share) * self._computer.weights[:n]
+                self._residual.split(total[:n], weights, batch, self._version)
             if self._rows is not None:
                 self._pushed_rows = self._rows.filter(self._pushed_rows, batch, self._version)
             self._pushed.append(_Step(batch, total, {}))
@@ -248,14 +256,15 @@ class StepModel:
         if self._rows is not None:
             self._rows.clear_rest()
 
-    def _sum(self, steps: Sequence[npt.NDArray[np.float32]]) -> Contribution | None:
-        if not steps:
-            return None
-        total = steps[0]
-        if len(steps) > 1:
-            floats = self._model.num_floats
-            total = total.copy()
-            for step in steps[1:]:
-                total[:floats] += step[:floats]
-                total[floats:] = step[floats:]
+    def _sum(self, steps: Sequence[_Step]) -> Contribution | None:
+        """Return the sum of the steps, each times its share."""
+        made = [(step.values, step.share) for step in steps if step.values is not None]
+        if len(made) < 2 and all(share == 1 for _, share in made):
+            return made[0][0] if made else None
+        n, floats = self._model.num_parameters, self._model.num_floats
+        total = np.zeros_like(self._computer.weights)
+        for values, share in made:
+            total[:n] += np.float32(share) * values[:n]
+            total[n:floats] += values[n:floats]
+            total[floats:] = values[floats:]
         return total

@@ -8,7 +8,7 @@ from typing import Any
 
 import doll
 from doll.amounts import aligned, clock, number, usd
-from doll.config.step_size import step_factor, step_text
+from doll.config.step_size import advice, step_factor, step_text
 from doll.ledger.balance import LedgerReport
 from doll.monitor.state.history import EVALUATION_COLUMNS
 from doll.monitor.state.progress import DeadLetterCounts, ProgressModel, skipped_text
@@ -103,6 +103,7 @@ def build_report(model: ProgressModel, outcome: RunOutcome, ledger: LedgerReport
         "policy": config.training.policy.name,
         "step": step_text(config),
         "step_factor": step_factor(config),
+        "advice": advice(config),
         "measures": None if policy is None else policy.to_dict(),
         "stop": config.stop.model_dump(exclude_none=True),
         "restarts": sum(outcome.restarts.values()),

@@ -24,8 +24,9 @@ class IspPolicyConfig(LockstepConfig):
         default=0.7,
         ge=0,
         le=MAX_SIGNIFICANCE,
-        description="v: the share of a number that a change must exceed to be sent, in the job's first round; it "
-        "falls with the square root of the number of rounds; 0: everything is sent, as bsp with contribution: step",
+        description="v: the share of a number that a change must exceed to be sent (before contributions: mean divides "
+        "it), in the job's first round; it falls with the square root of the number of rounds; 0: everything is sent, "
+        "as bsp with contribution: step",
     )
 
     @property

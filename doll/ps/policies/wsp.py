@@ -40,6 +40,10 @@ class WspPolicyConfig(GatedConfig):
     def batches_per_push(self) -> int:
         return self.wave_batches
 
+    @property
+    def parallel_batches(self) -> int:
+        return self.wave_batches if self.pipelined else 1
+
     def batches_per_update(self, num_workers: int) -> int:
         return self.wave_batches
 

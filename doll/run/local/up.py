@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Final, cast
 
 from doll import telemetry
 from doll.config import FeedSource, JobConfig, RayFleetConfig, StdinSource, load
-from doll.config.step_size import step_text
+from doll.config.step_size import advice, step_text
 from doll.errors import BadStreamError, ConfigError, DollError, FencedError, ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.clients import kafka_problem
@@ -103,6 +103,8 @@ def run_in(
     with Interrupts() as interrupts, display or make_display(config.stop) as display:
         display.say(f"job {config.job}: run folder {display_path(folder.path)}")
         display.say(step_text(config))
+        if (advised := advice(config)) is not None:
+            display.say(advised)
         if hook is not None:
             accompanied_by = hook(folder, display)
         else:

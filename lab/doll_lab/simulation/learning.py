@@ -8,12 +8,14 @@ number of bytes of a policy can be compared without services, and two runs with 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import count, islice
 from typing import Any, Final, NamedTuple
 
 import msgspec
+import numpy as np
 from doll.config import JobConfig
 from doll.consumers.compute.error_feedback import ErrorFeedback
 from doll.consumers.compute.gradient import CachedVersion, GradientComputer
@@ -151,6 +153,23 @@ class Point(NamedTuple):
     error: HeldOutError
 
 
+def jittered(mean_s: Sequence[float] | float, *, sigma: float, seed: int) -> Callable[[int, int], float]:
+    """Return a function of worker and batch: log-normal seconds of computation with this mean, for each worker or for
+    all, and `sigma` of their logarithm. A batch takes the same time under every policy."""
+    mean = _constant(mean_s)
+
+    def compute_s(worker: int, batch: int) -> float:
+        random = np.random.default_rng((seed, worker, batch))
+        return mean(worker, batch) * float(np.exp(sigma * random.standard_normal() - sigma * sigma / 2))
+
+    return compute_s
+
+
+def _constant(compute_s: Sequence[float] | float) -> Callable[[int, int], float]:
+    each = [compute_s] if isinstance(compute_s, float | int) else list(compute_s)
+    return lambda worker, batch: each[worker % len(each)]
+
+
 class LearningWorld(World[LearningProcess]):
     """The workers and the server of one job, which learn until the job's stop rule or the end of its streams.
 
@@ -165,17 +184,20 @@ class LearningWorld(World[LearningProcess]):
         self,
         config: JobConfig,
         *,
-        compute_s: Sequence[float] | float = 1.0,
+        compute_s: Callable[[int, int], float] | Sequence[float] | float = 1.0,
         message_s: Callable[[int], float] = lambda size_bytes: 0.0,
         evaluate_every: int = 0,
     ) -> None:
         """
         Args:
-            compute_s: seconds of one batch, for each worker or for all.
+            compute_s: seconds of one batch: for all workers, for each, or a function of the worker and of the number
+                of the batch in its stream, such as `jittered`.
             message_s: function that returns the seconds of a push of so many bytes on its worker's link.
             evaluate_every: samples between two held-out evaluations; 0: only at the end.
         """
-        self.config = config
+        # The limit is in seconds of this machine, on which the computation of a batch takes any time.
+        worker = config.worker.model_copy(update={"set_limit_s": math.inf})
+        self.config = config = config.model_copy(update={"worker": worker})
         self.blobs, self.scope = MemoryBlobs(), scope_of(config.job, "")
         self.channel = _Letters()
         workers = config.data.workers
@@ -183,7 +205,7 @@ class LearningWorld(World[LearningProcess]):
             workers, make_engine=self._engine, make_process=lambda worker, name, _: LearningProcess(self, worker, name),
             max_pending=config.worker.max_pending_batches,
         )  # fmt: skip
-        self._compute_s = [compute_s] * workers if isinstance(compute_s, float | int) else list(compute_s)
+        self._compute_s = compute_s if callable(compute_s) else _constant(compute_s)
         self._message_s = message_s
         self._evaluate_every = evaluate_every
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -281,7 +303,7 @@ class LearningWorld(World[LearningProcess]):
             )
             self._go_on(process)
 
-        self._after(self._compute_s[process.worker] * len(order.batches), computed)
+        self._after(sum(self._compute_s(process.worker, batch.number) for batch in order.batches), computed)
 
     def _send(self, process: LearningProcess, key: str, act: Callable[[], None]) -> None:
         """Send a push on the worker's link, which carries one after the other."""

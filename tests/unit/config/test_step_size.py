@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from doll.config import parse
+from doll.config.policy import policy_section
 from doll.config.step_size import step_factor, step_text
 from doll.errors import ConfigError
 
@@ -47,10 +50,13 @@ JOB = "{job: j, task: {class: 'm:C'}, data: {workers: 4, batch_size: 32}, worker
         (
             "{name: wsp, wave_batches: 2}",
             1,
-            "in waves of 2 batches, each divided by 8, so that 8 batches (256 samples)",
+            "in waves of 2 batches, each divided by 4, so that 4 batches (128 samples)",
         ),
-        ("{name: wsp, wave_batches: 2, contributions: sum}", 8, "of all 4 workers, in waves of 2 batches; at the same"),
+        ("{name: wsp, wave_batches: 2, contributions: sum}", 4, "of all 4 workers, in waves of 2 batches; at the same"),
         ("{name: diloco, outer_lr: 0.5, outer_momentum: 0.75}", 2, "0.5 of what 16 batches have changed on average"),
+        ("{name: diloco}", 1.4, "on average, with momentum 0.5;"),
+        ("{name: diloco, local_batches: 4}", 0.7, "on average, with momentum 0;"),
+        ("{name: diloco, local_batches: 64}", 2.8, "on average, with momentum 0.75;"),
     ],
 )
 def test_each_policy_says_what_one_step_is(policy: str, factor: float, said: str) -> None:
@@ -78,3 +84,22 @@ def test_a_sum_of_gradients_is_beside_a_sum(policy: str, factor: float) -> None:
 def test_a_policy_of_gradients_has_no_steps_to_add() -> None:
     with pytest.raises(ConfigError, match="contributions: expected mean with contribution: gradient"):
         parse(JOB, ["training.policy={name: bsp, contributions: sum}"])
+
+
+def test_a_share_is_of_all_that_is_computed_at_the_same_time() -> None:
+    wave: dict[str, Any] = {"name": "wsp", "wave_batches": 2}
+    section = policy_section("wsp")
+    assert section(**wave).share(4) == 1 / 4, "one batch of a wave after the other"
+    assert section(**wave, pipelined=True).share(4) == 1 / 8
+    assert section(**wave, contributions="sum").share(4) == 1
+
+
+@pytest.mark.parametrize(("local_batches", "momentum"), [(1, 0), (4, 0), (16, 0.5), (64, 0.75), (500, 0.9)])
+def test_the_outer_momentum_is_for_rounds_of_this_length(local_batches: int, momentum: float) -> None:
+    section = policy_section("diloco")
+    outer = section(name="diloco", local_batches=local_batches).outer_step
+    assert outer is not None
+    assert outer.momentum == pytest.approx(momentum)
+    given = section(name="diloco", local_batches=local_batches, outer_momentum=0.25).outer_step
+    assert given is not None
+    assert given.momentum == 0.25

@@ -91,6 +91,36 @@ def test_a_step_is_the_optimizers_and_the_view_holds_it_at_once() -> None:
     assert np.array_equal(pushed(rig), rig.view - before)
 
 
+@pytest.mark.parametrize(("contributions", "share"), [("mean", np.float32(1 / 4)), ("sum", np.float32(1))])
+def test_the_model_receives_a_share_of_a_step_and_the_view_has_the_whole_step(
+    contributions: str, share: np.float32
+) -> None:
+    rig, alone = (Rig(policy={"name": "ssp", "contributions": contributions}) for _ in range(2))
+    for one, num_live in ((rig, 4), (alone, 1)):
+        one.load(one.publish(1, num_live=num_live))
+        one.learn(5)
+    step = pushed(alone)
+    assert np.array_equal(rig.view, alone.view)
+    assert np.array_equal(pushed(rig), share * step)
+    assert rig.load(rig.publish(2, first=6, included=5, num_live=4)) == 2
+    assert np.array_equal(rig.view, np.float32(2) + step), "the others' steps of this size are not in version 2, either"
+    assert rig.load(rig.publish(3, first=6, included=6, num_live=4)) == 3
+    assert (rig.view == 3).all(), "version 3 has the share, and the others' shares"
+
+
+def test_each_step_of_a_wave_has_the_share_of_its_own_grant() -> None:
+    rig = Rig(policy={"name": "wsp", "wave_batches": 2})
+    for batch, num_live in ((5, 2), (6, 4)):
+        rig.load(rig.publish(1, first=batch, num_live=num_live))
+        before = rig.view
+        rig.learn(batch)
+        if batch == 5:
+            first = rig.view - before
+        else:
+            second = rig.view - before
+    assert np.array_equal(pushed(rig), first * np.float32(0.5) + second * np.float32(0.25))
+
+
 def test_a_class_steps_on_the_view_with_the_rates_of_the_version_below_it() -> None:
     recipe: dict[str, Any] = {
         "policy": {"name": "ssp", "staleness": 1},
