@@ -47,7 +47,7 @@ def test_the_mean_of_the_steps_of_a_round_is_the_step_on_the_mean() -> None:
     np.testing.assert_allclose(steps, Job("{name: bsp}", 5, training=sgd).weights, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("policy", ["name: asp", "name: asp, contribution: step", "name: ssp"])
+@pytest.mark.parametrize("policy", ["name: asp", "name: bsp, contribution: step"])
 def test_the_rows_of_tables_have_the_same_factor(policy: str) -> None:
     task = json.dumps({"class": f"{SUPPORT / 'bag_task.py'}:Bags", "args": {"sparse": True}})
 
