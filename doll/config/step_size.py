@@ -25,7 +25,7 @@ def step_factor(config: JobConfig) -> float:
         factor = outer.lr / (1 - outer.momentum)
     elif policy.sends_steps:
         factor = float(workers * policy.batches_per_push)
-    elif policy.serial_updates:
+    elif policy.serial_updates or config.group_size > 1:  # a group is one step, and no more begins at a version
         return config.group_size / workers if is_sum else 1.0
     else:
         factor = workers / config.group_size
