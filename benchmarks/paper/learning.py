@@ -36,18 +36,19 @@ class Learner:
 
     def __init__(
         self, task: Task, optimizer: OptimizerConfig, batches: Batches, *, seed: int = 0, evaluate_every: int = 100,
-        holdout_samples: int = 1000,
+        holdout_samples: int = 1000, age_weight: Callable[[int], float] = lambda age: 1.0,
     ) -> None:  # fmt: skip
         """
         Args:
             seed: of the first weights.
+            age_weight: `PolicyConfig.age_weight`.
         """
         torch.manual_seed(seed)
         self._model = FlatModel(task.build_model())
         # One replica for all workers: a grant is of the current version, so its gradient can be computed at once.
         self._computer = GradientComputer(task, self._model)
         self._batches = batches
-        self._contributions = ContributionBuffer(Optimizer(self._model, optimizer))
+        self._contributions = ContributionBuffer(Optimizer(self._model, optimizer), age_weight=age_weight)
         self._gradients: dict[int, Gradient] = {}  # by grant
         self._held_out = HeldOut(task, holdout_samples)
         self._evaluate_every = evaluate_every

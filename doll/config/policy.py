@@ -32,19 +32,27 @@ class PolicyConfig(Section, ABC):
     """Base of every policy's section. The planner, the progress and the reports use its methods for predictions.
 
     Attributes:
-        serial_updates: the batches of an update are granted only after the update before it has been made, so that
-            Proposition 1 of the DOLL paper holds with K = `batches_per_update`.
         publishes_deltas: an update changes so few numbers that workers read only the changed numbers, and not the whole
             weights or rows.
         holds_back: workers may hold back a part of their steps, which is settled before their batches become durable.
         supports_tables: the policy's bounds also hold for rows that workers request individually.
     """
 
-    serial_updates: ClassVar[bool] = False
     publishes_deltas: ClassVar[bool] = False
     holds_back: ClassVar[bool] = False
     supports_tables: ClassVar[bool] = True
     name: str
+
+    @property
+    def serial_updates(self) -> bool:
+        """Whether the batches of an update are granted only after the update before it has been made, so that
+        Proposition 1 of the DOLL paper holds with K = `batches_per_update`. Default: no."""
+        return False
+
+    def age_weight(self, age: int) -> float:
+        """Return the weight of a gradient in its update, relative to the others: `age` updates were made since the
+        version that it was computed on. Their mean is weighted, so the step is as long as without. Default: 1."""
+        return 1.0
 
     @property
     def sends_steps(self) -> bool:

@@ -28,7 +28,7 @@ def step_factor(config: JobConfig) -> float:
         factor = outer.lr / (1 - outer.momentum)
     elif policy.sends_steps:
         factor = workers * policy.parallel_batches * policy.share(workers)
-    elif policy.serial_updates:
+    elif policy.serial_updates or config.group_size > 1:  # a group is one step, and no more begins at a version
         return config.group_size / workers if is_sum else 1.0
     else:
         factor = workers * policy.share(workers) / config.group_size

@@ -111,7 +111,7 @@ def replay(
     parts = make_parts(config.training, model)
     updater, tables = parts
     engine = make_engine(config, start, parts.load)
-    contributions = ContributionBuffer(updater, tables)
+    contributions = ContributionBuffer(updater, tables, config.training.policy.age_weight)
     scope = scope_of(config.job, engine.start.run_id)
     if on_update is not None:
         on_update(engine.version, parts)

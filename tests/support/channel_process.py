@@ -76,6 +76,7 @@ _TABLES = json.dumps(
 POLICIES: Final[dict[str, str]] = {name: f"{{name: {name}}}" for name in REGISTERED.names()} | {
     "doll": "{name: doll, group_size: 3}",
     "doll, sets": "{name: doll, group_size: 7}",
+    "doll, recent": "{name: doll, group_size: 2, staleness: 2}",
     "bsp, steps": "{name: bsp, contribution: step}",
     "asp, steps": "{name: asp, contribution: step}",
     "ssp": "{name: ssp, staleness: 2}",

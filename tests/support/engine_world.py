@@ -61,6 +61,7 @@ from doll_lab.simulation import world as worlds
 POLICIES: dict[str, PolicyConfig] = {name: policy_section(name)(name=name) for name in registered.names()} | {
     "doll": DollPolicyConfig(group_size=3),
     "doll, sets": DollPolicyConfig(group_size=6),  # as many as one worker may hold
+    "doll, recent": DollPolicyConfig(group_size=2, staleness=1),
     "ssp, ahead": SspPolicyConfig(staleness=3, under_way=4),
     "essp, ahead": EsspPolicyConfig(staleness=3, under_way=4),
     "wsp": WspPolicyConfig(wave_batches=3, clock_distance=1),
@@ -653,7 +654,12 @@ class World(worlds.World[Process]):
                     assert base == update.version - 1
                 assert base < update.version
             size = self.policy.batches_per_update(self.settings.num_workers)
-            assert (not self.policy.filter_threshold) <= len(update.members) <= size  # rests are updates without any
+            staleness = self.policy.staleness if isinstance(self.policy, DollPolicyConfig) else 0
+            assert (not self.policy.filter_threshold) <= len(update.members)  # rests are updates without any
+            more = self.settings.num_workers - 1 if staleness else 0  # a group that has waited takes all that has come
+            assert len(update.members) <= size + more
+            if staleness:
+                assert update.version - 1 - min(base for _, _, base in update.members) <= staleness
             may_shrink = isinstance(self.policy, LockstepConfig) or self.policy.batches_per_push > 1
-            assert len(update.members) == size or may_shrink, "others cannot shrink"
+            assert len(update.members) >= size or may_shrink, "others cannot shrink"
         assert tuple(applied) == self.engine.snapshot(self.now).applied

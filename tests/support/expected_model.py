@@ -94,6 +94,7 @@ class ExpectedModel:
         """
         self.size = 4  # records of a batch that is not cut
         self._sends_steps, self._outer = policy.sends_steps, policy.outer_step
+        self._takes_old_gradients = getattr(policy, "staleness", 0) > 0 and not policy.sends_steps
         self._stands = stands
         self.added: dict[tuple[int, int, int, int], Added] = {}
         self.held_back: dict[tuple[int, int, int, int], Held] = {}
@@ -108,6 +109,7 @@ class ExpectedModel:
         """From here on the server learns under this policy, of batches of this size."""
         self.size = size
         self._sends_steps, self._outer = policy.sends_steps, policy.outer_step
+        self._takes_old_gradients = getattr(policy, "staleness", 0) > 0 and not policy.sends_steps
 
     def computes(self, process: Process, grant: Grant, batches: Sequence[Batch]) -> None:
         """A process computes these batches for a grant."""
@@ -121,9 +123,9 @@ class ExpectedModel:
         weights, included, held_back = before.weights.copy(), list(before.included), dict(before.held_back)
         rows, applied = {name: values.copy() for name, values in before.rows.items()}, list(before.applied)
         ends = list(before.ends)
-        factor = 1.0 if self._sends_steps else -LR * update.scale
+        factors = self._factors(update)
         changes, num_samples = np.zeros_like(weights), 0  # of an outer step
-        for item in update.sets:
+        for item, factor in zip(update.sets, factors, strict=True):
             worker = item.push.worker
             self.counts["sets of several batches"] += len(item.push.batches) > 1
             self.counts["rests"] += not item.push.batches
@@ -182,6 +184,17 @@ class ExpectedModel:
         self.moments[term, update.version] = Moment(
             got, got_rows, tuple(included), tuple(applied), held_back, momentum, tuple(ends)
         )
+
+    def _factors(self, update: ApplyUpdate) -> list[float]:
+        """Of each set, what its contribution counts: with groups of recent versions, less the older it is."""
+        if self._sends_steps:
+            return [1.0] * len(update.sets)
+        facts = [_samples_and_version(item.push) for item in update.sets]
+        weights = [(update.version - oldest) ** -0.5 if self._takes_old_gradients else 1.0 for _, oldest in facts]
+        self.counts["groups of several versions"] += len(set(weights)) > 1
+        all_samples = sum(count for count, _ in facts)
+        mean = sum(count * weight for (count, _), weight in zip(facts, weights, strict=True)) / (all_samples or 1)
+        return [-LR * update.scale * weight / (mean or 1.0) for weight in weights]
 
     def _give(self, weights: Vector, rows: Mapping[str, Vector], held: Held | None, factor: float) -> None:
         if held is not None:

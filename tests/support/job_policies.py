@@ -11,6 +11,7 @@ from fuzzing import ALL_EXAMPLES
 POLICIES: Final = [
     "{name: asp}",
     "{name: doll, group_size: 2}",
+    "{name: doll, group_size: 2, staleness: 2}",
     "{name: bsp}",
     "{name: ssp, staleness: 2}",
     "{name: essp, staleness: 2}",
@@ -22,7 +23,7 @@ POLICIES: Final = [
 
 
 def some(policies: Sequence[str], *names: str) -> list[str]:
-    """Those of these names; all of them in `make test-all`.
+    """The first one of each of these names; all of them in `make test-all`.
 
     In `make test` each policy meets some kinds of trouble, and each kind meets some policies of unlike families: groups
     of gradients (doll, bsp), steps one by one (asp, ssp, essp, vap), steps that are held back (isp), waves (wsp), and
@@ -30,6 +31,7 @@ def some(policies: Sequence[str], *names: str) -> list[str]:
     """
     if ALL_EXAMPLES:
         return list(policies)
-    chosen = [policy for policy in policies if re.findall(r"\w+", policy.removeprefix("{name: "))[0] in names]
+    first = {re.findall(r"\w+", policy.removeprefix("{name: "))[0]: policy for policy in reversed(policies)}
+    chosen = [policy for policy in policies if policy in (first.get(name) for name in names)]
     assert len(chosen) == len(names), (policies, names)
     return chosen

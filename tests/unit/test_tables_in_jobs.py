@@ -29,6 +29,7 @@ NAME = "0.weight"
 POLICIES = {
     "doll": "{name: doll, group_size: 2}",
     "doll, one": "{name: doll, group_size: 1}",
+    "doll, recent": "{name: doll, group_size: 1, staleness: 2}",
     "bsp": "{name: bsp}",
     "bsp, steps": "{name: bsp, contribution: step}",
     "asp": "{name: asp}",
@@ -61,7 +62,8 @@ def parts(job: Job, width: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
 
 def num_workers(policy: str) -> int:
     """As many workers as keep rows no newer than the weights: where weights may be old, one worker."""
-    return WORKERS if policy.startswith(("{name: doll", "{name: bsp", "{name: isp")) else 1
+    is_exact = policy.startswith(("{name: doll", "{name: bsp", "{name: isp")) and "staleness" not in policy
+    return WORKERS if is_exact else 1
 
 
 @pytest.mark.parametrize("training", TRAININGS.values(), ids=TRAININGS)

@@ -23,6 +23,7 @@ class Recording(Job):
 
 POLICIES = {
     "doll": "{name: doll, group_size: 2}",
+    "doll-recent": "{name: doll, group_size: 2, staleness: 2}",
     "bsp-steps": "{name: bsp, contribution: step}",
     "ssp": "{name: ssp, staleness: 2}",
     "wsp": "{name: wsp}",

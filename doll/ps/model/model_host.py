@@ -90,7 +90,7 @@ class ModelHost:
         self._rows = None if tables is None else RowServer(config, self._scope, term, tables, blobs)
         self._row_writer = None if tables is None else RowWriter(self._scope, term, blobs, self._ttl_s, tables)
         self._is_published = False  # whether the current model is published
-        self._contributions = ContributionBuffer(updater, tables)
+        self._contributions = ContributionBuffer(updater, tables, config.training.policy.age_weight)
         self._deltas: DeltaWriter | None = None
         if config.training.policy.publishes_deltas:
             self._deltas = DeltaWriter(self._scope, term, blobs, config.blobs.ttl_s, updater.num_parameters)

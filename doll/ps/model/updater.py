@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import and_
 from typing import Any, Final, NamedTuple
@@ -37,10 +37,17 @@ class ContributionBuffer:
     in order is added at once, which frees its memory; any other contribution waits (docs/decisions/0029).
     """
 
-    def __init__(self, updater: Updater, tables: TableStore | None = None) -> None:
-        """`tables`: the tables of the model, which change together with the weights; None: the model has no tables."""
+    def __init__(
+        self, updater: Updater, tables: TableStore | None = None, age_weight: Callable[[int], float] = lambda age: 1.0
+    ) -> None:
+        """
+        Args:
+            tables: the tables of the model, changed together with the weights; None: it has no tables.
+            age_weight: `PolicyConfig.age_weight`; not for sets that are added in order, whose ages are equal.
+        """
         self._updater = updater
         self._tables = tables
+        self._age_weight = age_weight
         self._waiting: dict[int, _WaitingSet] = {}
         self._added: list[int] = []  # sets whose contributions are already in the updater's sum, in order
 
@@ -81,12 +88,12 @@ class ContributionBuffer:
         """
         added, self._added = deque(self._added), []
         contributions: list[_WaitingSet] = []
-        for item in update.sets:
+        ages = [update.version - 1 - item.base_version for item in update.sets]
+        for item, age, factor in zip(update.sets, ages, self._age_factors(update, ages), strict=True):
             if added and item.grant_id == added[0] and not contributions:
                 added.popleft()
             elif (waiting := self._waiting.pop(item.grant_id, None)) is not None:
-                age = update.version - 1 - item.base_version
-                contributions.append(self._weighed(waiting, self._updater.weight(item.weight, age)))
+                contributions.append(self._weighed(waiting, factor * self._updater.weight(item.weight, age)))
             elif item.push.key:
                 raise KeyError(f"update {update.version}: expected the gradient of grant {item.grant_id}, got none")
         if added:
@@ -117,12 +124,21 @@ class ContributionBuffer:
         pushes = {item.grant_id: item.push for item in update.sets if item.push.batches}
         return {number: authors.number(push.worker, push.session) for number, push in pushes.items()}
 
+    def _age_factors(self, update: ApplyUpdate, ages: Sequence[int]) -> list[float]:
+        """Return the factor of each set by its age. Their mean over all samples is 1."""
+        weights = [self._age_weight(age) for age in ages]
+        total = sum(item.weight for item in update.sets)
+        weighed = sum(weight * item.weight for weight, item in zip(weights, update.sets, strict=True))
+        return [weight * total / weighed if weighed else 1.0 for weight in weights]
+
     def _weighed(self, waiting: _WaitingSet, weight: float) -> _WaitingSet:
-        if weight == 1.0:
+        factor = np.float32(weight)
+        if factor == 1:
             return waiting
         values = waiting.values.copy()
-        values[: self._updater.num_parameters] *= np.float32(weight)
-        return waiting._replace(values=values)
+        values[: self._updater.num_parameters] *= factor
+        rows = {name: Rows(rows.ids, rows.values * factor) for name, rows in waiting.rows.items()}
+        return waiting._replace(values=values, rows=rows)
 
     def _add(self, waiting: _WaitingSet) -> None:
         self._updater.add(waiting.values)

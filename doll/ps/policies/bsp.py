@@ -14,7 +14,9 @@ from doll.ps.policies.base import BatchId, Offer, Policy, PolicySpec, PolicyView
 class LockstepConfig(ParallelConfig):
     """The common options of bsp and isp."""
 
-    serial_updates: ClassVar[bool] = True
+    @property
+    def serial_updates(self) -> bool:
+        return True
 
     def batches_per_update(self, num_workers: int) -> int:
         return num_workers

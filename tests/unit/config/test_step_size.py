@@ -19,6 +19,11 @@ JOB = "{job: j, task: {class: 'm:C'}, data: {workers: 4, batch_size: 32}, worker
         ("{name: bsp}", 1, "an update is one step on the mean gradient of 4 batches (128 samples)"),
         ("{name: doll, group_size: 8}", 1, "an update is one step on the mean gradient of 8 batches (256 samples)"),
         (
+            "{name: doll, group_size: 2, staleness: 3}",
+            1,
+            "an update is one step on the mean gradient of 2 batches (64 samples)",
+        ),
+        (
             "{name: asp}",
             1,
             "one batch (32 samples) with a learning rate divided by 4, so that 4 batches (128 samples) together",

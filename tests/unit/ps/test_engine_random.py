@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
+from doll.ps.policies.base import BatchId, Policy, PolicyView
+from doll.ps.policies.doll import Doll, RecentDoll
 from doll.records.control import Join
-from engine_runs import check_random_run, play, random_steps
+from engine_runs import calm_steps, check_random_run, play, random_steps
 from engine_world import POLICIES, World
 from fuzzing import examples, seeds
 from hypothesis import example, given, settings
@@ -100,3 +104,37 @@ def test_the_random_runs_reach_the_refusals_and_returns() -> None:
     }
     assert expected <= set(seen), expected - set(seen)
     assert void > 0, "no update was redone after a restart of the server"
+
+
+class Unbounded(RecentDoll):
+    """Makes its update whatever it leaves behind."""
+
+    def collect(self, view: PolicyView) -> Sequence[BatchId]:
+        return Doll.collect(self, view)
+
+
+class WithoutBound(World):
+    def make_policy(self) -> Policy:
+        return Unbounded(2, 1)
+
+
+def test_groups_of_recent_versions_wait_at_the_bound_and_without_it_are_caught() -> None:
+    seen: Counter[str] = Counter()
+    caught = 0
+    for seed in seeds(40):
+        steps = calm_steps(seed, 2000)
+        world = World("doll, recent")
+        play(world, steps)
+        world.check_ledger()
+        for update in world.updates:
+            seen["older"] += any(base < update.version - 1 for _, _, base in update.members)
+            seen["larger"] += len(update.members) > 2
+        other = WithoutBound("doll, recent")
+        play(other, steps)
+        with contextlib.suppress(AssertionError):
+            other.check_ledger()
+            continue
+        caught += 1
+    assert seen["older"] > 10
+    assert seen["larger"] > 0
+    assert caught > 0

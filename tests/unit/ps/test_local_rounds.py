@@ -2,67 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
-from doll.ps.policies.base import BatchId
 from doll.ps.policies.diloco import Diloco, DilocoPolicyConfig
 from doll.theory.checks import Floats
+from policy_view import PolicyWorld
 
 H = 4
-NO_BATCH = BatchId(0, 0)
 
 
-@dataclass
-class Counters:
-    is_live: bool = True
-    session: int = 1
-    applied: int = 0
-    held: int = 0
-    held_change: float = 0.0
-    first_held: BatchId = NO_BATCH
-    moved: float = 0.0
-    computing: int = 0
-    waiting: int = 0
-    announced: int = 0
-    is_done: bool = False
-    is_spent: bool = False
-
-
-class View:
-    """A view of workers whose counters a test sets."""
-
-    def __init__(self, policy: Diloco, count: int) -> None:
-        self.policy, self.workers = policy, [Counters() for _ in range(count)]
-        self.version, self.now_s, self.num_left = 0, 0.0, None
-
-    @property
-    def num_live(self) -> int:
-        return sum(worker.is_live for worker in self.workers)
-
-    @property
-    def num_held(self) -> int:
-        return sum(worker.held for worker in self.workers)
-
-    @property
-    def num_computing(self) -> int:
-        return sum(worker.computing for worker in self.workers)
-
-    @property
-    def num_waiting(self) -> int:
-        return sum(worker.waiting for worker in self.workers)
-
-    def worker(self, number: int) -> Counters:
-        return self.workers[number]
-
-    def held_batches(self) -> list[BatchId]:
-        return [BatchId(n, w.applied + at) for n, w in enumerate(self.workers) for at in range(w.held)]
-
-    def put(self, number: int, **counters: int) -> None:
-        for name, value in counters.items():
-            setattr(self.workers[number], name, value)
-        self.policy.changed(self, [number])
+class View(PolicyWorld):
+    """Workers that deliver whole rounds."""
 
     def delivered(self, *numbers: int) -> None:
         for number in numbers:

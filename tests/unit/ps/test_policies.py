@@ -23,6 +23,7 @@ def test_predicted_rate_at_the_papers_setting() -> None:
 
 def test_unequal_streams_add_up_but_in_lockstep() -> None:
     assert DollPolicyConfig(group_size=4).update_rate_per_s([10.0, 30.0], 5) == 2.0
+    assert DollPolicyConfig(group_size=4, staleness=3).update_rate_per_s([10.0, 30.0], 5) == 2.0
     assert AspPolicyConfig().update_rate_per_s([10.0, 30.0], 5) == 8.0
     assert SspPolicyConfig().update_rate_per_s([10.0, 30.0], 5) == 8.0
     assert WspPolicyConfig(wave_batches=4).update_rate_per_s([10.0, 30.0], 5) == 2.0
@@ -57,6 +58,5 @@ def test_an_unknown_name_is_a_key_error_for_code() -> None:
 
 
 def test_proposition_1_is_claimed_only_where_one_update_follows_the_other() -> None:
-    assert [config.serial_updates for config in (DollPolicyConfig(), BspPolicyConfig(), AspPolicyConfig())] == [
-        True, True, False
-    ]  # fmt: skip
+    sections = (DollPolicyConfig(), DollPolicyConfig(staleness=1), BspPolicyConfig(), AspPolicyConfig())
+    assert [config.serial_updates for config in sections] == [True, False, True, False]

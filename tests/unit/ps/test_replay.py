@@ -48,6 +48,7 @@ def assert_equal(ours: Checkpoint, theirs: Checkpoint) -> None:
         ("training.policy={name: essp, staleness: 3, under_way: 4}",),
         ("training.policy.group_size=7", "weights"),
         ("training.policy={name: diloco, local_batches: 2}", "weights"),
+        ("training.policy={group_size: 3, staleness: 2}", "weights"),
     ],
     ids=[
         "doll",
@@ -60,6 +61,7 @@ def assert_equal(ours: Checkpoint, theirs: Checkpoint) -> None:
         "essp-ahead",
         "weights",
         "diloco-weights",
+        "doll-recent",
     ],
 )
 def test_the_replay_of_a_run_and_of_its_successor_is_equal(

@@ -26,15 +26,20 @@ RATES = {
     "slow": (100.0, 100.0, 100.0, 10.0),
     "most": (10.0, 10.0, 10.0, 270.0),
 }
-SIZES: dict[str, dict[str, Any]] = {"doll": {"group_size": 4}, "diloco": {"local_batches": 4}}
+SIZES: dict[str, dict[str, Any]] = {
+    "doll": {"group_size": 4},
+    "doll, recent": {"group_size": 4, "staleness": 3},
+    "diloco": {"local_batches": 4},
+}
 LOCKSTEP = ("bsp", "isp")
-OTHERS = tuple(name for name in POLICIES.built_in if name not in LOCKSTEP)
+OTHERS = (*(name for name in POLICIES.built_in if name not in LOCKSTEP), "doll, recent")
 
 
 @cache
 def learned(name: str, rates: str) -> tuple[float, ...]:
     """Of each stream, the share of its whole batches that is in the model at the end; 0 where there is none."""
-    section = policy_section(name)(name=name, **SIZES.get(name, {}))
+    policy = name.partition(",")[0]
+    section = policy_section(policy)(name=policy, **SIZES.get(name, {}))
     system = System(
         SimulationSettings(rates_per_s=RATES[rates], batch_size=10, policy=section, seconds=100.0, compute_s=0.02)
     )
