@@ -4,8 +4,7 @@ A slot that has no worker because of this rule is *released*. Its machine ends i
 returns its batches, sends the updates that it still withholds, and leaves. The server assigns its partitions to the
 other workers (`release_request`), so that they also learn its data, as in the paper. A released slot is *recalled*, and
 gets partitions again, if the deadline comes into danger or the rule is switched off. See
-docs/decisions/0032-scale-in-releases-slots.md, 0079-the-others-take-over-from-a-released-worker.md and
-0121-scale-in-releases-what-differs.md.
+docs/decisions/0032-scale-in-releases-slots.md, 0079-the-others-take-over-from-a-released-worker.md and 0121.
 """
 
 from __future__ import annotations
@@ -152,8 +151,7 @@ class ScaleInSettings:
         deadline_reserve: fraction of the deadline that must be left to spare after a release.
         require_gain: whether a release requires that Perf/$ rises according to the measured step times.
         target: held-out error that the job must reach. None: only the planned work counts.
-        evict: the worker to release: "worst_replica", as in the paper, where one replica is certainly the worst; or
-            "slowest", as in MLLess's code.
+        evict: the worker to release: "worst_replica", as in the paper, or "slowest", as in MLLess's code.
         batches_of_update: batches of an update with 0, 1, ..., N live workers; empty if the number never changes.
     """
 
@@ -176,8 +174,7 @@ Criterion = Literal["", "interruption_notice", "worst_replica", "slowest_stream"
 
 @dataclass(frozen=True)
 class SlotChange:
-    """An action of the rule; the journal gets a line of this kind. `by`: what distinguished the slot from the others;
-    "" for a recall."""
+    """An action of the rule; the journal gets a line of this kind. `by`: what distinguished a slot to release."""
 
     kind: Literal["release", "recall", "release_refused"]
     slot: int
@@ -309,8 +306,7 @@ class ScaleIn(KeptState):
         return SlotChange("recall", slot, why)
 
     def _candidate(self, state: PlannerState, observed: Observed, noticed: Collection[int]) -> SlotChange | None:
-        """Return the slot to release; None if no worker is ready. A slot that is about to lose its machine comes
-        first."""
+        """Return the release of a slot, first of one that will lose its machine; None if no worker is ready."""
         assert self._settings is not None
         slots = [slot for slot in np.flatnonzero(self.active).tolist() if state.up[slot] or slot in noticed]
         if leaving := [slot for slot in slots if slot in noticed]:

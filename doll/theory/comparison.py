@@ -7,11 +7,11 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from doll.theory import checks
 from doll.theory.checks import Floats
 
 _BLOCK_ROWS: Final = 4  # rows that are averaged: neighbours in time are not independent
 _MIN_BLOCKS: Final = 6
+_QUANTILE: Final = 0.975
 
 
 class Largest(NamedTuple):
@@ -22,17 +22,16 @@ class Largest(NamedTuple):
     error: float
 
 
-def certain_largest(values: Floats, false_rate: float = 0.05) -> Largest | None:
+def certain_largest(values: Floats) -> Largest | None:
     """Return the column of `values`, shape (n, N), whose expected value is above that of each other; None if noise
     could explain it.
 
     Rows are in the order of time. The values of a row are measured together, so columns are compared by their
     differences in each row, averaged over blocks of rows. Student's t of the largest column's mean difference from each
-    other column must be above the quantile 1 - `false_rate` / 2. If the largest expected value is that of two columns,
-    one of them is then returned with the probability `false_rate`; if it is that of more, with a smaller one, because
-    all others must be exceeded.
+    other column must be above the quantile 97.5 %. If the largest expected value is that of two columns,
+    one of them is then returned with a probability of 5 %; if it is that of more, with a smaller one, because all
+    others must be exceeded.
     """
-    checks.fraction(false_rate=false_rate)
     num_blocks, columns = len(values) // _BLOCK_ROWS, values.shape[1]
     if columns < 2 or num_blocks < _MIN_BLOCKS:
         return None
@@ -42,7 +41,7 @@ def certain_largest(values: Floats, false_rate: float = 0.05) -> Largest | None:
     largest = int(blocks.mean(axis=0).argmax())
     differences = blocks[:, [largest]] - np.delete(blocks, largest, axis=1)
     means, errors = differences.mean(axis=0), differences.std(axis=0, ddof=1) / math.sqrt(num_blocks)
-    if not (means > stdtrit(num_blocks - 1, 1 - false_rate / 2) * errors).all():
+    if not (means > stdtrit(num_blocks - 1, _QUANTILE) * errors).all():
         return None
     following = int(means.argmin())
     return Largest(largest, float(means[following]), float(errors[following]))

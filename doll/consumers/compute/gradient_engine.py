@@ -210,7 +210,7 @@ class GrantHandler:
         shared: SharedSamples | None = None,
         scope: str = "",
     ) -> None:
-        """Create the handler. `shared`: samples on which the replica is evaluated; None: it is not. `scope`: as in
+        """Create the handler. `shared`: None: the replica is not evaluated. `scope`: as in
         `doll.storage.blobs.scope_of`; default: the job's name, for a run without id."""
         self._scope = scope or config.job
         self._seed = config.seed
