@@ -20,8 +20,7 @@ _OF_A_BATCH: Final = 4  # a quarter of a batch's samples at every fourth version
 
 
 class SharedSamples:
-    """The held-out samples of one worker's process. Each version has its part of them, the same at all workers. Not
-    thread-safe: the thread that computes owns the object."""
+    """The held-out samples, of which each version has its part, the same at all workers. Not thread-safe."""
 
     def __init__(self, config: JobConfig, task: Task, computer: GradientComputer) -> None:
         self._config = config
