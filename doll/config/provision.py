@@ -80,9 +80,8 @@ class ScaleInConfig(Section):
     """minimum number of workers; it must be enough to hold the batches of an update"""
     evict: Literal["worst_replica", "slowest"] = "worst_replica"
     """which worker is removed. worst_replica: if workers hold back parts of their steps, the worker whose own weights
-    have the highest loss on held-out samples, as in MLLess, if the difference is larger than its noise; otherwise the
-    same as slowest. slowest: the worker of the slowest stream, else the slowest worker, else that of the newest
-    machine"""
+    have the highest loss on held-out samples, as in MLLess, if noise cannot explain it; otherwise the same as slowest.
+    slowest: the worker of the slowest stream, else the slowest worker, else that of the newest machine"""
     fit_span: float = Field(default=5.0, ge=0)
     """losses are averaged over about this many updates before a curve is fitted to them, as in MLLess; 0: no
     averages"""

@@ -331,8 +331,7 @@ class _WorkerProcess:
         guard: BatchComputer = Guard(config, task, computer, usual)
         if task.defines_step:
             guard = OwnSteps(config, task, model)
-        scale_in = config.provision.scale_in
-        differs = rounds or policy.filter_threshold > 0  # otherwise all workers have the same weights
+        scale_in, differs = config.provision.scale_in, rounds or policy.filter_threshold > 0  # else replicas are equal
         is_compared = differs and scale_in.enabled and scale_in.evict == "worst_replica"
         handler = GrantHandler(
             config,

@@ -41,12 +41,8 @@ class Residual(_NewestBatch):
     """
 
     def __init__(self, threshold: float, num_parameters: int, *, rounds: bool = False) -> None:
-        """Create an empty residual.
-
-        Args:
-            threshold: v >= 0. If it is 0, and nothing is rounded, nothing is ever held back, and no memory is used.
-            rounds: whether numbers are sent rounded to 16 bits (`blobs.contributions`) and the rest is held back.
-        """
+        """`threshold`: v >= 0. `rounds`: numbers are sent rounded to 16 bits (`blobs.contributions`), and the rest is
+        held back. 0 and False: nothing is ever held back, and no memory is used."""
         self._threshold = threshold
         self._rounds = rounds
         self._size = num_parameters if threshold > 0 or rounds else 0
@@ -121,7 +117,7 @@ class RowResidual(_NewestBatch):
     """A `Residual` of the rows of one table."""
 
     def __init__(self, threshold: float, width: int, *, rounds: bool = False) -> None:
-        """Create an empty residual. `threshold`, `rounds`: see `Residual`."""
+        """`threshold`, `rounds`: see `Residual`."""
         self._threshold = threshold
         self._rounds = rounds
         self._before = no_rows(width)

@@ -302,11 +302,10 @@ class Observed(KeptState):
             slot.is_cold = False
         else:
             slot.service_s += (_NEWEST if slot.service_s else 1.0) * (took_s - slot.service_s)
-            if self.keeps_losses:
-                slot.services_s = [*slot.services_s, took_s][-_MOST_COMPARED:]
-        if self.keeps_losses and member.shared_loss is not None:
-            point = (member.base_version, member.shared_loss)
-            slot.shared_losses = [*slot.shared_losses, point][-_MOST_COMPARED:]
+            slot.services_s = [*slot.services_s, took_s][-_MOST_COMPARED:] if self.keeps_losses else []
+        if member.shared_loss is not None:
+            slot.shared_losses.append((member.base_version, member.shared_loss))
+            del slot.shared_losses[:-_MOST_COMPARED]
 
     def _is_slot(self, worker: int) -> bool:
         return 0 <= worker < len(self._slots)

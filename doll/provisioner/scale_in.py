@@ -4,15 +4,14 @@ A slot that has no worker because of this rule is *released*. Its machine ends i
 returns its batches, sends the updates that it still holds back, and leaves. The server assigns its partitions to the
 other workers (`release_request`), so that they also learn its data, as in the paper. A released slot is *recalled*, and
 gets partitions again, if the deadline comes into danger or the rule is switched off. See
-docs/decisions/0032-scale-in-releases-slots.md, 0079-the-others-take-over-from-a-released-worker.md and
-0121-scale-in-releases-what-differs.md.
+docs/decisions/0032-scale-in-releases-slots.md, 0079-the-others-take-over-from-a-released-worker.md and 0121.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final, Literal, NamedTuple
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 
@@ -153,8 +152,7 @@ class ScaleInSettings:
         deadline_reserve: fraction of the deadline that must be left as a reserve after a release.
         require_gain: whether a release requires that Perf/$ rises according to the measured step times.
         target: held-out error that the job must reach. None: only the planned work counts.
-        evict: the worker to release: "worst_replica", as in the paper, where one replica is certainly the worst; or
-            "slowest", as in MLLess's code.
+        evict: the worker to release: "worst_replica", as in the paper, or "slowest", as in MLLess's code.
         batches_of_update: batches of an update with 0, 1, ..., N live workers; empty if the number never changes.
     """
 
@@ -177,8 +175,7 @@ Criterion = Literal["", "interruption_notice", "worst_replica", "slowest_stream"
 
 @dataclass(frozen=True)
 class SlotChange:
-    """An action of the rule; the journal gets a line of this kind. `by`: what distinguished the slot from the others;
-    "" for a recall."""
+    """An action of the rule; the journal gets a line of this kind. `by`: what distinguished a slot to release."""
 
     kind: Literal["release", "recall", "release_refused"]
     slot: int
@@ -186,44 +183,34 @@ class SlotChange:
     by: Criterion = ""
 
 
-class Candidate(NamedTuple):
-    """The slot to release, what distinguishes it from the others, and this in words."""
+def choose_slot(slots: Sequence[int], rates_per_s: Floats, observed: Observed, evict: Evict) -> SlotChange:
+    """Return which of `slots`, at least one, to release: that of the worst replica, by the loss of its worker's own
+    weights on the samples that all workers evaluate. If noise could explain that: of the slowest stream, the slowest
+    worker, or the newest machine. `rates_per_s`: of all slots' streams, shape (N,)."""
 
-    slot: int
-    by: Criterion
-    why: str
+    def chosen(slot: int, by: Criterion, why: str) -> SlotChange:
+        return SlotChange("release", slot, equal + why, by)
 
-
-def choose_slot(slots: Sequence[int], rates_per_s: Floats, observed: Observed, evict: Evict) -> Candidate:
-    """Return the slot to release, out of `slots`, of which there is at least one.
-
-    The worst replica comes first: the slot whose worker's own weights have the highest loss on the samples that all
-    workers evaluate, if noise cannot explain the difference. Otherwise it is the slowest stream, the slowest worker,
-    or, if these are equal too, the newest machine. `rates_per_s`: rates of all streams, shape (N,).
-    """
     equal = ""
     if evict == "worst_replica":
         losses = observed.shared_losses(slots)
         if (worst := certain_largest(losses)) is not None:
             excess, error = worst.excess / losses.mean(), worst.error / losses.mean()
-            return Candidate(
-                slots[worst.column], "worst_replica",
-                f"its replica is the worst: on the same samples its loss is {excess:.3%} (standard error {error:.3%}) "
-                f"above that of the next one, in {len(losses)} evaluations",
-            )  # fmt: skip
+            why = f"its replica is the worst: on the same samples its loss is {excess:.3%} (standard error {error:.3%})"
+            why += f" above that of the next one, in {len(losses)} evaluations"
+            return chosen(slots[worst.column], "worst_replica", why)
         equal = f"no replica is certainly the worst in {len(losses)} evaluations; "
     slowest_per_s = rates_per_s[slots].min()
     slots = [slot for slot in slots if rates_per_s[slot] <= _EQUAL_RATES * slowest_per_s]
     if len(slots) == 1:
-        why = f"{equal}its stream is the slowest, with {slowest_per_s:.3g} samples/s"
-        return Candidate(slots[0], "slowest_stream", why)
+        return chosen(slots[0], "slowest_stream", f"its stream is the slowest, with {slowest_per_s:.3g} samples/s")
     times_s = observed.services_s(slots)
     if (slowest := certain_largest(times_s)) is not None:
         took_s = times_s[:, slowest.column].mean()
         why = f"its worker is the slowest: a batch takes {took_s:.3g} s, {slowest.excess:.3g} s more than with the next"
-        return Candidate(slots[slowest.column], "slowest_worker", f"{equal}{why}")
+        return chosen(slots[slowest.column], "slowest_worker", why)
     newest = max(slots, key=lambda slot: (0.0 if (held := observed.holder(slot)) is None else held.since_s, slot))
-    return Candidate(newest, "newest_machine", f"{equal}no stream or worker is the slowest; its machine is the newest")
+    return chosen(newest, "newest_machine", "no stream or worker is the slowest; its machine is the newest")
 
 
 class ScaleIn(KeptState):
@@ -289,16 +276,15 @@ class ScaleIn(KeptState):
         verdict = self._tuner.ask(observed.losses, now_s)
         if not verdict.remove:
             return []
-        candidate = self._candidate(state, observed, noticed)
-        if candidate is None:
+        change = self._candidate(state, observed, noticed)
+        if change is None:
             return [SlotChange("release_refused", -1, f"{verdict.why}, but no worker is ready")]
-        slot = candidate.slot
-        if refusal := self._refusal(slot, state, asked, observed):
-            return [SlotChange("release_refused", slot, f"{verdict.why}, but {refusal}", candidate.by)]
-        self.released[slot] = True
-        self._whys[slot] = f"{verdict.why}; {candidate.why}"
+        if refusal := self._refusal(change.slot, state, asked, observed):
+            return [replace(change, kind="release_refused", why=f"{verdict.why}, but {refusal}")]
+        self.released[change.slot] = True
+        self._whys[change.slot] = f"{verdict.why}; {change.why}"
         self._tuner.removed(observed.losses, now_s)
-        return [SlotChange("release", slot, self._whys[slot], candidate.by)]
+        return [replace(change, why=self._whys[change.slot])]
 
     def _recall_in_danger(
         self, state: PlannerState, asked: PlannerSettings, observed: Observed
@@ -320,13 +306,12 @@ class ScaleIn(KeptState):
         self._whys.pop(slot, None)
         return SlotChange("recall", slot, why)
 
-    def _candidate(self, state: PlannerState, observed: Observed, noticed: Collection[int]) -> Candidate | None:
-        """Return the slot to release; None if no worker is ready. A slot that is about to lose its machine comes
-        first."""
+    def _candidate(self, state: PlannerState, observed: Observed, noticed: Collection[int]) -> SlotChange | None:
+        """Return the release of a slot, first of one that will lose its machine; None if no worker is ready."""
         assert self._settings is not None
         slots = [slot for slot in np.flatnonzero(self.active).tolist() if state.up[slot] or slot in noticed]
         if leaving := [slot for slot in slots if slot in noticed]:
-            return Candidate(leaving[-1], "interruption_notice", "its machine is about to be interrupted")
+            return SlotChange("release", leaving[-1], "its machine is about to be interrupted", "interruption_notice")
         return choose_slot(slots, state.rates_per_s, observed, self._settings.evict) if slots else None
 
     def _refusal(self, slot: int, state: PlannerState, asked: PlannerSettings, observed: Observed) -> str:

@@ -631,7 +631,7 @@ def _member(item: ev.AppliedSet, batch: ev.AppliedBatch) -> Member:
         store_s=push.store_s / size, wait_s=pushed.wait_s, grant_to_push_s=item.received_at_s - batch.granted_at_s,
         market=push.market, held_back=push.holds_back, set_grant_id=item.grant_id,
         batches=batch.count, cut=batch.cut, loss_sum=pushed.loss_sum, weight=pushed.weight,
-        shared_loss=push.shared_loss,
+        shared_loss=pushed.shared_loss,
     )  # fmt: skip
 
 

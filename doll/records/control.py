@@ -97,6 +97,7 @@ class BatchOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     compute_s: float = 0.0
     wait_s: float = 0.0  # from the batch's completion to the start of its set
     weight: float | None = None  # sum of the weights of the usable samples; None: each weight is 1
+    shared_loss: float | None = None  # mean loss of the worker's weights on the samples that all workers evaluate
     packed: tuple[bytes, ...] = ()  # `dead`, `gaps`, `lost` as bits: only in encoded records, and only if shorter
 
     @property
@@ -136,7 +137,6 @@ class Push(WorkerRecord, frozen=True, omit_defaults=True):
     is_on_its_way: bool = False  # the blob may arrive in a remote blob store after this record
     settles: int = -1  # in a push without batches: nothing is held back any more of batches below this number
     absent: bytes = b""  # parameters that no sample has used, one bit each; first: lowest bit of the first byte
-    shared_loss: float | None = None  # mean loss of the worker's weights on the samples that all workers evaluate
 
 
 class Nack(WorkerRecord, frozen=True):
@@ -382,7 +382,6 @@ class Member(BatchOutcome, frozen=True, kw_only=True):
     batches: int = 1
     cut: bool = False  # the batch ends before it is full
     loss_sum: float = 0.0  # sum over its usable samples, before learning, with its worker's weights
-    shared_loss: float | None = None  # see `Push`
 
 
 class Update(ControlRecord, frozen=True):

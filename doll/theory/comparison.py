@@ -7,13 +7,11 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from doll.extras import lacking
-from doll.theory import checks
 from doll.theory.checks import Floats
 
-FALSE_RATE: Final = 0.05
 _BLOCK_ROWS: Final = 4  # rows that are averaged: neighbours in time are not independent
 _MIN_BLOCKS: Final = 6
+_QUANTILE: Final = 0.975
 
 
 class Largest(NamedTuple):
@@ -24,31 +22,26 @@ class Largest(NamedTuple):
     error: float
 
 
-def certain_largest(values: Floats, false_rate: float = FALSE_RATE) -> Largest | None:
-    """Return the column whose expected value is above that of every other column; None if noise could explain it.
+def certain_largest(values: Floats) -> Largest | None:
+    """Return the column of `values`, shape (n, N), whose expected value is above that of each other; None if noise
+    could explain it.
 
-    The values of a row are measured under the same conditions, so two columns are compared by their differences in each
-    row, averaged over blocks of successive rows. The largest column is certain if Student's t of its mean difference
-    from each other column is above the quantile 1 - `false_rate` / 2. A column with an equal is then returned with a
-    probability of at most `false_rate`, however many columns there are: of two, either may be the larger one; each
-    further equal is one more that must be exceeded.
-
-    Args:
-        values: shape (n, N), finite; rows in the order of time.
+    Rows are in the order of time. The values of a row are measured together, so columns are compared by their
+    differences in each row, averaged over blocks of rows. Student's t of the largest column's mean difference from each
+    other column must be above the quantile 97.5 %. If the largest expected value is that of two columns,
+    one of them is then returned with a probability of 5 %; if it is that of more, with a smaller one, because all
+    others must be exceeded.
     """
-    checks.fraction(false_rate=false_rate)
     num_blocks, columns = len(values) // _BLOCK_ROWS, values.shape[1]
     if columns < 2 or num_blocks < _MIN_BLOCKS:
         return None
-    try:
-        from scipy.special import stdtrit
-    except ImportError as error:
-        raise lacking("the scale-in tuner", "provision") from error
+    from scipy.special import stdtrit
+
     blocks = values[-num_blocks * _BLOCK_ROWS :].reshape(num_blocks, _BLOCK_ROWS, columns).mean(axis=1)
     largest = int(blocks.mean(axis=0).argmax())
     differences = blocks[:, [largest]] - np.delete(blocks, largest, axis=1)
     means, errors = differences.mean(axis=0), differences.std(axis=0, ddof=1) / math.sqrt(num_blocks)
-    if not (means > stdtrit(num_blocks - 1, 1 - false_rate / 2) * errors).all():
+    if not (means > stdtrit(num_blocks - 1, _QUANTILE) * errors).all():
         return None
     following = int(means.argmin())
     return Largest(largest, float(means[following]), float(errors[following]))

@@ -19,10 +19,10 @@ from doll.records.control import (
 )
 from record_builders import announce
 
-COMPUTED = ComputedBatch(4, 12.0, {"accuracy": 4.0}, (101,), 2, 0.1)
+COMPUTED = ComputedBatch(4, 12.0, {"accuracy": 4.0}, (101,), 2, 0.1, shared_loss=0.7)
 
 
-DONE = GradientDone("doll:j:g:3:1", 9, (COMPUTED,), 0.2, 0.3, shared_loss=0.7)
+DONE = GradientDone("doll:j:g:3:1", 9, (COMPUTED,), 0.2, 0.3)
 
 
 def welcome(**changes: Any) -> Welcome:

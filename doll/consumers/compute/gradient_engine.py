@@ -213,7 +213,7 @@ class GrantHandler:
         shared: SharedSamples | None = None,
         scope: str = "",
     ) -> None:
-        """Create the handler. `shared`: samples on which the replica is evaluated; None: it is not. `scope`: as in
+        """Create the handler. `shared`: None: the replica is not evaluated. `scope`: as in
         `doll.storage.blobs.scope_of`; default: the job's name, for a run without id."""
         self._scope = scope or config.job
         self._seed = config.seed
@@ -252,7 +252,6 @@ class GrantHandler:
         started_s = time.perf_counter()
         version: int | None = None
         fetch_s, add_s, delta_bytes = 0.0, 0.0, 0
-        shared_loss: float | None = None
         computed: list[ComputedBatch] = []
         self._blobs.settle()  # the last push may still use memory that changes now
         if not self._contribution.begin(grant):
@@ -270,7 +269,6 @@ class GrantHandler:
                 computed.append(usable_samples(batch))
                 continue
             begun_s = time.perf_counter()
-            is_loaded = version is not None
             if version is None:
                 version = self._local_model.load(grant)
                 if version is None:
@@ -283,8 +281,6 @@ class GrantHandler:
             try:
                 if self._rows is not None:
                     self._rows.begin(grant, partial(goes_on, batch.number, grant_id))
-                if self._shared is not None and not is_loaded:
-                    shared_loss = self._shared.loss(version)
                 item = self._compute(batch, version)
             except BlobError as exc:
                 log.warning("rows_missing", batch=batch.number, reason=str(exc))
@@ -296,9 +292,7 @@ class GrantHandler:
             computed.append(item)
         version = grant.version if version is None else version
         self._last = (grant.term, grant.grant_ids[0], version)
-        done = GradientDone(
-            "", version, tuple(computed), fetch_s, add_s, delta_bytes=delta_bytes, shared_loss=shared_loss
-        )
+        done = GradientDone("", version, tuple(computed), fetch_s, add_s, delta_bytes=delta_bytes)
         if (batches[len(computed) - 1].number + 1) % self._batches_per_push:
             return replace(done, is_kept=True)
         if len(computed) > 1:
@@ -337,6 +331,7 @@ class GrantHandler:
 
     def _compute(self, batch: Batch, version: int) -> ComputedBatch | None:
         """Compute one batch of the set. Return None if the sum cannot include the batch; it then begins another set."""
+        shared_loss = None if self._shared is None else self._shared.loss(version)
         begun_s = time.perf_counter()
         gradient, bad = self._guard.compute(*batch.data.samples, seed=batch_seed(self._seed, batch))
         if gradient is None or not gradient.weight:
@@ -345,7 +340,9 @@ class GrantHandler:
             return None
         left = self._dead_letters.refuse_samples(batch, bad) if bad else usable_samples(batch)
         compute_s = time.perf_counter() - begun_s
-        computed = replace(left, compute_s=compute_s, version=version, usual=self._guard.usual)
+        computed = replace(
+            left, compute_s=compute_s, version=version, usual=self._guard.usual, shared_loss=shared_loss
+        )  # fmt: skip
         if gradient is None:
             return computed
         return replace(

@@ -16,12 +16,11 @@ from doll.telemetry import get_logger
 log = get_logger(__name__)
 
 _EVERY_VERSIONS: Final = 4
-_OF_A_BATCH: Final = 4  # an evaluation has a quarter of a batch's samples, which costs about 2 % of a worker's time
+_OF_A_BATCH: Final = 4  # a quarter of a batch's samples at every fourth version costs 2 % of a worker's computation
 
 
 class SharedSamples:
-    """The held-out samples of one worker's process. Each version has its part of them, the same at all workers. Not
-    thread-safe: the thread that computes owns the object."""
+    """The held-out samples, of which each version has its part, the same at all workers. Not thread-safe."""
 
     def __init__(self, config: JobConfig, task: Task, computer: GradientComputer) -> None:
         self._config = config
@@ -32,23 +31,21 @@ class SharedSamples:
         self._is_off = False
 
     def loss(self, version: int) -> float | None:
-        """Return the mean loss of the replica on the samples of `version`; None if there are none, if the loss is not
-        finite, or if the rows of tables do not arrive. Raise ServiceUnavailableError if the wait for the blob store was
-        given up."""
+        """Return the mean loss of the replica on the samples of `version`; None if there are none, or no finite loss.
+        Raise ServiceUnavailableError if the wait for the blob store was given up."""
         if self._is_off or version % _EVERY_VERSIONS:
             return None
         try:
             if self._samples is None:
                 self._samples = batch_of(self._task, self._task.holdout(), self._config.evaluation.max_samples)
-            if not (count := self._samples.num_samples):
-                self._is_off = True
-                return None
-            part = version // _EVERY_VERSIONS % math.ceil(count / self._size)
+            if not (num_parts := math.ceil(self._samples.num_samples / self._size)):
+                raise ValueError("the task has no held-out samples")
+            part = version // _EVERY_VERSIONS % num_parts
             self._computer.seed = seed_of(self._config.seed, version)
             loss = self._computer.loss(*self._samples.take(slice(part * self._size, (part + 1) * self._size)))
         except ServiceUnavailableError:
             raise
-        except BlobError:
+        except BlobError:  # rows of tables
             return None
         except Exception as exc:  # the user's code may raise anything
             self._is_off = True

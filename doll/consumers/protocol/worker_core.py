@@ -101,6 +101,7 @@ class ComputedBatch:
     dead_reasons: tuple[tuple[str, int], ...] = ()
     weight: float | None = None  # sum of the samples' weights; None: each is 1
     usual: tuple[float, ...] = ()  # as in an Alive
+    shared_loss: float | None = None  # see `BatchOutcome`
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,6 @@ class GradientDone:
     delta_bytes: int = 0  # see `Push`
     is_on_its_way: bool = False  # see `Push`
     absent: bytes = b""  # see `Push`
-    shared_loss: float | None = None  # see `Push`
 
 
 # --- actions --------------------------------------------------------------------------------------------------------
@@ -537,7 +537,7 @@ class WorkerCore:
                 dead_samples=item.dead_samples, dead_reasons=item.dead_reasons, compute_s=item.compute_s,
                 wait_s=max(0.0, begun_at_s - batch.complete_at_s),
                 version=item.version if done.is_kept or item.version != done.version else -1,
-                leader_epoch=batch.leader_epoch, skipped=batch.skipped,
+                leader_epoch=batch.leader_epoch, skipped=batch.skipped, shared_loss=item.shared_loss,
             )
             for batch, number, item in zip(batches, grant.grant_ids, done.batches, strict=False)
         )  # fmt: skip
@@ -590,7 +590,6 @@ class WorkerCore:
             worker=self.worker, session=self.session, term=self.term, version=done.version, key=done.key,
             batches=batches, fetch_s=done.fetch_s, delta_bytes=done.delta_bytes, store_s=done.store_s,
             market=self.market, holds_back=done.holds_back, is_on_its_way=done.is_on_its_way, absent=done.absent,
-            shared_loss=done.shared_loss,
         )  # fmt: skip
         self._held_back_until = batches[-1].batch + 1 if done.holds_back else 0
         self._grants.answer(push)

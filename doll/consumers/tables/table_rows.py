@@ -61,7 +61,7 @@ class WorkerTables:
         self._residuals: dict[str, RowResidual] = {}
         if threshold > 0 or rounds:
             self._residuals = {
-                name: RowResidual(threshold, shape.width, rounds=rounds) for name, shape in client.tables.items()
+                name: RowResidual(threshold, at.width, rounds=rounds) for name, at in client.tables.items()
             }
         self._report = report
         self._clock = clock

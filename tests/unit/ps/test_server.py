@@ -343,8 +343,7 @@ def test_an_update_names_the_losses_of_the_replicas_on_shared_samples(rig: Rig) 
     rig.announce(0, 0, 1)
     rig.announce(1, 0, 1)
     for grant, loss in zip(rig.grants(), (0.5, None), strict=True):
-        push = answer(grant, grant.term, "", dead=(100,))
-        rig.server.feed(msgspec.structs.replace(push, shared_loss=loss))
+        rig.server.feed(answer(grant, grant.term, "", dead=(100,), shared_loss=loss))
     assert [member.shared_loss for member in rig.outbox.updates[-1].members] == [0.5, None]
 
 

@@ -136,8 +136,8 @@ def test_a_worker_evaluates_its_own_weights_before_it_computes_and_its_step_does
     worker, done, stored = handled(is_shared=True)
     other = Worker()
     other.computer.weights[:] = 0.25
-    assert [item.shared_loss for item in done] == [other.shared.loss(8), None]
+    assert [item.batches[0].shared_loss for item in done] == [other.shared.loss(8), None]
     plain, without, same = handled(is_shared=False)
-    assert [item.shared_loss for item in without] == [None, None]
+    assert [item.batches[0].shared_loss for item in without] == [None, None]
     assert stored == same
     assert np.array_equal(worker.computer.weights, plain.computer.weights)

@@ -60,11 +60,10 @@ def test_a_grant_is_computed_and_pushed_with_all_that_the_lineage_needs(core: Wo
     assert sent == Send(
         Push(
             worker=1, session=7, term=3, version=9, key="doll:j:g:3:1", fetch_s=0.2, store_s=0.3, market="spot",
-            shared_loss=0.7,
             batches=(
                 PushedBatch(
                     batch=5, grant_id=1, n_samples=4, loss_sum=12.0, metric_sums={"accuracy": 4.0}, dead=(101,),
-                    gaps=((103, 105),), dead_samples=2, compute_s=0.1, wait_s=2.5, leader_epoch=4,
+                    gaps=((103, 105),), dead_samples=2, compute_s=0.1, wait_s=2.5, leader_epoch=4, shared_loss=0.7,
                 ),
             ),
         )
