@@ -6,8 +6,8 @@ proportion to its batch, times a lognormal factor (σ 0.4), reads for a time in 
 update, three quarters of bsp's step at P = 8, and adds what it has read: for an update as large as its own, the
 measured share of computing that at ML-20M's size (`benchmarks.paper.measured`).
 
-Criteria: at P = 8 and 16 ssp reaches the target 1.0 to 1.2 times as fast as bsp, and isp faster than that; ssp moves as
-many bytes for a batch as bsp, to 2 %.
+Criteria: at P = 8 and 16 ssp reaches the target 1.0 to 1.2 times as fast as bsp, and isp faster than that; at P = 32
+ssp is slower than bsp; ssp moves as many bytes for a batch as bsp, to 2 %.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ PAPER_GAIN = {SSP: {8: 1.1, 16: 1.1}, ISP: {8: 1.9, 16: 1.4}}
 _MOST_STEPS = 1000
 ADD_SHARE = kept().times["ML-20M"].add_of_sparse
 """Seconds in which a worker adds an update, of those in which one like it is computed."""
-_CAUSE = ""
+# Where ssp's gain ends here and not in the paper.
+_NOT_SO = {
+    16: f"adding an update, measured to take {ADD_SHARE:.0%} of the time of computing one ({kept().where}), ends ssp's "
+    "gain between 8 and 16 workers here, and between 24 and 48 in the paper",
+}
 
 
 def play(policy: str, workers: int, seed: int) -> Outcome:
@@ -63,7 +67,6 @@ def play(policy: str, workers: int, seed: int) -> Outcome:
 
 def run(quick: bool) -> Result:
     seeds, all_workers = (range(2), TESTED) if quick else (range(8), WORKERS)
-    lowest = 0.9 if quick else 1.0  # two seeds say little
     outcomes = {
         (policy, workers): [play(policy, workers, seed) for seed in seeds]
         for policy in POLICIES
@@ -85,9 +88,9 @@ def run(quick: bool) -> Result:
         tested = workers in TESTED
         checks += [
             claim("value", f"P = {workers}: bsp's time over that of ssp", PAPER_GAIN[SSP][workers], of_ssp,
-                  f"{lowest:g} to 1.2", lowest <= of_ssp <= 1.2)
+                  "1 to 1.2", 1 <= of_ssp <= 1.2, "" if quick else _NOT_SO.get(workers, ""))
             if tested else claim("order", f"P = {workers}: bsp's time over that of ssp", "below 1", of_ssp, "< 1",
-                                 of_ssp < 1, _CAUSE),
+                                 of_ssp < 1),
             claim("order", f"P = {workers}: bsp's time over that of isp", PAPER_GAIN[ISP][workers], of_isp,
                   "> ssp's", of_isp > of_ssp)
             if tested else Check(f"P = {workers}: bsp's time over that of isp", None, None, of_isp, "", None),
@@ -108,8 +111,9 @@ def run(quick: bool) -> Result:
         "The paper's P is 12, 24 and 48, with a constant number of samples per step, as here. It leaves open whether "
         "isp's 1.9 and 1.4 are relative to bsp or to ssp; here they are taken as relative to bsp.",
         f"A factor of σ = {JITTER:g} on a quarter of the step varies a worker's step by some 10 %. Ssp hides that, but "
-        "moves as many bytes, and needs more steps since it computes on older parameters. With σ = 0.2 its "
-        "gains are 1.03 at P = 8 and 0.91 at P = 16.",
+        "moves as many bytes, and needs more steps since it computes on older parameters.",
+        f"Adding an update takes {ADD_SHARE:.0%} of the time of computing one, as measured ({kept().where}). Without "
+        "it ssp's gains are 1.12, 1.02 and 1.05 at P = 8, 16 and 32: it is what ends them, as the paper says.",
     ]
     drawn = {policy: outcomes[policy, WORKERS[0]][0] for policy in POLICIES}
     return Result(
