@@ -92,8 +92,8 @@ class Diloco(Policy):
     most `grace_s`. A change that comes later is in the round in which it comes, and counts less
     (`DilocoPolicyConfig.age_discount`): no sample is dropped.
 
-    Source: Douillard et al., DiLoCo (arXiv 2311.08105); quorum and grace window: Decoupled DiLoCo (2604.21428); weights
-    by age: 2605.09126.
+    Source: Douillard et al., DiLoCo (arXiv 2311.08105); quorum and grace window: Decoupled DiLoCo (2604.21428). The
+    weights by age differ from 2605.09126, which gates old changes by their cosine, before the moments of Adam.
     """
 
     name: ClassVar[str] = "diloco"

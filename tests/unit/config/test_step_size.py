@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from doll.config import parse
 from doll.config.policy import policy_section
-from doll.config.step_size import step_factor, step_text
+from doll.config.step_size import advice, step_factor, step_text
 from doll.errors import ConfigError
 
 JOB = "{job: j, task: {class: 'm:C'}, data: {workers: 4, batch_size: 32}, worker: {max_pending_batches: 64}}"
@@ -108,3 +108,26 @@ def test_the_outer_momentum_is_for_rounds_of_this_length(local_batches: int, mom
     given = section(name="diloco", local_batches=local_batches, outer_momentum=0.25).outer_step
     assert given is not None
     assert given.momentum == 0.25
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["training.policy={name: asp}"], None),
+        (
+            ["training.policy={name: asp}", "training.optimizer={name: adagrad, momentum: 0.9}"],
+            "set training.policy.con",
+        ),
+        (["training.policy={name: asp, contribution: step}", "training.optimizer.momentum=0.9"], None),
+        (["training.policy={name: bsp}", "training.optimizer.momentum=0.9", "training.ema={decay: 0.9}"], None),
+        (
+            ["training.policy={name: ssp}", "stop.updates=9"],
+            "if stop.updates were chosen for bsp, multiply the numbers",
+        ),
+        (["training.policy={name: diloco}", "training.ema={decay: 0.9}"], "by 0.0625, and take the root 0.0625"),
+        (["training.policy={name: wsp, wave_batches: 4}", "stop.updates=9"], None),
+    ],
+)
+def test_a_policy_says_what_it_needs_and_bsp_does_not(overrides: list[str], said: str | None) -> None:
+    advised = advice(parse(JOB, overrides))
+    assert advised is None if said is None else said in (advised or "")

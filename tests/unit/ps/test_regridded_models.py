@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from doll.config import JobConfig, parse
+from doll.consumers.protocol.grants import part_of
 from doll.errors import ConfigError, FencedError
 from doll.model.flat_model import build, fingerprint
 from doll.ps.checkpointing import decode_snapshot, encode_snapshot
@@ -18,16 +19,20 @@ from doll.ps.model.updater import ModelParts, make_parts
 from doll.ps.regrid import regrid
 from doll.ps.start import engine_settings
 from doll.ps.tables.bounded_table import BoundedTable
+from doll.records.control import Grant
+from doll.storage.blobs import encode_blob, gradient_key
 from doll.storage.checkpoints import Checkpoint
 from doll.tables.rows import Rows
 from doll.task.base import load_task
 from logged_runs import JOB, LoggedRun
 from memory_stores import MemoryCheckpointStore
 from paths import SUPPORT
+from pushes import answer
 
 pytestmark = pytest.mark.slow  # loads torch
 
 POLICIES = ("{name: doll, group_size: 3}", "{name: asp}", "{name: bsp}", "{name: ssp}", "{name: essp, staleness: 3}")
+LR = 0.1
 OPTIMIZERS = ("{name: sgd, lr: 0.1, momentum: 0.9}", "{name: adam}", "{name: sgd, lr: 0.05, momentum: 0.9}")
 
 
@@ -106,6 +111,46 @@ def test_the_optimizers_state_is_kept_where_it_fits(
     assert states == [states[0], states[0] if kept else set()]
     for name in states[1]:
         np.testing.assert_array_equal(after.tensors[name], before.tensors[name])
+
+
+class SteadyRun(LoggedRun):
+    """All gradients are ones, and each worker steps along them as `StepModel` does."""
+
+    def answer(self, whole: Grant) -> Grant:
+        count, policy = len(whole.grant_ids), self.config.training.policy
+        each = -LR * policy.share(whole.num_live) if policy.sends_steps else 4.0  # the sum over a batch's samples
+        key = gradient_key(self.config.job, whole.term, whole.grant_ids[0])
+        values = np.full(self.updater.weights.size, count * each, np.float32)
+        self.blobs.put(key, encode_blob(values, job=self.config.job, kind="g", version=whole.version), 600.0)
+        self.server.feed(answer(whole, whole.term, key, n_samples=4, loss_sum=4.0))
+        return part_of(whole, count)
+
+    def steps_per_batch(self, updates: int) -> float:
+        """Return how far the model goes with each batch of the next updates, in steps of lr."""
+        engine, before = self.server.engine, self.updater.weights.copy()
+        batches = engine.batches_total
+        self.play(updates)
+        moved = before - self.updater.weights
+        assert np.ptp(moved) < 1e-5
+        return float(moved[0]) / LR / (engine.batches_total - batches)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["{name: doll, group_size: 3}", *(f"{{name: {name}}}" for name in ("asp", "ssp", "essp", "vap", "isp", "wsp"))],
+)
+def test_a_regrid_to_another_policy_keeps_the_step(tmp_path: Path, policy: str) -> None:
+    store, plain = MemoryCheckpointStore("replayed", keep=100), f"training.optimizer={{name: sgd, lr: {LR}}}"
+    run = SteadyRun(tmp_path, store, "training.policy={name: bsp}", plain)
+    before = run.steps_per_batch(9)
+    run.close()
+    regrid(parse(JOB, [f"training.policy={policy}", plain]), store)
+    run = SteadyRun(tmp_path, store, f"training.policy={policy}", plain, seed=1)
+    run.play(12)  # the first grants are from a time when not all workers were there
+    after = run.steps_per_batch(24)
+    run.close()
+    assert before == pytest.approx(1 / 3, rel=1e-4)
+    assert after == pytest.approx(1 / 3, rel=1e-4)
 
 
 def test_what_cannot_be_is_refused_and_leaves_the_grid_before(tmp_path: Path) -> None:
