@@ -35,6 +35,21 @@ def step_factor(config: JobConfig) -> float:
     return factor / workers if is_sum else factor
 
 
+def step_samples(config: JobConfig) -> int:
+    """Return how many samples together make one step of `training.optimizer.lr`.
+
+    >>> from doll.config import parse
+    >>> job = "{job: j, task: {class: 'm:C'}, data: {workers: 4, batch_size: 32}}"
+    >>> policies = ("{name: bsp}", "{name: ssp}", "{name: ssp, contributions: sum}", "{name: diloco}")
+    >>> [step_samples(parse(job, [f"training.policy={policy}"])) for policy in policies]
+    [128, 128, 32, 32]
+    """
+    policy, workers, size = config.training.policy, config.data.workers, config.data.batch_size
+    if policy.averages_workers:
+        return workers * policy.batches_per_push * size
+    return size if policy.sends_steps else config.group_size * size
+
+
 def step_text(config: JobConfig) -> str:
     """Describe the step under the job's policy in words, and its size relative to that of `bsp`."""
     policy, workers, size = config.training.policy, config.data.workers, config.data.batch_size

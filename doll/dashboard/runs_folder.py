@@ -49,6 +49,7 @@ class RunsFolder:
         try:
             rows = [(Path(row["folder"]).name, str(row["policy"])) for row in plain.get("policies", ())]
             not_run = [*map(str, plain.get("not_run", ()))]
+            seeds = [*map(int, plain.get("seeds", ()))]  # a comparison of an earlier release has none
             target = float(plain["target_loss"]) if plain.get("target_given") else None
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
@@ -68,7 +69,8 @@ class RunsFolder:
         if len(paths) > MAX_RUNS:
             notes.append(f"{len(paths) - MAX_RUNS} older runs are left out")
         job = str(plain.get("job", self._folder.name))
-        return Comparison(job, [run for _, run in read], target, [*(policy for _, policy in rows), *not_run], notes)
+        wanted = list(dict.fromkeys([*(policy for _, policy in rows), *not_run]))
+        return Comparison(job, [run for _, run in read], target, wanted, notes, seeds)
 
     def opened(self, name: str) -> EndedRun | None:
         """Return the run in the folder of this name; None if it does not exist or has not ended.
@@ -95,6 +97,6 @@ class RunsFolder:
 def _read(folder: Path, label: str) -> tuple[str, PolicyRun]:
     try:
         config = load(folder / _JOB)
-        return config.job, read_run(label, folder, usd_per_h=workers_usd_per_h(config))
+        return config.job, read_run(label, folder, usd_per_h=workers_usd_per_h(config), seed=config.seed)
     except DollError as error:
         return "", PolicyRun(label, str(error), ok=False, folder=str(folder))

@@ -24,18 +24,19 @@ from doll.task.base import Task
 from doll.task.batches import SampleBatch, batch_of, joined
 from doll.task.trees import Array, Tree
 from doll.telemetry import get_logger
+from doll.theory.divergence import Divergence
 
 log = get_logger(__name__)
 
 _CANARY_SAMPLES: Final = 16
+_CANARY_PARTS: Final = 4
 # A batch is inspected above this share of the spike factor, because its other samples dilute a bad sample.
 _INSPECT_FROM_SHARE: Final = 0.3
 # The usual norm from an inspection is valid for so many learned batches: to measure it costs 32 passes of one sample,
 # and the batches of a model that is mostly right are often unusual.
 _USUAL_BATCHES: Final = 256
-# A model diverges if its loss on learned samples is so many times the first loss. Then any sample may look harmful.
+# A model diverges if its loss on learned samples is so many times the usual one. Then any sample may look harmful.
 _DIVERGED: Final = 100.0
-_FIRST_BATCHES: Final = 10  # batches that define the first loss
 _MAX_REASON_CHARS: Final = 300
 _TINY: Final = 1e-30
 _MOST_MOMENTUM: Final = 0.999
@@ -68,19 +69,23 @@ class Guard:
         self._computer = computer
         self._factor = config.training.guard.spike_factor
         self._norms, self._buffer_changes = RunningMedian(), RunningMedian()
-        if len(usual) == 2 and all(map(math.isfinite, usual)):
-            for median, value in zip((self._norms, self._buffer_changes), usual, strict=True):
+        self._losses = Divergence()  # mean losses of the batches
+        if len(usual) >= 2 and all(map(math.isfinite, usual)):
+            for median, value in zip((self._norms, self._buffer_changes), usual, strict=False):
                 median.add(value)
-        self._first_losses: list[float] = []  # mean losses of the first batches that this process has learned
+            self._losses = Divergence(*usual[2:3])  # a release before ADR 125 does not tell the first loss
         self._has_diverged = False
         self._last: SampleBatch | None = None  # the batch that was learned last
         self._usual, self._usual_batches = 0.0, 0  # norm by the last inspection; batches for which it is valid
 
     @property
     def usual(self) -> tuple[float, ...]:
-        """The median norm of a sample's gradient and the median change of the buffers, over the last learned batches;
-        () before the first batch."""
-        return () if math.isnan(self._norms.usual) else (self._norms.usual, self._buffer_changes.usual)
+        """The median norm of a sample's gradient and the median change of the buffers, over the last learned batches,
+        and the loss of the first batch; () before the first batch."""
+        if math.isnan(self._norms.usual):
+            return ()
+        first = () if math.isnan(self._losses.first) else (self._losses.first,)
+        return (self._norms.usual, self._buffer_changes.usual, *first)
 
     @property
     def _canary(self) -> SampleBatch | None:
@@ -170,14 +175,24 @@ class Guard:
         usual_weight = gradient.weight / count  # mean weight of its samples; the step divides by the weight
         return harmful(before, wrong, self._loss_after(gradient, self._norms.usual, ordinary.samples, usual_weight))
 
-    def _diverges(self) -> bool:
-        if self._canary is None or len(self._first_losses) < _FIRST_BATCHES:
-            return False
-        loss, at_first = self._loss(self._canary, stepped=True), max(map(abs, self._first_losses))
-        before, self._has_diverged = self._has_diverged, loss > _DIVERGED * at_first > 0
+    def _diverges(self, parts: int = 1) -> bool:
+        """Return whether the model diverges, by the losses of the batches or by that of learned samples.
+
+        Args:
+            parts: number of parts of the learned samples, of which the second lowest loss counts: a sample with an
+                extreme target has a large loss in a good model, too.
+        """
+        loss, before = self._losses.now, self._has_diverged
+        self._has_diverged = self._losses.has_diverged
+        if not self._has_diverged and self._canary is not None:
+            places = [range(at, self._canary.num_samples, parts) for at in range(min(parts, self._canary.num_samples))]
+            loss = sorted(self._loss(self._canary.take(part), stepped=True) for part in places)[len(places) > 1]
+            is_loss = parts == 1 or loss < math.inf  # the loss of a task may need more samples than a part has
+            self._has_diverged = is_loss and loss > _DIVERGED * self._losses.usual > 0
         if self._has_diverged and not before:
             log.warning(
-                "model_diverges", loss=loss, at_first=at_first, action="no sample is refused for its gradient",
+                "model_diverges", loss=loss, at_first=self._losses.first,
+                action="no sample is refused for its gradient",
                 hint="lower training.optimizer.lr, or set training.clip_norm",
             )  # fmt: skip
         return self._has_diverged
@@ -187,8 +202,7 @@ class Guard:
         if not gradient.weight:
             return
         self._norms.add(gradient.norm / gradient.weight)
-        if len(self._first_losses) < _FIRST_BATCHES:
-            self._first_losses.append(gradient.loss_sum / gradient.weight)
+        self._losses.add(gradient.loss_sum / gradient.weight)
         self._buffer_changes.add(gradient.buffer_change)
         self._last = samples
         self._usual_batches -= 1
@@ -203,6 +217,12 @@ class Guard:
                 f"{self._config.task.cls} fails on a batch ({problem}), and at these weights also on samples that it "
                 f"has learned before ({again}): the model has diverged or the task is wrong; lower "
                 "training.optimizer.lr, set training.clip_norm, or correct the task"
+            )
+        if self._diverges(_CANARY_PARTS):
+            raise TaskError(
+                f"the model has diverged: its loss was {self._losses.first:.4g} at first and is now far above, and "
+                f"{self._config.task.cls} fails on a batch ({problem}); no sample is refused for that; lower "
+                "training.optimizer.lr, or set training.clip_norm"
             )
         everything = range(samples.num_samples)
         rejected = failing(everything, lambda part: self._try(samples.take(part), use_running_stats=True)[1])

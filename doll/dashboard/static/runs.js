@@ -49,6 +49,7 @@ follow(
     setText(byId("headline"), state.headline);
     setText(byId("state"), age ? oldText(age) : runs);
     byId("state").className = `state ${age ? "lost" : state.missing.length ? "live" : "ended"}`;
+    setText(byId("conclusion"), state.conclusion ?? "");
     setText(byId("notes"), state.notes.join("; "));
     renderTable(state.columns, state.runs);
     for (const [x, chart] of Object.entries(charts)) chart.render(state.curves, labels, x, state.target);

@@ -1,9 +1,25 @@
-"""The factor that limits a job, and the remedy, in one line. Pure."""
+"""The factor that limits a job, or that ends its learning, and the remedy, in one line. Pure."""
 
 from __future__ import annotations
 
 from doll.config import JobConfig
+from doll.config.step_size import step_factor
+from doll.monitor.state.prequential import LossTrend
 from doll.records.control import Limit, ServerStatus
+
+
+def divergence_text(config: JobConfig, trend: LossTrend) -> str:
+    """Return how far the loss has risen and the remedy, if the model diverges; otherwise ""."""
+    if not (diverged := trend.diverged):
+        return ""
+    policy, factor = config.training.policy, step_factor(config)
+    remedy = "lower training.optimizer.lr"
+    if factor > 1.001:
+        remedy = f"divide training.optimizer.lr by {factor:.3g}, which is how far policy {policy.name} goes beside bsp"
+        if getattr(policy, "contributions", "mean") == "sum":
+            remedy += ", set training.policy.contributions: mean"
+    clip = ", or set training.clip_norm" if config.training.clip_norm is None else ""
+    return f"{diverged}; {remedy}{clip}"
 
 
 def limit_text(config: JobConfig, status: ServerStatus | None) -> str:

@@ -137,6 +137,10 @@ class PolicySummary(msgspec.Struct, frozen=True):
         return f", {self.void_batches:,} batches void" if self.void_batches else ""
 
     @property
+    def blocked_and_void_text(self) -> str:
+        return self.blocked_text + self.void_text
+
+    @property
     def bytes_text(self) -> str:
         """The bytes of gradients as sent, and also the bytes before coding if these are more."""
         sent = byte_size(self.bytes.gradients)

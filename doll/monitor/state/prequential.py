@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
+from doll.theory.divergence import Divergence
+
 # Updates that can be rolled back: far more than between two checkpoints. Each takes 24 bytes, plus 8 per metric.
 MAX_ROLLBACK_UPDATES: Final = 100_000
-# A loss of this multiple of its first and best values shows a diverging model, whatever the samples are.
-_DIVERGED: Final = 100.0
 # A mean over fewer updates depends too much on their samples.
 _MIN_UPDATES: Final = 10
 
@@ -124,6 +124,7 @@ class LossTrend:
 
     def __init__(self, window: int = 50) -> None:
         self._recent: deque[tuple[float, float]] = deque(maxlen=window)
+        self._divergence = Divergence()
         self.first = self.best = self.last = math.nan
         self.best_version: int | None = None
 
@@ -131,13 +132,16 @@ class LossTrend:
     def without_windows(cls, versions: Iterable[float], losses: Iterable[float]) -> LossTrend:
         """Return the trend of losses without windows, for held-out samples, which are the same in each evaluation."""
         trend = cls(1)
+        trend._divergence = Divergence(recent=1)
         for version, loss in zip(versions, losses, strict=True):
+            trend._divergence.add(loss)
             trend._point(int(version), loss)
         return trend
 
     def add(self, version: int, weight: float, loss: float) -> None:
         """Add an update: the mean `loss` of samples whose weights add up to `weight`."""
         if weight > 0:
+            self._divergence.add(loss)
             self._recent.append((weight, loss))
             if len(self._recent) >= _MIN_UPDATES:
                 total = sum(part * value for part, value in self._recent)
@@ -152,18 +156,13 @@ class LossTrend:
 
     @property
     def diverged(self) -> str:
-        """A message on the rise of the loss, if the loss is a hundred times its first and its best value; otherwise "".
-
-        The loss of a model that has learned nothing is close to the first loss. Only steps that are too long raise the
-        loss far above.
-        """
-        before = max(abs(self.first), abs(self.best)) if self.best_version is not None else math.nan
-        if not self.last > _DIVERGED * before:
+        """A message on how far the loss has risen, if the model diverges by `Divergence`; otherwise ""."""
+        losses = self._divergence
+        if not losses.has_diverged:
             return ""
-        return (
-            f"the model diverges: its loss has risen from {self.best:.4g} at version {self.best_version} to "
-            f"{self.last:.4g}; lower training.optimizer.lr, or set training.clip_norm"
-        )
+        has_best = self.best_version is not None and self.best <= losses.first
+        best = f"{self.best:.4g} at version {self.best_version}" if has_best else f"{losses.first:.4g} at the start"
+        return f"the model diverges: its loss has risen from {best} to {losses.now:.4g}"
 
     @property
     def worsened(self) -> bool:

@@ -14,7 +14,7 @@ from doll.ledger import offset_ranges
 from doll.ledger.balance import Range, named
 from doll.ledger.offset_ranges import Span
 from doll.monitor.state.history import History
-from doll.monitor.state.limit_text import limit_text
+from doll.monitor.state.limit_text import divergence_text, limit_text
 from doll.monitor.state.policy_summary import PolicySummary
 from doll.monitor.state.prequential import Means
 from doll.monitor.state.rates import (
@@ -184,6 +184,7 @@ class ProgressModel:
         self._gone_since_s: dict[int, float] = {}  # Unix seconds of the first status without an absent worker
         self._worker_rates = WorkerRates()
         self._slow_workers: set[int] = set()
+        self._has_diverged = False
         self._waiting: dict[int, str] = {}  # the reason why a worker cannot decode records
         self._lost: dict[int, list[Span]] = {}
         self._newest: deque[Update] = deque()
@@ -220,6 +221,9 @@ class ProgressModel:
         elif isinstance(record, Update):
             if record.version == self.history.version:
                 self._keep(record)
+            if (diverged := self.diverged) and not self._has_diverged:
+                self.add_event(diverged, None)
+            self._has_diverged = bool(diverged)
             for member in record.members:
                 self.next_offsets[member.partition] = member.hi
                 self.served_by[member.partition] = member.worker
@@ -265,8 +269,7 @@ class ProgressModel:
                 workers=status.num_workers or self.config.data.workers,
                 max_pending_batches=self.config.worker.max_pending_batches,
             )
-            diverged = self.history.loss_trend.diverged  # first: workers are not the cause then
-            self.add_event(f"{diverged} ({text})" if diverged else text, None)
+            self.add_event(self.explained(text), None)
         for worker in status.workers:
             text = self._slow(worker)
             if text and worker.worker not in self._slow_workers:
@@ -278,7 +281,7 @@ class ProgressModel:
         had_dead = self.dead_letters().letters > 0
         self._status = status
         if not had_dead and (dead := self.dead_letters().text()):
-            self.add_event(f"{dead}; see doll dead list", None)
+            self.add_event(self.explained(f"{dead}; see doll dead list"), None)
 
     def _slow(self, worker: WorkerStatus) -> str:
         """Return a text on how slow this worker is, compared with the time limit of a batch; "" if it is not slow."""
@@ -445,9 +448,19 @@ class ProgressModel:
             updates=history.learned_updates,
             dead=self.dead_letters(),
             skipped=self.skipped(),
-            limit=self.history.loss_trend.diverged or limit_text(self.config, self._status),
+            limit=self.diverged or limit_text(self.config, self._status),
             tables=() if self._status is None else self._status.tables,
         )
+
+    @property
+    def diverged(self) -> str:
+        """How far the loss has risen and the remedy, if the model diverges; otherwise ""."""
+        return divergence_text(self.config, self.history.loss_trend)
+
+    def explained(self, problem: str) -> str:
+        """Return the problem; behind the divergence of the model, if it diverges: samples and workers that look faulty
+        then are its consequence."""
+        return f"{diverged} ({problem})" if (diverged := self.diverged) else problem
 
     def waits_for_more(self) -> bool:
         """Return whether no worker computes because the batches after the checkpoint are too few for an update."""

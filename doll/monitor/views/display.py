@@ -112,10 +112,10 @@ def panel(snapshot: JobSnapshot, stop: StopConfig) -> RenderableType:
         parts.insert(0, bar)
     if snapshot.costs:
         parts.append(escape(snapshot.costs))
-    if dead := snapshot.dead.text():
-        parts.append(f"[red]{escape(dead)}[/]")
     if snapshot.limit and not snapshot.finished:
         parts.append(f"[yellow]limits[/] {escape(snapshot.limit)}")
+    if dead := snapshot.dead.text():
+        parts.append(f"[red]{escape(dead)}[/]")
     parts.append(_Workers(snapshot))
     for at_s, text in snapshot.events[-4:]:
         parts.append(f"[yellow]{clock(at_s):>7}[/] {escape(text)}")

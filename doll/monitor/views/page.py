@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.amounts import clock, clock_range, known, number, out_of, usd, usd_range
+from doll.config.step_size import step_samples
 from doll.ledger.balance import named
 from doll.monitor.state.history import EVALUATION_COLUMNS
 from doll.monitor.state.policy_summary import PolicySummary
@@ -118,6 +119,7 @@ def _learning(state: PageState) -> list[Fact]:
         ("prequential accuracy", number(accuracy) if known(accuracy) else ""),
         ("held-out accuracy", number(snapshot.held_out_accuracy) if known(snapshot.held_out_accuracy) else ""),
         *_other_metrics(state),
+        ("one step", f"{step_samples(state.config):,} samples"),
         ("target", _target(state)),
         (
             "best prequential",

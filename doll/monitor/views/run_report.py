@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import doll
 from doll.amounts import aligned, clock, number, usd
-from doll.config.step_size import advice, step_factor, step_text
+from doll.config.step_size import advice, step_factor, step_samples, step_text
 from doll.ledger.balance import LedgerReport
 from doll.monitor.state.history import EVALUATION_COLUMNS
 from doll.monitor.state.progress import DeadLetterCounts, ProgressModel, skipped_text
@@ -41,6 +41,9 @@ class RunOutcome:
     notes: tuple[str, ...] = ()
     files: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+
+
+INTERRUPTED: Final = "stopped by you"
 
 
 def build_report(model: ProgressModel, outcome: RunOutcome, ledger: LedgerReport | None) -> dict[str, Any]:
@@ -84,7 +87,7 @@ def build_report(model: ProgressModel, outcome: RunOutcome, ledger: LedgerReport
         },
         "best_loss": held_out.best,
         "best_loss_version": held_out.best_version,
-        "diverged": history.loss_trend.diverged,
+        "diverged": model.diverged,
         "loss_worsened": history.loss_trend.worsened or held_out.worsened,
         "update_rate_measured_per_s": model.rate_measured(),
         "update_rate_predicted_per_s": model.rate_predicted(),
@@ -104,6 +107,7 @@ def build_report(model: ProgressModel, outcome: RunOutcome, ledger: LedgerReport
         "step": step_text(config),
         "step_factor": step_factor(config),
         "advice": advice(config),
+        "step_samples": step_samples(config),
         "measures": None if policy is None else policy.to_dict(),
         "stop": config.stop.model_dump(exclude_none=True),
         "restarts": sum(outcome.restarts.values()),

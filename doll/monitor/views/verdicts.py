@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.amounts import clock, clock_range, known, number, out_of, usd
+from doll.monitor.state.limit_text import divergence_text
 from doll.monitor.state.watched_job import PageState
 from doll.process.metric_names import EVALUATOR, PRODUCER, PROVISIONER, worker_of
 from doll.provisioner.planning.planner import slot_ranges
@@ -150,9 +151,8 @@ def _learning(state: PageState) -> Verdict:
     trend, held_out = history.loss_trend, history.held_out_loss_trend()
     for name, losses in (("prequential", trend), ("held-out", held_out)):
         if losses.worsened:
-            return Verdict(
-                "bad", f"no: {losses.diverged or f'the {name} loss is {number(losses.last)}, far above its best'}"
-            )
+            far = f"the {name} loss is {number(losses.last)}, far above its best"
+            return Verdict("bad", f"no: {divergence_text(state.config, losses) or far}")
     if reached := _reached(state):
         return Verdict("good", f"yes: {reached}, reached")
     accuracy, loss = _change(state, "accuracy"), _change(state, "loss")

@@ -38,6 +38,7 @@ def compare_live(
     loss: float | None,
     say: Callable[[str], None],
     page: bool = False,
+    repetitions: int = 1,
 ) -> tuple[Comparison, int]:
     """Run the job at `path` under each policy; return the comparison and the exit code.
 
@@ -47,6 +48,8 @@ def compare_live(
     Args:
         loss: target loss, at which a run ends. None: the job's `stop.loss`.
         page: whether to serve the page of the runs during the comparison.
+        repetitions: number of runs of each policy, with the job's seed and the next ones. All policies run with one
+            seed before the next one, so that what changes on the machine over time changes for all of them.
 
     Returns:
         The comparison; and exit code 0 if every run ended by its stop rule and passed its audit. Otherwise, the exit
@@ -59,6 +62,8 @@ def compare_live(
     check_comparable(configs[0])
     check_runnable(configs[0])
     folder = new_folder(runs_folder, f"{configs[0].job}-compare", datetime.now())
+    seeds = seeds_of(configs[0], repetitions)
+    planned = [(seed, choice, config) for seed in seeds for choice, config in zip(choices, configs, strict=True)]
     say(f"comparing {len(choices)} policies in {display_path(folder)}")
     runs: list[PolicyRun] = []
     codes: list[int] = []
@@ -66,14 +71,14 @@ def compare_live(
     target, job, notes = configs[0].stop.loss, configs[0].job, notes_on(configs[0])
 
     def comparison() -> Comparison:
-        return Comparison(job, tuple(runs), target, labels, notes)
+        return Comparison(job, tuple(runs), target, labels, notes, seeds)
 
     write_json(folder / "comparison.json", comparison().to_dict())
     try:
         with Interrupts(), page_of_runs(folder, say) if page else contextlib.nullcontext():
-            for number, (choice, config) in enumerate(zip(choices, configs, strict=True), 1):
-                say(f"policy {number} of {len(choices)}: {choice.label}")
-                own = own_job(config, choice.name, number, folder)
+            for number, (seed, choice, config) in enumerate(planned, 1):
+                say(f"run {number} of {len(planned)}: {choice.label}" + (f", seed {seed}" if len(seeds) > 1 else ""))
+                own = own_job(config.model_copy(update={"seed": seed}), choice.name, number, folder)
                 run, code = _run(own, choice.label, folder)
                 runs.append(run)
                 codes.append(code)
@@ -97,9 +102,14 @@ def _run(config: JobConfig, label: str, folder: Path) -> tuple[PolicyRun, int]:
     try:
         code = int(run_up(config, folder)["exit_code"])
     except DollError as error:
-        return PolicyRun(label, str(error), ok=False), error.exit_code
+        return PolicyRun(label, str(error), ok=False, seed=config.seed), error.exit_code
     (own_folder,) = folder.glob(f"{config.job}-*")
-    return read_run(label, own_folder, usd_per_h=workers_usd_per_h(config)), code
+    return read_run(label, own_folder, usd_per_h=workers_usd_per_h(config), seed=config.seed), code
+
+
+def seeds_of(config: JobConfig, repetitions: int) -> list[int]:
+    """Return the seeds of the runs of each policy."""
+    return [config.seed + number for number in range(repetitions)]
 
 
 def check_comparable(config: JobConfig) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from doll.errors import ServiceUnavailableError
 from doll.local.forks import Role
 from doll.local.supervisor import Handle, Supervisor
+from doll.monitor.views.run_report import INTERRUPTED
 from doll.process.files import is_full, write_json
 from doll.run.folder import display_path
 from doll.run.local.context import PARAMETER_SERVERS, LocalRun
@@ -21,7 +22,6 @@ IDLE_AFTER_SOURCE_S = 5.0
 _GIVE_UP_TIMEOUTS = 10
 PS_STOP_S = 30.0
 LAST_EVALUATION_TIMEOUT_S = 60.0
-INTERRUPTED = "stopped by you"
 SOURCE_ENDED = "the source has ended"
 
 

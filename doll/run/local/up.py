@@ -225,9 +225,8 @@ def _learn(run: LocalRun, follower: RunFollower) -> RunOutcome:
     dead, refused = follower.model.dead_letters(), follower.job_error
     if not refused and dead.letters and not follower.model.history.samples_total:
         refused = f"not one sample was usable: {dead.text()}"
-    if diverged := follower.model.history.loss_trend.diverged:  # first: workers are not the cause then
-        refused = f"{diverged} ({refused})" if refused else ""
-        outcome.error = f"{diverged} ({outcome.error})" if outcome.error else None
+    refused = refused and follower.model.explained(refused)
+    outcome.error = outcome.error and follower.model.explained(outcome.error)
     if refused:
         outcome.error = f"{refused}. All of them: doll dead list {place}"
         outcome.exit_code = BadStreamError.exit_code

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 
 from doll.config import JobConfig
-from doll.config.step_size import step_factor
+from doll.config.step_size import step_factor, step_samples
 from doll.errors import ConfigError, DollError
 from doll.monitor.state.policy_summary import PolicySummary
 from doll.monitor.views.comparison import Comparison, PolicyRun
-from doll.run.local.compare import notes_on
+from doll.run.local.compare import notes_on, seeds_of
 from doll.run.policy_choice import PolicyChoice, jobs_of
 
 from doll_lab.simulation.job import PAPER_SERVICE_S
@@ -27,12 +28,14 @@ def compare_simulated(
     rates_per_s: Callable[[JobConfig], Sequence[float]],
     service_s: float | None,
     say: Callable[[str], None],
+    repetitions: int = 1,
 ) -> tuple[Comparison, int]:
     """Simulate the job under each policy in virtual time, on equal arrivals. Return the comparison and the exit code.
 
     Args:
         rates_per_s: function that returns the rates of the job's streams, shape (N,).
         service_s: mean seconds to compute a batch's gradient; None: the job's `plan.service_s`, otherwise 20 ms.
+        repetitions: as in `compare_live`.
 
     Raises:
         ConfigError: the job, or a policy's options, cannot be compared.
@@ -41,15 +44,18 @@ def compare_simulated(
     rates = rates_per_s(configs[0])
     seconds = seconds_of(configs[0], rates)  # all policies get the same part of the stream
     runs, codes = [], []
-    for choice, config in zip(choices, configs, strict=True):
-        say(f"simulating {choice.label}")
+    seeds = seeds_of(configs[0], repetitions)
+    for seed, (choice, job) in product(seeds, zip(choices, configs, strict=True)):
+        say(f"simulating {choice.label}" + (f", seed {seed}" if len(seeds) > 1 else ""))
+        config = job.model_copy(update={"seed": seed})
         try:
             runs.append(simulate_policy(choice.label, config, rates, seconds=seconds, service_s=service_s))
         except DollError as error:
-            runs.append(PolicyRun(choice.label, str(error), ok=False))
+            runs.append(PolicyRun(choice.label, str(error), ok=False, seed=seed))
             codes.append(error.exit_code)
     notes = (*notes_on(configs[0]), "simulated: no gradients are computed, so there is no loss, and no bytes are sent")
-    return Comparison(configs[0].job, runs, None, [choice.label for choice in choices], notes), max(codes, default=0)
+    labels = [choice.label for choice in choices]
+    return Comparison(configs[0].job, runs, None, labels, notes, seeds), max(codes, default=0)
 
 
 def simulate_policy(
@@ -81,6 +87,8 @@ def simulate_policy(
         usd=math.nan if price is None else system.usd,
         summary=PolicySummary.total([system.measures.report()]),
         step_factor=step_factor(config),
+        step_samples=step_samples(config),
+        seed=config.seed,
     )
 
 

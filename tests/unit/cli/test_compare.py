@@ -58,9 +58,26 @@ def test_the_same_seed_gives_the_same_table(job: Path) -> None:
     assert "simulated: no gradients are computed" in first
 
 
+def test_each_policy_runs_with_the_same_seeds(job: Path) -> None:
+    arguments = ("--policies", "bsp,asp", "--set", "seed=5", "--seeds", "3", "--json")
+    content = json.loads(doll("compare", job, "--simulate", *arguments).stdout)
+    assert [(row["seed"], row["policy"]) for row in content["policies"]] == [
+        (seed, policy) for seed in (5, 6, 7) for policy in ("bsp", "asp")
+    ]
+    assert content["seeds"] == [5, 6, 7]
+    (alone,) = json.loads(doll("compare", job, "--simulate", "--policies", "asp", "--set", "seed=6", "--json").stdout)[
+        "policies"
+    ]
+    assert alone == content["policies"][3]
+    # The limit is a time in the simulation, so no policy is faster or cheaper.
+    assert [(best["by"], best["alike"]) for best in content["best"]] == [("time", ["asp"]), ("USD", ["asp"])]
+    assert "within 4.3 of its standard errors" in content["conclusion"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--seeds", "0"], "Invalid value for '--seeds'"),
         (["--policies", "spp"], "--policies: expected registered policies"),
         (["--policies", "doll:group_size=0"], "--policies: doll:group_size=0: "),
         (["--set", "source={kind: stdin}"], "expected one that can be sent again"),

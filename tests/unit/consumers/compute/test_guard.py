@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -470,3 +471,36 @@ def test_samples_are_not_blamed_while_the_model_diverges() -> None:
         gradient, bad = world.compute(x, y)
         assert gradient is not None
         assert (3 in bad) == (not diverges)
+
+
+def test_a_sample_that_only_a_diverged_model_cannot_compute_is_not_blamed() -> None:
+    """At these weights the loss of ordinary samples is 1e30 times the first one, and that of larger ones infinite."""
+    for factor, diverges in ((1e25, False), (1e4, True)):
+        world = run(Amounts())
+        if diverges:
+            world.optimizer.weights[:] = 1e17
+        x, y = points(99, task=Amounts())
+        x[3] *= factor
+        if diverges:
+            with pytest.raises(TaskError, match=r"the model has diverged: .* no sample is refused for that; lower"):
+                world.compute(x, y)
+        else:
+            assert list(world.compute(x, y)[1]) == [3]
+
+
+def test_one_learned_sample_with_a_large_loss_is_no_divergence() -> None:
+    """Otherwise a producer could end the job with two samples: one with a large loss, and one that is not finite."""
+    world = run(Amounts())
+    x, y = points(98, task=Amounts())
+    x[5], y[5] = 0.0, 3e3
+    world.compute(x, y)
+    x, y = points(99, task=Amounts())
+    x[3] = np.nan
+    assert list(world.compute(x, y)[1]) == [3]
+
+
+def test_a_new_process_knows_the_loss_of_the_jobs_first_batch() -> None:
+    world = run(Amounts())
+    first = Guard(world.config, world.task, world.computer, world.guard.usual)._losses.first
+    assert first == world.guard._losses.first == pytest.approx(world.losses[0], rel=0.5)
+    assert math.isnan(Guard(world.config, world.task, world.computer, world.guard.usual[:2])._losses.first)

@@ -447,3 +447,23 @@ def test_batches_that_nobody_computes_wait_for_more(worker: WorkerStatus, comput
     model.feed(term_started(1))
     model.feed(server_status([worker], computing_batches=computing))
     assert model.waits_for_more() == expected
+
+
+def test_a_model_that_diverges_is_named_before_dead_letters_and_workers() -> None:
+    """Samples that are refused and workers that have no batches then are the consequence."""
+    model = ProgressModel(job("training.policy={name: ssp, contributions: sum}"), 0.0)
+    model.feed(term_started(1))
+    for version, loss in enumerate((1.2, 7.0, 77.0, 1.5e5, 4.3e12, 2.4e31), 1):
+        model.feed(Update(term=1, version=version, members=(), n_samples=16, loss=loss, samples_total=16 * version))
+    model.feed(server_status([], dead_reasons=(("the loss is inf", 9),), stalled_s=60.0))
+    first, stall, dead = (text for _, text in model.snapshot(1.0).events)
+    assert first == (
+        "the model diverges: its loss has risen from 1.2 at the start to 7.504e+04; divide training.optimizer.lr by 2, "
+        "which is how far policy ssp goes beside bsp, set training.policy.contributions: mean, or set "
+        "training.clip_norm"
+    )
+    now = model.diverged
+    assert model.snapshot(1.0).limit == now
+    assert stall.startswith(f"{now} (no update can be made")
+    assert dead.startswith(f"{now} (9 ")
+    assert ProgressModel(job(), 0.0).explained("a worker has ended") == "a worker has ended"

@@ -42,3 +42,15 @@ def test_the_staleness_of_those_that_measured_it_is_a_chart() -> None:
     (staleness,) = shown["panels"]
     assert staleness["lines"] == [{"label": "ssp", "x": [-1.0, 0.0], "y": [75.0, 25.0], "style": "line"}]
     assert comparison_page(Comparison("x", [run("asp", 2.0)]))["panels"] == []
+
+
+def test_each_run_of_several_seeds_has_a_row_and_the_sentence_is_below() -> None:
+    runs = [replace(run(label, 3.0, loss + seed), folder=f"runs/{label}-{seed}", seed=seed)
+            for seed in (0, 1) for label, loss in (("bsp", 2.0), ("asp", 1.0))]  # fmt: skip
+    comparison = Comparison("x", runs, wanted=["bsp", "asp"], seeds=(0, 1))
+    shown = comparison_page(comparison)
+    assert [row["label"] for row in shown["runs"].values()] == [
+        "bsp (seed 0)", "asp (seed 0)", "bsp (seed 1)", "asp (seed 1)",
+    ]  # fmt: skip
+    assert shown["conclusion"] == comparison.conclusion()
+    assert shown["conclusion"].startswith("best: by held-out loss asp (1.5 ± 0.5; more than noise)")
