@@ -25,6 +25,8 @@ def step_factor(config: JobConfig) -> float:
     is_sum = config.training.reduction == "sum"
     if (outer := policy.outer_step) is not None:
         factor = outer.lr / (1 - outer.momentum)
+    elif policy.sparse_push is not None:
+        factor = policy.sparse_push.lr
     elif policy.sends_steps:
         factor = workers * policy.batches_per_push * policy.share(workers)
     elif policy.serial_updates:
@@ -45,6 +47,11 @@ def step_text(config: JobConfig) -> str:
         text = (
             f"{each}; the server takes {outer.lr:g} of what {policy.batches_per_push} batches have changed on average, "
             f"with momentum {outer.momentum:g}"
+        )
+    elif (sparse := policy.sparse_push) is not None:
+        text = (
+            f"{each}; the server takes {sparse.lr:g} of what {policy.batches_per_push} batches have changed on average, "
+            f"of which a push sends {sparse.density:.3g}, and later pushes the rest"
         )
     elif policy.sends_steps:
         waves = "" if policy.batches_per_push == 1 else f", in waves of {policy.batches_per_push} batches"

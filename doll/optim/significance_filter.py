@@ -67,15 +67,18 @@ class Residual(_NewestBatch):
         Raises:
             IllegalEventError: the residual already has a part of this batch, or of a later one.
         """
-        self._expect_later(batch)
-        self._before[:] = self._held
-        self._batch = batch
+        self._begin(step, batch)
         total = self._held
-        total += step
         is_sent = np.abs(total) > _limit(weights, self._threshold, version)
         np.multiply(total, is_sent, out=step)
         total[is_sent] = 0.0
         self.is_held = bool(total.any())
+
+    def _begin(self, step: Array, batch: int) -> None:
+        self._expect_later(batch)
+        self._before[:] = self._held
+        self._batch = batch
+        self._held += step
 
     def add_to(self, weights: Array) -> None:
         """Add the residual to `weights`, so that the worker's weights contain the steps that it has not sent."""

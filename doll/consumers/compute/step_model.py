@@ -25,6 +25,7 @@ from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import Contribution, diverged
 from doll.optim.recipe import make_optimizer
 from doll.optim.significance_filter import Residual
+from doll.optim.top_k import TopK
 from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import Blobs
 from doll.tables.rows import Rows, add_in_order
@@ -74,7 +75,9 @@ class StepModel:
         self._pushed: deque[_Step] = deque()  # pushed, but not in the last fetched weights
         self._kept: deque[_Step] = deque()  # later steps, not pushed
         self._filters = training.policy.filter_threshold > 0
-        self._residual = Residual(training.policy.filter_threshold, model.num_parameters)
+        self._sparse = training.policy.sparse_push
+        self._top_k = None if self._sparse is None else TopK(self._sparse, model.num_parameters)
+        self._residual = self._top_k or Residual(training.policy.filter_threshold, model.num_parameters)
         self._version = 0  # version of the published weights in the view
         self._grant: Grant | None = None  # the grant being computed
         self._holds: tuple[tuple[int, int], ...] = ()
@@ -197,7 +200,8 @@ class StepModel:
     def holds_back(self) -> bool:
         return self._residual.is_held or (self._rows is not None and self._rows.holds_back)
 
-    def values(self) -> Contribution | None:
+    def values(self, *, whole: bool = False) -> Contribution | None:
+        """Return the sum of the kept steps as it is pushed. `whole`: with all that is held back."""
         steps = list(self._kept)
         self._kept.clear()
         self._holds = tuple((step.batch, step.grant_id) for step in steps)
@@ -210,7 +214,13 @@ class StepModel:
         total, n = self._sum([step.values for step in steps if step.values is not None]), self._model.num_parameters
         if total is None:
             return None
-        if self._filters:
+        if self._sparse is not None and self._top_k is not None:
+            total, num_live = total.copy(), 1 if self._grant is None else self._grant.num_live
+            total[:n] *= np.float32(self._sparse.factor(num_live))
+            self._top_k.send(total[:n], steps[0].batch, steps[-1].batch, whole=whole)
+            self._pushed.append(_Step(steps[-1].batch, total, {}))
+            self._weights.forget()  # in the replica, the steps do not have this factor
+        elif self._filters:
             total, batch = total.copy(), steps[-1].batch
             if self._residual.is_used:
                 self._residual.split(total[:n], self._computer.weights[:n], batch, self._version)
@@ -227,9 +237,9 @@ class StepModel:
 
     def rest(self, until: int) -> Contribution | None:
         if self._kept:
-            return self.values()
+            return self.values(whole=True)
         self._holds, self.absent = (), 0
-        held = self._residual.below(until)
+        held = self._residual.below(until) if until else None
         self._pushed_rows = {} if self._rows is None else self._rows.rest(until)
         if held is None and not self._pushed_rows:
             return None

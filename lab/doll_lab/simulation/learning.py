@@ -232,7 +232,9 @@ class LearningWorld(World[LearningProcess]):
     def _read(self, process: LearningProcess) -> None:
         """Announce further batches of the worker's stream, if few are left."""
         core, worker = process.protocol, process.worker
-        while core.has_room and core.retained < self._ahead:
+        ahead = self.engine.worker(worker).announced
+        while core.has_room and ahead < self._ahead:
+            ahead += 1
             values = list(islice(self._streams[worker], self._size))
             if len(values) < self._size:
                 return
@@ -274,6 +276,7 @@ class LearningWorld(World[LearningProcess]):
 
         def computed() -> None:
             process.is_computing = False
+            self._read(process)
             self._send(
                 process,
                 outcome.key,
