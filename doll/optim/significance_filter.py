@@ -67,18 +67,15 @@ class Residual(_NewestBatch):
         Raises:
             IllegalEventError: the residual already has a part of this batch, or of a later one.
         """
-        self._begin(step, batch)
+        self._expect_later(batch)
+        self._before[:] = self._held
+        self._batch = batch
         total = self._held
+        total += step
         is_sent = np.abs(total) > _limit(weights, self._threshold, version)
         np.multiply(total, is_sent, out=step)
         total[is_sent] = 0.0
         self.is_held = bool(total.any())
-
-    def _begin(self, step: Array, batch: int) -> None:
-        self._expect_later(batch)
-        self._before[:] = self._held
-        self._batch = batch
-        self._held += step
 
     def add_to(self, weights: Array) -> None:
         """Add the residual to `weights`, so that the worker's weights contain the steps that it has not sent."""

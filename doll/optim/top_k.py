@@ -7,10 +7,10 @@ checkpoint, so that nothing is lost (docs/theory.md).
 from __future__ import annotations
 
 import math
+from collections import deque
 import numpy as np
 
 from doll.config.policy import SparsePush
-from doll.errors import IllegalEventError
 from doll.optim.significance_filter import Array, Residual
 from doll.tables.rows import CHUNK
 
@@ -25,20 +25,21 @@ class TopK(Residual):
     def __init__(self, push: SparsePush, num_parameters: int) -> None:
         super().__init__(math.inf, num_parameters)  # no number is sent because of its own size
         self._push = push
-        self._first = -1  # first batch of the newest push
+        # The pushes that may have to be computed again: the last batch of each, and the residual before it.
+        self._pushed: deque[tuple[int, Array]] = deque()
 
-    def send(self, change: Array, first: int, batch: int, *, whole: bool = False) -> None:
-        """Add the residual to `change`, the change of the batches `first` to `batch`. Leave the part to send now in
-        `change`, and hold back the rest.
+    def send(self, change: Array, batch: int, *, included: int, whole: bool = False) -> None:
+        """Add the residual to `change`, the change of several batches of which `batch` is the last. Leave the part to
+        send now in `change`, and hold back the rest.
 
         Args:
+            included: batches below this number are in the model, and are not computed again.
             whole: nothing is held back.
-
-        Raises:
-            IllegalEventError: the residual already has a part of the last batch, or of a later one.
         """
-        self._begin(change, batch)
-        self._first = first
+        while self._pushed and self._pushed[0][0] < included:
+            self._pushed.popleft()
+        self._pushed.append((batch, self._held.copy()))
+        self._held += change
         if whole:
             change[:] = self._held
         else:
@@ -50,12 +51,21 @@ class TopK(Residual):
         self._held -= change
         self.is_held = bool(self._held.any())
 
-    def _expect_newest(self, batch: int) -> None:
-        if 0 <= batch < self._first and self._batch >= 0:
-            raise IllegalEventError(
-                f"expected batch {self._first} or later, because batches up to {self._batch} were pushed as one; got "
-                f"{batch}"
-            )
+    def take_back(self, batch: int) -> None:
+        """Remove the parts of all pushes with batch `batch` or later ones, which are computed again."""
+        while self._pushed and self._pushed[-1][0] >= batch:
+            self._held[:] = self._pushed.pop()[1]
+            self.is_held = bool(self._held.any())
+
+    def below(self, until: int) -> Array | None:
+        """Return a copy of the held-back part of the pushes below batch `until`; None: nothing is held back."""
+        held = next((before for last, before in self._pushed if last >= until), self._held)
+        return held.copy() if held.any() else None
+
+    def clear(self) -> None:
+        self._held[:] = 0.0
+        self._pushed.clear()
+        self.is_held = False
 
 
 def _largest(held: Array, sent: Array, push: SparsePush) -> None:

@@ -65,6 +65,7 @@ POLICIES: dict[str, PolicyConfig] = {name: policy_section(name)(name=name) for n
     "essp, ahead": EsspPolicyConfig(staleness=3, under_way=4),
     "wsp": WspPolicyConfig(wave_batches=3, clock_distance=1),
     "diloco": DilocoPolicyConfig(local_batches=3, quorum=0.6, grace_s=1.0),
+    "diloco, sparse": DilocoPolicyConfig(local_batches=3, quorum=0.6, grace_s=1.0, density=0.3),
 }
 
 

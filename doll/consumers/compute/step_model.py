@@ -104,7 +104,10 @@ class StepModel:
             for step in (*self._pushed, *self._kept):
                 if step.values is not None:
                     parameters += step.values[: self._model.num_parameters]
-            self._residual.add_to(parameters)
+            if self._top_k is None:
+                self._residual.add_to(parameters)
+            elif (held := self._top_k.below(self._included)) is not None:
+                parameters += held  # without that of the steps above, which are whole
         # If a later process of this worker has replaced this one, these weights may already contain the batch.
         return refreshed.version if grant.first >= self._included else None
 
@@ -211,16 +214,19 @@ class StepModel:
         }
         made = [step.absent for step in steps if step.values is not None]
         self.absent = reduce(and_, made) if made and self._tells_absent else 0
-        total, n = self._sum([step.values for step in steps if step.values is not None]), self._model.num_parameters
+        n = self._model.num_parameters
+        if self._sparse is not None:
+            factor = np.float32(self._sparse.factor(1 if self._grant is None else self._grant.num_live))
+            for values in (step.values for step in steps if step.values is not None):
+                values[:n] *= factor
+            self._weights.forget()  # in the replica, the steps do not have this factor
+        total = self._sum([step.values for step in steps if step.values is not None])
         if total is None:
             return None
-        if self._sparse is not None and self._top_k is not None:
-            total, num_live = total.copy(), 1 if self._grant is None else self._grant.num_live
-            total[:n] *= np.float32(self._sparse.factor(num_live))
-            self._top_k.send(total[:n], steps[0].batch, steps[-1].batch, whole=whole)
-            self._pushed.append(_Step(steps[-1].batch, total, {}))
-            self._weights.forget()  # in the replica, the steps do not have this factor
-        elif self._filters:
+        if self._top_k is not None:
+            total = total.copy()
+            self._top_k.send(total[:n], steps[-1].batch, included=self._included, whole=whole)
+        if self._filters:
             total, batch = total.copy(), steps[-1].batch
             if self._residual.is_used:
                 self._residual.split(total[:n], self._computer.weights[:n], batch, self._version)
@@ -236,7 +242,7 @@ class StepModel:
         return rows
 
     def rest(self, until: int) -> Contribution | None:
-        if self._kept:
+        if self._kept and not (until and self._sparse is not None):  # what is held back counts, and they do not yet
             return self.values(whole=True)
         self._holds, self.absent = (), 0
         held = self._residual.below(until) if until else None
