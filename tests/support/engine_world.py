@@ -483,7 +483,8 @@ class World(worlds.World[Process]):
             last = batches[count - 1].number
             process.held_before, process.held_batch = set(process.held_back), last
             process.held_back |= {process.there[number] for _, number, _ in process.kept}
-            holds_back = self.policy.filter_threshold > 0 and last % 4 != 3
+            can_hold_back = self.policy.filter_threshold > 0 or self.policy.sparse_push is not None
+            holds_back = can_hold_back and last % 4 != 3
             holds = tuple(process.holds)
             key = self._store(process, f"g:{grant.term}:{grant.grant_ids[0]}", lost=blob_lost, whole=not holds_back)
             done = GradientDone(key, version, computed, holds_back=holds_back, holds=holds)
@@ -514,6 +515,9 @@ class World(worlds.World[Process]):
 
     def _store_rest(self, process: Process, order: StoreRest) -> None:
         version = process.cached[1]
+        kept = process.kept, process.holds
+        if stays := order.until and self.policy.sparse_push is not None:  # the rest goes without it
+            process.kept, process.holds = [], []
         if process.kept:
             process.held_back |= {process.there[number] for _, number, _ in process.kept}
         elif process.kept_term != order.term:
@@ -524,6 +528,8 @@ class World(worlds.World[Process]):
         holds = tuple(process.holds)
         done = GradientDone(self._store(process, f"rest:{self.rests}"), version, (), holds=holds)
         process.held_batch = -1
+        if stays:
+            process.kept, process.holds = kept
         self.do(process, process.protocol.rest_stored(order, done))
 
     def _load_weights(self, process: Process, grant: Grant) -> bool:

@@ -24,7 +24,9 @@ class DilocoPolicyConfig(PolicyConfig):
     local_batches: PositiveInt = Field(
         default=16, le=MAX_LOCAL_BATCHES, description="H: batches that a worker computes between two outer steps"
     )
-    outer_lr: PositiveFloat = Field(default=0.7, le=100, description="learning rate of the outer step")
+    outer_lr: PositiveFloat | None = Field(
+        default=None, le=100, description="learning rate of the outer step; default: 0.7, or 1 with a density below 1"
+    )
     outer_momentum: float | None = Field(
         default=None,
         ge=0,
@@ -83,11 +85,11 @@ class DilocoPolicyConfig(PolicyConfig):
         if self.density < 1:
             return None
         momentum = 0.9 if self.outer_momentum is None else self.outer_momentum
-        return OuterStep(self.outer_lr, momentum, self.age_discount)
+        return OuterStep(self.outer_lr or 0.7, momentum, self.age_discount)
 
     @property
     def sparse_push(self) -> SparsePush | None:
-        return SparsePush(self.density, self.bits, self.outer_lr) if self.density < 1 else None
+        return SparsePush(self.density, self.bits, self.outer_lr or 1.0) if self.density < 1 else None
 
     @property
     def publishes_deltas(self) -> bool:

@@ -24,6 +24,7 @@ from doll.consumers.compute.task_steps import OwnSteps
 from doll.consumers.compute.weights_ahead import DeltaReader
 from doll.consumers.intake.dead_letters import DeadLetters
 from doll.consumers.intake.decoding import RawRecords
+from doll.consumers.protocol.grants import part_of
 from doll.consumers.protocol.worker_core import Batch, Compute, StoreRest
 from doll.consumers.tables.row_client import RowClient
 from doll.consumers.tables.table_rows import WorkerTables
@@ -143,12 +144,14 @@ class LearningProcess(Process):
 
 
 class Point(NamedTuple):
-    """The held-out error of one version. `time_s`: virtual seconds since the start. `samples`: samples in the model."""
+    """The held-out error of one version. `time_s`: virtual seconds since the start. `samples`: samples in the model.
+    `push_bytes`: bytes of all pushes until then."""
 
     time_s: float
     version: int
     samples: int
     error: HeldOutError
+    push_bytes: int = 0
 
 
 class LearningWorld(World[LearningProcess]):
@@ -208,6 +211,11 @@ class LearningWorld(World[LearningProcess]):
         if self.term > 1:
             raise RuntimeError("a simulated job without faults began again from a checkpoint")
         return make_engine(self.config, Start(1, 0.0, (0,) * self.config.data.num_partitions), self._host.load)
+
+    @property
+    def num_values(self) -> int:
+        """The number of values of the model's flat vector."""
+        return self._host.num_values
 
     # --- time -------------------------------------------------------------------------------------------------------
 
@@ -272,7 +280,9 @@ class LearningWorld(World[LearningProcess]):
             self.do(process, core.weights_missing(order.grant))
             return
         process.is_computing = True
-        began_s = self.now
+        began_s, num_computed = self.now, len(outcome.batches)
+        if num_computed < len(order.batches):  # the set has ended early, because this machine is slow
+            process.orders.appendleft(Compute(part_of(order.grant, num_computed), order.batches[num_computed:]))
 
         def computed() -> None:
             process.is_computing = False
@@ -284,7 +294,7 @@ class LearningWorld(World[LearningProcess]):
             )
             self._go_on(process)
 
-        self._after(self._compute_s[process.worker] * len(order.batches), computed)
+        self._after(self._compute_s[process.worker] * num_computed, computed)
 
     def _send(self, process: LearningProcess, key: str, act: Callable[[], None]) -> None:
         """Send a push on the worker's link, which carries one after the other."""
@@ -340,6 +350,6 @@ class LearningWorld(World[LearningProcess]):
     def _evaluate(self) -> Point:
         self._model.load_weights(self._host.tensors()["weights"])
         error = self._held_out.evaluate(self._model.module)
-        point = Point(self.now, self.engine.version, self.engine.samples_total, error)
+        point = Point(self.now, self.engine.version, self.engine.samples_total, error, self.push_bytes)
         self.points.append(point)
         return point

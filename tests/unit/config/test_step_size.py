@@ -50,6 +50,7 @@ JOB = "{job: j, task: {class: 'm:C'}, data: {workers: 4, batch_size: 32}, worker
             "in waves of 2 batches, each divided by 8, so that 8 batches (256 samples)",
         ),
         ("{name: wsp, wave_batches: 2, contributions: sum}", 8, "of all 4 workers, in waves of 2 batches; at the same"),
+        ("{name: diloco, density: 0.02}", 1, "of which a push sends 0.02, and later pushes the rest"),
         ("{name: diloco, outer_lr: 0.5, outer_momentum: 0.75}", 2, "0.5 of what 16 batches have changed on average"),
     ],
 )
