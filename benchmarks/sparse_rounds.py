@@ -36,7 +36,7 @@ POLICIES = {
 # The samples of a run, and what differs from the example's job file.
 TASKS: dict[str, tuple[int, list[str]]] = {
     "digits": (40_000, []),
-    "emnist": (40_000, ["task.args.small=true"]),
+    "emnist": (20_000, ["task.args.small=true", "data.samples_per_record=1"]),
     "characters": (6_400, ["training.policy.group_size=2"]),
 }
 

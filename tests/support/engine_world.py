@@ -188,6 +188,7 @@ class World(worlds.World[Process]):
             workers, make_engine=self._make_engine, make_process=self._make_process, max_pending=max_pending
         )
         self.policy = POLICIES[policy] if isinstance(policy, str) else policy
+        self.can_hold_back = self.policy.filter_threshold > 0 or self.policy.sparse_push is not None
         self.settings = EngineSettings(
             num_workers=workers, records_per_batch=records_per_batch, max_pending_batches=max_pending, lease_s=4.0,
             grant_timeout_s=5.0, checkpoint_every_updates=3, checkpoint_every_s=5.0, stop=StopConfig(),
@@ -301,7 +302,7 @@ class World(worlds.World[Process]):
                 self.add_up(action)
             case ev.StoreCheckpoint():
                 for applied, whole in zip(action.snapshot.applied, self.whole, strict=True):
-                    assert not self.policy.filter_threshold or whole == set(range(applied)), (
+                    assert not self.can_hold_back or whole == set(range(applied)), (
                         "what is durable is whole, and nothing else is in the model"
                     )
                 self.whole_at[action.version] = [set(batches) for batches in self.whole]
@@ -319,7 +320,7 @@ class World(worlds.World[Process]):
             push = item.push
             for batch in self.completes.get(push.key, ()):
                 is_new = batch not in self.whole[push.worker]
-                assert is_new or not self.policy.filter_threshold, "a part of a step is in the model twice"
+                assert is_new or not self.can_hold_back, "a part of a step is in the model twice"
                 self.whole[push.worker].add(batch)
             if not push.batches:
                 continue
@@ -483,8 +484,7 @@ class World(worlds.World[Process]):
             last = batches[count - 1].number
             process.held_before, process.held_batch = set(process.held_back), last
             process.held_back |= {process.there[number] for _, number, _ in process.kept}
-            can_hold_back = self.policy.filter_threshold > 0 or self.policy.sparse_push is not None
-            holds_back = can_hold_back and last % 4 != 3
+            holds_back = self.can_hold_back and last % 4 != 3
             holds = tuple(process.holds)
             key = self._store(process, f"g:{grant.term}:{grant.grant_ids[0]}", lost=blob_lost, whole=not holds_back)
             done = GradientDone(key, version, computed, holds_back=holds_back, holds=holds)
@@ -660,7 +660,8 @@ class World(worlds.World[Process]):
                     assert base == update.version - 1
                 assert base < update.version
             size = self.policy.batches_per_update(self.settings.num_workers)
-            assert (not self.policy.filter_threshold) <= len(update.members) <= size  # rests are updates without any
+            # Rests are updates without any.
+            assert (not self.can_hold_back) <= len(update.members) <= size
             may_shrink = isinstance(self.policy, LockstepConfig) or self.policy.batches_per_push > 1
             assert len(update.members) == size or may_shrink, "others cannot shrink"
         assert tuple(applied) == self.engine.snapshot(self.now).applied
