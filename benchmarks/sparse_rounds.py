@@ -94,8 +94,8 @@ def rows(results: list[dict[str, Any]]) -> list[str]:
 
 def table(names: list[str]) -> str:
     lines = [
-        "| task, message | policy | loss | MB to it | times fewer | time to it | times sooner | accuracy, % | points behind "
-        "`doll` |",
+        "| task, message | policy | loss | MB to it | times fewer | time to it | times sooner | accuracy, % "
+        "| points behind `doll` |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name in names:

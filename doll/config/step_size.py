@@ -50,8 +50,8 @@ def step_text(config: JobConfig) -> str:
         )
     elif (sparse := policy.sparse_push) is not None:
         text = (
-            f"{each}; the server takes {sparse.lr:g} of what {policy.batches_per_push} batches have changed on average, "
-            f"of which a push sends {sparse.density:.3g}, and later pushes the rest"
+            f"{each}; the server takes {sparse.lr:g} of what {policy.batches_per_push} batches have changed on "
+            f"average, of which a push sends {sparse.density:.3g}, and later pushes the rest"
         )
     elif policy.sends_steps:
         waves = "" if policy.batches_per_push == 1 else f", in waves of {policy.batches_per_push} batches"

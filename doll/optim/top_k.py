@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
+
 import numpy as np
 
 from doll.config.policy import SparsePush
 from doll.optim.significance_filter import Array, Residual
 from doll.tables.rows import CHUNK
+
 
 class TopK(Residual):
     """The part of one worker's changes that the worker holds back, each with the factor that it has in the model.

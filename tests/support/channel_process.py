@@ -88,14 +88,21 @@ POLICIES: Final[dict[str, str]] = {name: f"{{name: {name}}}" for name in REGISTE
     "diloco, sparse": "{name: diloco, local_batches: 3, quorum: 0.6, grace_s: 1.0, density: 0.3}",
 }
 
+SETTLING: Final = ("isp", "diloco, sparse")  # those that hold back
+
 
 @functools.cache
 def job_of(policy: str, *, has_tables: bool, overrides: tuple[str, ...] = ()) -> tuple[JobConfig, Task]:
     """The job file of a policy of `POLICIES`, and its task."""
     config = parse(
-        JOB % (
-            _TABLES if has_tables else _DENSE, WORKERS, PLACES, POLICIES[policy], LR,
-            2 if policy in ("isp", "diloco, sparse") else 4,
+        JOB
+        % (
+            _TABLES if has_tables else _DENSE,
+            WORKERS,
+            PLACES,
+            POLICIES[policy],
+            LR,
+            2 if policy in SETTLING else 4,
         ),
         overrides,
     )

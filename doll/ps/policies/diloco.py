@@ -31,7 +31,7 @@ class DilocoPolicyConfig(PolicyConfig):
         default=None,
         ge=0,
         lt=1,
-        description="Nesterov momentum of the outer step; 0: none; default: 0.9, and none with a density below 1, which "
+        description="Nesterov momentum of the outer step; 0: none; default: 0.9, and 0 with a density below 1, which "
         "allows no other",
     )
     density: float = Field(
@@ -215,9 +215,7 @@ class Diloco(Policy):
 
 
 def _make(config: DilocoPolicyConfig) -> Diloco:
-    return Diloco(
-        config.local_batches, quorum=config.quorum, grace_s=config.grace_s, is_sparse=config.density < 1
-    )
+    return Diloco(config.local_batches, quorum=config.quorum, grace_s=config.grace_s, is_sparse=config.density < 1)
 
 
 SPEC = PolicySpec("diloco", DilocoPolicyConfig, _make)

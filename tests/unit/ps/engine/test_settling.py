@@ -1,4 +1,4 @@
-"""The ledger of isp and of sparse rounds: a batch is durable only with its whole step, and an engine that forgets it is caught."""
+"""The ledger of isp and sparse rounds: what is durable is whole, and an engine that forgets it is caught."""
 
 from __future__ import annotations
 
