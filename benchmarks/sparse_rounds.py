@@ -23,15 +23,15 @@ from benchmarks.results import DOCS, RESULTS, keep, update_section
 from doll_lab.simulation.learning import LearningWorld, Point
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-# A checkpoint every 10 rounds: for it, a worker sends once what it holds back.
+# A checkpoint every 20 rounds: for it, a worker sends once what it holds back.
 COMMON = [
-    "checkpoint.every_s=1000000", "checkpoint.every_updates=10", "worker.max_pending_batches=256",
+    "checkpoint.every_s=1000000", "checkpoint.every_updates=20", "worker.max_pending_batches=256",
     "evaluation.max_samples=1000",
 ]  # fmt: skip
 POLICIES = {
     "doll": [],
-    "dense": ["training.policy={name: diloco, outer_momentum: 0, outer_lr: 1}"],
-    "sparse": ["training.policy={name: diloco, density: 0.02}"],
+    "dense": ["training.policy={name: diloco, local_batches: 8, outer_momentum: 0, outer_lr: 1}"],
+    "sparse": ["training.policy={name: diloco, local_batches: 8, density: 0.02}"],
 }
 # The samples of a run, and what differs from the example's job file.
 TASKS: dict[str, tuple[int, list[str]]] = {

@@ -78,6 +78,7 @@ class StepModel:
         self._sparse = training.policy.sparse_push
         self._top_k = None if self._sparse is None else TopK(self._sparse, model.num_parameters)
         self._residual = self._top_k or Residual(training.policy.filter_threshold, model.num_parameters)
+        self._seen_times = 1.0  # factor of the residual in the view
         self._version = 0  # version of the published weights in the view
         self._grant: Grant | None = None  # the grant being computed
         self._holds: tuple[tuple[int, int], ...] = ()
@@ -106,8 +107,11 @@ class StepModel:
                     parameters += step.values[: self._model.num_parameters]
             if self._top_k is None:
                 self._residual.add_to(parameters)
-            elif (held := self._top_k.below(self._included)) is not None:
-                parameters += held  # without that of the steps above, which are whole
+            elif self._sparse is not None and (held := self._top_k.below(self._included)) is not None:
+                # This is without the part of the steps above. All workers hold similar changes back, which only they
+                # see. So the worker sees its own as if the others had held back the same.
+                self._seen_times = 1 / self._sparse.factor(grant.num_live)
+                parameters += np.float32(self._seen_times) * held
         # If a later process of this worker has replaced this one, these weights may already contain the batch.
         return refreshed.version if grant.first >= self._included else None
 
