@@ -28,17 +28,27 @@ class OuterStep(NamedTuple):
     age_discount: float  # factor of a change for each update after the weights it was computed on
 
 
+class SparsePush(NamedTuple):
+    """The part of a worker's change that a push sends, with the factor that it has in the model: `doll.optim.top_k`."""
+
+    density: float  # share of the numbers of each chunk
+    bits: int  # bits of each number: 2 or 32
+    lr: float  # factor of the mean change of the workers
+
+    def factor(self, num_workers: int) -> float:
+        """Return the factor that a worker gives its change while `num_workers` workers are live."""
+        return self.lr / max(1, num_workers)
+
+
 class PolicyConfig(Section, ABC):
     """Base of every policy's section. The planner, the progress and the reports use its methods for predictions.
 
     Attributes:
-        publishes_deltas: an update changes so few numbers that workers read only the changed numbers, and not the whole
-            weights or rows.
-        holds_back: workers may hold back a part of their steps, which is settled before their batches become durable.
+        holds_back: a significance filter holds back parts of the workers' steps, which are settled before their batches
+            become durable. What is lost by rounding to 16 bits is held back, too.
         supports_tables: the policy's bounds also hold for rows that workers request individually.
     """
 
-    publishes_deltas: ClassVar[bool] = False
     holds_back: ClassVar[bool] = False
     supports_tables: ClassVar[bool] = True
     name: str
@@ -58,6 +68,12 @@ class PolicyConfig(Section, ABC):
     def sends_steps(self) -> bool:
         """Whether workers run the optimizer and send the change of their weights, which the server adds. Default:
         workers send gradients, and the server runs the optimizer."""
+        return False
+
+    @property
+    def publishes_deltas(self) -> bool:
+        """Whether an update changes so few numbers that workers read only the changed numbers, and not the whole
+        weights or rows. Default: no."""
         return False
 
     @property
@@ -84,6 +100,12 @@ class PolicyConfig(Section, ABC):
         weight that it changes. t is the round: 1 for batches computed at version 0. Default: 0, everything is sent.
         Only if `sends_steps`."""
         return 0.0
+
+    @property
+    def sparse_push(self) -> SparsePush | None:
+        """The part of its change that a worker sends with each push; it holds the rest back. None (the default): all of
+        it. Only if `sends_steps` and without an `outer_step`."""
+        return None
 
     @property
     def averages_workers(self) -> bool:

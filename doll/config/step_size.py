@@ -26,6 +26,8 @@ def step_factor(config: JobConfig) -> float:
     is_sum = config.training.reduction == "sum"
     if (outer := policy.outer_step) is not None:
         factor = outer.lr / (1 - outer.momentum)
+    elif policy.sparse_push is not None:
+        factor = policy.sparse_push.lr
     elif policy.sends_steps:
         factor = workers * policy.parallel_batches * policy.share(workers)
     elif policy.serial_updates or config.group_size > 1:  # a group is one step, and no more begins at a version
@@ -61,6 +63,11 @@ def step_text(config: JobConfig) -> str:
         text = (
             f"{each}; the server takes {outer.lr:g} of what {policy.batches_per_push} batches have changed on average, "
             f"with momentum {outer.momentum:g}"
+        )
+    elif (sparse := policy.sparse_push) is not None:
+        text = (
+            f"{each}; the server takes {sparse.lr:g} of what {policy.batches_per_push} batches have changed on "
+            f"average, of which a push sends {sparse.density:.3g}, and later pushes the rest"
         )
     elif policy.sends_steps:
         waves = "" if policy.batches_per_push == 1 else f", in waves of {policy.batches_per_push} batches"

@@ -33,6 +33,11 @@ at least 64 values has this format if its sender has rounded it to bfloat16 (`Ro
 Coding 4 is for a dense vector that its sender has rounded to float16 with a common exponent (`RoundedVector.exponent`).
 The values are float16 numbers; each must be multiplied by 2 to the power of `since`.
 
+If the values of a vector's section `r` have at most two magnitudes in each chunk of 4,096 keys, 8 may be added to the
+coding. The values are then stored as: for each chunk, also for one without a key, its lower and its higher magnitude
+(float32); two bits for each value, lowest bits of a byte first: the lower bit is 1 if the value is negative, the higher
+bit if it has the higher magnitude.
+
 Functions that encode raise ValueError as `encode_push` does; functions that decode raise BlobError and NotFiniteError
 as `decode_push` does.
 
@@ -62,7 +67,7 @@ import numpy.typing as npt
 
 from doll.errors import BlobError, NotFiniteError
 from doll.storage.blobs import Buffer, BytesKind, decode_bytes, encode_bytes
-from doll.tables.rows import Ids, Patch, Rows, TableShape
+from doll.tables.rows import CHUNK, Ids, Patch, Rows, TableShape
 
 Keys = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.uint8]
@@ -93,6 +98,7 @@ _HALVES_HEAD: Final = struct.Struct("<QQ")
 _MAX_WHOLE: Final = 1 / 8  # maximum share of values that need 32 bits; above it, halves are not used
 _LOOK: Final = 64  # number of values that are tested first; if there are fewer, all are sent unchanged
 _FLOAT16: Final = 4
+_MAGNITUDES: Final = 8  # is added to one of the codings of keys
 _MAX_EXPONENT: Final = 150  # float32 has no number beyond 2 ** 128 or below 2 ** -149
 _NO_PATCHES: Final[Mapping[str, Patch]] = {}
 _NO_IDS: Final = np.empty(0, np.int64)
@@ -376,6 +382,8 @@ def _encode(sections: Sequence[_Section], *, job: str, kind: BytesKind, version:
         body: list[Buffer] = [numbers.view(np.uint8).data]
         if short == _FLOAT16:
             coding, body = _FLOAT16, [np.ldexp(numbers, -since).astype("<f2").view(np.uint8).data]
+        elif form == "r" and shape.width == 1 and (two_bits := _two_bits(ids, numbers, shape.num_rows)):
+            coding, body = coding | _MAGNITUDES, two_bits
         elif (has_keys or short) and (halves := _halves(numbers.view("<u4"))):
             coding, body = coding | _HALVES, halves
         head = (form.encode(), coding, len(title), shape.width, shape.num_rows, count, len(keys), since)
@@ -399,6 +407,35 @@ def _halves(values: npt.NDArray[np.uint32]) -> list[Buffer]:
     upper, lower = (values >> 16).astype("<u2"), values[places].astype("<u2")
     head = _HALVES_HEAD.pack(len(places), len(keys))
     return [head, keys.data, upper.view(np.uint8).data, lower.view(np.uint8).data]
+
+
+def _two_bits(ids: Ids, values: Vector, size: int) -> list[Buffer]:
+    """Return the magnitudes of the chunks, and two bits for each value. Return an empty list if that is not shorter, or
+    if a chunk has more than two magnitudes."""
+    num_chunks = -(-size // CHUNK)
+    if len(values) < _LOOK or 8 * num_chunks + len(values) // 4 >= 4 * len(values):
+        return []
+    sizes, chunks = np.abs(values), ids // CHUNK
+    if len(np.unique(sizes[:_LOOK])) > 2 * len(np.unique(chunks[:_LOOK])):
+        return []
+    begins = np.flatnonzero(np.diff(chunks, prepend=-1))
+    magnitudes = np.zeros((num_chunks, 2), "<f4")
+    magnitudes[chunks[begins], 0] = np.minimum.reduceat(sizes, begins)
+    magnitudes[chunks[begins], 1] = np.maximum.reduceat(sizes, begins)
+    is_high = sizes == magnitudes[chunks, 1]
+    if not (is_high | (sizes == magnitudes[chunks, 0])).all():
+        return []
+    bits = np.packbits(np.stack([np.signbit(values), is_high], axis=1), bitorder="little")
+    return [magnitudes.reshape(-1).view(np.uint8).data, bits.data]
+
+
+def _from_two_bits(reader: _Reader, ids: Ids, size: int, what: str) -> npt.NDArray[np.float32]:
+    """Return the values that `_two_bits` encoded."""
+    magnitudes = reader.array(2 * -(-size // CHUNK), "<f4", f"the magnitudes of {what}").reshape(-1, 2)
+    packed = reader.array(_bytes_of(2 * len(ids)), "u1", f"the bits of {what}")
+    bits = _bits(packed, 2 * len(ids), "bits").reshape(-1, 2)
+    sizes = magnitudes[ids // CHUNK, bits[:, 1].astype(np.intp)]
+    return np.where(bits[:, 0], -sizes, sizes)
 
 
 def _from_halves(reader: _Reader, num_values: int, what: str) -> npt.NDArray[np.float32]:
@@ -512,7 +549,9 @@ def _decode_section(reader: _Reader, shapes: Shapes, forms: str) -> _Section:
     except UnicodeDecodeError as exc:
         raise BlobError(f"expected a form and a name in UTF-8, got {form!r} and bytes that are not") from exc
     if letter not in forms or not (
-        coding <= {"r": 3, "m": 3, "k": 1, "c": 1}.get(letter, 0) or (letter == "d" and coding in (_HALVES, _FLOAT16))
+        coding <= {"r": 3, "m": 3, "k": 1, "c": 1}.get(letter, 0)
+        or (letter == "d" and coding in (_HALVES, _FLOAT16))
+        or (letter == "r" and coding & ~_BITMAP == _MAGNITUDES and width == 1)
     ):
         raise BlobError(
             f"section {name!r}: expected a form of {'/'.join(forms)} and a coding of its keys, got {letter!r}, {coding}"
@@ -534,7 +573,12 @@ def _decode_section(reader: _Reader, shapes: Shapes, forms: str) -> _Section:
         num_values = int(np.count_nonzero(is_there))
     ids = _NO_IDS
     try:
-        if coding & _HALVES:
+        if letter != "d":
+            decode = decode_bitmap if coding & _BITMAP else decode_keys
+            ids = decode(keys, count=count, limit=min(shape.num_rows, 1 << 63)).view(np.int64)
+        if coding & _MAGNITUDES:
+            values = _from_two_bits(reader, ids, shape.num_rows, f"{name!r}")
+        elif coding & _HALVES:
             values = _from_halves(reader, num_values, f"{name!r}")
         elif coding == _FLOAT16:
             if not -_MAX_EXPONENT <= since <= _MAX_EXPONENT:
@@ -543,9 +587,6 @@ def _decode_section(reader: _Reader, shapes: Shapes, forms: str) -> _Section:
             values = np.ldexp(short.astype("<f4"), since)
         else:
             values = reader.array(num_values, "<f4", f"the values of {name!r}")
-        if letter != "d":
-            decode = decode_bitmap if coding & _BITMAP else decode_keys
-            ids = decode(keys, count=count, limit=min(shape.num_rows, 1 << 63)).view(np.int64)
     except BlobError as exc:
         raise BlobError(f"section {name!r}: {exc}") from exc
     per_key = width if letter in "dr" else 1

@@ -7,7 +7,7 @@ of hashed features, counts. Only the rows that a batch uses are sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from isal.isal_zlib import crc32
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+CHUNK: Final = 4096  # consecutive numbers of a vector; sparse rounds send the largest of each chunk
 # Function from a table's name and strictly increasing ids to a copy of the rows, float32, shape (n, width).
 LookUp: TypeAlias = Callable[[str, Ids], Floats]
 

@@ -88,15 +88,18 @@ POLICIES: Final[dict[str, str]] = {name: f"{{name: {name}}}" for name in REGISTE
     "isp, rounded": "{name: isp, significance: 0}",
     "wsp": "{name: wsp, wave_batches: 3, clock_distance: 1}",
     "diloco": "{name: diloco, local_batches: 3, quorum: 0.6, grace_s: 1.0}",
+    "diloco, sparse": "{name: diloco, local_batches: 3, quorum: 0.6, grace_s: 1.0, density: 0.3}",
 }
+
+SETTLING: Final = ("isp", "isp, rounded", "diloco, sparse")  # those that hold back
 
 
 @functools.cache
 def job_of(policy: str, *, has_tables: bool, overrides: tuple[str, ...] = ()) -> tuple[JobConfig, Task]:
     """The job file of a policy of `POLICIES`, and its task."""
-    is_filtered, form = policy.startswith("isp"), "bf16" if policy.endswith("rounded") else "float32"
+    settles, form = policy in SETTLING, "bf16" if policy.endswith("rounded") else "float32"
     config = parse(
-        JOB % (_TABLES if has_tables else _DENSE, WORKERS, PLACES, POLICIES[policy], LR, 2 if is_filtered else 4),
+        JOB % (_TABLES if has_tables else _DENSE, WORKERS, PLACES, POLICIES[policy], LR, 2 if settles else 4),
         (*overrides, f"blobs.contributions={form}"),
     )
     return config, load_task(config)
@@ -187,10 +190,22 @@ class Recorder:
 
     def values(self) -> Contribution | None:
         values: Contribution | None = self._inner.values()
+        self._note_push()
+        return values
+
+    def _note_push(self) -> None:
+        """Give the changes of a sparse push the factor that they have in the model, and note what is held back."""
         process = self._process
+        if self.holds and (sparse := process.config.training.policy.sparse_push) is not None:
+            factor = sparse.factor(self._inner._grant.num_live)
+            for batch, grant_id in self.holds:
+                names = process.term, process.worker, batch, grant_id
+                added = Added(factor * process.expected.added[names].values, {})
+                process.expected.added[names] = added
+                if batch in process.own:
+                    process.own[batch] = added
         if self.holds and self._inner.holds_back:
             process.expected.held_back[process.term, process.worker, *self.holds[-1]] = process.residual
-        return values
 
     def rows(self) -> Mapping[str, Rows]:
         rows: Mapping[str, Rows] = self._inner.rows()
@@ -198,6 +213,7 @@ class Recorder:
 
     def rest(self, until: int) -> Contribution | None:
         rest: Contribution | None = self._inner.rest(until)
+        self._note_push()
         return rest
 
     def rest_stored(self) -> None:

@@ -13,7 +13,7 @@ from collections import Counter
 from typing import Final
 
 import numpy as np
-from channel_process import PLACES, WORKERS, Process, job_of, takes_tables
+from channel_process import PLACES, SETTLING, WORKERS, Process, job_of, takes_tables
 from doll.consumers.compute.gradient_engine import batch_seed
 from doll.consumers.protocol.grants import part_of
 from doll.consumers.protocol.worker_core import (
@@ -473,7 +473,7 @@ def play(policy: str, seed: int, world_class: type[World] = World) -> World:
     """
     rng = random.Random(seed)
     has_tables, length = rng.random() < 1 / 3 and takes_tables(policy), rng.randrange(60, 320)
-    if policy == "isp":  # it settles before each checkpoint, and begins again where a process is lost
+    if policy in SETTLING:  # it settles before each checkpoint, and begins again where a process is lost
         length *= 2
     world = world_class(policy, seed, has_tables=has_tables)
     if world.growth:  # until what is added is learned

@@ -66,6 +66,7 @@ POLICIES: dict[str, PolicyConfig] = {name: policy_section(name)(name=name) for n
     "essp, ahead": EsspPolicyConfig(staleness=3, under_way=4),
     "wsp": WspPolicyConfig(wave_batches=3, clock_distance=1),
     "diloco": DilocoPolicyConfig(local_batches=3, quorum=0.6, grace_s=1.0),
+    "diloco, sparse": DilocoPolicyConfig(local_batches=3, quorum=0.6, grace_s=1.0, density=0.3),
 }
 
 
@@ -188,6 +189,7 @@ class World(worlds.World[Process]):
             workers, make_engine=self._make_engine, make_process=self._make_process, max_pending=max_pending
         )
         self.policy = POLICIES[policy] if isinstance(policy, str) else policy
+        self.can_hold_back = self.policy.filter_threshold > 0 or self.policy.sparse_push is not None
         self.settings = EngineSettings(
             num_workers=workers, records_per_batch=records_per_batch, max_pending_batches=max_pending, lease_s=4.0,
             grant_timeout_s=5.0, checkpoint_every_updates=3, checkpoint_every_s=5.0, stop=StopConfig(),
@@ -301,7 +303,7 @@ class World(worlds.World[Process]):
                 self.add_up(action)
             case ev.StoreCheckpoint():
                 for applied, whole in zip(action.snapshot.applied, self.whole, strict=True):
-                    assert not self.policy.filter_threshold or whole == set(range(applied)), (
+                    assert not self.can_hold_back or whole == set(range(applied)), (
                         "what is durable is whole, and nothing else is in the model"
                     )
                 self.whole_at[action.version] = [set(batches) for batches in self.whole]
@@ -319,7 +321,7 @@ class World(worlds.World[Process]):
             push = item.push
             for batch in self.completes.get(push.key, ()):
                 is_new = batch not in self.whole[push.worker]
-                assert is_new or not self.policy.filter_threshold, "a part of a step is in the model twice"
+                assert is_new or not self.can_hold_back, "a part of a step is in the model twice"
                 self.whole[push.worker].add(batch)
             if not push.batches:
                 continue
@@ -483,7 +485,7 @@ class World(worlds.World[Process]):
             last = batches[count - 1].number
             process.held_before, process.held_batch = set(process.held_back), last
             process.held_back |= {process.there[number] for _, number, _ in process.kept}
-            holds_back = self.policy.filter_threshold > 0 and last % 4 != 3
+            holds_back = self.can_hold_back and last % 4 != 3
             holds = tuple(process.holds)
             key = self._store(process, f"g:{grant.term}:{grant.grant_ids[0]}", lost=blob_lost, whole=not holds_back)
             done = GradientDone(key, version, computed, holds_back=holds_back, holds=holds)
@@ -514,6 +516,9 @@ class World(worlds.World[Process]):
 
     def _store_rest(self, process: Process, order: StoreRest) -> None:
         version = process.cached[1]
+        kept = process.kept, process.holds
+        if stays := order.until and self.policy.sparse_push is not None:  # the rest goes without it
+            process.kept, process.holds = [], []
         if process.kept:
             process.held_back |= {process.there[number] for _, number, _ in process.kept}
         elif process.kept_term != order.term:
@@ -524,6 +529,8 @@ class World(worlds.World[Process]):
         holds = tuple(process.holds)
         done = GradientDone(self._store(process, f"rest:{self.rests}"), version, (), holds=holds)
         process.held_batch = -1
+        if stays:
+            process.kept, process.holds = kept
         self.do(process, process.protocol.rest_stored(order, done))
 
     def _load_weights(self, process: Process, grant: Grant) -> bool:
@@ -655,7 +662,7 @@ class World(worlds.World[Process]):
                 assert base < update.version
             size = self.policy.batches_per_update(self.settings.num_workers)
             staleness = self.policy.staleness if isinstance(self.policy, DollPolicyConfig) else 0
-            assert (not self.policy.filter_threshold) <= len(update.members)  # rests are updates without any
+            assert (not self.can_hold_back) <= len(update.members)  # rests are updates without any
             more = self.settings.num_workers - 1 if staleness else 0  # a group that has waited takes all that has come
             assert len(update.members) <= size + more
             if staleness:

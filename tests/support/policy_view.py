@@ -33,6 +33,7 @@ class PolicyWorld:
         self.policy, self.workers = policy, [Counters() for _ in range(count)]
         self.version, self.now_s = 0, 0.0
         self.num_left: int | None = None
+        self.is_settling = False
 
     @property
     def num_live(self) -> int:

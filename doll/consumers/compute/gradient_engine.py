@@ -305,7 +305,9 @@ class GrantHandler:
         """Store contributions that were computed but not pushed; see `GradientEngine.store_rest`."""
         self._blobs.settle()
         values = self._contribution.rest(until)
-        done = self._store(GradientDone("", self._last[2], (), holds=self._contribution.holds), values, ":rest")
+        holds = self._contribution.holds
+        holds_back = bool(holds) and self._contribution.holds_back  # a rest, which names no batch, has all
+        done = self._store(GradientDone("", self._last[2], (), holds=holds, holds_back=holds_back), values, ":rest")
         self._contribution.rest_stored()
         return done
 

@@ -30,6 +30,7 @@ from doll.model.flat_model import FlatModel
 from doll.optim.optimizer import Contribution, diverged
 from doll.optim.recipe import make_optimizer
 from doll.optim.significance_filter import Residual
+from doll.optim.top_k import TopK
 from doll.records.control import Grant, NewVersion
 from doll.storage.blobs import Blobs
 from doll.tables.rows import Rows, add_in_order
@@ -80,7 +81,10 @@ class StepModel:
         self._pushed: deque[_Step] = deque()  # pushed, but not in the last fetched weights
         self._kept: deque[_Step] = deque()  # later steps, not pushed
         self._filters = rounds or training.policy.filter_threshold > 0
-        self._residual = Residual(training.policy.filter_threshold, model.num_parameters, rounds=rounds)
+        self._sparse = training.policy.sparse_push
+        self._top_k = None if self._sparse is None else TopK(self._sparse, model.num_parameters)
+        self._residual = self._top_k or Residual(training.policy.filter_threshold, model.num_parameters, rounds=rounds)
+        self._seen_times = 1.0  # factor of the residual in the view
         self._version = 0  # version of the published weights in the view
         self._grant: Grant | None = None  # the grant being computed
         self._holds: tuple[tuple[int, int], ...] = ()
@@ -107,7 +111,13 @@ class StepModel:
             for step in (*self._pushed, *self._kept):
                 if step.values is not None:
                     parameters += step.values[: self._model.num_parameters]
-            self._residual.add_to(parameters)
+            if self._top_k is None:
+                self._residual.add_to(parameters)
+            elif self._sparse is not None and (held := self._top_k.below(self._included)) is not None:
+                # This is without the part of the steps above. All workers hold similar changes back, which only they
+                # see. So the worker sees its own as if the others had held back the same.
+                self._seen_times = 1 / self._sparse.factor(grant.num_live)
+                parameters += np.float32(self._seen_times) * held
         # If a later process of this worker has replaced this one, these weights may already contain the batch.
         return refreshed.version if grant.first >= self._included else None
 
@@ -203,7 +213,8 @@ class StepModel:
     def holds_back(self) -> bool:
         return self._residual.is_held or (self._rows is not None and self._rows.holds_back)
 
-    def values(self) -> Contribution | None:
+    def values(self, *, whole: bool = False) -> Contribution | None:
+        """Return the sum of the kept steps as it is pushed. `whole`: with all that is held back."""
         steps = list(self._kept)
         self._kept.clear()
         self._holds = tuple((step.batch, step.grant_id) for step in steps)
@@ -213,9 +224,18 @@ class StepModel:
         }
         made = [step.absent for step in steps if step.values is not None]
         self.absent = reduce(and_, made) if made and self._tells_absent else 0
-        total, n = self._sum(steps), self._model.num_parameters
+        n = self._model.num_parameters
+        if self._sparse is not None:
+            factor = np.float32(self._sparse.factor(1 if self._grant is None else self._grant.num_live))
+            for values in (step.values for step in steps if step.values is not None):
+                values[:n] *= factor
+            self._weights.forget()  # in the replica, the steps do not have this factor
+        total = self._sum(steps)
         if total is None:
             return None
+        if self._top_k is not None:
+            total = total.copy()
+            self._top_k.send(total[:n], steps[-1].batch, included=self._included, whole=whole)
         if self._filters:
             total, batch = total.copy(), steps[-1].batch
             if self._residual.is_used:
@@ -234,10 +254,10 @@ class StepModel:
         return rows
 
     def rest(self, until: int) -> Contribution | None:
-        if self._kept:
-            return self.values()
+        if self._kept and not (until and self._sparse is not None):  # what is held back counts, and they do not yet
+            return self.values(whole=True)
         self._holds, self.absent = (), 0
-        held = self._residual.below(until)
+        held = self._residual.below(until) if until else None
         self._pushed_rows = {} if self._rows is None else self._rows.rest(until)
         if held is None and not self._pushed_rows:
             return None

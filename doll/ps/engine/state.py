@@ -154,6 +154,10 @@ class EngineState:
         return self._grants.num_waiting
 
     @property
+    def is_settling(self) -> bool:
+        return self._settling.is_under_way
+
+    @property
     def num_left(self) -> int | None:
         return self.ending.num_left
 

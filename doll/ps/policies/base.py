@@ -97,6 +97,10 @@ class PolicyView(Protocol):
         """The number of batches that may be granted now, over all workers."""
 
     @property
+    def is_settling(self) -> bool:
+        """Whether a checkpoint waits for what workers hold back. Then open rounds should end, and no other begin."""
+
+    @property
     def num_left(self) -> int | None:
         """The number of announced batches that are not in the model, over all workers, if no more batches will come. A
         group of more batches would never be full. None: more may come. If None becomes a number or vice versa,
@@ -137,7 +141,7 @@ class Policy(ABC):
 
     name: ClassVar[str]
     exact_version: ClassVar[bool]  # whether all gradients of an update must be computed at the version before it
-    holds_back: ClassVar[bool] = False  # whether a push may leave a part of its batches' steps at the worker
+    holds_back: bool = False  # whether a push may leave a part of its batches' steps at the worker
     takes_late_pushes: bool = True  # whether a push after its time limit may answer the next grants of its batches
     sends_versions: ClassVar[bool] = False  # whether `recipients` may name workers
     takes_later_weights: ClassVar[bool] = False  # whether a batch may use the weights of a later grant

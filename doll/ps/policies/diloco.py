@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from doll.config.policy import OuterStep, PolicyConfig
+from doll.config.policy import OuterStep, PolicyConfig, SparsePush
 from doll.ps.policies.base import BatchId, Policy, PolicySpec, PolicyView, WorkerCounters
 
 MAX_LOCAL_BATCHES = 1_000
@@ -24,13 +24,27 @@ class DilocoPolicyConfig(PolicyConfig):
     local_batches: PositiveInt = Field(
         default=16, le=MAX_LOCAL_BATCHES, description="H: batches that a worker computes between two outer steps"
     )
-    outer_lr: PositiveFloat = Field(default=0.7, le=100, description="learning rate of the outer step")
+    outer_lr: PositiveFloat | None = Field(
+        default=None, le=100, description="learning rate of the outer step; default: 0.7, or 1 with a density below 1"
+    )
     outer_momentum: float | None = Field(
         default=None,
         ge=0,
         lt=1,
-        description="Nesterov momentum of the outer step; 0: none [by local_batches: 1 - 2 / sqrt(H), between 0 and "
-        "0.9: 0.5 for 16 batches]",
+        description="Nesterov momentum of the outer step; 0: none; default: by local_batches, 1 - 2 / sqrt(H) between 0 "
+        "and 0.9 (0.5 for 16 batches), and 0 with a density below 1, which allows no other",
+    )
+    density: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="share of the numbers of each 4,096 that a worker sends after a round, which are the largest; it "
+        "holds the rest back and adds it to the next round's change, as with a significance filter; 0.02 for slow "
+        "networks; 1: all",
+    )
+    bits: Literal[2, 32] = Field(
+        default=2,
+        description="bits of each number that is sent with a density below 1; what 2 bits do not say is held back, too",
     )
     quorum: float = Field(
         default=0.75, gt=0, le=1, description="share of the live workers whose changes an outer step needs"
@@ -46,8 +60,17 @@ class DilocoPolicyConfig(PolicyConfig):
         gt=0,
         le=1,
         description="factor of a change that comes late, for each outer step that was made since its weights; 1: it "
-        "counts as much as the others",
+        "counts as much as the others, as it does with a density below 1",
     )
+
+    @model_validator(mode="after")
+    def _has_momentum_only_if_dense(self) -> Self:
+        if self.density < 1 and self.outer_momentum:
+            raise ValueError(
+                "outer_momentum: expected 0 with density below 1, because numbers that are held back for some rounds "
+                f"act as momentum already; got {self.outer_momentum:g}"
+            )
+        return self
 
     @property
     def sends_steps(self) -> bool:
@@ -58,12 +81,22 @@ class DilocoPolicyConfig(PolicyConfig):
         return self.local_batches
 
     @property
-    def outer_step(self) -> OuterStep:
+    def outer_step(self) -> OuterStep | None:
+        if self.density < 1:
+            return None
         # A job makes 1/H as many outer steps as batches, so a momentum for long rounds would outlast many short ones.
         # Measured for H from 4 to 64 (docs/decisions/0123); at the paper's H of 500 it is the paper's 0.9.
         by_rounds = min(0.9, max(0.0, 1 - 2 / math.sqrt(self.local_batches)))
         momentum = by_rounds if self.outer_momentum is None else self.outer_momentum
-        return OuterStep(self.outer_lr, momentum, self.age_discount)
+        return OuterStep(self.outer_lr or 0.7, momentum, self.age_discount)
+
+    @property
+    def sparse_push(self) -> SparsePush | None:
+        return SparsePush(self.density, self.bits, self.outer_lr or 1.0) if self.density < 1 else None
+
+    @property
+    def publishes_deltas(self) -> bool:
+        return self.density < 1
 
     def batches_per_update(self, num_workers: int) -> int:
         return self.local_batches * num_workers
@@ -99,14 +132,19 @@ class Diloco(Policy):
     name: ClassVar[str] = "diloco"
     exact_version: ClassVar[bool] = False
 
-    def __init__(self, local_batches: int, *, quorum: float = 1.0, grace_s: float = 0.0) -> None:
-        """`local_batches`: H >= 1. `quorum`: above 0, at most 1. `grace_s`: maximum grace time in seconds, >= 0."""
+    def __init__(
+        self, local_batches: int, *, quorum: float = 1.0, grace_s: float = 0.0, is_sparse: bool = False
+    ) -> None:
+        """`local_batches`: H >= 1. `quorum`: above 0, at most 1. `grace_s`: maximum grace time in seconds, >= 0.
+        `is_sparse`: workers hold back a part of their changes."""
         if not (1 <= local_batches <= MAX_LOCAL_BATCHES and 0 < quorum <= 1 and grace_s >= 0):
             raise ValueError(
                 f"expected 1 to {MAX_LOCAL_BATCHES} local batches, a quorum in (0, 1] and a grace of 0 s or more, got "
                 f"{local_batches}, {quorum} and {grace_s}"
             )
         self.batches_per_push = local_batches
+        self.holds_back = is_sparse
+        self.takes_late_pushes = not is_sparse  # the held-back part may have been requested since
         self._quorum = quorum
         self._grace_s = grace_s
         self._to_start: dict[int, int] = {}  # workers, and the number of batches that each is granted next
@@ -148,9 +186,12 @@ class Diloco(Policy):
     def start(self, view: PolicyView) -> Sequence[int]:
         if not self._to_start:
             return ()
-        if self._began_s is None:
-            self._began_s = view.now_s
         starts, self._to_start = self._to_start, {}
+        if view.is_settling:  # no worker begins another push
+            self._to_start = {number: count for number, count in starts.items() if not view.worker(number).computing}
+            starts = {number: count for number, count in starts.items() if number not in self._to_start}
+        if starts and self._began_s is None:
+            self._began_s = view.now_s
         return [number for number in sorted(starts) for _ in range(starts[number])]
 
     def collect(self, view: PolicyView) -> Sequence[BatchId]:
@@ -160,7 +201,7 @@ class Diloco(Policy):
             return ()
         if self._ends_since_s is None:
             self._ends_since_s = view.now_s
-        is_complete = self._computing == self._late and self._idle == self._dry
+        is_complete = self._computing == self._late and (view.is_settling or self._idle == self._dry)
         if not is_complete and view.now_s - self._ends_since_s < self._grace_now_s():
             return ()
         self._late, self._dry = self._computing.copy(), self._idle.copy()
@@ -177,7 +218,7 @@ class Diloco(Policy):
 
 
 def _make(config: DilocoPolicyConfig) -> Diloco:
-    return Diloco(config.local_batches, quorum=config.quorum, grace_s=config.grace_s)
+    return Diloco(config.local_batches, quorum=config.quorum, grace_s=config.grace_s, is_sparse=config.density < 1)
 
 
 SPEC = PolicySpec("diloco", DilocoPolicyConfig, _make)

@@ -16,7 +16,6 @@ class IspPolicyConfig(LockstepConfig):
     """Bulk synchronous, with a significance filter: in round t, a worker sends the change of a number only if it is
     larger than significance / sqrt(t) of the number. The worker adds up smaller changes until the sum is larger."""
 
-    publishes_deltas: ClassVar[bool] = True
     holds_back: ClassVar[bool] = True
 
     name: Literal["isp"] = "isp"
@@ -34,6 +33,10 @@ class IspPolicyConfig(LockstepConfig):
         return True
 
     @property
+    def publishes_deltas(self) -> bool:
+        return True
+
+    @property
     def filter_threshold(self) -> float:
         return self.significance
 
@@ -42,7 +45,7 @@ class Isp(Bsp):
     """The rounds of `Bsp`. Steps that a worker holds back are settled before its batches become durable."""
 
     name: ClassVar[str] = "isp"
-    holds_back: ClassVar[bool] = True
+    holds_back = True
     takes_late_pushes = False  # the held-back part may have been requested since
 
 

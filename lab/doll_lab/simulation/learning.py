@@ -26,6 +26,7 @@ from doll.consumers.compute.task_steps import OwnSteps
 from doll.consumers.compute.weights_ahead import DeltaReader
 from doll.consumers.intake.dead_letters import DeadLetters
 from doll.consumers.intake.decoding import RawRecords
+from doll.consumers.protocol.grants import part_of
 from doll.consumers.protocol.worker_core import Batch, Compute, StoreRest
 from doll.consumers.tables.row_client import RowClient
 from doll.consumers.tables.table_rows import WorkerTables
@@ -149,12 +150,14 @@ class LearningProcess(Process):
 
 
 class Point(NamedTuple):
-    """The held-out error of one version. `time_s`: virtual seconds since the start. `samples`: samples in the model."""
+    """The held-out error of one version. `time_s`: virtual seconds since the start. `samples`: samples in the model.
+    `push_bytes`: bytes of all pushes until then."""
 
     time_s: float
     version: int
     samples: int
     error: HeldOutError
+    push_bytes: int = 0
 
 
 def jittered(mean_s: Sequence[float] | float, *, sigma: float, seed: int) -> Callable[[int, int], float]:
@@ -235,6 +238,11 @@ class LearningWorld(World[LearningProcess]):
             raise RuntimeError("a simulated job without faults began again from a checkpoint")
         return make_engine(self.config, Start(1, 0.0, (0,) * self.config.data.num_partitions), self._host.load)
 
+    @property
+    def num_values(self) -> int:
+        """The number of values of the model's flat vector."""
+        return self._host.num_values
+
     # --- time -------------------------------------------------------------------------------------------------------
 
     def run(self) -> Point:
@@ -258,7 +266,9 @@ class LearningWorld(World[LearningProcess]):
     def _read(self, process: LearningProcess) -> None:
         """Announce further batches of the worker's stream, if few are left."""
         core, worker = process.protocol, process.worker
-        while core.has_room and core.retained < self._ahead:
+        ahead = self.engine.worker(worker).announced
+        while core.has_room and ahead < self._ahead:
+            ahead += 1
             values = list(islice(self._streams[worker], self._size))
             if len(values) < self._size:
                 return
@@ -296,10 +306,13 @@ class LearningWorld(World[LearningProcess]):
             self.do(process, core.weights_missing(order.grant))
             return
         process.is_computing = True
-        began_s = self.now
+        began_s, num_computed = self.now, len(outcome.batches)
+        if num_computed < len(order.batches):  # the set has ended early, because this machine is slow
+            process.orders.appendleft(Compute(part_of(order.grant, num_computed), order.batches[num_computed:]))
 
         def computed() -> None:
             process.is_computing = False
+            self._read(process)
             self._send(
                 process,
                 outcome.key,
@@ -307,7 +320,8 @@ class LearningWorld(World[LearningProcess]):
             )
             self._go_on(process)
 
-        self._after(sum(self._compute_s(process.worker, batch.number) for batch in order.batches), computed)
+        computed_batches = order.batches[:num_computed]
+        self._after(sum(self._compute_s(process.worker, batch.number) for batch in computed_batches), computed)
 
     def _send(self, process: LearningProcess, key: str, act: Callable[[], None]) -> None:
         """Send a push on the worker's link, which carries one after the other."""
@@ -363,6 +377,6 @@ class LearningWorld(World[LearningProcess]):
     def _evaluate(self) -> Point:
         self._model.load_weights(self._host.tensors()["weights"])
         error = self._held_out.evaluate(self._model.module)
-        point = Point(self.now, self.engine.version, self.engine.samples_total, error)
+        point = Point(self.now, self.engine.version, self.engine.samples_total, error, self.push_bytes)
         self.points.append(point)
         return point

@@ -58,6 +58,7 @@ JOB = "{job: j, task: {class: 'm:C'}, data: {workers: 4, batch_size: 32}, worker
             "in waves of 2 batches, each divided by 4, so that 4 batches (128 samples)",
         ),
         ("{name: wsp, wave_batches: 2, contributions: sum}", 4, "of all 4 workers, in waves of 2 batches; at the same"),
+        ("{name: diloco, density: 0.02}", 1, "of which a push sends 0.02, and later pushes the rest"),
         ("{name: diloco, outer_lr: 0.5, outer_momentum: 0.75}", 2, "0.5 of what 16 batches have changed on average"),
         ("{name: diloco}", 1.4, "on average, with momentum 0.5;"),
         ("{name: diloco, local_batches: 4}", 0.7, "on average, with momentum 0;"),

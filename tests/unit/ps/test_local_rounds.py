@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from doll.config.policy import SparsePush
+from doll.ps.policies import make_policy
 from doll.ps.policies.diloco import Diloco, DilocoPolicyConfig
 from doll.theory.checks import Floats
 from policy_view import PolicyWorld
@@ -40,6 +42,36 @@ def test_a_worker_is_granted_a_whole_round_or_nothing() -> None:
     assert list(view.policy.start(view)) == [], "one round at a time"
     view.put(1, computing=2, waiting=4)
     assert view.policy.start(view) == [1] * 2, "what was taken back is granted again"
+
+
+def test_while_a_checkpoint_waits_for_rests_open_pushes_are_completed_and_none_begins() -> None:
+    view = View(Diloco(H, is_sparse=True), 3)
+    view.is_settling = True
+    view.put(0, waiting=H)
+    view.put(1, computing=2, waiting=H)
+    assert view.policy.start(view) == [1] * 2
+    view.put(1, computing=H, waiting=2)
+    view.delivered(1)
+    assert view.collected() == {1}, "nobody computes, so the round is over without the worker that may not begin"
+    view.put(1, held=0, applied=H)
+    assert list(view.policy.start(view)) == []
+    view.is_settling = False
+    assert view.policy.start(view) == [0] * H
+
+
+def test_only_sparse_rounds_hold_back_and_have_no_outer_momentum() -> None:
+    assert not Diloco(H).holds_back
+    assert Diloco(H).takes_late_pushes
+    sparse = make_policy(DilocoPolicyConfig(density=0.02))
+    assert sparse.holds_back
+    assert not sparse.takes_late_pushes
+    assert DilocoPolicyConfig().outer_step == (0.7, 0.9, 0.5)
+    assert DilocoPolicyConfig().sparse_push is None
+    assert DilocoPolicyConfig(density=0.02).outer_step is None
+    assert DilocoPolicyConfig(density=0.02).sparse_push == (0.02, 2, 1.0)
+    assert SparsePush(0.02, 2, 0.5).factor(4) == 0.125
+    with pytest.raises(ValueError, match="outer_momentum: expected 0 with density below 1"):
+        DilocoPolicyConfig(density=0.02, outer_momentum=0.9)
 
 
 def test_a_round_of_all_ends_at_once_and_one_of_a_quorum_after_its_grace() -> None:

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
-from channel_process import POLICIES
+from channel_process import POLICIES, WORKERS
 from channel_world import World, play
 from distributions import install_wheel
 from doll.config.policy import POLICIES as REGISTERED
@@ -31,6 +31,7 @@ from doll.consumers.protocol.worker_core import StoreRest, WorkerAction, WorkerC
 from doll.consumers.tables.row_cache import RowCache
 from doll.consumers.tables.table_rows import WorkerTables
 from doll.optim.significance_filter import Residual
+from doll.optim.top_k import TopK
 from doll.ps.engine.durability import Settling
 from doll.ps.engine.engine import Engine
 from doll.ps.tables.number_changes import NumberChanges
@@ -44,6 +45,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]  # loads 
 
 INTERLEAVINGS = 10_000 if SHARE == 1.0 else 25
 THIRD_PARTY = {"bounded_lead": "{name: bounded_lead, lead: 2, eager: true}", "few_at_once": "{name: few_at_once}"}
+
+
+_SEND = TopK.send
 
 
 class Steady(World):
@@ -158,6 +162,25 @@ def test_what_holds_the_steps_refuses_late_copies_by_itself(monkeypatch: pytest.
     for policy in ("wsp", "isp", "ssp"):
         for seed in range(40):
             play(policy, seed)
+
+
+@pytest.mark.parametrize(("method", "of"), [("take_back", "version"), ("below", "view")])
+def test_sparse_rounds_that_keep_void_changes_or_lose_the_rest_are_caught(
+    method: str, of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TopK, method, lambda self, batch: None)
+    assert found("diloco, sparse", 400, is_difference(of))
+
+
+def test_sparse_rounds_that_count_a_change_wholly_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the number of workers, as if each were the only one."""
+    monkeypatch.setattr(TopK, "send", _as_if_alone)
+    assert found("diloco, sparse", 100, is_difference("version"))
+
+
+def _as_if_alone(of: TopK, change: npt.NDArray[np.float32], batch: int, *, included: int, whole: bool = False) -> None:
+    change *= WORKERS
+    _SEND(of, change, batch, included=included, whole=whole)
 
 
 def test_a_view_that_lacks_what_is_held_back_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

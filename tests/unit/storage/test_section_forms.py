@@ -11,7 +11,7 @@ from doll.errors import BlobError, NotFiniteError
 from doll.storage import sections
 from doll.storage.blobs import HEADER_BYTES, encode_bytes
 from doll.storage.sections import RowRequest, decode_bitmap, encode_bitmap
-from doll.tables.rows import Patch, Rows, TableShape
+from doll.tables.rows import CHUNK, Patch, Rows, TableShape
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -146,6 +146,68 @@ def test_a_hostile_body_is_refused_or_whole(form: str) -> None:
     for end in range(len(good) - HEADER_BYTES):
         with pytest.raises(BlobError):
             taken(rebuilt(good, "p", lambda raw, end=end: raw.__delitem__(slice(end, None))))  # type: ignore[misc]
+
+
+# --- two bits ---------------------------------------------------------------------------------------------------------
+
+
+VECTOR: sections.Shapes = {"v": 2 * CHUNK + 100}
+
+
+def two_magnitudes(count: int, seed: int) -> Rows:
+    """Values of a vector of three chunks, of two magnitudes in each."""
+    rng = np.random.default_rng(seed)
+    ids = np.sort(rng.choice(2 * CHUNK + 100, count, replace=False)).astype(np.int64)
+    magnitudes = np.sort(rng.random((3, 2)).astype(np.float32) + np.float32(0.1), axis=1)
+    sizes = magnitudes[ids // CHUNK, rng.integers(0, 2, count)]
+    return Rows(ids, (sizes * rng.choice(np.float32([-1, 1]), count)).reshape(-1, 1))
+
+
+def of_vector(rows: Rows) -> bytes:
+    return joined(sections.encode_push({"v": rows}, VECTOR, job=JOB, version=7))
+
+
+def vector_taken(data: bytes) -> Rows:
+    rows = sections.decode_push(data, VECTOR, job=JOB, version=7)["v"]
+    assert isinstance(rows, Rows)
+    return rows
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**32), st.booleans())
+def test_values_of_two_magnitudes_come_back_to_the_bit(count: int, seed: int, has_other: bool) -> None:
+    rows = two_magnitudes(count, seed)
+    if has_other:
+        rows.values[count // 2] = 3.25
+    got = vector_taken(of_vector(rows))
+    assert (got.ids == rows.ids).all()
+    assert got.values.tobytes() == rows.values.tobytes()
+
+
+def test_values_of_two_magnitudes_take_two_bits_and_a_key_a_byte() -> None:
+    rows = two_magnitudes(164, 1)  # 2 %
+    other = Rows(rows.ids, rows.values.copy())
+    other.values[7] = 3.25
+    saved = len(of_vector(other)) - len(of_vector(rows))
+    assert saved == 4 * 164 - (164 // 4 + 3 * 8 + 7)
+    assert len(of_vector(rows)) - HEADER_BYTES < 64 + 1.2 * 164 + 24 + 41
+
+
+def test_a_hostile_body_of_two_bits_is_refused_or_whole() -> None:
+    good, refused = of_vector(two_magnitudes(164, 1)), 0
+    for at in range(len(good) - HEADER_BYTES):
+        for byte in (0, 1, 127, 128, 255):
+            changed = rebuilt(good, "p", lambda raw, at=at, byte=byte: raw.__setitem__(at, byte))  # type: ignore[misc]
+            try:
+                got = vector_taken(changed)
+            except BlobError:
+                refused += 1
+                continue
+            assert (np.diff(got.ids) > 0).all()
+            assert np.isfinite(got.values).all()
+    assert refused > 150
+    for end in range(len(good) - HEADER_BYTES):
+        with pytest.raises(BlobError):
+            vector_taken(rebuilt(good, "p", lambda raw, end=end: raw.__delitem__(slice(end, None))))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

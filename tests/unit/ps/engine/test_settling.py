@@ -1,4 +1,4 @@
-"""ISP's ledger: a batch is durable only with its whole step, and an engine that forgets it is caught."""
+"""The ledger of isp and sparse rounds: what is durable is whole, and an engine that forgets it is caught."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 from clock_world import drive
+from doll.config.policy import PolicyConfig
 from doll.errors import IllegalEventError
 from doll.ps.engine import events as ev
 from doll.ps.engine.engine import Engine
 from doll.ps.engine.membership import Worker
 from doll.ps.policies.base import BatchId
+from doll.ps.policies.diloco import DilocoPolicyConfig
 from doll.ps.policies.isp import IspPolicyConfig
 from doll.records.control import Push
 from engine_runs import check_random_run, play, random_steps
@@ -23,21 +25,25 @@ from msgspec import structs
 pytestmark = pytest.mark.slow  # loads torch
 
 ISP = IspPolicyConfig(significance=0.7)
+SPARSE = DilocoPolicyConfig(local_batches=3, quorum=0.6, grace_s=1.0, density=0.3)
+both = pytest.mark.parametrize("policy", [ISP, SPARSE], ids=["isp", "diloco, sparse"])
 
 
+@both
 @pytest.mark.slow
 @settings(max_examples=examples(150), deadline=None)
 @given(seed=st.integers(0, 2**32), length=st.integers(50, 3000))
 @example(seed=1, length=2500)
-def test_what_is_durable_is_whole_and_in_the_model_once(seed: int, length: int) -> None:
-    check_random_run(ISP, seed, length)
+def test_what_is_durable_is_whole_and_in_the_model_once(policy: PolicyConfig, seed: int, length: int) -> None:
+    check_random_run(policy, seed, length)
 
 
-def test_the_random_runs_settle_and_roll_back() -> None:
+@both
+def test_the_random_runs_settle_and_roll_back(policy: PolicyConfig) -> None:
     """Otherwise the test above would prove little."""
     settled = rolled_back = 0
     for seed in seeds(40):
-        world = World(ISP)
+        world = World(policy)
         play(world, random_steps(seed, 2500))
         settled += world.rests
         rolled_back += world.rolled_back
@@ -61,11 +67,13 @@ class Careless(Engine):
         self._settling._unsettled.pop(worker.number, None)
 
 
-def is_caught(mutant: type[Engine], seed: int, error: type[Exception], message: str) -> bool:
+def is_caught(
+    mutant: type[Engine], seed: int, error: type[Exception], message: str, policy: PolicyConfig = ISP
+) -> bool:
     class Mutated(World):
         engine_class = mutant
 
-    world = Mutated(ISP)
+    world = Mutated(policy)
     try:
         play(world, random_steps(seed, 2500))
         world.settle()
@@ -74,9 +82,10 @@ def is_caught(mutant: type[Engine], seed: int, error: type[Exception], message: 
     return False
 
 
+@both
 @pytest.mark.parametrize("mutant", [Hasty, Careless])
-def test_an_engine_that_loses_a_part_of_a_step_is_caught(mutant: type[Engine]) -> None:
-    assert any(is_caught(mutant, seed, AssertionError, "is whole") for seed in range(100))
+def test_an_engine_that_loses_a_part_of_a_step_is_caught(mutant: type[Engine], policy: PolicyConfig) -> None:
+    assert any(is_caught(mutant, seed, AssertionError, "is whole", policy) for seed in range(100))
 
 
 def two_rounds() -> World:
