@@ -164,9 +164,9 @@ class BlobConfig(Section):
     """auto: shared memory if `doll up` starts all processes and Redis on this machine, otherwise Redis; shm: shared
     memory also with an existing Redis (all workers must run on this machine)"""
     contributions: Literal["float32", "bf16", "fp16"] = "float32"
-    """format of the dense gradients and steps that workers send: bf16 and fp16 need half the bytes, and a contribution's
-    rounding error is added to the worker's next one (error feedback). Under isp, bf16 rounds rows of tables too, and
-    fp16 is refused; otherwise rows, and statistics in any case, stay float32"""
+    """format of the dense gradients and steps that workers send: bf16 and fp16 need half the bytes, and the rounding
+    error of a contribution is added to the worker's next one (error feedback). Under isp, bf16 rounds rows of tables
+    too, and fp16 is refused; otherwise rows, and statistics in any case, stay float32"""
     ttl_s: PositiveFloat = Field(default=600.0, ge=1)
     """time to live of weights and gradients"""
     keep_versions: int = Field(default=4, le=100_000, ge=2)
