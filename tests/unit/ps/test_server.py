@@ -344,7 +344,9 @@ def test_an_update_names_the_losses_of_the_replicas_on_shared_samples(rig: Rig) 
     rig.announce(1, 0, 1)
     for grant, loss in zip(rig.grants(), (0.5, None), strict=True):
         rig.server.feed(answer(grant, grant.term, "", dead=(100,), shared_loss=loss))
-    assert [member.shared_loss for member in rig.outbox.updates[-1].members] == [0.5, None]
+    update = rig.outbox.updates[-1]
+    assert isinstance(update, Update)
+    assert [member.shared_loss for member in update.members] == [0.5, None]
 
 
 def test_an_older_incarnation_is_fenced(rig: Rig) -> None:
