@@ -23,6 +23,8 @@ from pushes import applied_set, push_of
 from doll_lab.simulation.settings import SimulationSettings
 from doll_lab.simulation.system import System
 
+pytestmark = pytest.mark.slow  # loads torch
+
 
 class Group(PolicyWorld):
     """Workers that always have batches; a worker delivers when the test says so."""
@@ -251,7 +253,6 @@ def test_rows_of_tables_are_weighted_as_the_other_parameters() -> None:
 # --- in virtual time, with the engine ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_one_slow_worker_costs_little_time_and_no_accuracy() -> None:
     """One of four workers takes four times as long."""
     exact, recent = (
