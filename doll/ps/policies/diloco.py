@@ -31,8 +31,8 @@ class DilocoPolicyConfig(PolicyConfig):
         default=None,
         ge=0,
         lt=1,
-        description="Nesterov momentum of the outer step; 0: none; default: 1 - 2 / sqrt(local_batches), at least 0 and "
-        "at most 0.9 (0.5 for 16 batches); 0 with a density below 1, which allows no other",
+        description="Nesterov momentum of the outer step; 0: none; default: 1 - 2 / sqrt(local_batches), at least 0 "
+        "and at most 0.9 (0.5 for 16 batches); 0 with a density below 1, which allows no other",
     )
     density: float = Field(
         default=1.0,

@@ -94,7 +94,7 @@ def test_a_policy_of_gradients_has_no_steps_to_add() -> None:
 
 def test_a_share_is_of_all_that_is_computed_at_the_same_time() -> None:
     wave: dict[str, Any] = {"name": "wsp", "wave_batches": 2}
-    section = policy_section("wsp")
+    section: Any = policy_section("wsp")
     assert section(**wave).share(4) == 1 / 4, "one batch of a wave after the other"
     assert section(**wave, pipelined=True).share(4) == 1 / 8
     assert section(**wave, contributions="sum").share(4) == 1
@@ -102,7 +102,7 @@ def test_a_share_is_of_all_that_is_computed_at_the_same_time() -> None:
 
 @pytest.mark.parametrize(("local_batches", "momentum"), [(1, 0), (4, 0), (16, 0.5), (64, 0.75), (500, 0.9)])
 def test_the_outer_momentum_is_for_rounds_of_this_length(local_batches: int, momentum: float) -> None:
-    section = policy_section("diloco")
+    section: Any = policy_section("diloco")
     outer = section(name="diloco", local_batches=local_batches).outer_step
     assert outer is not None
     assert outer.momentum == pytest.approx(momentum)

@@ -160,7 +160,8 @@ def two_magnitudes(count: int, seed: int) -> Rows:
     ids = np.sort(rng.choice(2 * CHUNK + 100, count, replace=False)).astype(np.int64)
     magnitudes = np.sort(rng.random((3, 2)).astype(np.float32) + np.float32(0.1), axis=1)
     sizes = magnitudes[ids // CHUNK, rng.integers(0, 2, count)]
-    return Rows(ids, (sizes * rng.choice(np.float32([-1, 1]), count)).reshape(-1, 1))
+    signs = rng.choice(np.array([-1, 1], np.float32), count)
+    return Rows(ids, (sizes * signs).reshape(-1, 1))
 
 
 def of_vector(rows: Rows) -> bytes:
