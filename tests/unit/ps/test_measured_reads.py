@@ -43,8 +43,9 @@ def test_every_read_is_counted_against_every_other_live_worker(
     for world in worlds(policy, workers, seed_range, monkeypatch):
         reads, raised, skipped = reads + world.num_reads, raised + world.num_raised, skipped + world.skipped
     assert reads > 100
-    assert raised > 5
     assert skipped > 5
+    if workers == 3:  # of 20, one has seldom learned anything when another joins
+        assert raised > 5
 
 
 @pytest.mark.parametrize(
