@@ -12,5 +12,5 @@ from examples.synthetic.task import Gaussian
 class HeldOut(Gaussian):
     def holdout(self) -> Iterable[Sample]:
         rng = np.random.default_rng(0)
-        features = rng.normal(size=(64, *self.input_shape)).astype(np.float32)
+        features = rng.normal(size=(64, self._features)).astype(np.float32)
         return [Sample(row, np.int64(at % self.num_classes)) for at, row in enumerate(features)]
