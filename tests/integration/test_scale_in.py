@@ -11,6 +11,7 @@ from doll.config import dump, load
 from doll.provisioner.state_store import FileStateStore
 from doll.records.control import Leave
 from job_rig import MakePipeline
+from paths import SUPPORT
 from waiting import WAIT_TIMEOUT_S
 
 pytestmark = pytest.mark.integration
@@ -21,6 +22,7 @@ OVERRIDES = (
     "provision.every_s=1", "arrivals.process=poisson",
     "arrivals.rate_per_s=20", "stop.updates=2000", "provision.scale_in.enabled=true", "provision.scale_in.every_s=2",
     "provision.scale_in.horizon_s=2", "provision.scale_in.knee_slope=-0.01",
+    f"task.class={SUPPORT / 'held_out_task.py'}:HeldOut",
 )  # fmt: skip
 
 UPDATES_PER_S = 50  # until the release: the 2,000 updates of the job last 40 s
