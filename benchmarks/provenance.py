@@ -81,16 +81,16 @@ def pages(root: Path) -> list[str]:
 def unknown_commits(root: Path = ROOT) -> list[tuple[str, str]]:
     """(page, commit) of each commit that is named and does not exist."""
     named = {
-        (page, found[1])
+        (page, match[1])
         for page in pages(root)
-        for found in _HASH.finditer((root / page).read_text(encoding="utf-8"))
+        for match in _HASH.finditer((root / page).read_text(encoding="utf-8"))
     }  # fmt: skip
     return sorted(pair for pair in named if not _exists(root, pair[1]))
 
 
 def figures(root: Path = ROOT) -> list[Figure]:
     """The sections with figures of a commit that exists, in the order of the pages."""
-    found = []
+    measured = []
     for page in (page for page in MEASURED if (root / page).is_file()):
         for section in sections(root, page):
             named = _COMMIT.search(section.text)
@@ -98,8 +98,8 @@ def figures(root: Path = ROOT) -> list[Figure]:
                 files = code_of(root, section.text)
                 # `git diff` without paths would compare everything.
                 diff = git("diff", "--name-only", named[1], "--", *files, folder=root) if files else ""
-                found.append(Figure(section, named[1], named[2] == "+", (diff or "").split()))
-    return found
+                measured.append(Figure(section, named[1], named[2] == "+", (diff or "").split()))
+    return measured
 
 
 def code_of(root: Path, text: str) -> list[str]:
@@ -108,7 +108,7 @@ def code_of(root: Path, text: str) -> list[str]:
     modules |= {f"benchmarks.live.{name}" for name in _LIVE.findall(text)}
     recipes = _recipes(root)
     modules |= {name for target in _TARGET.findall(_LIVE.sub("", text)) for name in recipes.get(target, ())}
-    paths = {found for found in _PATH.findall(text) if (root / found).is_file() and not found.startswith("docs/")}
+    paths = {path for path in _PATH.findall(text) if (root / path).is_file() and not path.startswith("docs/")}
     waiting = paths | {path for module in modules for path in _file_of(root, module)}
     files = set[str]()
     while waiting:
@@ -136,7 +136,7 @@ def _imported(root: Path, path: str) -> frozenset[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return frozenset(found for name in names for found in _file_of(root, name))
+    return frozenset(path for name in names for path in _file_of(root, name))
 
 
 def _file_of(root: Path, module: str) -> list[str]:

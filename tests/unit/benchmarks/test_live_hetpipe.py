@@ -205,6 +205,7 @@ def test_the_first_block_of_a_stage_takes_the_time_of_the_link(monkeypatch: pyte
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
     model = PacedBlocks(blocks=2, width=4, block_s=0.3, batch_size=32, link_s=0.05).build_model().train()
+    assert isinstance(model, torch.nn.Sequential)
     received = torch.zeros(32, 4, requires_grad=True)
     stage = model[3:]  # both blocks
     torch.autograd.backward(stage(received).sum())
