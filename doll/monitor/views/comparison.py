@@ -319,7 +319,7 @@ class Comparison:
         run, is not compared.
         """
         runs = {(run.label, run.seed): run for run in self.runs if run.outcome != INTERRUPTED}
-        labels, seeds = (list(dict.fromkeys(key[part] for key in runs)) for part in (0, 1))
+        labels, seeds = dict.fromkeys(label for label, _ in runs), dict.fromkeys(seed for _, seed in runs)
         rows = {
             label: [runs[label, seed] for seed in seeds if all((other, seed) in runs for other in labels)]
             for label in labels

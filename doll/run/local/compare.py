@@ -17,11 +17,11 @@ from doll.config import JobConfig, StdinSource
 from doll.dashboard.saved_page import save_page
 from doll.errors import ConfigError, DollError
 from doll.monitor.views.comparison import Comparison, PolicyRun, comparison_page, read_run, workers_usd_per_h
+from doll.monitor.views.run_report import INTERRUPTED
 from doll.process.files import write_json
 from doll.process.signals import Interrupts
 from doll.run.folder import display_path, new_folder
 from doll.run.local.page import page_of_runs
-from doll.run.local.running import INTERRUPTED
 from doll.run.local.up import check_runnable, run_up
 from doll.run.policy_choice import PolicyChoice, jobs_of
 

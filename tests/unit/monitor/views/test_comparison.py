@@ -13,7 +13,7 @@ import pytest
 from doll.monitor.state.csv_file import CsvFile
 from doll.monitor.state.history import History
 from doll.monitor.state.policy_summary import PolicySummary
-from doll.monitor.views.comparison import Comparison, LossCurve, PolicyRun, read_run
+from doll.monitor.views.comparison import Comparison, LossCurve, LossKind, PolicyRun, read_run
 from doll.process.files import json_safe, write_json
 from doll.records.control import Measures
 from record_builders import term_started, update
@@ -143,13 +143,13 @@ def test_a_policy_that_never_began_has_a_row_too() -> None:
     assert comparison.to_dict()["target_loss"] is None
 
 
-def learned(
-    label: str, seed: int, accuracy: float, *, seconds: float = 10.0, usd: float = math.nan, **more: Any
-) -> PolicyRun:
-    curve = LossCurve(*(np.array([0.0, value]) for value in (seconds, 800.0, 100.0)), np.array([2.0, 1 - accuracy]),
-                      np.array([math.nan, accuracy]))  # fmt: skip
-    of_run = {"outcome": "samples: reached", "ok": True} | more
-    return PolicyRun(label, seconds=seconds, updates=100, seed=seed, usd=usd, losses={"held-out": curve}, **of_run)
+def learned(label: str, seed: int, accuracy: float, *, seconds: float = 10.0) -> PolicyRun:
+    curve = LossCurve(
+        seconds=np.array([0.0, seconds]), samples=np.array([0.0, 800.0]), versions=np.array([0.0, 100.0]),
+        loss=np.array([2.0, 1 - accuracy]), accuracy=np.array([math.nan, accuracy]),
+    )  # fmt: skip
+    losses: dict[LossKind, LossCurve] = {"held-out": curve}
+    return PolicyRun(label, "samples: reached", ok=True, seconds=seconds, updates=100, seed=seed, losses=losses)
 
 
 def compared(*runs: PolicyRun) -> Comparison:
