@@ -97,7 +97,8 @@ class BatchOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     compute_s: float = 0.0
     wait_s: float = 0.0  # from the batch's completion to the start of its set
     weight: float | None = None  # sum of the weights of the usable samples; None: each weight is 1
-    shared_loss: float | None = None  # mean loss of the worker's weights on the samples that all workers evaluate
+    # Mean loss of the worker's weights on the samples that all workers evaluate. The short name keeps updates small.
+    shared_loss: float | None = msgspec.field(default=None, name="sl")
     packed: tuple[bytes, ...] = ()  # `dead`, `gaps`, `lost` as bits: only in encoded records, and only if shorter
 
     @property

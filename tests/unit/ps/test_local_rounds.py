@@ -65,7 +65,7 @@ def test_only_sparse_rounds_hold_back_and_have_no_outer_momentum() -> None:
     sparse = make_policy(DilocoPolicyConfig(density=0.02))
     assert sparse.holds_back
     assert not sparse.takes_late_pushes
-    assert DilocoPolicyConfig().outer_step == (0.7, 0.9, 0.5)
+    assert DilocoPolicyConfig().outer_step == (0.7, 0.5, 0.5)
     assert DilocoPolicyConfig().sparse_push is None
     assert DilocoPolicyConfig(density=0.02).outer_step is None
     assert DilocoPolicyConfig(density=0.02).sparse_push == (0.02, 2, 1.0)

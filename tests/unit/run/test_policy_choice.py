@@ -67,8 +67,8 @@ def test_the_policy_of_the_job_file_keeps_its_options(job: Path) -> None:
     choices = parse_choices(["doll,doll:group_size=5,bsp"])
     policies = [config.training.policy for config in jobs_of(job, ["data.batch_size=4"], choices)]
     assert [policy.model_dump() for policy in policies] == [
-        {"name": "doll", "group_size": 3},
-        {"name": "doll", "group_size": 5},
+        {"name": "doll", "group_size": 3, "staleness": 0},
+        {"name": "doll", "group_size": 5, "staleness": 0},
         load(job, ["training.policy={name: bsp}"]).training.policy.model_dump(),
     ]
 
