@@ -72,21 +72,23 @@ _TABLES = json.dumps(
     {"class": f"{Path(__file__).with_name('bag_task.py')}:Bags", "args": {"sparse": True, "ids": _IDS}}
 )
 
-# Every registered policy with its defaults, and the other forms that differ in what a push holds.
+# Every registered policy, and the other forms that differ in what a push holds. Steps are added whole, so that the
+# expected model does not depend on who was live.
 POLICIES: Final[dict[str, str]] = {name: f"{{name: {name}}}" for name in REGISTERED.names()} | {
+    "asp": "{name: asp, contributions: sum}",
     "doll": "{name: doll, group_size: 3}",
     "doll, sets": "{name: doll, group_size: 7}",
     "doll, recent": "{name: doll, group_size: 2, staleness: 2}",
-    "bsp, steps": "{name: bsp, contribution: step}",
-    "asp, steps": "{name: asp, contribution: step}",
-    "ssp": "{name: ssp, staleness: 2}",
-    "ssp, ahead": "{name: ssp, staleness: 3, under_way: 4}",
-    "essp": "{name: essp, staleness: 2}",
-    "essp, ahead": "{name: essp, staleness: 3, under_way: 4}",
-    "vap": "{name: vap, value_bound: 0.5}",
-    "isp": "{name: isp, significance: 0.7}",
-    "isp, rounded": "{name: isp, significance: 0}",
-    "wsp": "{name: wsp, wave_batches: 3, clock_distance: 1}",
+    "bsp, steps": "{name: bsp, contribution: step, contributions: sum}",
+    "asp, steps": "{name: asp, contribution: step, contributions: sum}",
+    "ssp": "{name: ssp, staleness: 2, contributions: sum}",
+    "ssp, ahead": "{name: ssp, staleness: 3, under_way: 4, contributions: sum}",
+    "essp": "{name: essp, staleness: 2, contributions: sum}",
+    "essp, ahead": "{name: essp, staleness: 3, under_way: 4, contributions: sum}",
+    "vap": "{name: vap, value_bound: 0.5, contributions: sum}",
+    "isp": "{name: isp, significance: 0.7, contributions: sum}",
+    "isp, rounded": "{name: isp, significance: 0, contributions: sum}",
+    "wsp": "{name: wsp, wave_batches: 3, clock_distance: 1, contributions: sum}",
     "diloco": "{name: diloco, local_batches: 3, quorum: 0.6, grace_s: 1.0}",
     "diloco, sparse": "{name: diloco, local_batches: 3, quorum: 0.6, grace_s: 1.0, density: 0.3}",
 }

@@ -182,6 +182,11 @@ class World(worlds.World[Process]):
     def after_event(self) -> None:
         check_engine(self.engine)
 
+    @property
+    def can_hold_back(self) -> bool:
+        """Workers may hold back a part of their steps; a test may change the policy."""
+        return self.policy.filter_threshold > 0 or self.policy.sparse_push is not None
+
     def __init__(
         self, policy: str | PolicyConfig, workers: int = 3, records_per_batch: int = 2, max_pending: int = 6
     ) -> None:
@@ -189,7 +194,6 @@ class World(worlds.World[Process]):
             workers, make_engine=self._make_engine, make_process=self._make_process, max_pending=max_pending
         )
         self.policy = POLICIES[policy] if isinstance(policy, str) else policy
-        self.can_hold_back = self.policy.filter_threshold > 0 or self.policy.sparse_push is not None
         self.settings = EngineSettings(
             num_workers=workers, records_per_batch=records_per_batch, max_pending_batches=max_pending, lease_s=4.0,
             grant_timeout_s=5.0, checkpoint_every_updates=3, checkpoint_every_s=5.0, stop=StopConfig(),

@@ -42,7 +42,7 @@ def job(stages: int, in_flight: int, *overrides: str) -> Any:
     return parse(
         "job: unit\ntask: {class: 'stage_models:Net'}\n"
         f"data: {{workers: 1, batch_size: {BATCH}}}\n"
-        f"training: {{policy: {{name: wsp, wave_batches: {in_flight}, clock_distance: 4}}, "
+        f"training: {{policy: {{name: wsp, wave_batches: {in_flight}, clock_distance: 4, contributions: sum}}, "
         "optimizer: {name: sgd, lr: 0.05}}\n"
         f"worker: {{pipeline: {{stages: {stages}}}}}\n",
         overrides,
