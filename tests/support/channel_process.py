@@ -72,10 +72,13 @@ _TABLES = json.dumps(
     {"class": f"{Path(__file__).with_name('bag_task.py')}:Bags", "args": {"sparse": True, "ids": _IDS}}
 )
 
-# Every registered policy, and the other forms that differ in what a push holds. Steps are added whole, so that the
-# expected model does not depend on who was live.
+# Every registered policy, and the other forms that differ in what a push holds.
 POLICIES: Final[dict[str, str]] = {name: f"{{name: {name}}}" for name in REGISTERED.names()} | {
     "asp": "{name: asp, contributions: sum}",
+    "asp, mean": "{name: asp}",
+    "ssp, mean": "{name: ssp, staleness: 2}",
+    "wsp, mean": "{name: wsp, wave_batches: 3, clock_distance: 1}",
+    "isp, mean": "{name: isp}",
     "doll": "{name: doll, group_size: 3}",
     "doll, sets": "{name: doll, group_size: 7}",
     "doll, recent": "{name: doll, group_size: 2, staleness: 2}",
@@ -93,7 +96,7 @@ POLICIES: Final[dict[str, str]] = {name: f"{{name: {name}}}" for name in REGISTE
     "diloco, sparse": "{name: diloco, local_batches: 3, quorum: 0.6, grace_s: 1.0, density: 0.3}",
 }
 
-SETTLING: Final = ("isp", "isp, rounded", "diloco, sparse")  # those that hold back
+SETTLING: Final = ("isp", "isp, mean", "isp, rounded", "diloco, sparse")  # those that hold back
 
 
 @functools.cache
@@ -177,7 +180,8 @@ class Recorder:
         if not self._inner.add(gradient, batch=batch):
             return False
         if process.sends_steps:
-            added = process.own[batch] = Added(weights[:n] - before, self._inner._kept[-1].rows)
+            share = process.config.training.policy.share(self._inner._grant.num_live)
+            added = process.own[batch] = Added(weights[:n] - before, self._inner._kept[-1].rows, share)
         else:
             added = Added(gradient.values[:n].astype(np.float64), gradient.rows)
         process.note(batch, added)

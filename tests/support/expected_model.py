@@ -29,10 +29,12 @@ Vector = npt.NDArray[np.float64]
 
 
 class Added(NamedTuple):
-    """What one batch adds: to parameters, float64, and to rows of tables; a step, or a gradient."""
+    """What one batch adds: to parameters, float64, and to rows of tables; a step, or a gradient. `share`: the factor of
+    the step of the parameters in the model; its worker's view has the whole step."""
 
     values: Vector
     rows: Mapping[str, Rows]
+    share: float = 1.0
 
 
 class Held(NamedTuple):
@@ -159,7 +161,7 @@ class ExpectedModel:
                     raise Difference(f"batch {number} of worker {worker} counts: its view lacked what is held back")
                 added = self.added[key]
                 if self._outer is None:
-                    weights += factor * added.values
+                    weights += factor * added.share * added.values
                 else:
                     count, oldest = _samples_and_version(item.push)
                     changes += count * self._outer.age_discount ** (update.version - 1 - oldest) * added.values
@@ -194,7 +196,7 @@ class ExpectedModel:
         self.counts["groups of several versions"] += len(set(weights)) > 1
         all_samples = sum(count for count, _ in facts)
         mean = sum(count * weight for (count, _), weight in zip(facts, weights, strict=True)) / (all_samples or 1)
-        return [-LR * update.scale * weight / (mean or 1.0) for weight in weights]
+        return [-LR * update.lr_factor * update.scale * weight / (mean or 1.0) for weight in weights]
 
     def _give(self, weights: Vector, rows: Mapping[str, Vector], held: Held | None, factor: float) -> None:
         if held is not None:
