@@ -184,7 +184,7 @@ class LearningWorld(World[LearningProcess]):
         blobs, scope: the blob store, and the scope of the job's keys in it.
         points: held-out errors after every `evaluate_every` samples, and at the end.
         push_bytes: bytes of all pushes.
-        update_bytes: bytes of rows that workers have read.
+        row_bytes: bytes of rows that workers have read.
     """
 
     def __init__(
@@ -203,8 +203,8 @@ class LearningWorld(World[LearningProcess]):
             evaluate_every: samples between two held-out evaluations; 0: only at the end.
         """
         # The limit is in seconds of this machine, on which the computation of a batch takes any time.
-        worker = config.worker.model_copy(update={"set_limit_s": math.inf})
-        self.config = config = config.model_copy(update={"worker": worker})
+        patient = config.worker.model_copy(update={"set_limit_s": math.inf})
+        self.config = config = config.model_copy(update={"worker": patient})
         self.blobs, self.scope = MemoryBlobs(), scope_of(config.job, "")
         self.channel = _Letters()
         workers = config.data.workers
