@@ -130,9 +130,9 @@ def test_without_the_check_of_what_is_applied_samples_count_twice(policy: str) -
         try:
             reports.append(play(NotCheckingWhatIsApplied(policy), seed))
         except (AssertionError, IllegalEventError):
-            assert policy in ("isp", "vap", "wsp"), "steps of batches that come again do not fit together"
+            assert policy in ("isp", "vap", "wsp", "diloco, sparse"), "steps of batches that come again do not fit together"
     assert all(not report.ok for report in reports)
-    if policy not in ("isp", "vap", "wsp"):
+    if policy not in ("isp", "vap", "wsp", "diloco, sparse"):
         assert sum(offsets(report.twice) for report in reports) > 100
 
 
