@@ -122,6 +122,9 @@ def test_with_acknowledgement_on_announce_samples_are_lost(policy: str) -> None:
     assert sum(offsets(report.missing) for report in reports) > 100
 
 
+COME_TO_A_HALT = ("isp", "vap", "wsp", "diloco, sparse")
+
+
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_without_the_check_of_what_is_applied_samples_count_twice(policy: str) -> None:
     """The audit finds it in each run, but where the engine or the world has come to a halt before."""
@@ -130,9 +133,9 @@ def test_without_the_check_of_what_is_applied_samples_count_twice(policy: str) -
         try:
             reports.append(play(NotCheckingWhatIsApplied(policy), seed))
         except (AssertionError, IllegalEventError):
-            assert policy in ("isp", "vap", "wsp", "diloco, sparse"), "steps of batches that come again do not fit together"
+            assert policy in COME_TO_A_HALT, "steps of batches that come again do not fit together"
     assert all(not report.ok for report in reports)
-    if policy not in ("isp", "vap", "wsp", "diloco, sparse"):
+    if policy not in COME_TO_A_HALT:
         assert sum(offsets(report.twice) for report in reports) > 100
 
 
