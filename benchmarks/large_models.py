@@ -95,7 +95,7 @@ def open_store(kind: str, place: str) -> CountingBlobs:
     from doll.storage.redis_client import connect_redis
     from doll.storage.shm_blobs import ShmBlobs, limit_bytes
 
-    from benchmarks.memory_blobs import MemoryBlobs
+    from doll_lab.simulation.memory_blobs import MemoryBlobs
 
     if kind == "redis":
         return CountingBlobs(RedisBlobs(connect_redis(Services("", place), timeout_s=60.0)))

@@ -33,8 +33,8 @@ from doll.storage.blobs import encode_blob
 from doll.storage.contributions import Compressor
 from doll.task.base import load_task
 
-from benchmarks.memory_blobs import MemoryBlobs
 from doll_lab.pipelines.measured import read_tasks
+from doll_lab.simulation.memory_blobs import MemoryBlobs
 
 
 class _NoDeadLetters(DeadLetters):

@@ -93,8 +93,10 @@ def updates_per_round(config: JobConfig) -> float:
 
 
 def advice(config: JobConfig) -> str | None:
-    """Return what to set so that the policy learns about as well as `bsp` from the same samples, or None if its
-    defaults do. Each rule was measured (docs/decisions/0123).
+    """Return what to try if the policy learns worse than `bsp` from the same samples, or None if there is nothing.
+
+    The rule for `asp` helped on one task and not on another (docs/benchmarks.md). The rule for numbers of updates
+    follows from counting updates.
 
     >>> from doll.config import parse
     >>> job = "{job: j, task: {class: 'm:C'}, training: {policy: {name: asp}, optimizer: {momentum: 0.9}}}"

@@ -41,40 +41,15 @@ from doll.ps.model.model_host import ModelHost
 from doll.ps.model.updater import make_parts
 from doll.ps.start import Start, make_engine
 from doll.records.control import AnyRecord, DeadLetter, GetRows, Measures, NewVersion, RowsStored
-from doll.storage.blobs import Buffer, NearBlobs, scope_of
+from doll.storage.blobs import scope_of
 from doll.storage.contributions import Compressor
 from doll.storage.deltas import Layout
 from doll.task.base import load_task
 
+from doll_lab.simulation.memory_blobs import MemoryBlobs
 from doll_lab.simulation.world import Process, World
 
 _AHEAD: Final = 4  # batches that a worker announces beyond those of two pushes, or of two groups
-
-
-class MemoryBlobs(NearBlobs):
-    """A blob store in memory. Nothing expires."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, bytes] = {}
-
-    def put(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> None:
-        self._held[key] = b"".join(parts)
-
-    def reserve(self, size_bytes: int) -> None:
-        """Return None, because `put` copies."""
-
-    def get(self, key: str) -> bytes | None:
-        return self._held.get(key)
-
-    def prefetch(self, keys: Sequence[str]) -> None:
-        """Do nothing, because all blobs are in memory."""
-
-    def delete(self, *keys: str) -> None:
-        for key in keys:
-            self._held.pop(key, None)
-
-    def close(self) -> None:
-        """Do nothing, because nothing is open."""
 
 
 class _Letters:

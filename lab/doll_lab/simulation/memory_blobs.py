@@ -1,4 +1,4 @@
-"""Blobs in a dict: what a benchmark measures beside them is not slowed by a store."""
+"""Blobs in a dict: no store slows down what runs or is measured beside them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from doll.storage.blobs import Buffer, NearBlobs
 
 
 class MemoryBlobs(NearBlobs):
-    """`doll.storage.blobs.Blobs` of one process. Nothing expires."""
+    """A blob store in memory. Nothing expires."""
 
     def __init__(self) -> None:
         self._held: dict[str, bytes] = {}
@@ -17,17 +17,17 @@ class MemoryBlobs(NearBlobs):
         self._held[key] = b"".join(parts)
 
     def reserve(self, size_bytes: int) -> None:
-        """None: `put` copies."""
+        """Return None, because `put` copies."""
 
     def get(self, key: str) -> bytes | None:
         return self._held.get(key)
 
     def prefetch(self, keys: Sequence[str]) -> None:
-        """Nothing: they are in memory."""
+        """Do nothing, because all blobs are in memory."""
 
     def delete(self, *keys: str) -> None:
         for key in keys:
             self._held.pop(key, None)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because nothing is open."""
