@@ -36,6 +36,7 @@ ADVISED: Final = " as advised"
 
 POLICIES: Final = {  # label: section of the job file
     "doll": "{name: doll}",
+    "doll recent": "{name: doll, staleness: 3}",
     "bsp": "{name: bsp}",
     "asp": "{name: asp}",
     "ssp": "{name: ssp}",
@@ -44,6 +45,7 @@ POLICIES: Final = {  # label: section of the job file
     "isp": "{name: isp}",
     "wsp": "{name: wsp}",
     "diloco": "{name: diloco}",
+    "diloco sparse": "{name: diloco, local_batches: 8, density: 0.02}",
 }
 
 
@@ -136,8 +138,7 @@ def job_of(run: Run, *, quick: bool = False) -> Any:
 
 def followed(config: Any) -> Any:
     """Return the job after `doll.config.step_size.advice`, which says the same in words."""
-    from doll.config.step_size import updates_per_round
-    from doll.config.training import AdagradConfig, SgdConfig
+    from doll.config.step_size import dana_settings, updates_per_round
 
     training, ratio = config.training, updates_per_round(config)
     changes: dict[str, Any] = {}
@@ -145,9 +146,10 @@ def followed(config: Any) -> Any:
         changes["schedule"] = [_stretched(part, ratio) for part in training.schedule]
     if training.ema is not None:
         changes["ema"] = training.ema.model_copy(update={"decay": training.ema.decay ** (1 / ratio)})
-    momentum = training.optimizer.momentum if isinstance(training.optimizer, SgdConfig | AdagradConfig) else 0.0
-    if momentum and training.policy.averages_workers and not training.policy.sends_steps:
+    if "training.policy.contribution=step" in (settings := dana_settings(config)):
         changes["policy"] = training.policy.model_copy(update={"contribution": "step"})
+    if "training.optimizer.nesterov=true" in settings:
+        changes["optimizer"] = training.optimizer.model_copy(update={"nesterov": True})
     return config.model_copy(update={"training": training.model_copy(update=changes)})
 
 

@@ -8,7 +8,7 @@ model as far as one step on the mean. With `contributions: sum` the model moves 
 from __future__ import annotations
 
 from doll.config.job import JobConfig
-from doll.config.training import OptimizerConfig, TorchConfig
+from doll.config.training import SgdConfig, TorchConfig
 
 
 def step_factor(config: JobConfig) -> float:
@@ -93,23 +93,24 @@ def updates_per_round(config: JobConfig) -> float:
 
 
 def advice(config: JobConfig) -> str | None:
-    """Return what to try if the policy learns worse than `bsp` from the same samples, or None if there is nothing.
+    """Return what to set if the policy learns worse than `bsp` from the same samples, or None if there is nothing.
 
-    The rule for `asp` helped on one task and not on another (docs/benchmarks.md). The rule for numbers of updates
-    follows from counting updates.
+    The rule for `asp` is DANA-Slim (Hakimi et al., 2019, "Taming Momentum in a Distributed Asynchronous Environment"):
+    each worker has its own momentum, and Nesterov's form of it computes gradients where the steps of the other workers
+    will have moved the model (ADR 123). The rule for numbers of updates follows from counting updates.
 
     >>> from doll.config import parse
     >>> job = "{job: j, task: {class: 'm:C'}, training: {policy: {name: asp}, optimizer: {momentum: 0.9}}}"
     >>> advice(parse(job)).partition(":")[0]
-    'set training.policy.contribution=step'
-    >>> advice(parse(job, ["training.policy.contribution=step"]))
+    'set training.policy.contribution=step training.optimizer.nesterov=true'
+    >>> advice(parse(job, ["training.policy.contribution=step", "training.optimizer.nesterov=true"]))
     """
     training, ratio = config.training, updates_per_round(config)
     said = []
-    if training.policy.averages_workers and not training.policy.sends_steps and _has_momentum(training.optimizer):
+    if settings := dana_settings(config):
         said.append(
-            "set training.policy.contribution=step: the momentum of the server's optimizer fades with each update, of "
-            f"which there are {ratio:.3g} where bsp makes one, and then the same lr is too long"
+            f"set {' '.join(settings)}: the momentum of the server's optimizer fades with each update, of which there "
+            f"are {ratio:.3g} where bsp makes one, and the gradients come from weights before the steps of the others"
         )
     counts = {"training.schedule": training.schedule, "training.ema": training.ema, "stop.updates": config.stop.updates}
     if ratio != 1 and (keys := [key for key, value in counts.items() if value]):
@@ -121,6 +122,22 @@ def advice(config: JobConfig) -> str | None:
     return "; ".join(said) or None
 
 
-def _has_momentum(optimizer: OptimizerConfig) -> bool:
+def dana_settings(config: JobConfig) -> tuple[str, ...]:
+    """Return the settings that make `asp` with momentum DANA-Slim, and no settings where they are set or another policy
+    or no momentum is used.
+
+    >>> from doll.config import parse
+    >>> job = "{job: j, task: {class: 'm:C'}, training: {policy: {name: asp}, optimizer: {momentum: 0.9}}}"
+    >>> dana_settings(parse(job, ["training.policy.contribution=step"]))
+    ('training.optimizer.nesterov=true',)
+    """
+    policy, optimizer = config.training.policy, config.training.optimizer
     values = optimizer.args if isinstance(optimizer, TorchConfig) else vars(optimizer)
-    return bool(values.get("momentum"))
+    if policy.name != "asp" or not policy.averages_workers or not values.get("momentum"):
+        return ()
+    settings = [] if policy.sends_steps else ["training.policy.contribution=step"]
+    if isinstance(optimizer, SgdConfig) and not optimizer.nesterov:
+        settings.append("training.optimizer.nesterov=true")
+    elif isinstance(optimizer, TorchConfig) and not values.get("nesterov"):
+        settings.append("training.optimizer.args.nesterov=true")
+    return tuple(settings)

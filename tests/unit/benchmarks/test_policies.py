@@ -42,7 +42,7 @@ def test_a_job_that_follows_the_advice_gets_none() -> None:
     run = policies.Run("digits", "asp", 0)
     said = advice(policies.job_of(run))
     assert said is not None
-    assert "training.policy.contribution=step" in said
+    assert "training.policy.contribution=step training.optimizer.nesterov=true" in said
     assert advice(policies.job_of(run._replace(advised=True))) is None
 
 
