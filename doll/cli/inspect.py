@@ -141,7 +141,7 @@ def doctor(
     Example: doll doctor my.yaml --role worker
     """
     from doll.kafka.permissions import ROLES
-    from doll.run.doctor.gather import examine
+    from doll.run.doctor.examine import examine
 
     report = examine(job.target(), [role for role in ROLES if not roles or RoleName(role) in roles])
     emit_result(as_json, report)

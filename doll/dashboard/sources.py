@@ -1,4 +1,7 @@
-"""Sources of a page's state: the topics of a running job, or the folder of a run that has ended."""
+"""Sources of a page's state: the topics of a running job, or the folder of a run that has ended.
+
+`doll.monitor.views.page` computes what the page shows from this state.
+"""
 
 from __future__ import annotations
 

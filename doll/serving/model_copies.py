@@ -99,7 +99,7 @@ class ModelCopies:
     def load(
         self, lane: Lane, stored: StoredWeights, check: Callable[[ModelCopy], None] = lambda copy: None
     ) -> ModelCopy:
-        """Make `lane` answer with this version from now on.
+        """Swap the copy of `lane`: the lane answers with this version from now on.
 
         Args:
             check: called with the copy before it answers; if it raises an exception, the version is not served.

@@ -31,7 +31,7 @@ from doll.kafka.topic_plan import TOPIC_KINDS
 from doll.local import kafka_jars
 from doll.local.redis_server import LocalRedis
 from doll.records.check import Check
-from doll.run.doctor.gather import examine
+from doll.run.doctor.examine import examine
 from doll.run.target import open_target
 from doll.services import Services
 from forked_commands import Command, Program

@@ -2,7 +2,8 @@
 its tags.
 
 The metadata service is at a link-local address of the machine. `AWS_EC2_METADATA_SERVICE_ENDPOINT` sets another
-address, as for boto3. Tags are available if the launch template has `InstanceMetadataTags=enabled`.
+address, as for boto3. Tags are available if the launch template has `InstanceMetadataTags=enabled`. The provisioner
+reads notices from a queue (`doll.provisioner.fleets.ec2.notices`).
 
 Source: Amazon EC2 User Guide, "Use the Instance Metadata Service" and "Spot Instance interruption notices".
 """

@@ -1,4 +1,4 @@
-"""The rules that choose markets, in samples and seconds: when to wait for spot, and the spot guard (`deadline_rule`).
+"""The rules that choose markets, in samples and seconds: when to wait for spot, and the deadline guard (`deadline_rule`).
 
 All rules use the slack S * T - W: the number of samples that may still be lost without missing the deadline. S is the
 total rate of all streams, T the remaining time, and W the number of remaining samples. The slack is constant while all
@@ -175,7 +175,7 @@ def theorem(state: PlannerState, settings: PlannerSettings, slack: Slack, worth:
 def deadline_rule(
     state: PlannerState, settings: PlannerSettings, slack: Slack, wanted: Bools, move_s: float
 ) -> tuple[Bools, Bools]:
-    """Apply the spot guard: move slots off spot if the deadline cannot afford their loss.
+    """Apply the deadline guard: move slots off spot if the deadline cannot afford their loss.
 
     Worst case: all spot slots go down now, the planner sees this after `detection_delay` seconds, and all of them must
     boot on-demand. Then each slot on spot loses rate * (detection delay + boot) samples. A slot that is down loses rate

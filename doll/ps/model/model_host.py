@@ -1,4 +1,7 @@
-"""The host of the model at the parameter server. It collects gradients, makes versions and publishes weights."""
+"""The host of the model at the parameter server. It collects gradients, makes versions and publishes weights.
+
+The model is not sharded: one host has all weights, and all rows of all tables.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from doll.config.format import AvroFormat
 from doll.formats import registry_diagnosis
 from doll.local.processes import free_port
 from doll.records.check import Check
-from doll.run.doctor.gather import _schemas
+from doll.run.doctor.examine import _schemas
 from fake_registry import FakeRegistry, fake_registry, schema
 from job_files import job
 

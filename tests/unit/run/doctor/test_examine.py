@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from doll.errors import CheckpointError
-from doll.run.doctor import gather
-from doll.run.doctor.gather import _redis, _store
+from doll.run.doctor import examine
+from doll.run.doctor.examine import _redis, _store
 from doll.services import Services
 from job_files import job
 
@@ -28,7 +28,7 @@ def test_a_store_is_counted_or_says_why_not(tmp_path: Path, monkeypatch: pytest.
     def refuse(*args: Any) -> None:
         raise CheckpointError("Could not connect to the endpoint URL")
 
-    monkeypatch.setattr(gather, "open_store", refuse)
+    monkeypatch.setattr(examine, "open_store", refuse)
     far = _store(job("checkpoint.folder=s3://bucket/c"), tmp_path)
     assert (far.result, far.detail) == ("failed", "Could not connect to the endpoint URL")
     assert "open the network" in far.todo

@@ -1,4 +1,4 @@
-"""Asks the services of a job, and judges their answers."""
+"""Selects the checks of `doll doctor` for each role, asks the services of a job, and judges their answers."""
 
 from __future__ import annotations
 
