@@ -1,4 +1,4 @@
-"""The rules that choose markets, in samples and seconds: when to wait for spot, and the deadline guard (`deadline_rule`).
+"""The rules that choose markets, in samples and seconds: when to wait for spot, and the deadline guard.
 
 All rules use the slack S * T - W: the number of samples that may still be lost without missing the deadline. S is the
 total rate of all streams, T the remaining time, and W the number of remaining samples. The slack is constant while all
