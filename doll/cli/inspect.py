@@ -124,6 +124,7 @@ class RoleName(StrEnum):
     server = "server"
     evaluator = "evaluator"
     provisioner = "provisioner"
+    joiner = "joiner"
 
 
 def doctor(

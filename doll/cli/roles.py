@@ -46,6 +46,29 @@ def produce(
     raise typer.Exit(process.producer(until_finished=until_finished))
 
 
+def join(
+    job: JobOptions,
+    number: Annotated[
+        int, typer.Option("--joiner", envvar="DOLL_JOINER", min=0, help="Number of this joiner, from 0.")
+    ] = 0,
+    run_folder: RunFolderOption = None,
+) -> None:
+    """Join the topics of data.join, features and labels, into the samples topic.
+
+    Joiners with different numbers share the partitions; any number of them may run. Of two joiners with one number, the
+    later one goes on.
+
+    Exit code 0: the job has ended, or the joiner received SIGTERM. Exit code 4: records were deleted before they were
+    joined.
+
+    Example: doll join --job my.yaml --joiner 1
+    """
+    from doll.run.local.roles import JobProcess
+
+    process = JobProcess.alone(job.target(run_folder), f"joiner-{number}", redis="unused", topics_exist=False)
+    raise typer.Exit(process.joiner(number))
+
+
 def worker(
     job: JobOptions,
     slot: Annotated[

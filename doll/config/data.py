@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from doll.config.format import FormatConfig
+from doll.config.join import JoinConfig
 from doll.config.section import Section
 from doll.errors import ConfigError
 
@@ -122,6 +123,8 @@ class DataConfig(Section):
     """what a worker does if records are deleted from the samples topic before they are learned: stop with exit code 4,
     or skip the records (the audit counts and lists them)"""
 
+    join: JoinConfig | None = None
+    """features and labels from different topics, which `doll join` joins into the samples topic"""
     format: FormatConfig | None = None
     """how values hold the fields that a `doll.FieldsTask` learns from; default: as JSON objects. Other tasks decode the
     values themselves"""

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from doll.config.connections import KafkaConfig, RedisConfig
 from doll.config.data import DataConfig
 from doll.config.fleets import FleetConfig, ProcessesFleetConfig
+from doll.config.join import JoinConfig
 from doll.config.pipeline import PipelineConfig
 from doll.config.provision import PlanConfig, ProvisionConfig
 from doll.config.roles import (
@@ -90,6 +91,8 @@ class JobConfig(Section):
             yield f"data.format: {problem}"
         if data.topic is not None:
             yield from self._topic_problems(data.topic)
+        if data.join is not None:
+            yield from self._join_problems(data.join)
         rates = self.arrivals.rate_per_s
         if isinstance(rates, list) and not data.asks_kafka and len(rates) != (streams := data.num_partitions):
             yield f"arrivals.rate_per_s: expected {streams} rates (data.partitions or data.workers), got {len(rates)}"
@@ -144,6 +147,19 @@ class JobConfig(Section):
                 f"data.topic: expected a topic that belongs to somebody else, got {topic}, which this job would create "
                 "itself: remove data.topic, or choose another `job` name"
             )
+
+    def _join_problems(self, join: JoinConfig) -> Iterator[str]:
+        """Yield the problems of keys that do not fit a stream that `doll join` writes."""
+        if self.data.topic is not None or self.source is not None:
+            other = "data.topic" if self.data.topic is not None else "source"
+            yield f"data.join: expected no {other}: the joined records are the samples of the job"
+        if self.data.samples_per_record != 1:
+            yield f"data.samples_per_record: expected 1 with data.join, got {self.data.samples_per_record}"
+        if self.data.format is not None and self.data.format.kind != "json":
+            yield f"data.format: expected json with data.join, which writes JSON objects, got {self.data.format.kind}"
+        for topic in (join.features.topic, *(label.topic for label in join.labels)):
+            if topic.startswith(f"doll.{self.job}."):
+                yield f"data.join: expected topics that belong to somebody else, got {topic}, a topic of this job"
 
     def _time_problems(self) -> Iterator[str]:
         """Yield the problems of times that contradict each other."""
@@ -227,7 +243,9 @@ class JobConfig(Section):
             return self.plan.machines_per_worker
         return 1 if self.worker.pipeline is None else self.worker.pipeline.stages
 
-    def topic(self, kind: Literal["samples", "events", "commands", "updates", "metrics", "dead"]) -> str:
+    def topic(
+        self, kind: Literal["samples", "events", "commands", "updates", "metrics", "dead", "join", "joins"]
+    ) -> str:
         """Return the name of a topic of the job; the topic `samples` may belong to somebody else."""
         if kind == "samples" and self.data.topic is not None:
             return self.data.topic

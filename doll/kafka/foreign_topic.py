@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 _ZERO_TOPIC_ID: Final = "AAAAAAAAAAAAAAAAAAAAAA"  # base64 of 16 bytes of zero
-_MISSING: Final = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
+MISSING: Final = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION)
 
 
 class MissingTopicError(ConfigError):
@@ -81,7 +81,7 @@ def look_up(config: JobConfig, services: Services, *, admin: AdminClient | None 
                 description = describe_topic(client, name)
         except KafkaException as exc:
             error = error_of(exc)
-            if error.code() in _MISSING:
+            if error.code() in MISSING:
                 raise MissingTopicError(_missing(config, services, metadata)) from exc
             if is_denial(error):
                 raise ConfigError(_forbidden(config, services, "describe")) from exc
@@ -96,7 +96,7 @@ def look_up(config: JobConfig, services: Services, *, admin: AdminClient | None 
                 for part in description.partitions if part.leader is None or part.leader.id < 0
             ),
             None if not allowed else bool({AclOperation.READ, AclOperation.ALL} & set(allowed)),
-            _settings(client, name),
+            settings_of(client, name),
         )  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def _from_metadata(config: JobConfig, services: Services, metadata: Any) -> Fore
     return ForeignTopic(name, len(parts), leaderless=leaderless)
 
 
-def _settings(admin: AdminClient, name: str) -> dict[str, str] | None:
+def settings_of(admin: AdminClient, name: str) -> dict[str, str] | None:
     resource = ConfigResource(ResourceType.TOPIC, name)
     try:
         entries = admin.describe_configs([resource], request_timeout=ADMIN_S)[resource].result()

@@ -10,12 +10,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
-from doll.kafka.topic_plan import TOPIC_KINDS, TopicKind
+from doll.kafka.topic_plan import JOIN_KINDS, TOPIC_KINDS, TopicKind
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
 
-Role = Literal["producer", "worker", "server", "evaluator", "provisioner"]
+Role = Literal["producer", "worker", "server", "evaluator", "provisioner", "joiner"]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 Resource = Literal["topic", "group", "cluster", "transactional-id"]
 
@@ -25,7 +25,10 @@ _OPERATIONS: Final[dict[Role, dict[str, tuple[TopicKind, ...]]]] = {
     "server": {"Read": ("events", "updates", "metrics"), "Write": ("commands", "updates", "metrics")},
     "evaluator": {"Read": ("updates",), "Write": ("events", "metrics")},
     "provisioner": {"Read": ("updates", "events", "metrics", "commands"), "Write": ("events", "metrics")},
-}
+    "joiner": {
+        "Read": ("join", "joins", "updates"), "Write": ("join", "joins", "samples", "metrics"), "Delete": ("join",),
+    },
+}  # fmt: skip
 _IMPLIED: Final = {"Describe": ("Read", "Write", "Delete", "Alter"), "DescribeConfigs": ("AlterConfigs",)}
 
 
@@ -50,8 +53,22 @@ def needed(config: JobConfig, role: Role) -> list[Permission]:
         Permission("topic", config.topic(kind), operation) for operation, kinds in of_role.items() for kind in kinds
     ]
     seen = {kind for kinds in of_role.values() for kind in kinds}
-    permissions += [Permission("topic", config.topic(kind), "Describe") for kind in TOPIC_KINDS if kind not in seen]
+    unseen = [
+        kind for kind in (TOPIC_KINDS if config.data.join is None else (*TOPIC_KINDS, *JOIN_KINDS)) if kind not in seen
+    ]
+    permissions += [Permission("topic", config.topic(kind), "Describe") for kind in unseen]
     permissions.append(Permission("group", f"doll.{config.job}.", "Describe", is_prefix=True))
+    if role == "joiner" and (join := config.data.join) is not None:
+        permissions += [
+            Permission("topic", section.topic, name)
+            for section in (join.features, *join.labels)
+            for name in ("Read", "DescribeConfigs")
+        ]
+        permissions.append(Permission("group", f"doll.{config.job}.join", "Read"))
+        permissions += [
+            Permission("transactional-id", f"doll.{config.job}.join.", name, is_prefix=True)
+            for name in ("Describe", "Write")
+        ]  # fmt: skip
     if role == "worker":
         permissions.append(Permission("group", f"doll-{config.job}-w", "Read", is_prefix=True))
     return permissions

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 if TYPE_CHECKING:
     from doll.config import JobConfig
 
-TopicKind = Literal["samples", "commands", "events", "updates", "metrics", "dead"]
-TOPIC_KINDS: Final[tuple[TopicKind, ...]] = get_args(TopicKind)
+TopicKind = Literal["samples", "commands", "events", "updates", "metrics", "dead", "join", "joins"]
+JOIN_KINDS: Final[tuple[TopicKind, ...]] = ("join", "joins")  # topics of a job with data.join
+TOPIC_KINDS: Final[tuple[TopicKind, ...]] = tuple(kind for kind in get_args(TopicKind) if kind not in JOIN_KINDS)
 
 # The longest control record lists every offset of a large group, if all of its records are refused.
 RECORD_LIMIT_BYTES: Final = 32 * 1024 * 1024
@@ -77,12 +78,23 @@ def plan_topics(config: JobConfig) -> list[TopicPlan]:
         "updates": forever | long,
         "metrics": control,
         "dead": forever | {SIZE_SETTING: sample_limit_bytes},
+        # The joiners delete the records of the log that they do not need any more.
+        "join": forever | long,
+        "joins": forever | long,
     }
     partitions: dict[TopicKind, int] = {"commands": config.data.places}
     if config.data.topic is None:
-        partitions["samples"] = config.data.num_partitions
+        partitions |= dict.fromkeys(("samples", "join", "joins"), config.data.num_partitions)
+    return [
+        TopicPlan(kind, config.topic(kind), partitions.get(kind, 1), settings[kind] | in_sync)
+        for kind in kinds_of(config)
+    ]
+
+
+def kinds_of(config: JobConfig) -> list[TopicKind]:
+    """Return the kinds of topics that the job has, without an existing samples topic."""
     kinds = TOPIC_KINDS if config.data.topic is None else TOPIC_KINDS[1:]
-    return [TopicPlan(kind, config.topic(kind), partitions.get(kind, 1), settings[kind] | in_sync) for kind in kinds]
+    return [*kinds, *(() if config.data.join is None else JOIN_KINDS)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ from doll.kafka.clients import (
 from doll.kafka.logins import own_user
 from doll.kafka.permissions import Permission, needed
 from doll.kafka.topic_plan import (
+    JOIN_KINDS,
     MIN_ISR_SETTING,
     SIZE_SETTING,
     TIME_SETTING,
@@ -324,7 +325,7 @@ def describe(config: JobConfig, services: Services) -> list[TopicInfo]:
     """Return the job's existing topics, in the order of `TOPIC_KINDS`, with their watermarks."""
     admin = make_admin(config, services)
     counts = _partition_counts(admin, services)
-    names = [config.topic(kind) for kind in TOPIC_KINDS if config.topic(kind) in counts]
+    names = [config.topic(kind) for kind in (*TOPIC_KINDS, *JOIN_KINDS) if config.topic(kind) in counts]
     partitions = [TopicPartition(name, number) for name in names for number in range(counts[name])]
     with translate_errors(services.kafka, "say where its partitions begin and end"):
         low = retry_while_leaderless(lambda: list_offsets(admin, partitions, OffsetSpec.earliest()))

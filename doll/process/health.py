@@ -146,6 +146,8 @@ def assigned_port(config: JobConfig, process: str) -> int | None:
     if config.health.base_port is None:
         return None
     kind, _, number = process.rpartition("-")
+    if kind == "joiner":  # their number has no limit that the ports would allow
+        return None
     offset = _FIRST_WORKER + int(number) if kind == "worker" else _OFFSETS[process]
     return config.health.base_port + offset
 

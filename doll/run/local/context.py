@@ -129,6 +129,11 @@ class LocalRun:
     def producer(self) -> RoleSpec:
         return self._spec("producer", "producer_role")
 
+    def joiners(self) -> list[RoleSpec]:
+        """Return the joiners of `data.join`; none if the job has no such section."""
+        count = 0 if self.config.data.join is None else self.config.data.join.joiners
+        return [self._spec(f"joiner-{number}", "joiner_role", number) for number in range(count)]
+
     def launch(self, spec: RoleSpec) -> Handle:
         """Fork a role. A producer that reads standard input is started as a separate program."""
         if spec.name == "producer" and isinstance(self.config.source, StdinSource):

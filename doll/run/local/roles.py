@@ -100,6 +100,12 @@ class JobProcess:
 
         return run_producer(self.config, self.services, self.run_folder, until_finished=until_finished)
 
+    def joiner(self, number: int) -> int:
+        """Join the topics of `data.join` into the samples topic."""
+        from doll.join.main import run_joiner
+
+        return run_joiner(self.config, self.services, number)
+
     def worker(self, slot: int) -> int:
         from doll.consumers.main import run_worker
 
@@ -187,6 +193,7 @@ ps_standby_role = _forked("ps-standby", lambda process: process.parameter_server
 worker_role = _forked("worker-{}", JobProcess.worker)
 evaluator_role = _forked("evaluator", JobProcess.evaluator)
 producer_role = _forked("producer", JobProcess.producer)
+joiner_role = _forked("joiner-{}", JobProcess.joiner)
 page_role = _forked("page", JobProcess.page)
 
 

@@ -44,6 +44,8 @@ class Learning:
         say(f"starting the parameter server and {config.data.workers} workers (the first waits for torch's import)")
         for spec in self._run.parameter_servers():
             self._supervisor.start(spec)
+        for spec in self._run.joiners():
+            self._supervisor.start(spec)
         self._run.hook.start_workers(self._run, self._supervisor)
         if config.evaluation.enabled:
             self._supervisor.start(self._run.evaluator())
@@ -52,6 +54,9 @@ class Learning:
                 f"learning from topic {config.data.topic} at {self._run.stack.services.kafka}, "
                 f"{config.data.num_partitions} partitions; a new job begins at {config.data.start}"
             )
+        elif config.data.join is not None:
+            labels = ", ".join(label.topic for label in config.data.join.labels)
+            say(f"joining {config.data.join.features.topic} with {labels} at {self._run.stack.services.kafka}")
         elif config.source is None:
             say(
                 f"no source in the job file: waiting for samples on topic {config.topic('samples')} at "
@@ -196,7 +201,7 @@ class Learning:
 
     def stop(self) -> None:
         """End the remaining processes."""
-        order = ("producer", "ps*", "worker-*", "evaluator")
+        order = ("producer", "joiner-*", "ps*", "worker-*", "evaluator")
         self._supervisor.stop(order, grace_s=self._run.config.worker.drain_s)
 
     def _finish_job(self, servers: Sequence[Handle]) -> bool:

@@ -22,6 +22,7 @@ from doll import telemetry
 from doll.config import FeedSource, JobConfig, RayFleetConfig, StdinSource, load
 from doll.config.step_size import advice, step_text
 from doll.errors import BadStreamError, ConfigError, DollError, FencedError, ServiceUnavailableError
+from doll.extras import require
 from doll.kafka import topics
 from doll.kafka.clients import kafka_problem
 from doll.kafka.foreign_topic import with_partitions
@@ -143,6 +144,13 @@ def check_runnable(config: JobConfig, *, begins: bool = True) -> None:
         raise ConfigError("source.kind: stdin: expected a pipe, got a terminal; as in: my-events | doll up JOB.yaml")
     if isinstance(config.source, FeedSource):
         check_program(config.path(config.source.socket))
+    if config.data.join is not None:
+        require("data.join", "join")
+        if kafka_address(config) is None:
+            raise ConfigError(
+                f"data.join: set kafka.address, or {KAFKA_ENV}, to the Kafka that has topic "
+                f"{config.data.join.features.topic}: one that doll up starts has no topics"
+            )
     if config.data.topic is not None and kafka_address(config) is None:
         raise ConfigError(
             f"data.topic is {config.data.topic}: set kafka.address, or {KAFKA_ENV}, to the Kafka that has it: one that "

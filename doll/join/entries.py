@@ -1,0 +1,192 @@
+"""The open keys of one partition of the join log, with their deadlines. Pure.
+
+The newest are in memory, the others in an `Overflow`. No entry is durable state: after a restart, the joiner makes all
+of them anew from the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from heapq import heapify, heappop, heappush
+from typing import Final, Literal, Protocol
+
+import msgspec
+
+from doll.records.join_log import Routed
+
+_ENTRY_BYTES: Final = 600  # memory of an entry beside the value of its features
+_LABEL_BYTES: Final = 250
+_SPILLED_SHARE: Final = 0.5
+
+
+State = Literal["waiting", "open", "early", "sent", "closed"]
+
+
+class Entry(msgspec.Struct, gc=False):
+    """What is known of a key.
+
+    Attributes:
+        state: `waiting`: labels without features. `open`: features without a sample. `early`: a first sample has been
+            written, and a label may correct it. `sent`: the sample has been written. `closed`: the window has closed,
+            and late labels correct the sample.
+        deadline_ms: when the state changes, in event time.
+        number: the serial of the record with which the entry began: that of the features, if they have come. Deadlines
+            of equal times are in this order.
+        segment: part of the log in which the entry began.
+        features: the record of the features; None: it has not come.
+        labels, serials: records of labels, in the order of the log, and their numbers in the log.
+        first: labels of the first sample, as they were written; None: no sample has been written.
+        size_bytes: approximate size in memory.
+    """
+
+    key: bytes
+    state: State
+    deadline_ms: int
+    number: int
+    segment: int
+    features: Routed | None
+    labels: list[Routed]
+    serials: list[int]
+    first: bytes | None = None
+    size_bytes: int = 0
+
+
+_Due = tuple[int, int, bytes]  # deadline_ms, number and key of an entry
+
+
+class Overflow(Protocol):
+    """A store for entries that do not fit into memory."""
+
+    def put_all(self, entries: Iterable[Entry]) -> None:
+        """Store entries."""
+
+    def take(self, keys: list[bytes]) -> list[Entry]:
+        """Return the stored entries of these keys, and remove them."""
+
+    def take_due(self, waiting: bool, until_ms: int, most: int) -> list[Entry]:
+        """Return at most `most` entries with the first deadlines until this time, and remove them. `waiting`: those of
+        labels without features, or the others."""
+
+    def close(self) -> None: ...
+
+
+class Entries:
+    """Open keys by key and by deadline.
+
+    Args:
+        memory_bytes: limit of the memory; beyond it, the oldest entries go to `overflow`.
+    """
+
+    def __init__(self, memory_bytes: int, overflow: Overflow) -> None:
+        self._memory_bytes = memory_bytes
+        self._overflow = overflow
+        self._entries: dict[bytes, Entry] = {}
+        self._bytes = 0
+        self._due: dict[bool, list[_Due]] = {False: [], True: []}  # heaps, for waiting labels and for features
+        self._stale = 0
+        self.spilled = 0  # entries in `overflow`
+
+    def __len__(self) -> int:
+        return len(self._entries) + self.spilled
+
+    def fetch(self, keys: Iterable[bytes]) -> None:
+        """Bring the entries of these keys into memory, if they exist. Call it before `get`."""
+        if self.spilled and (missing := [key for key in set(keys) if key not in self._entries]):
+            self._admit(self._overflow.take(missing))
+
+    def get(self, key: bytes) -> Entry | None:
+        return self._entries.get(key)
+
+    def add(self, entry: Entry) -> None:
+        """Add a new entry."""
+        features = entry.features
+        entry.size_bytes = (
+            _ENTRY_BYTES + (0 if features is None else len(features.value)) + _LABEL_BYTES * len(entry.labels)
+        )
+        self._bytes += entry.size_bytes
+        self._entries[entry.key] = entry
+        heappush(self._due[features is None], (entry.deadline_ms, entry.number, entry.key))
+
+    def rearm(self, entry: Entry) -> None:
+        """Note that an entry has another deadline."""
+        self._stale += 1
+        heappush(self._due[entry.features is None], (entry.deadline_ms, entry.number, entry.key))
+
+    def grew(self, num_labels: int, entry: Entry) -> None:
+        """Note that an entry has this many more labels."""
+        entry.size_bytes += _LABEL_BYTES * num_labels
+        self._bytes += _LABEL_BYTES * num_labels
+
+    def remove(self, entry: Entry) -> None:
+        del self._entries[entry.key]
+        self._bytes -= entry.size_bytes
+        self._stale += 1
+
+    def due(self, waiting: bool, until_ms: int) -> Iterator[Entry]:
+        """Yield the entries whose deadline has come, in order. The caller removes each, or gives it a later deadline.
+
+        `waiting`: labels without features, or the others.
+        """
+        if self.spilled:
+            while due := self._overflow.take_due(waiting, until_ms, 10_000):
+                self._admit(due)
+        heap = self._due[waiting]
+        while heap and heap[0][0] <= until_ms:
+            item = heappop(heap)
+            if self._is_live(item, waiting):
+                yield self._entries[item[2]]
+            else:
+                self._stale -= 1
+
+    def tidy(self) -> None:
+        """Keep within the limit of memory. Call it between packs."""
+        if self._stale > 1000 + 2 * len(self._entries):
+            for waiting, heap in self._due.items():
+                live = [item for item in heap if self._is_live(item, waiting)]
+                heapify(live)
+                self._due[waiting] = live
+            self._stale = 0
+        if self._bytes > self._memory_bytes:
+            goal_bytes = self._memory_bytes * _SPILLED_SHARE
+            moved = []
+            for entry in self._entries.values():
+                if self._bytes <= goal_bytes:
+                    break
+                moved.append(entry)
+                self._bytes -= entry.size_bytes
+            for entry in moved:
+                del self._entries[entry.key]
+            self._stale += len(moved)
+            self.spilled += len(moved)
+            self._overflow.put_all(moved)
+
+    def close(self) -> None:
+        self._overflow.close()
+
+    def _admit(self, entries: list[Entry]) -> None:
+        self.spilled -= len(entries)
+        for entry in entries:
+            self.add(entry)
+
+    def _is_live(self, item: _Due, waiting: bool) -> bool:
+        deadline_ms, number, key = item
+        entry = self._entries.get(key)
+        if entry is None or (entry.features is None) != waiting:
+            return False
+        return entry.deadline_ms == deadline_ms and entry.number == number
+
+
+class NoOverflow:
+    """Entries that all fit into memory."""
+
+    def put_all(self, entries: Iterable[Entry]) -> None:
+        raise MemoryError("no room for entries")
+
+    def take(self, keys: list[bytes]) -> list[Entry]:
+        return []
+
+    def take_due(self, waiting: bool, until_ms: int, most: int) -> list[Entry]:
+        return []
+
+    def close(self) -> None:
+        pass

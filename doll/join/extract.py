@@ -1,0 +1,175 @@
+"""Reads what a join needs of a record: its key, its event time, and the JSON of its features or of its label."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from doll.config.join import OWN_FIELDS, FeaturesConfig, JoinConfig, KeyConfig, LabelConfig, TimeConfig
+from doll.errors import SampleError
+from doll.records.bounded import short
+from doll.records.join_log import FEATURES
+
+MAX_KEY_BYTES: Final = 1_024
+_MS_PER_UNIT: Final = {"s": 1000.0, "ms": 1.0, "us": 1e-3, "ns": 1e-6}
+_MAX_MS: Final = 2**53
+_NO_TIMESTAMP: Final = 0  # Kafka's kind of a timestamp that is not known
+
+
+class Bad(SampleError):
+    """A record that cannot be joined. `code` is for programs."""
+
+    def __init__(self, code: str, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+class Extracted(NamedTuple):
+    """Parts of a record, as in `doll.records.join_log.Routed`."""
+
+    key: bytes
+    time_ms: int
+    value: bytes
+
+
+class Extractor:
+    """Reads the records of one topic. `source`: `FEATURES`, or 1 and above for labels."""
+
+    def __init__(self, join: JoinConfig, source: int, *, max_record_bytes: int) -> None:
+        section: FeaturesConfig | LabelConfig = join.features if source == FEATURES else join.labels[source - 1]
+        self.source, self.topic = source, section.topic
+        self._max_record_bytes = max_record_bytes
+        self._key, self._time = section.key, section.time
+        self._label = section if isinstance(section, LabelConfig) else None
+        self._constant = b""
+        self._numeric = False
+        wanted: dict[str, tuple[str, Any]] = {}  # name of the field: name in the struct, type
+        if section.key.field is not None:
+            wanted["key"] = section.key.field, str | int
+        if section.time.field is not None:
+            wanted["time"] = section.time.field, datetime if section.time.unit == "iso8601" else float
+        if self._label is not None:
+            if isinstance(self._label.value, str):
+                wanted["label"] = self._label.value, msgspec.Raw
+            else:
+                self._constant = msgspec.json.encode(self._label.value)
+            if isinstance(self._label.retract, str):
+                wanted["retract"] = self._label.retract, bool | int | None
+            self._numeric = self._label.take == "sum"
+        optional = {"label", "retract"}
+        fields: list[Any] = [
+            (name, kind | msgspec.UnsetType if name in optional else kind, msgspec.UNSET)
+            if name in optional else (name, kind)
+            for name, (_, kind) in sorted(wanted.items(), key=lambda item: item[0] in optional)
+        ]  # fmt: skip
+        rename = {name: field for name, (field, _) in wanted.items()}
+        self._taken: list[str] = []
+        if self._label is None:  # a name that a sample would have twice
+            self._taken = [*(label.name for label in join.labels), *OWN_FIELDS]
+            for at, name in enumerate(self._taken):
+                fields.append((f"taken{at}", msgspec.Raw | msgspec.UnsetType, msgspec.UNSET))
+                rename[f"taken{at}"] = name
+        self._decode = msgspec.json.Decoder(msgspec.defstruct("Fields", fields, rename=rename)).decode
+
+    def read(
+        self, value: bytes | None, key: bytes | None, timestamp: tuple[int, int], headers: Sequence[tuple[str, bytes]]
+    ) -> Extracted:
+        """Return the parts of a record. Raise Bad if one is missing or cannot be used.
+
+        Args:
+            timestamp: its kind and its milliseconds, as from `confluent_kafka.Message.timestamp`.
+        """
+        if not value:
+            return self._tombstone(key, timestamp, headers)
+        if len(value) > self._max_record_bytes:
+            raise Bad("too_long", f"record of {len(value)} bytes: expected at most {self._max_record_bytes}")
+        try:
+            fields = self._decode(value)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
+            raise Bad("not_json", f"expected a JSON object with the fields of data.join: {short(exc)}") from None
+        key_bytes = _key(self._key, getattr(fields, "key", None), key, headers)
+        time_ms = _time_ms(self._time, getattr(fields, "time", None), timestamp)
+        if self._label is None:
+            return Extracted(key_bytes, time_ms, self._features(value, fields))
+        return Extracted(key_bytes, time_ms, self._value(fields))
+
+    def _tombstone(
+        self, key: bytes | None, timestamp: tuple[int, int], headers: Sequence[tuple[str, bytes]]
+    ) -> Extracted:
+        if self._label is None or not self._label.retract:
+            raise Bad("empty", "no value: expected a JSON object")
+        if self._key.field is not None or self._time.field is not None:
+            raise Bad("empty", "no value, and data.join reads the key or the time from fields of the value")
+        return Extracted(_key(self._key, None, key, headers), _time_ms(self._time, None, timestamp), b"")
+
+    def _features(self, value: bytes, fields: Any) -> bytes:
+        for at, name in enumerate(self._taken):
+            if getattr(fields, f"taken{at}") is not msgspec.UNSET:
+                raise Bad("field_taken", f"the field {name} is there already: the join writes a field of this name")
+        body = value.strip()[:-1].rstrip()
+        return body if body == b"{" else body + b","
+
+    def _value(self, fields: Any) -> bytes:
+        assert self._label is not None
+        if getattr(fields, "retract", None) not in (None, msgspec.UNSET) and fields.retract:
+            return b""
+        if self._constant:
+            return self._constant
+        if fields.label is msgspec.UNSET:
+            raise Bad("no_label", f"the field {self._label.value} is missing")
+        raw = bytes(fields.label)
+        if raw == b"null":
+            raise Bad("no_label", f"the field {self._label.value} is null")
+        if self._numeric:
+            try:
+                number = msgspec.json.decode(raw, type=float)
+            except msgspec.MsgspecError:
+                raise Bad(
+                    "no_label", f"{self._label.value}: expected a number, to be added, got {raw[:40]!r}"
+                ) from None
+            if not math.isfinite(number):
+                raise Bad("no_label", f"{self._label.value}: expected a finite number")
+        return raw
+
+
+def _key(section: KeyConfig, found: Any, key: bytes | None, headers: Sequence[tuple[str, bytes]]) -> bytes:
+    if section.field is not None:
+        made = found.encode() if isinstance(found, str) else b"%d" % found
+    elif section.header is not None:
+        values = [content for name, content in headers if name == section.header]
+        made = values[-1] if values and values[-1] else b""
+    else:
+        made = key or b""
+    if not made:
+        where = (
+            f"header {section.header}"
+            if section.header
+            else f"field {section.field}"
+            if section.field
+            else "Kafka's key"
+        )
+        raise Bad("no_key", f"no key: {where} is missing or empty")
+    if len(made) > MAX_KEY_BYTES:
+        raise Bad("no_key", f"key of {len(made)} bytes: expected at most {MAX_KEY_BYTES}")
+    return made
+
+
+def _time_ms(section: TimeConfig, found: Any, timestamp: tuple[int, int]) -> int:
+    if section.field is None:
+        kind, time_ms = timestamp
+        if kind == _NO_TIMESTAMP or time_ms < 0:
+            raise Bad("no_time", "no event time: Kafka has no timestamp of the record")
+        return time_ms
+    if isinstance(found, datetime):
+        if found.tzinfo is None:
+            raise Bad("no_time", f"{section.field}: expected a time zone, as in 2026-11-01T00:00:00Z")
+        made = found.timestamp() * 1000
+    else:
+        made = found * _MS_PER_UNIT[section.unit]
+    if not 0 <= made <= _MAX_MS:
+        raise Bad("no_time", f"{section.field}: expected a time in {section.unit} since 1970, got {found}")
+    return int(made)

@@ -1,0 +1,341 @@
+"""The process of `doll join`: it routes records into the join log, and joins partitions of the log.
+
+Both happen in one loop with one transaction: packs of the log, samples, steps of the journal, and the offsets of what
+was read. If a transaction fails, or another process takes a partition over, the state is made anew from Kafka.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Final
+
+from doll.config import JobConfig
+from doll.config.join import JoinConfig
+from doll.errors import ConfigError, DataLossError, RecordError
+from doll.join.entries import Entries
+from doll.join.matcher import Decisions, Matcher, parse_restart
+from doll.join.rocks_overflow import RocksOverflow
+from doll.join.router import Router
+from doll.kafka import topics
+from doll.kafka.group_stream import AbandonedError, Committed, GroupStream, Output, Place
+from doll.kafka.joined_topics import JoinedTopic, joined_topics
+from doll.kafka.publisher import Publisher
+from doll.kafka.range_reader import RangeReader
+from doll.kafka.reader import has_finished, on_finish
+from doll.process.health import Heartbeat, heartbeat_of
+from doll.process.signals import stop_requested
+from doll.records.control import Metric
+from doll.records.join_log import (
+    MAX_PAYLOAD_BYTES,
+    Pack,
+    RefusedRecord,
+    Step,
+    decode_pack,
+    decode_step,
+    differences,
+    encode,
+)
+from doll.services import Services
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
+
+_MOST_MESSAGES: Final = 5_000
+_TICK_S: Final = 1.0
+_TRIM_S: Final = 30.0
+_LOOP_S: Final = 60.0
+_PAUSE_S: Final = 1.0
+_MAX_SKEW_MS: Final = 30_000
+_MAX_OUTPUT_BYTES: Final = 16 * 1024 * 1024
+
+
+def run_joiner(
+    config: JobConfig,
+    services: Services,
+    joiner: int,
+    *,
+    stop: threading.Event | None = None,
+    until_finished: bool = True,
+) -> int:
+    """Join until `stop` is set, SIGTERM comes, or the job finishes. Return the exit code.
+
+    Raises:
+        ConfigError: the job has no `data.join`, or a joined topic cannot be used.
+        ServiceUnavailableError: Kafka does not answer.
+        FencedError: a later process has the number of this joiner.
+        DataLossError: records of the join log, or of a joined topic, were deleted before they were joined.
+    """
+    join = config.data.join
+    if join is None:
+        raise ConfigError("the job file has no data.join: there is nothing to join")
+    topics.ensure(config, services)
+    inputs = joined_topics(config, services)
+    with (
+        stop_requested() if stop is None else contextlib.nullcontext(stop) as stopped,
+        heartbeat_of(f"joiner-{joiner}", config) as heartbeat,
+        on_finish(config, services, stopped.set) if until_finished else contextlib.nullcontext(),
+        Publisher(config, services) as publisher,
+    ):
+        if until_finished and has_finished(config, services, stopped.is_set):
+            return 0
+        while not stopped.is_set():
+            session = _Session(config, join, services, joiner, inputs, publisher)
+            try:
+                session.run(stopped, heartbeat)
+            except AbandonedError as exc:
+                log.warning("join_abandoned", reason=str(exc), hint="what was read is read again")
+                stopped.wait(_PAUSE_S)
+            finally:
+                session.close()
+    return 0
+
+
+@dataclass(slots=True)
+class _Shard:
+    """One partition of the log that this joiner joins. `until`: it has joined the log up to this offset."""
+
+    matcher: Matcher
+    until: int
+    journal: int  # an offset of the journal that later steps do not come before
+    pending: Decisions = field(default_factory=Decisions)
+    changed: bool = False
+    trimmed: int = 0
+
+
+class _Session:
+    """A membership in the group of joiners, until a transaction fails."""
+
+    def __init__(
+        self, config: JobConfig, join: JoinConfig, services: Services, joiner: int, inputs: tuple[JoinedTopic, ...],
+        publisher: Publisher,
+    ) -> None:  # fmt: skip
+        self._config, self._join, self._services, self._joiner = config, join, services, joiner
+        self._publisher = publisher
+        self._partitions = {topic.source: topic.partitions for topic in inputs}
+        self._names = [topic.name for topic in inputs]
+        self._log, self._journal, self._samples = config.topic("join"), config.topic("joins"), config.topic("samples")
+        count = config.data.num_partitions
+        self._router = Router(join, count, config.data.max_record_bytes)
+        self._shards: dict[int, _Shard] = {}
+        self._skew_ms = 0
+        self._counts = {"samples_total": 0, "corrections_total": 0, "dropped_total": 0, "refused_total": 0}
+        self._initial: dict[Place, Committed] = {}  # first offsets that were not committed yet
+        self._stream = GroupStream(
+            config, services, "join", joiner, [*self._names, self._log], on_assigned=self._begin, on_revoked=self._end
+        )
+
+    def close(self) -> None:
+        self._stream.close()
+        for shard in self._shards.values():
+            shard.matcher.close()
+
+    def run(self, stopped: threading.Event, heartbeat: Heartbeat) -> None:
+        """Join until `stopped` is set.
+
+        Raises:
+            AbandonedError: a transaction failed, and a new session must begin.
+        """
+        heartbeat.expect("loop", within_s=_LOOP_S)
+        heartbeat.set_waiting_for("")
+        commit_s = tick_s = trim_s = time.monotonic()
+        while not stopped.is_set():
+            heartbeat.beat("loop")
+            wait_s = max(commit_s - time.monotonic(), 0.0)
+            size_bytes = 0
+            for message in self._stream.poll(_MOST_MESSAGES, min(wait_s, 0.05)):
+                size_bytes += len(message.value() or b"")
+                if message.topic() == self._log:
+                    self._join_pack(message)
+                else:
+                    self._router.add(message, _now_ms())
+            now_s = time.monotonic()
+            if now_s >= tick_s:
+                tick_s = now_s + _TICK_S
+                self._tick()
+            if now_s >= commit_s or size_bytes > _MAX_OUTPUT_BYTES:
+                commit_s = now_s + self._join.commit_every_s
+                self._commit()
+            if now_s >= trim_s:
+                trim_s = now_s + _TRIM_S
+                self._trim()
+        self._commit()
+
+    # --- partitions ---------------------------------------------------------------------------------------------------
+
+    def _begin(self, committed: dict[Place, Committed]) -> dict[Place, int]:
+        """Return where to begin to read each new partition, and make the state of those of the log."""
+        begin: dict[Place, int] = {}
+        with RangeReader(self._config, self._services) as reader:
+            for (topic, partition), known in committed.items():
+                low, high = reader.bounds(topic, partition)
+                offset = known.offset
+                if offset < 0:
+                    offset = high if topic != self._log and self._join.start == "latest" else low
+                    self._initial[topic, partition] = Committed(offset, "")
+                elif offset < low:
+                    raise DataLossError(
+                        f"topic {topic}, partition {partition}: records {offset} to {low - 1} were deleted before they "
+                        "were joined; raise the retention of the topic, and begin again under another job name"
+                    )
+                begin[topic, partition] = offset
+                if topic == self._log:
+                    self._shards[partition] = self._shard(reader, partition, offset, known.metadata)
+                else:
+                    self._router.begin(topic, partition, offset)
+        log.info("join_assigned", partitions=[f"{topic}/{partition}" for topic, partition in sorted(begin)])
+        return begin
+
+    def _shard(self, reader: RangeReader, partition: int, offset: int, metadata: str) -> _Shard:
+        """Return the state of a partition of the log that has been joined up to `offset`."""
+        entries = Entries(self._join.memory_bytes // max(1, self._config.data.num_partitions), RocksOverflow())
+        matcher = Matcher(self._join, self._partitions, entries)
+        end = self._stream.ends(self._journal, [partition])[partition]
+        if metadata:
+            restart = parse_restart(metadata)
+            began_s = time.monotonic()
+            packs = self._packs(reader, partition, restart.offset, offset)
+            matcher.restore(restart, packs, self._steps(reader, partition, restart.journal, end))
+            log.info(
+                "join_restored", partition=partition, keys=len(matcher), seconds=round(time.monotonic() - began_s, 2)
+            )
+        return _Shard(matcher, offset, end)
+
+    def _packs(self, reader: RangeReader, partition: int, since: int, until: int) -> Iterator[tuple[int, Pack]]:
+        low = reader.bounds(self._log, partition)[0]
+        if low > since:
+            raise DataLossError(
+                f"topic {self._log}, partition {partition}: records {since} to {low - 1} were deleted, and with them "
+                "open features and labels: begin again under another job name"
+            )
+        for offset, value in reader.read(self._log, partition, since, until):
+            yield offset, decode_pack(value)
+
+    def _steps(self, reader: RangeReader, partition: int, since: int, until: int) -> Iterator[Decisions]:
+        for _, value in reader.read(self._journal, partition, since, until):
+            step = decode_step(value)
+            if step.restart:
+                yield Decisions(settled=list(accumulate(step.settled)), kept=step.kept)
+
+    def _end(self, places: list[Place]) -> None:
+        for topic, partition in places:
+            if topic == self._log:
+                if (shard := self._shards.pop(partition, None)) is not None:
+                    shard.matcher.close()
+            else:
+                self._router.end(topic, partition)
+
+    # --- records ------------------------------------------------------------------------------------------------------
+
+    def _join_pack(self, message: object) -> None:
+        partition, offset = message.partition(), message.offset()  # type: ignore[attr-defined]
+        shard = self._shards[partition]
+        try:
+            pack = decode_pack(message.value())  # type: ignore[attr-defined]
+        except RecordError as exc:
+            raise ConfigError(f"topic {self._log}, partition {partition}, offset {offset}: {exc}") from exc
+        self._skew_ms = message.timestamp()[1] - pack.now_ms  # type: ignore[attr-defined]
+        shard.matcher.feed(pack, offset, shard.journal, shard.pending)
+        shard.until = offset + 1
+        shard.changed = True
+
+    def _tick(self) -> None:
+        """Note which partitions have been read to their end: their event time is that of this clock."""
+        if abs(self._skew_ms) > _MAX_SKEW_MS:
+            log.warning(
+                "clock_differs", seconds=self._skew_ms / 1000,
+                hint="this machine's clock is not the broker's: windows close by event time only; set the clock",
+            )  # fmt: skip
+            return
+        inputs = [place for place in self._stream.at_end if place[0] != self._log]
+        now_s, read = self._stream.read_to_end(inputs)
+        self._router.read_to_end([(self._router.source_of(topic), at) for topic, at in read], int(1000 * now_s))
+        open_keys = sum(len(shard.matcher) for shard in self._shards.values())
+        values = {**{name: float(value) for name, value in self._counts.items()}, "open_keys": float(open_keys)}
+        self._publisher.try_send(
+            self._config.topic("metrics"), Metric(source=f"joiner-{self._joiner}", values=values, time_s=time.time())
+        )
+        self._publisher.poll()
+
+    def _commit(self) -> None:
+        """Write all that has been decided, in one transaction."""
+        now_ms = _now_ms()
+        packs = self._router.take(now_ms)
+        changed = {partition: shard for partition, shard in self._shards.items() if shard.changed}
+        refused, self._router.refused = self._router.refused, []
+        if not packs and not changed and not refused:
+            return
+        offsets = dict(self._initial)
+        for (source, partition), offset in self._router.next_offsets.items():
+            offsets[self._names[source], partition] = Committed(offset, "")
+        steps = []
+        for partition, shard in changed.items():
+            restart = shard.matcher.restart(shard.until, shard.journal)
+            offsets[self._log, partition] = Committed(shard.until, restart.text())
+            steps.append((partition, self._step(shard, restart.text(), now_ms)))
+        if refused:
+            steps.append((0, Step(until=0, joiner=self._joiner, now_ms=now_ms, refused=refused)))
+        self._stream.commit(self._outputs(packs, changed, steps), offsets)
+        self._initial.clear()
+        for shard in changed.values():
+            done, shard.pending, shard.changed = shard.pending, Decisions(), False
+            corrections = sum(sample.is_correction for sample in done.samples)
+            self._counts["samples_total"] += len(done.samples) - corrections
+            self._counts["corrections_total"] += corrections
+            self._counts["dropped_total"] += len(done.dropped)
+            self._counts["refused_total"] += len(done.refused)
+        self._counts["refused_total"] += len(refused)
+
+    def _outputs(
+        self, packs: list[tuple[int, Pack]], changed: dict[int, _Shard], steps: list[tuple[int, Step]]
+    ) -> Iterator[Output]:
+        for partition, pack in packs:
+            yield Output(self._log, partition, encode(pack))
+        samples = self._samples
+        for partition, shard in changed.items():
+            for sample in shard.pending.samples:
+                yield Output(samples, partition, sample.value, sample.features.key)
+        for partition, step in steps:
+            yield Output(self._journal, partition, encode(step), None, self._told(partition))
+
+    def _told(self, partition: int) -> Callable[[int], None]:
+        def told(offset: int) -> None:
+            if (shard := self._shards.get(partition)) is not None:
+                shard.journal = max(shard.journal, offset + 1)
+
+        return told
+
+    def _step(self, shard: _Shard, restart: str, now_ms: int) -> Step:
+        done, marks = shard.pending, shard.matcher.watermarks
+        corrections = sum(sample.is_correction for sample in done.samples)
+        features_ms, labels_ms = marks.features_ms(), marks.labels_ms()
+        return Step(
+            until=shard.until, joiner=self._joiner, now_ms=now_ms, restart=restart,
+            settled=differences(done.settled), kept=done.kept,
+            dropped=[(record.partition, record.offset) for record in done.dropped],
+            refused=[
+                RefusedRecord(
+                    item.record.source, item.record.partition, item.record.offset, item.record.time_ms, item.record.key,
+                    item.record.value[:MAX_PAYLOAD_BYTES], item.code, item.reason,
+                )
+                for item in done.refused
+            ],
+            samples=len(done.samples) - corrections, corrections=corrections, open=len(shard.matcher),
+            features_ms=-1 if features_ms is None else features_ms, labels_ms=-1 if labels_ms is None else labels_ms,
+        )  # fmt: skip
+
+    def _trim(self) -> None:
+        """Delete the records of the log that no restart reads."""
+        for partition, shard in self._shards.items():
+            offset = shard.matcher.restart(shard.until, shard.journal).offset
+            if not shard.changed and offset > shard.trimmed:
+                topics.delete_records(self._config, self._services, self._log, partition, offset)
+                shard.trimmed = offset
+
+
+def _now_ms() -> int:
+    return int(1000 * time.time())

@@ -1,0 +1,432 @@
+"""The join of one partition of the join log. Pure: what is written follows from the packs alone, in their order.
+
+A key begins with its features, or with a label that came first. A sample is written when its label is known, after a
+short time if the job asks for early samples, or when the window of the key has closed. Windows close by event time:
+when all label partitions have been read up to the end of the window. A joiner moves the event time of a partition that
+it has read to its end to the time of its clock, so windows also close if no label comes any more.
+"""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
+
+import msgspec
+
+from doll.join.entries import Entries, Entry, State
+from doll.join.watermarks import Watermarks
+from doll.records.join_log import FEATURES, Kept, Pack, Routed
+
+if TYPE_CHECKING:
+    from doll.config.join import JoinConfig, LabelConfig
+
+MAX_LABELS: Final = 1_000  # of one key
+_SAMPLE: Final = (
+    b'%b%b,"doll_label_age_s":%.3f,"doll_is_correction":%b,"doll_first_label":%b,"doll_features":"%d@%d",'
+    b'"doll_labels":[%b]}'
+)
+_SEGMENTS: Final = 500  # parts of the log in the time of a window: a restart reads at most one more than it needs
+_MIN_SEGMENT_MS: Final = 200
+_MAX_SEGMENT_MS: Final = 60_000
+
+
+class Refused(NamedTuple):
+    """A record that is in no sample, with the reason."""
+
+    record: Routed
+    code: str
+    reason: str
+
+
+class Sample(NamedTuple):
+    """A sample to write. `labels`: the records of labels that this sample is the first to contain."""
+
+    value: bytes
+    features: Routed
+    labels: tuple[Routed, ...]
+    is_correction: bool
+
+
+@dataclass(slots=True)
+class Decisions:
+    """What follows from some packs.
+
+    Attributes:
+        dropped: features whose window has closed without a label, if these are dropped.
+        settled: serials of records of which no open key has need any more.
+        kept: entries that have changed their state and stay.
+    """
+
+    samples: list[Sample] = field(default_factory=list)
+    dropped: list[Routed] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
+    settled: list[int] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Segment:
+    """A part of the log, from an offset and a serial on. `journal`: an offset of the journal before which nothing is
+    said of its records."""
+
+    offset: int
+    serial: int
+    journal: int
+    began_ms: int
+    live: int = 0  # entries that began in it
+
+
+class Restart(NamedTuple):
+    """Where a matcher continues, and how it gets its state: from the log and the journal, both from an offset on.
+
+    Attributes:
+        offset, serial: of the first record of the log that may be of an open key.
+        journal: offset of the journal.
+        until: serial of the record after the last one that has been joined.
+        marks: the watermarks.
+    """
+
+    offset: int
+    serial: int
+    journal: int
+    until: int
+    marks: list[list[int]]
+
+    def text(self) -> str:
+        """Return the text that `parse_restart` reads. It fits into the metadata of an offset if the topics have some
+        hundred partitions."""
+        return base64.b85encode(zlib.compress(msgspec.msgpack.encode(self), 9)).decode()
+
+
+def parse_restart(text: str) -> Restart:
+    """Raise ValueError if the text is not that of a restart."""
+    try:
+        return msgspec.msgpack.decode(zlib.decompress(base64.b85decode(text)), type=Restart)
+    except (zlib.error, msgspec.MsgspecError) as exc:
+        raise ValueError(f"expected the state of a join, got {text[:40]!r}: {exc}") from exc
+
+
+class Matcher:
+    """The join of one partition of the log. The serial of a record is its number in the log.
+
+    Args:
+        partitions: number of partitions of each source.
+        entries: empty.
+    """
+
+    def __init__(self, config: JoinConfig, partitions: Mapping[int, int], entries: Entries) -> None:
+        self.watermarks = Watermarks(partitions)
+        self._entries = entries
+        self._labels = [(label.name.encode(), label.take, _absent(config, label)) for label in config.labels]
+        self._window_ms = round(1000 * config.window_s)
+        self._open_ms = self._window_ms + round(1000 * config.lateness_s)
+        self._early_ms = None if config.early_after_s is None else round(1000 * config.early_after_s)
+        self._late_ms = round(1000 * config.kept_late_s)
+        self._drops = config.on_close == "drop"
+        self._ends_early = all(label.take == "first" for label in config.labels)
+        self._keeps_sent = self._late_ms > 0 or any(label.retract for label in config.labels)
+        self._serial = 0
+        self._segments: deque[_Segment] = deque()
+        self._first_segment = 0
+        self._segment_ms = min(max(self._open_ms // _SEGMENTS, _MIN_SEGMENT_MS), _MAX_SEGMENT_MS)
+        self._out = Decisions()
+
+    def __len__(self) -> int:
+        """Return the number of open keys."""
+        return len(self._entries)
+
+    def close(self) -> None:
+        self._entries.close()
+
+    # --- restart ------------------------------------------------------------------------------------------------------
+
+    def restart(self, offset: int, journal: int) -> Restart:
+        """Return how a later matcher continues, if this one has joined the log up to `offset`, and the next record of
+        the journal gets the offset `journal`."""
+        while self._segments and not self._segments[0].live:
+            self._segments.popleft()
+            self._first_segment += 1
+        begin = self._segments[0] if self._segments else _Segment(offset, self._serial, journal, 0)
+        return Restart(begin.offset, begin.serial, begin.journal, self._serial, self.watermarks.state())
+
+    def restore(self, restart: Restart, packs: Iterable[tuple[int, Pack]], journal: Iterable[Decisions]) -> None:
+        """Take over the state of a matcher. Call it before `feed`.
+
+        Args:
+            packs: the log from `restart.offset` until the committed offset.
+            journal: what was decided since `restart.journal`: `settled` and `kept`.
+        """
+        settled = bytearray(restart.until - restart.serial)
+        kept: dict[int, Kept] = {}
+        for step in journal:
+            for serial in step.settled:
+                if serial >= restart.serial:
+                    settled[serial - restart.serial] = 1
+            kept.update((item.serial, item) for item in step.kept)
+        self.watermarks.restore(restart.marks)
+        self._serial = restart.serial
+        for offset, pack in packs:
+            self._segment(offset, restart.journal, pack.now_ms)
+            if self._entries.spilled:
+                self._entries.fetch(record.key for record in pack.records)
+            for record in pack.records:
+                if not settled[self._serial - restart.serial]:
+                    self._adopt(record, kept.get(self._serial))
+                self._serial += 1
+            self._entries.tidy()
+        if (got := self._serial - restart.serial) != len(settled):
+            raise ValueError(f"expected {len(settled)} records of the join log from {restart.offset}, got {got}")
+
+    def _adopt(self, record: Routed, kept: Kept | None) -> None:
+        """Add a record of an open key to its entry."""
+        entry = self._entries.get(record.key)
+        if record.source != FEATURES:
+            if entry is None:
+                self._begin(record, self._serial, None)
+            else:
+                entry.labels.append(record)
+                entry.serials.append(self._serial)
+                self._entries.grew(1, entry)
+            return
+        waiting = entry
+        if waiting is not None:
+            self._discard(waiting)
+        entry = self._begin(record, self._serial, record, None if waiting is None else waiting.segment)
+        if waiting is not None:
+            entry.labels, entry.serials = waiting.labels, waiting.serials
+            self._entries.grew(len(waiting.labels), entry)
+        if kept is not None:
+            entry.state, entry.first = cast(State, kept.state), kept.first
+            entry.deadline_ms = record.time_ms + self._open_ms + (self._late_ms if kept.state == "closed" else 0)
+            self._entries.rearm(entry)
+
+    def _segment(self, offset: int, journal: int, now_ms: int) -> None:
+        """Begin a segment at this pack if the last one is long enough."""
+        if not self._segments or now_ms - self._segments[-1].began_ms >= self._segment_ms:
+            self._segments.append(_Segment(offset, self._serial, journal, now_ms))
+
+    # --- packs --------------------------------------------------------------------------------------------------------
+
+    def feed(self, pack: Pack, offset: int, journal: int, out: Decisions) -> None:
+        """Join the records of the pack at this offset of the log, close the windows that have ended, and add what
+        follows to `out`. `journal`: an offset of the journal that the decisions do not come before."""
+        self._out = out
+        self._segment(offset, journal, pack.now_ms)
+        entries = self._entries
+        if entries.spilled:
+            entries.fetch(record.key for record in pack.records)
+        for record in pack.records:
+            if record.source == FEATURES:
+                self._add_features(record)
+            else:
+                self._add_label(record, self._serial)
+            self._serial += 1
+        for progress in pack.progress:
+            self.watermarks.advance(progress)
+        if (now_ms := self.watermarks.labels_ms()) is not None:
+            for entry in entries.due(False, now_ms):
+                self._pass(entry)
+        if (now_ms := self.watermarks.features_ms()) is not None:
+            for entry in entries.due(True, now_ms):
+                for label in entry.labels:
+                    self._refuse(label, "orphan", "no features with its key within the window, or it had closed")
+                self._remove(entry)
+        entries.tidy()
+
+    def _add_features(self, record: Routed) -> None:
+        waiting = self._entries.get(record.key)
+        if waiting is not None and waiting.features is not None:
+            partition, offset = waiting.features.partition, waiting.features.offset
+            self._refuse(record, "duplicate", f"the features of partition {partition}, offset {offset} have its key")
+            self._out.settled.append(self._serial)
+            return
+        if waiting is not None:
+            self._discard(waiting)
+        entry: Entry | None = self._begin(record, self._serial, record, None if waiting is None else waiting.segment)
+        if waiting is not None:
+            for label, serial in zip(waiting.labels, waiting.serials, strict=True):
+                if entry is None:
+                    self._add_label(label, serial, waiting.segment)
+                else:
+                    entry = self._match(entry, label, serial)
+
+    def _begin(self, record: Routed, serial: int, features: Routed | None, segment: int | None = None) -> Entry:
+        """Begin an entry with a record. `segment`: that of its first record; None: the present one."""
+        wait_ms = self._open_ms if self._early_ms is None or features is None else self._early_ms
+        if segment is None:
+            segment = self._first_segment + len(self._segments) - 1
+        self._segments[segment - self._first_segment].live += 1
+        state: State = "waiting" if features is None else "open"
+        labels, serials = ([record], [serial]) if features is None else ([], [])
+        entry = Entry(record.key, state, record.time_ms + wait_ms, serial, segment, features, labels, serials)
+        self._entries.add(entry)
+        return entry
+
+    def _add_label(self, label: Routed, serial: int, segment: int | None = None) -> None:
+        entry = self._entries.get(label.key)
+        if entry is None:
+            self._begin(label, serial, None, segment)
+        elif entry.features is not None:
+            self._match(entry, label, serial)
+        elif len(entry.labels) >= MAX_LABELS:
+            self._settle(label, serial, "too_many", f"{MAX_LABELS} labels of its key wait for features")
+        else:
+            entry.labels.append(label)
+            entry.serials.append(serial)
+            self._entries.grew(1, entry)
+
+    def _match(self, entry: Entry, label: Routed, serial: int) -> Entry | None:
+        """Add a label to its features, and return the entry; None: the sample is complete, and the entry removed."""
+        assert entry.features is not None
+        delay_ms = label.time_ms - entry.features.time_ms
+        if len(entry.labels) >= MAX_LABELS:
+            self._settle(label, serial, "too_many", f"its key has {MAX_LABELS} labels")
+            return entry
+        if delay_ms < -self._window_ms:
+            self._settle(label, serial, "early", f"it is {-delay_ms / 1000:g} s older than the features of its key")
+            return entry
+        if delay_ms > self._window_ms + self._late_ms:
+            self._settle(label, serial, "late", f"it came {delay_ms / 1000:g} s after the features of its key")
+            return entry
+        was = b"" if entry.state == "open" else self._shown(entry)
+        entry.labels.append(label)
+        entry.serials.append(serial)
+        self._entries.grew(1, entry)
+        if entry.state == "open":
+            if self._ends_early and self._is_complete(entry):
+                return self._send(entry, label.time_ms)
+        elif self._shown(entry) != was:
+            self._write(entry, label.time_ms, is_correction=True)
+        else:
+            entry.labels.pop()
+            entry.serials.pop()
+            self._entries.grew(-1, entry)
+            self._settle(label, serial, "unused", "the sample of its key has this label already")
+        return entry
+
+    def _is_complete(self, entry: Entry) -> bool:
+        if len(self._labels) == len(entry.labels) == 1:
+            return entry.labels[0].value != b""
+        return all(self._value(entry, at) is not None for at in range(len(self._labels)))
+
+    def _send(self, entry: Entry, time_ms: int) -> Entry | None:
+        """Write the first sample of an entry. Return the entry if later labels may correct the sample."""
+        self._write(entry, time_ms, is_correction=False)
+        if not self._keeps_sent:
+            self._remove(entry)
+            return None
+        assert entry.features is not None
+        self._keep(entry, "sent", entry.features.time_ms + self._open_ms)
+        return entry
+
+    def _pass(self, entry: Entry) -> None:
+        """Change the state of an entry whose deadline has come."""
+        assert entry.features is not None
+        close_ms = entry.features.time_ms + self._open_ms
+        if entry.state == "open" and entry.deadline_ms < close_ms:
+            self._write(entry, entry.deadline_ms, is_correction=False)
+            self._keep(entry, "early", close_ms)
+            return
+        if entry.state == "open":
+            if self._drops and all(self._value(entry, at) is None for at in range(len(self._labels))):
+                self._out.dropped.append(entry.features)
+                for label in entry.labels:
+                    self._refuse(label, "retracted", "it was retracted, and features without a label are dropped")
+                self._remove(entry)
+                return
+            self._write(entry, entry.features.time_ms + self._window_ms, is_correction=False)
+        if entry.state == "closed" or not self._late_ms:
+            self._remove(entry)
+        else:
+            self._keep(entry, "closed", close_ms + self._late_ms)
+
+    def _keep(self, entry: Entry, state: State, deadline_ms: int) -> None:
+        assert entry.first is not None
+        entry.state, entry.deadline_ms = state, deadline_ms
+        self._out.kept.append(Kept(entry.number, state, entry.first))
+        self._entries.rearm(entry)
+
+    def _remove(self, entry: Entry) -> None:
+        """Remove an entry, whose records are settled."""
+        self._discard(entry)
+        self._out.settled += entry.serials
+        if entry.features is not None:
+            self._out.settled.append(entry.number)
+
+    def _discard(self, entry: Entry) -> None:
+        self._entries.remove(entry)
+        self._segments[entry.segment - self._first_segment].live -= 1
+
+    def _settle(self, record: Routed, serial: int, code: str, reason: str) -> None:
+        self._refuse(record, code, reason)
+        self._out.settled.append(serial)
+
+    def _refuse(self, record: Routed, code: str, reason: str) -> None:
+        self._out.refused.append(Refused(record, code, reason))
+
+    # --- samples ------------------------------------------------------------------------------------------------------
+
+    def _value(self, entry: Entry, at: int) -> bytes | None:
+        """Return a label of an entry as JSON; None: there is none, or it was retracted."""
+        take, value, total = self._labels[at][1], None, 0.0
+        several: list[bytes] = []
+        for label in entry.labels:
+            if label.source != at + 1:
+                continue
+            if not label.value:
+                value, total = None, 0.0
+                several.clear()
+            elif take == "sum":
+                total += float(label.value)
+                value = msgspec.json.encode(total)
+            elif take == "list":
+                several.append(label.value)
+                value = b"[" + b",".join(several) + b"]"
+            elif take == "last" or value is None:
+                value = label.value
+        return value
+
+    def _shown(self, entry: Entry) -> bytes:
+        """Return the labels of an entry as they are written: a JSON value, or an object if there are several labels."""
+        values = [self._value(entry, at) or absent for at, (_, _, absent) in enumerate(self._labels)]
+        if len(values) == 1:
+            return values[0]
+        names = (name for name, _, _ in self._labels)
+        return b"{" + b",".join(b'"%b":%b' % pair for pair in zip(names, values, strict=True)) + b"}"
+
+    def _write(self, entry: Entry, time_ms: int, *, is_correction: bool) -> None:
+        features, labels = entry.features, entry.labels
+        assert features is not None
+        if len(self._labels) == len(labels) == 1 and labels[0].value:
+            label = labels[0]
+            shown, newest_ms = label.value, label.time_ms
+            named = b'"%b":%b' % (self._labels[0][0], shown)
+            places = b'"%b:%d@%d"' % (self._labels[0][0], label.partition, label.offset)
+        else:
+            shown = self._shown(entry)
+            named = shown[1:-1] if len(self._labels) > 1 else b'"%b":%b' % (self._labels[0][0], shown)
+            newest_ms = max((label.time_ms for label in labels), default=time_ms)
+            places = b",".join(
+                b'"%b:%d@%d"' % (self._labels[label.source - 1][0], label.partition, label.offset) for label in labels
+            )
+        value = _SAMPLE % (
+            features.value, named, (newest_ms - features.time_ms) / 1000, b"true" if is_correction else b"false",
+            entry.first or b"null", features.partition, features.offset, places,
+        )  # fmt: skip
+        if entry.first is None:
+            entry.first = shown
+        new = labels[-1:] if is_correction else labels
+        self._out.samples.append(Sample(value, features, tuple(new), is_correction))
+
+
+def _absent(config: JoinConfig, label: LabelConfig) -> bytes:
+    """Return the label of features without one, as JSON."""
+    if label.take == "list":
+        return b"[]"
+    if not isinstance(config.on_close, str):
+        return msgspec.json.encode(config.on_close.value)
+    return b"false" if label.value is True else b"0"

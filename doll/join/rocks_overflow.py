@@ -1,0 +1,79 @@
+"""The store of entries that do not fit into memory: a RocksDB in a temporary folder, which is not durable state."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import rocksdict
+
+from doll.join.entries import Entry
+
+_PLACE: Final = b"k"
+_TIME_BYTES: Final = 8
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Entry).decode
+
+
+class RocksOverflow:
+    """Entries in a RocksDB of a temporary folder: by key, and beside it the keys in the order of their deadlines."""
+
+    def __init__(self, parent: Path | None = None) -> None:
+        self._new_batch = partial(rocksdict.WriteBatch, raw_mode=True)
+        self._folder = tempfile.mkdtemp(prefix="doll-join-", dir=parent)
+        options = rocksdict.Options(raw_mode=True)
+        options.set_write_buffer_size(32 * 1024 * 1024)
+        options.set_max_write_buffer_number(2)
+        blocks = rocksdict.BlockBasedOptions()
+        blocks.set_bloom_filter(10, False)
+        blocks.set_block_cache(rocksdict.Cache(32 * 1024 * 1024))
+        options.set_block_based_table_factory(blocks)
+        self._db = rocksdict.Rdict(self._folder, options)
+
+    def put_all(self, entries: Iterable[Entry]) -> None:
+        batch = self._new_batch()
+        for entry in entries:
+            batch.put(_PLACE + entry.key, _encode(entry))
+            batch.put(_deadline(entry), entry.key)
+        self._db.write(batch)
+
+    def take(self, keys: list[bytes]) -> list[Entry]:
+        found: Any = self._db[[_PLACE + key for key in keys]]
+        return self._removed([_decode(value) for value in found if value is not None])
+
+    def take_due(self, waiting: bool, until_ms: int, most: int) -> list[Entry]:
+        prefix = _prefix(waiting)
+        keys: list[bytes] = []
+        items: Any = self._db.items(from_key=prefix)
+        for at, key in items:
+            if at[:1] != prefix or int.from_bytes(at[1 : 1 + _TIME_BYTES], "big") > until_ms or len(keys) == most:
+                break
+            keys.append(key)
+        return self.take(keys) if keys else []
+
+    def close(self) -> None:
+        self._db.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _removed(self, entries: list[Entry]) -> list[Entry]:
+        batch = self._new_batch()
+        for entry in entries:
+            batch.delete(_PLACE + entry.key)
+            batch.delete(_deadline(entry))
+        self._db.write(batch)
+        return entries
+
+
+def _prefix(waiting: bool) -> bytes:
+    return b"w" if waiting else b"f"
+
+
+def _deadline(entry: Entry) -> bytes:
+    """Return the key whose order is that of the deadlines."""
+    at = max(entry.deadline_ms, 0).to_bytes(_TIME_BYTES, "big") + entry.number.to_bytes(_TIME_BYTES, "big")
+    return _prefix(entry.features is None) + at

@@ -1,0 +1,115 @@
+"""Divides what a joiner reads of the joined topics into packs of the join log. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Final
+
+from doll.join.extract import Bad, Extractor
+from doll.records.bounded import printable
+from doll.records.join_log import MAX_PAYLOAD_BYTES, Pack, Progress, RefusedRecord, Routed, partition_of
+
+if TYPE_CHECKING:
+    from doll.config.join import JoinConfig
+
+MAX_PACK_RECORDS: Final = 1_000
+MAX_PACK_BYTES: Final = 4 * 1024 * 1024
+
+Input = tuple[int, int]  # source and partition
+
+
+class Router:
+    """The records, and the progress, that have not been written to the log yet.
+
+    Attributes:
+        next_offsets: of each input, the offset after the last record that was read.
+        refused: records that cannot be joined.
+    """
+
+    def __init__(self, config: JoinConfig, num_partitions: int, max_record_bytes: int) -> None:
+        """`num_partitions`: of the join log."""
+        sources = range(len(config.labels) + 1)
+        extractors = [Extractor(config, source, max_record_bytes=max_record_bytes) for source in sources]
+        self._extractors = {extractor.topic: extractor for extractor in extractors}
+        self._max_ahead_ms = round(1000 * config.max_ahead_s)
+        self._num_partitions = num_partitions
+        self.next_offsets: dict[Input, int] = {}
+        self.refused: list[RefusedRecord] = []
+        self._times_ms: dict[Input, int] = {}
+        self._told: dict[Input, tuple[int, int]] = {}
+        self._routed: list[list[Routed]] = [[] for _ in range(num_partitions)]
+
+    def source_of(self, topic: str) -> int:
+        return self._extractors[topic].source
+
+    def begin(self, topic: str, partition: int, offset: int) -> None:
+        """Begin to read a partition at an offset."""
+        self.next_offsets[self.source_of(topic), partition] = offset
+
+    def end(self, topic: str, partition: int) -> None:
+        """Forget a partition that another joiner reads now."""
+        key = self.source_of(topic), partition
+        for known in (self.next_offsets, self._times_ms, self._told):
+            known.pop(key, None)
+
+    def add(self, message: Any, now_ms: int) -> None:
+        """Add a message of the Kafka client: route it, or refuse it."""
+        extractor = self._extractors[message.topic()]
+        source, partition, offset = extractor.source, message.partition(), message.offset()
+        key = source, partition
+        self.next_offsets[key] = offset + 1
+        value = message.value()
+        try:
+            record_key, time_ms, content = extractor.read(
+                value, message.key(), message.timestamp(), message.headers() or ()
+            )
+            if time_ms > now_ms + self._max_ahead_ms:
+                ahead_s = (time_ms - now_ms) / 1000
+                raise Bad("ahead", f"its event time is {ahead_s:.0f} s in the future: a wrong clock, or another unit")
+        except Bad as bad:
+            cut = (value or b"")[:MAX_PAYLOAD_BYTES]
+            reason = printable(" ".join(str(bad).split()))
+            named = (message.key() or b"")[:MAX_PAYLOAD_BYTES]
+            self.refused.append(RefusedRecord(source, partition, offset, -1, named, cut, bad.code, reason))
+            return
+        if time_ms > self._times_ms.get(key, -1):
+            self._times_ms[key] = time_ms
+        self._routed[partition_of(record_key, self._num_partitions)].append(
+            Routed(source, partition, offset, time_ms, record_key, content)
+        )
+
+    def read_to_end(self, inputs: Iterable[Input], time_ms: int) -> None:
+        """Note that all records that these partitions had at this time have been read."""
+        for key in inputs:
+            self._times_ms[key] = max(self._times_ms.get(key, time_ms), time_ms)
+
+    def take(self, now_ms: int) -> list[tuple[int, Pack]]:
+        """Return the packs to write, with their partitions of the log, in order; none if nothing has changed."""
+        marks = {
+            key: (offset, self._times_ms[key]) for key, offset in self.next_offsets.items() if key in self._times_ms
+        }
+        progress = [Progress(*key, *mark) for key, mark in marks.items() if self._told.get(key) != mark]
+        self._told.update(marks)
+        packs = []
+        for partition, records in enumerate(self._routed):
+            if not records and not progress:
+                continue
+            parts = list(_parts(records)) or [[]]
+            packs += [(partition, Pack(now_ms, part, [])) for part in parts[:-1]]
+            packs.append((partition, Pack(now_ms, parts[-1], progress)))
+            self._routed[partition] = []
+        return packs
+
+
+def _parts(records: list[Routed]) -> Iterable[list[Routed]]:
+    """Divide records into packs that are not too long."""
+    part: list[Routed] = []
+    size_bytes = 0
+    for record in records:
+        if part and (len(part) == MAX_PACK_RECORDS or size_bytes + len(record.value) > MAX_PACK_BYTES):
+            yield part
+            part, size_bytes = [], 0
+        part.append(record)
+        size_bytes += len(record.value)
+    if part:
+        yield part

@@ -1,0 +1,241 @@
+"""A member of a consumer group that reads, writes and commits in transactions: each record counts once.
+
+The group shares the partitions among its members. Offsets are committed with the records that were made of what was
+read, in one transaction. If another member has taken over a partition in the meantime, Kafka refuses the transaction
+(KIP-447).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicPartition
+from confluent_kafka.admin import OffsetSpec
+
+from doll.errors import FencedError, ServiceUnavailableError
+from doll.kafka.clients import (
+    ADMIN_S,
+    error_of,
+    list_offsets,
+    make_admin,
+    make_consumer,
+    make_producer,
+    translate_errors,
+)
+from doll.kafka.topic_plan import RECORD_LIMIT_BYTES, batch_limit_bytes
+from doll.services import Services
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+
+_SESSION_MS: Final = 10_000
+_TRANSACTION_MS: Final = 15_000
+_CALL_S: Final = 30.0
+_LINGER_MS: Final = 20
+_QUEUE_KBYTES: Final = 262_144
+_FENCED: Final = (
+    KafkaError._FENCED, KafkaError.FENCED_INSTANCE_ID, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED,
+)  # fmt: skip
+
+Place = tuple[str, int]  # topic and partition
+
+
+class AbandonedError(Exception):
+    """A transaction was not committed: what was read since the last one must be read again."""
+
+
+class Committed(NamedTuple):
+    """The committed offset of a partition, with the text that was stored with it; -1: none was committed."""
+
+    offset: int
+    metadata: str
+
+
+class Output(NamedTuple):
+    """A record to write."""
+
+    topic: str
+    partition: int
+    value: bytes
+    key: bytes | None = None
+    on_offset: Callable[[int], None] | None = None  # called with the offset that the record gets
+
+
+class GroupStream:
+    """A member of the group `name` of a job.
+
+    Args:
+        member: number of the member. A later process with this number fences the earlier one.
+        on_assigned: called, within `poll`, with the committed offsets of new partitions; returns where to begin.
+        on_revoked: called, within `poll`, with partitions that others may read now.
+
+    Attributes:
+        at_end: offsets of the ends of partitions that have been reached, and after which nothing has come.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        services: Services,
+        name: str,
+        member: int,
+        topics: Sequence[str],
+        *,
+        on_assigned: Callable[[dict[Place, Committed]], dict[Place, int]],
+        on_revoked: Callable[[list[Place]], None],
+    ) -> None:
+        self._services = services
+        self._on_assigned, self._on_revoked = on_assigned, on_revoked
+        self.at_end: dict[Place, int] = {}
+        self._failed: BaseException | None = None
+        self._producer = make_producer(
+            config, services, transactional_id=f"doll.{config.job}.{name}.{member}",
+            transaction_timeout_ms=_TRANSACTION_MS, message_timeout_ms=_TRANSACTION_MS,
+            message_max_bytes=RECORD_LIMIT_BYTES, linger_ms=_LINGER_MS, compression_type="lz4",
+            queue_buffering_max_kbytes=_QUEUE_KBYTES, queue_buffering_max_messages=1_000_000,
+        )  # fmt: skip
+        self._consumer: Any = make_consumer(
+            config, services, name, group_instance_id=f"{name}-{member}", session_timeout_ms=_SESSION_MS,
+            enable_partition_eof=True, isolation_level="read_committed", auto_offset_reset="error",
+            receive_message_max_bytes=max(batch_limit_bytes(config), 2 * RECORD_LIMIT_BYTES),
+            fetch_wait_max_ms=50,
+        )  # fmt: skip
+        self._admin = make_admin(config, services)
+        with self._translated("begin a transaction"):
+            self._producer.init_transactions(2 * _CALL_S)
+        self._consumer.subscribe(list(topics), on_assign=self._assign, on_revoke=self._revoke, on_lost=self._revoke)
+
+    def close(self) -> None:
+        """Leave the group. What was not committed is read again by others."""
+        self._consumer.close()
+        self._producer.purge()
+
+    def poll(self, most: int, timeout_s: float) -> list[Any]:
+        """Return at most `most` messages of the client, after at most `timeout_s`. May call `on_assigned` and
+        `on_revoked`, whose errors it passes on.
+
+        Raises:
+            ServiceUnavailableError: the broker refuses.
+            FencedError: a later process has the number of this member.
+            DataLossError: passed on by the caller's functions.
+        """
+        messages = []
+        with self._translated("send records"):
+            for message in self._consumer.consume(most, timeout_s):
+                place = message.topic(), message.partition()
+                if (error := message.error()) is None:
+                    self.at_end.pop(place, None)
+                    messages.append(message)
+                elif error.code() == KafkaError._PARTITION_EOF:
+                    self.at_end[place] = message.offset()
+                elif not error.retriable() and error.code() != KafkaError._ALL_BROKERS_DOWN:
+                    raise KafkaException(error)
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            raise failed
+        return messages
+
+    def read_to_end(self, places: Iterable[Place]) -> tuple[float, list[Place]]:
+        """Return a time, Unix seconds, and those of the partitions of which all records have been read that Kafka had
+        at this time. A partition with an open transaction is not among them."""
+        wanted = {TopicPartition(*place): place for place in places if place in self.at_end}
+        now_s = time.time()
+        if not wanted:
+            return now_s, []
+        try:
+            stable = self._ends(list(wanted), IsolationLevel.READ_COMMITTED)
+            ends = self._ends(list(wanted), IsolationLevel.READ_UNCOMMITTED)
+        except (KafkaException, TimeoutError):
+            return now_s, []
+        return now_s, [p for p in wanted.values() if self.at_end.get(p) == stable[p] == ends[p]]
+
+    def _ends(self, partitions: list[TopicPartition], level: IsolationLevel) -> dict[Place, int]:
+        futures = self._admin.list_offsets(
+            dict.fromkeys(partitions, OffsetSpec.latest()), isolation_level=level, request_timeout=ADMIN_S
+        )
+        return {(item.topic, item.partition): future.result().offset for item, future in futures.items()}
+
+    def ends(self, topic: str, partitions: Iterable[int]) -> dict[int, int]:
+        """Return the offsets after the last records of some partitions, open transactions included."""
+        with translate_errors(self._services.kafka, f"say where {topic} ends"):
+            found = list_offsets(self._admin, [TopicPartition(topic, item) for item in partitions], OffsetSpec.latest())
+        return {partition: offset for (_, partition), offset in found.items()}
+
+    def commit(self, outputs: Iterable[Output], offsets: dict[Place, Committed]) -> None:
+        """Write the records and commit the offsets, all or nothing.
+
+        Raises:
+            AbandonedError: nothing was written.
+            ServiceUnavailableError, FencedError: see `poll`.
+        """
+        with self._translated("accept a transaction"):
+            self._producer.begin_transaction()
+            try:
+                for output in outputs:
+                    self._write(output)
+                self._producer.send_offsets_to_transaction(
+                    [TopicPartition(*place, at.offset, metadata=at.metadata) for place, at in offsets.items()],
+                    self._consumer.consumer_group_metadata(),
+                    _CALL_S,
+                )
+                self._producer.commit_transaction(_CALL_S)
+            except KafkaException as exc:
+                error = error_of(exc)
+                if not error.txn_requires_abort() and not error.retriable():
+                    raise
+                self._producer.purge()
+                self._producer.abort_transaction(_CALL_S)
+                raise AbandonedError(error.str()) from exc
+
+    def _write(self, output: Output) -> None:
+        told = output.on_offset
+        report = None if told is None else lambda error, message: told(message.offset()) if error is None else None
+        while True:
+            try:
+                self._producer.produce(
+                    output.topic, output.value, key=output.key, partition=output.partition, on_delivery=report
+                )
+                return
+            except BufferError:
+                self._producer.poll(0.1)
+
+    def _assign(self, consumer: Any, partitions: list[TopicPartition]) -> None:
+        try:
+            known = consumer.committed(partitions, timeout=2 * _CALL_S)
+            committed = {(p.topic, p.partition): Committed(p.offset, p.metadata or "") for p in known}
+            begin = self._on_assigned(committed)
+            consumer.assign([TopicPartition(*place, offset) for place, offset in begin.items()])
+        except BaseException as exc:  # the client would only log it
+            self._failed = exc
+
+    def _revoke(self, consumer: Any, partitions: list[TopicPartition]) -> None:
+        places = [(p.topic, p.partition) for p in partitions]
+        for place in places:
+            self.at_end.pop(place, None)
+        self._on_revoked(places)
+
+    def _translated(self, what: str) -> Any:
+        return _Translated(self._services.kafka, what)
+
+
+class _Translated:
+    """A context that raises FencedError or ServiceUnavailableError instead of KafkaException."""
+
+    def __init__(self, address: str, what: str) -> None:
+        self._address, self._what = address, what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, exc: BaseException | None, traceback: Any) -> None:
+        if not isinstance(exc, KafkaException):
+            return
+        error = error_of(exc)
+        if error.code() in _FENCED:
+            raise FencedError("another process has the number of this one, and goes on in its place") from exc
+        hint = "doll doctor says what is missing"
+        raise ServiceUnavailableError(
+            f"Kafka at {self._address} does not {self._what} ({error.str()}): {hint}"
+        ) from exc

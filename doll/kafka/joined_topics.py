@@ -1,0 +1,68 @@
+"""Checks of the topics that `doll join` reads: they exist, can be read, and lose nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from confluent_kafka import KafkaException
+from confluent_kafka.admin import AclOperation
+
+from doll.errors import ConfigError, ServiceUnavailableError
+from doll.kafka.clients import error_of, is_denial, make_admin, retry_while_leaderless, translate_errors
+from doll.kafka.foreign_topic import MISSING, describe_topic, known_id, settings_of
+from doll.services import Services
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+
+
+@dataclass(frozen=True)
+class JoinedTopic:
+    """A topic of features (source 0) or labels (sources from 1, in the order of the job file)."""
+
+    source: int
+    name: str
+    partitions: int
+    topic_id: str  # "": this Kafka has no ids
+
+
+def joined_topics(config: JobConfig, services: Services) -> tuple[JoinedTopic, ...]:
+    """Return the topics of `data.join`, the features first.
+
+    Raises:
+        ConfigError: a topic is missing, may not be read, or is compacted.
+        ServiceUnavailableError: Kafka does not answer, or a partition has no leader.
+    """
+    join = config.data.join
+    assert join is not None
+    names = [join.features.topic, *(label.topic for label in join.labels)]
+    takes = ["", *(label.take for label in join.labels)]
+    admin = make_admin(config, services)
+    found = []
+    for source, (name, take) in enumerate(zip(names, takes, strict=True)):
+        where = "data.join.features.topic" if source == 0 else f"data.join.labels[{source - 1}].topic"
+        with translate_errors(services.kafka, f"describe topic {name}"):
+            try:
+                description = retry_while_leaderless(lambda name=name: describe_topic(admin, name))  # type: ignore[misc]
+            except KafkaException as exc:
+                if error_of(exc).code() in MISSING:
+                    raise ConfigError(
+                        f"{where}: Kafka at {services.kafka} has no topic {name}: correct the name"
+                    ) from exc
+                if is_denial(error_of(exc)):
+                    raise ConfigError(f"{where}: this user may not describe topic {name}: allow it") from exc
+                raise
+        allowed = description.authorized_operations
+        if allowed and not {AclOperation.READ, AclOperation.ALL} & set(allowed):
+            raise ConfigError(f"{where}: this user may not read topic {name}: allow it")
+        if lost := [part.id for part in description.partitions if part.leader is None or part.leader.id < 0]:
+            raise ServiceUnavailableError(f"topic {name}: partitions {lost} have no leader: start their brokers")
+        settings = settings_of(admin, name) or {}
+        if "compact" in settings.get("cleanup.policy", "") and take != "last":
+            raise ConfigError(
+                f"{where}: topic {name} is compacted: Kafka deletes all but the newest record of a key, perhaps before "
+                "it is joined; expected cleanup.policy=delete" + (", or take: last" if source else "")
+            )
+        found.append(JoinedTopic(source, name, len(description.partitions), known_id(description)))
+    return tuple(found)
