@@ -34,7 +34,7 @@ from doll.producers.sender import SampleSender
 from doll.records.control import Finished, ServerStatus, TermStarted, Update
 
 from benchmarks.fleet_report import LEASE_S, POLICIES, Fleet, Row, draw, markdown, profile_table, show
-from benchmarks.harness import Bench, CpuSampler, Usage, job
+from benchmarks.harness import Bench, Usage, job
 from benchmarks.pipeline import BATCH, EMNIST
 from benchmarks.results import DOCS, RESULTS, commit, update_section
 
@@ -86,7 +86,7 @@ class FleetBench(Bench):
                 first_update_s = watch.update_s - go_unix_s
                 joined = watch.wait(lambda: _joined(run, roles), roles, START_S)
                 watch.idle(warm_s, roles)
-                sampler = CpuSampler(self._names)
+                sampler = self.sampler()
                 begin_s = time.monotonic()
                 watch.idle(seconds, roles)
                 usage, end_s = sampler.read(), time.monotonic()

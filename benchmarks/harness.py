@@ -98,7 +98,8 @@ class Bench:
         self._say = say
         self._open = contextlib.ExitStack()
         self._filled: dict[str, int] = {}
-        self._names: dict[int, str] = {}
+        self._names: dict[int, str] = {}  # of processes, by id
+        self._services: set[int] = set()  # ids of Kafka and Redis
         self._run_number = 0
         self.folder: Path
         self.stack: Stack
@@ -118,6 +119,7 @@ class Bench:
         for name, server in (("kafka", self.stack.kafka), ("redis", self.stack.redis)):
             if not isinstance(server, KafkaCluster | None) and server.pid is not None:
                 self._names[server.pid] = name
+                self._services.add(server.pid)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -137,13 +139,23 @@ class Bench:
         self._names[role.pid] = name.split("-")[0]
         return role
 
+    def sampler(self) -> CpuSampler:
+        """A sampler of the processes that run now or start later.
+
+        Roles that have ended are forgotten: their ids may be those of threads by now, and the CPU time that psutil
+        returns for a thread's id is that of its whole process.
+        """
+        running = self._services | {role.pid for role in self.forks.running()}
+        self._names = {pid: name for pid, name in self._names.items() if pid in running}
+        return CpuSampler(self._names)
+
     def run_roles(self, specs: Sequence[tuple[str, str, Sequence[Any]]]) -> Usage:
         """Start all, wait until all have exited with code 0, and return their CPU usage.
 
         Raises:
             RuntimeError: one failed or did not exit; the message shows its log.
         """
-        sampler = CpuSampler(self._names)
+        sampler = self.sampler()
         roles = [self.start(*spec) for spec in specs]
         try:
             deadline_s = time.monotonic() + _RUN_S
@@ -286,7 +298,7 @@ class Bench:
     ) -> tuple[list[Update], Usage]:
         updates: list[Update] = []
         came_s: list[float] = []  # by this process's clock: a server's wall clock may be set during the run
-        sampler = CpuSampler(self._names)
+        sampler = self.sampler()
         warm = False
         noted_s = 0.0
         deadline_s = time.monotonic() + _RUN_S
@@ -306,7 +318,7 @@ class Bench:
                             raise RuntimeError(f"only {len(steady)} updates after {warm_s} s: run for longer")
                         return steady, sampler.read()
             if came_s and not warm and came_s[-1] >= came_s[0] + warm_s:
-                warm, sampler = True, CpuSampler(self._names)
+                warm, sampler = True, self.sampler()
                 if observer is not None:
                     pids = {role.pid: role.name for role in roles}
                     observer.begin({**self._names, **pids, os.getpid(): "bench"})

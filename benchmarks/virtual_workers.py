@@ -239,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "memory" in parts:
         result["memory"] = memory(args.model or list(_MODELS)[1:])
         print(
-            "| model | optimizer | N_m | stage | the paper's rule MB | promised MB | taken MB | taken / rule | "
+            "| model | optimizer | N_m | stage | HetPipe's rule MB | promised MB | taken MB | taken / rule | "
             "taken / promised |\n|---|---|---|---|---|---|---|---|---|"
         )
         for row in result["memory"]:

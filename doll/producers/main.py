@@ -47,7 +47,7 @@ def run_producer(
 ) -> int:
     """Send the job's source until it ends, `source.limit_samples` is reached, or `stop` is set.
 
-    Without `stop`, SIGTERM and SIGINT end it (in the main thread). In both cases, all sent samples are flushed and
+    Without `stop`, SIGTERM and SIGINT end it (in the main thread). However it ends, all sent samples are flushed and
     counted.
 
     Args:

@@ -288,8 +288,9 @@ def decode_push(data: Buffer, shapes: Shapes, *, job: str, version: int) -> dict
 
 
 def decode_delta(data: Buffer, shapes: Shapes, *, job: str, version: int) -> tuple[dict[str, Vector | Rows], int]:
-    """Return the pieces that were given to `encode_delta`, and the version with which they are compared. Raise the same
-    errors as `decode_push`, and BlobError also if that version is not lower than the blob's own."""
+    """Return the pieces that were given to `encode_delta`, and the base version: the pieces are the values of `version`
+    that differ from it. Raise the same errors as `decode_push`, and BlobError also if the base version is not lower
+    than the blob's own."""
     body, _ = decode_bytes(data, job=job, kind="d", version=version)
     pieces, sinces = _pieces(body, shapes, forms="dr")
     if len(sinces) != 1 or not 0 <= (since := sinces.pop()) < version:

@@ -179,8 +179,9 @@ class Mappings:
     def view(self, path: str) -> memoryview | None:
         """Return the blob at `path`, read-only. It is not overwritten while a view of it exists.
 
-        Return None if the blob has been deleted or replaced. Also return None if its file was truncated, because
-        reading the file would raise SIGBUS. Raise FileNotFoundError if there is no blob.
+        Raise FileNotFoundError if `path` does not exist. Return None if, since it was looked up, the blob was replaced
+        or its owner took the file for a new blob; also if its file was truncated, because reading the file would raise
+        SIGBUS.
         """
         with self._lock:
             status = os.stat(path, follow_symlinks=False)
@@ -230,8 +231,8 @@ class Mappings:
 
 
 def read_stable(path: str) -> bytes | None:
-    """Return a copy of the blob at `path`, in a segment or not; None if it was deleted or replaced during the read.
-    Raise FileNotFoundError if there is no blob."""
+    """Return a copy of the blob at `path`, in a segment or not; None if, since it was opened, the blob was replaced or
+    its owner took the file for a new blob. Raise FileNotFoundError if `path` does not exist."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -162,8 +162,8 @@ def _inverse(value: float) -> float:
 
 
 def fit_reference(steps: npt.ArrayLike, losses: npt.ArrayLike) -> ReferenceCurve | None:
-    """Return the best curve of Eq. (2) with θ >= 0; None if no fit is possible. Later points have more weight (σ_k =
-    1/k for the k-th point).
+    """Return the best curve of Eq. (2) whose constants θ0 to θ3 (see `ReferenceCurve`) are all >= 0; None if no fit is
+    possible. Later points have more weight (σ_k = 1/k for the k-th point).
 
     Args:
         steps: step numbers, above 0, ascending, shape (n,).
@@ -189,7 +189,8 @@ def fit_reference(steps: npt.ArrayLike, losses: npt.ArrayLike) -> ReferenceCurve
 
 
 def fit_slow(steps: npt.ArrayLike, losses: npt.ArrayLike) -> SlowCurve | None:
-    """Return the best curve of Eq. (3) with θ >= 0; None if no fit is possible. Arguments: see `fit_reference`.
+    """Return the best curve of Eq. (3) whose constants θ0 to θ3 (see `SlowCurve`) are all >= 0; None if no fit is
+    possible. Arguments: see `fit_reference`.
 
     Source: MLLess, Eq. (3).
     """

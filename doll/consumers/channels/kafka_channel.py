@@ -117,7 +117,8 @@ class WorkerChannel:
         return False
 
     def read_values(self, topic: str, partition: int, offsets: Collection[int]) -> dict[int, bytes]:
-        """Return the values at these offsets. Offsets that the log does not contain any more are left out."""
+        """Return the values at these offsets. Offsets that the log does not contain any more, and records without a
+        value (tombstones), are left out."""
         if not offsets:
             return {}
         with RangeReader(self._config, self._services) as reader:

@@ -2,9 +2,9 @@
 changes of rows.
 
 Only rows that had a gradient in this worker have optimizer state. The state belongs to this process: each process
-starts with a new state, which is never sent, as in `doll.consumers.compute.step_model`. Its memory is limited. If the
-memory is full, the rows whose last gradient is oldest lose their state. Such rows are then treated like rows without
-earlier gradients.
+starts with a new state, which is never sent, as in `doll.consumers.compute.step_model`. Its memory may be limited. If
+this memory is full, the rows whose last gradient is oldest lose their state. Such rows are then treated like rows
+without earlier gradients.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The partition of a job's virtual workers by a profile of its model, and the memory of a stage.
+"""Divide the model of a job into stages, with the times of a profile, and compute the memory that a stage needs.
 
 Does not import torch.
 """
