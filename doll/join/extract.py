@@ -17,6 +17,7 @@ from doll.records.join_log import FEATURES
 MAX_KEY_BYTES: Final = 1_024
 _MS_PER_UNIT: Final = {"s": 1000.0, "ms": 1.0, "us": 1e-3, "ns": 1e-6}
 _MAX_MS: Final = 2**53
+Headers = Sequence[tuple[str, bytes | None]]
 _NO_TIMESTAMP: Final = 0  # Kafka's kind of a timestamp that is not known
 
 
@@ -76,7 +77,11 @@ class Extractor:
         self._decode = msgspec.json.Decoder(msgspec.defstruct("Fields", fields, rename=rename)).decode
 
     def read(
-        self, value: bytes | None, key: bytes | None, timestamp: tuple[int, int], headers: Sequence[tuple[str, bytes]]
+        self,
+        value: bytes | None,
+        key: bytes | None,
+        timestamp: tuple[int, int],
+        headers: Headers,
     ) -> Extracted:
         """Return the parts of a record. Raise Bad if one is missing or cannot be used.
 
@@ -97,9 +102,7 @@ class Extractor:
             return Extracted(key_bytes, time_ms, self._features(value, fields))
         return Extracted(key_bytes, time_ms, self._value(fields))
 
-    def _tombstone(
-        self, key: bytes | None, timestamp: tuple[int, int], headers: Sequence[tuple[str, bytes]]
-    ) -> Extracted:
+    def _tombstone(self, key: bytes | None, timestamp: tuple[int, int], headers: Headers) -> Extracted:
         if self._label is None or not self._label.retract:
             raise Bad("empty", "no value: expected a JSON object")
         if self._key.field is not None or self._time.field is not None:
@@ -136,7 +139,7 @@ class Extractor:
         return raw
 
 
-def _key(section: KeyConfig, found: Any, key: bytes | None, headers: Sequence[tuple[str, bytes]]) -> bytes:
+def _key(section: KeyConfig, found: Any, key: bytes | None, headers: Headers) -> bytes:
     if section.field is not None:
         made = found.encode() if isinstance(found, str) else b"%d" % found
     elif section.header is not None:

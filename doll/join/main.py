@@ -18,7 +18,7 @@ from doll.config import JobConfig
 from doll.config.join import JoinConfig
 from doll.errors import ConfigError, DataLossError, RecordError
 from doll.join.entries import Entries
-from doll.join.matcher import Decisions, Matcher, parse_restart
+from doll.join.matcher import Decisions, Matcher
 from doll.join.rocks_overflow import RocksOverflow
 from doll.join.router import Router
 from doll.kafka import topics
@@ -26,7 +26,7 @@ from doll.kafka.group_stream import AbandonedError, Committed, GroupStream, Outp
 from doll.kafka.joined_topics import JoinedTopic, joined_topics
 from doll.kafka.publisher import Publisher
 from doll.kafka.range_reader import RangeReader
-from doll.kafka.reader import has_finished, on_finish
+from doll.kafka.reader import has_finished, on_finish, unreadable_headers
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.signals import stop_requested
 from doll.records.control import Metric
@@ -39,6 +39,7 @@ from doll.records.join_log import (
     decode_step,
     differences,
     encode,
+    parse_restart,
 )
 from doll.services import Services
 from doll.telemetry import get_logger
@@ -123,6 +124,7 @@ class _Session:
         self._router = Router(join, count, config.data.max_record_bytes)
         self._shards: dict[int, _Shard] = {}
         self._skew_ms = 0
+        self._reads_headers = any(section.key.header is not None for section in (join.features, *join.labels))
         self._counts = {"samples_total": 0, "corrections_total": 0, "dropped_total": 0, "refused_total": 0}
         self._initial: dict[Place, Committed] = {}  # first offsets that were not committed yet
         self._stream = GroupStream(
@@ -147,12 +149,20 @@ class _Session:
             heartbeat.beat("loop")
             wait_s = max(commit_s - time.monotonic(), 0.0)
             size_bytes = 0
-            for message in self._stream.poll(_MOST_MESSAGES, min(wait_s, 0.05)):
-                size_bytes += len(message.value() or b"")
-                if message.topic() == self._log:
+            messages = self._stream.poll(_MOST_MESSAGES, min(wait_s, 0.05))
+            without = unreadable_headers(messages) if self._reads_headers else {}
+            now_ms = _now_ms()
+            for at, message in enumerate(messages):
+                topic, value = message.topic(), message.value()
+                size_bytes += len(value or b"")
+                if topic == self._log:
                     self._join_pack(message)
-                else:
-                    self._router.add(message, _now_ms())
+                    continue
+                headers = message.headers() or () if self._reads_headers and at not in without else ()
+                self._router.add(
+                    topic, message.partition(), message.offset(), value, message.key(), message.timestamp(), headers,
+                    now_ms,
+                )  # fmt: skip
             now_s = time.monotonic()
             if now_s >= tick_s:
                 tick_s = now_s + _TICK_S

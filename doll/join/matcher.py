@@ -8,8 +8,6 @@ it has read to its end to the time of its clock, so windows also close if no lab
 
 from __future__ import annotations
 
-import base64
-import zlib
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +17,7 @@ import msgspec
 
 from doll.join.entries import Entries, Entry, State
 from doll.join.watermarks import Watermarks
-from doll.records.join_log import FEATURES, Kept, Pack, Routed
+from doll.records.join_log import FEATURES, Kept, Pack, Restart, Routed
 
 if TYPE_CHECKING:
     from doll.config.join import JoinConfig, LabelConfig
@@ -78,36 +76,6 @@ class _Segment:
     journal: int
     began_ms: int
     live: int = 0  # entries that began in it
-
-
-class Restart(NamedTuple):
-    """Where a matcher continues, and how it gets its state: from the log and the journal, both from an offset on.
-
-    Attributes:
-        offset, serial: of the first record of the log that may be of an open key.
-        journal: offset of the journal.
-        until: serial of the record after the last one that has been joined.
-        marks: the watermarks.
-    """
-
-    offset: int
-    serial: int
-    journal: int
-    until: int
-    marks: list[list[int]]
-
-    def text(self) -> str:
-        """Return the text that `parse_restart` reads. It fits into the metadata of an offset if the topics have some
-        hundred partitions."""
-        return base64.b85encode(zlib.compress(msgspec.msgpack.encode(self), 9)).decode()
-
-
-def parse_restart(text: str) -> Restart:
-    """Raise ValueError if the text is not that of a restart."""
-    try:
-        return msgspec.msgpack.decode(zlib.decompress(base64.b85decode(text)), type=Restart)
-    except (zlib.error, msgspec.MsgspecError) as exc:
-        raise ValueError(f"expected the state of a join, got {text[:40]!r}: {exc}") from exc
 
 
 class Matcher:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final
 
 from doll.join.extract import Bad, Extractor
 from doll.records.bounded import printable
@@ -52,28 +52,28 @@ class Router:
         for known in (self.next_offsets, self._times_ms, self._told):
             known.pop(key, None)
 
-    def add(self, message: Any, now_ms: int) -> None:
-        """Add a message of the Kafka client: route it, or refuse it."""
-        extractor = self._extractors[message.topic()]
-        source, partition, offset = extractor.source, message.partition(), message.offset()
-        key = source, partition
-        self.next_offsets[key] = offset + 1
-        value = message.value()
+    def add(
+        self, topic: str, partition: int, offset: int, value: bytes | None, key: bytes | None,
+        timestamp: tuple[int, int], headers: Sequence[tuple[str, bytes | None]], now_ms: int,
+    ) -> None:  # fmt: skip
+        """Route a record, or refuse it. `timestamp`: see `Extractor.read`."""
+        extractor = self._extractors[topic]
+        source = extractor.source
+        where = source, partition
+        self.next_offsets[where] = offset + 1
         try:
-            record_key, time_ms, content = extractor.read(
-                value, message.key(), message.timestamp(), message.headers() or ()
-            )
+            record_key, time_ms, content = extractor.read(value, key, timestamp, headers)
             if time_ms > now_ms + self._max_ahead_ms:
                 ahead_s = (time_ms - now_ms) / 1000
                 raise Bad("ahead", f"its event time is {ahead_s:.0f} s in the future: a wrong clock, or another unit")
         except Bad as bad:
             cut = (value or b"")[:MAX_PAYLOAD_BYTES]
             reason = printable(" ".join(str(bad).split()))
-            named = (message.key() or b"")[:MAX_PAYLOAD_BYTES]
+            named = (key or b"")[:MAX_PAYLOAD_BYTES]
             self.refused.append(RefusedRecord(source, partition, offset, -1, named, cut, bad.code, reason))
             return
-        if time_ms > self._times_ms.get(key, -1):
-            self._times_ms[key] = time_ms
+        if time_ms > self._times_ms.get(where, -1):
+            self._times_ms[where] = time_ms
         self._routed[partition_of(record_key, self._num_partitions)].append(
             Routed(source, partition, offset, time_ms, record_key, content)
         )

@@ -125,6 +125,7 @@ class Message(NamedTuple):
     value: bytes | None
     written_s: float  # Unix seconds, by its writer's or the broker's clock; 0.0 if it has no time
     headers: Sequence[tuple[str, bytes | None]] = ()  # (key, value) in order
+    key: bytes | None = None
 
 
 class TimedRecord(NamedTuple):
@@ -141,7 +142,7 @@ def as_message(partition: Partition, message: Any) -> Message:
     kind, stamp_ms = message.timestamp()
     written_s = stamp_ms / 1000 if kind and stamp_ms > 0 else 0.0
     headers = () if unreadable_headers([message]) else message.headers() or ()
-    return Message(partition, int(message.offset()), message.value(), written_s, headers)
+    return Message(partition, int(message.offset()), message.value(), written_s, headers, message.key())
 
 
 def unreadable_headers(messages: Sequence[Any]) -> dict[int, str]:

@@ -10,10 +10,11 @@ each partition of the log what became of its records.
 
 from __future__ import annotations
 
+import base64
 import zlib
 from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -91,7 +92,7 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         until: the log was joined up to this offset.
-        restart: how a later joiner continues (`doll.join.matcher.Restart`).
+        restart: how a later joiner continues (`Restart`).
         settled: numbers, in the log, of records of which no open key has need any more; each minus the one before.
         kept: keys that have changed their state and stay.
         dropped: partition and offset of features whose window has closed without a label, if these are dropped.
@@ -115,6 +116,36 @@ class Step(msgspec.Struct, frozen=True, omit_defaults=True):
     open: int = 0
     features_ms: int = -1
     labels_ms: int = -1
+
+
+class Restart(NamedTuple):
+    """Where a matcher continues, and how it gets its state: from the log and the journal, both from an offset on.
+
+    Attributes:
+        offset, serial: of the first record of the log that may be of an open key.
+        journal: offset of the journal.
+        until: serial of the record after the last one that has been joined.
+        marks: the watermarks.
+    """
+
+    offset: int
+    serial: int
+    journal: int
+    until: int
+    marks: list[list[int]]
+
+    def text(self) -> str:
+        """Return the text that `parse_restart` reads. It fits into the metadata of an offset if the topics have some
+        hundred partitions."""
+        return base64.b85encode(zlib.compress(msgspec.msgpack.encode(self), 9)).decode()
+
+
+def parse_restart(text: str) -> Restart:
+    """Raise ValueError if the text is not that of a restart."""
+    try:
+        return msgspec.msgpack.decode(zlib.decompress(base64.b85decode(text)), type=Restart)
+    except (zlib.error, msgspec.MsgspecError) as exc:
+        raise ValueError(f"expected the state of a join, got {text[:40]!r}: {exc}") from exc
 
 
 _encode = msgspec.msgpack.Encoder().encode

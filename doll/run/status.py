@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from doll.amounts import aligned, clock
 from doll.config import JobConfig
@@ -29,6 +29,9 @@ from doll.run.target import Target
 from doll.service_checks import require_kafka
 from doll.services import Services
 from doll.storage.stores import open_store
+
+if TYPE_CHECKING:
+    from doll.join.audit import JoinReport
 
 _SILENT = {
     "provisioner": "; its machines keep running and nothing enforces the budget: start it again (doll provision run), "
@@ -136,6 +139,17 @@ def audit_target(target: Target) -> LedgerReport:
     """
     target, services = reachable_kafka(target)
     return audit(target.config, services, open_store(target.config, target.run.path))
+
+
+def join_audit_of(target: Target) -> JoinReport | None:
+    """Audit the join of the job; None: the job has no `data.join`. Raise ServiceUnavailableError if the broker does not
+    answer."""
+    if target.config.data.join is None:
+        return None
+    from doll.join.audit import audit_join
+
+    target, services = reachable_kafka(target)
+    return audit_join(target.config, services)
 
 
 def require_finished(target: Target) -> None:

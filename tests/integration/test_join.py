@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,9 +15,11 @@ from typing import Any
 
 import pytest
 from doll.config import JobConfig, parse
+from doll.join.audit import audit_join
 from doll.join.main import run_joiner
 from doll.kafka import topics
 from doll.kafka.range_reader import RangeReader
+from doll.local.forks import ForkServer
 from doll.records.join_log import Step, decode_step
 from doll.services import Services
 from owners_topic import OwnersTopic
@@ -66,6 +70,10 @@ def open_keys(config: JobConfig, services: Services) -> int:
     return sum({partition: step.open for partition, step in steps_of(config, services) if step.restart}.values())
 
 
+def settled_samples(config: JobConfig, services: Services) -> int:
+    return sum(step.samples for _, step in steps_of(config, services))
+
+
 def test_features_and_labels_of_other_partitions_are_joined_and_windows_close_without_any_record(
     services: Services, job_name: str, shown: OwnersTopic, clicks: OwnersTopic
 ) -> None:
@@ -75,7 +83,9 @@ def test_features_and_labels_of_other_partitions_are_joined_and_windows_close_wi
     config, rng = job_of(job_name, shown, clicks), random.Random(0)
     now_ms = int(time.time() * 1000)
     labelled = {f"k{number}" for number in range(300) if number % 3}
-    features = [(key := f"k{number}", json.dumps({"id": key, "at": now_ms, "x": number}).encode()) for number in range(300)]
+    features = [
+        (key := f"k{number}", json.dumps({"id": key, "at": now_ms, "x": number}).encode()) for number in range(300)
+    ]
     labels = [(str(rng.random()), json.dumps({"id": key, "at": now_ms + 500}).encode()) for key in sorted(labelled)]
     clicks.write(labels[:100])
     shown.write(features)
@@ -96,6 +106,139 @@ def test_features_and_labels_of_other_partitions_are_joined_and_windows_close_wi
     assert len(samples) == 300
     assert open_keys(config, services) == 0
     assert not [refused for _, step in steps_of(config, services) for refused in step.refused]
+
+
+KILLS = int(os.environ.get("DOLL_KILLS", "5"))
+
+
+class Joiners:
+    """Processes of `doll join`, by their numbers."""
+
+    def __init__(self, config: JobConfig, services: Services, forks: ForkServer, folder: Path) -> None:
+        self._services, self._forks, self._folder = services, forks, folder
+        (folder / "job.yaml").write_text(config.model_dump_json(by_alias=True, exclude_none=True))
+        self.live: dict[int, Any] = {}
+        self._started = 0
+
+    def start(self, number: int) -> None:
+        arguments = [
+            str(self._folder / "job.yaml"),
+            self._services.kafka,
+            self._services.redis,
+            str(self._folder),
+            number,
+        ]
+        self._started += 1
+        log = self._folder / f"joiner-{number}-{self._started}.log"
+        self.live[number] = self._forks.start_role(
+            "doll.run.local.roles:joiner_role", arguments, log_path=log, name=f"joiner-{number}"
+        )
+
+    def kill(self, number: int) -> None:
+        self.live.pop(number).kill()
+
+    def close(self) -> None:
+        for role in self.live.values():
+            role.kill()
+
+
+class Owner:
+    """Writes features and labels in transactions, one of ten of which is aborted, and remembers what must follow."""
+
+    def __init__(self, shown: OwnersTopic, clicks: OwnersTopic) -> None:
+        self._shown, self._clicks = shown, clicks
+        self._producer = shown.transactional(f"owner-{shown.name}")
+        self._rng = random.Random(0)
+        self._next = 0
+        self._owed: list[tuple[float, str]] = []  # when a label is written, and of which key
+        self.label_of: dict[str, int] = {}  # by key of features: whether its label came within the window
+        self.orphans = self.doubles = self.bad = 0
+
+    def write(self, num_features: int = 20) -> None:
+        """A transaction."""
+        rng, now_ms = self._rng, int(time.time() * 1000)
+        aborts = rng.random() < 0.1
+        self._producer.begin_transaction()
+        due = [item for item in self._owed if item[0] <= time.time()]
+        for _ in range(num_features):
+            key = f"k{self._next}"
+            self._next += 1
+            self._send(self._shown, str(int(rng.paretovariate(0.5)) % 50), {"id": key, "at": now_ms, "x": 1})
+            if aborts:
+                continue
+            kind = rng.random()
+            self.label_of[key] = int(kind < 0.5)
+            if kind < 0.3:
+                self._owed.append((time.time() + rng.random() * 0.5 * WINDOW_S, key))
+            elif kind < 0.5:
+                due.append((0.0, key))
+            if kind < 0.02:
+                due += [(0.0, f"orphan-{key}")]
+                self.orphans += 1
+        for item in due:
+            if item in self._owed and not aborts:
+                self._owed.remove(item)
+            self._send(self._clicks, str(rng.random()), {"id": item[1], "at": now_ms})
+        if rng.random() < 0.2:
+            self._send(self._shown, "bad", {"at": now_ms})
+            self.bad += not aborts
+        self._producer.flush()
+        if aborts:
+            self._producer.abort_transaction(60)
+            self.orphans -= sum(key.startswith("orphan") for _, key in due)
+            self._owed += [item for item in due if item not in self._owed and item[1] in self.label_of]
+        else:
+            self._producer.commit_transaction(60)
+
+    def _send(self, topic: OwnersTopic, key: str, record: Any) -> None:
+        self._producer.produce(topic.name, json.dumps(record).encode(), key)
+
+    def pay(self) -> None:
+        """Write the labels that are owed."""
+        while self._owed:
+            self.write(0)
+
+
+def test_joined_records_equal_an_offline_join_through_kills_and_changing_joiners(
+    services: Services, job_name: str, shown: OwnersTopic, clicks: OwnersTopic, fork_server: ForkServer, tmp_path: Path
+) -> None:
+    """`DOLL_KILLS` SIGKILLs; from one joiner to three, then two; one transaction in ten of the owner is aborted."""
+    shown.create(12)
+    clicks.create(7)
+    config = job_of(job_name, shown, clicks)
+    topics.ensure(config, services)
+    owner, rng = Owner(shown, clicks), random.Random(1)
+    joiners = Joiners(config, services, fork_server, tmp_path)
+    joiners.start(0)
+    try:
+        for kill in range(KILLS + 2):
+            if kill == 1:
+                joiners.start(1)
+                joiners.start(2)
+            if kill == KILLS:
+                joiners.kill(2)
+            until_s = time.monotonic() + rng.uniform(0.5, 2.5)
+            while time.monotonic() < until_s:
+                owner.write()
+            number = rng.choice(list(joiners.live))
+            joiners.kill(number)
+            joiners.start(number)
+        owner.pay()
+        settled = len(owner.label_of)
+        until(
+            lambda: sum(step.samples for _, step in steps_of(config, services)) >= settled, "all samples", timeout_s=120
+        )
+        until(lambda: open_keys(config, services) == 0, "all windows close", timeout_s=120)
+    finally:
+        joiners.close()
+    samples = [json.loads(value) for _, value in records_of(config, services, "samples")]
+    assert len(samples) == len(owner.label_of)
+    assert {sample["id"]: sample["click"] for sample in samples} == owner.label_of
+    refused = Counter(item.code for _, step in steps_of(config, services) for item in step.refused)
+    assert refused == Counter({"orphan": owner.orphans, "not_json": owner.bad})
+    report = audit_join(config, services)
+    assert report.problems == []
+    assert [counts.open + counts.unread for counts in report.topics] == [0, 0]
 
 
 def all_done(futures: list[Any]) -> bool:
