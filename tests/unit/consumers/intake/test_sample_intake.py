@@ -22,7 +22,7 @@ from doll.consumers.intake.sample_intake import SampleIntake
 from doll.consumers.lifecycle.departure import ProcessExit
 from doll.consumers.protocol.worker_core import Acknowledge, Serve, WorkerAction, WorkerCore
 from doll.errors import ServiceUnavailableError
-from doll.kafka.chunk_reader import Chunk, NoRecordBelow
+from doll.kafka.chunk_reader import Chunk, NoRecordBelow, OutOfRange
 from doll.records.control import Durable, Served, Welcome
 from hypothesis import given
 from hypothesis import strategies as st
@@ -277,8 +277,9 @@ async def test_a_delivery_of_an_earlier_reading_is_ignored() -> None:
 
 async def test_kafka_without_an_answer_lets_the_reader_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample_intake, "_ASK_AGAIN_S", 0.0)
-    rig, sought = Rig(welcome()), []
+    rig = Rig(welcome())
+    sought: list[tuple[int, int]] = []
     rig.channel.bounds = ServiceUnavailableError("no answer")
-    rig.reader.seek = lambda *where: sought.append(where)  # type: ignore[method-assign]
-    await rig.intake.receive(sample_intake.OutOfRange(1, 110))
+    rig.reader.seek = lambda partition, offset: sought.append((partition, offset))  # type: ignore[method-assign]
+    await rig.intake.receive(OutOfRange(1, 110))
     assert (sought, rig.exit.is_requested) == ([(1, 110)], False)
