@@ -1,18 +1,18 @@
 """The Faust app of a worker: it reads the worker's partitions of `samples` in chunks of records, and runs the main
 loop.
 
-The app's agent passes the chunks to `WorkerRuntime`, whose tasks run in the same event loop. `CrashingSupervisor` ends
-the process on any unexpected error, because an agent that is restarted inside the process has lost its position (ADR
-0002).
+The app's agent passes the reader's deliveries to the worker's `SampleIntake`, which runs in the same event loop.
+`CrashingSupervisor` ends the process on any unexpected error, because an agent that is restarted inside the process has
+lost its position (ADR 0002).
 
 The app has its own transport. It reads the partitions that the parameter server names, and does not use a consumer
 group: a group would stop all workers whenever a worker joins or leaves (ADR 0002). The partitions change while the app
-runs. Faust therefore knows only one partition, `_LANE`, and each chunk on it names its own partition.
+runs. Faust therefore knows only one partition, `_LANE`, and each delivery on it names its own partition.
 
-`doll.kafka.chunk_reader` reads the records. One Faust event contains all `Chunk`s that are available (ADR 0027). Faust
-itself sends nothing and commits nothing: the app tells the reader which offset is durable. If the log no longer
-contains the position, the position is never reset silently. All records below the position were delivered before, so
-the app knows exactly which offsets it will not get.
+`doll.kafka.chunk_reader` reads the records. One Faust event contains all deliveries that are available (ADR 0027).
+Faust itself sends nothing and commits nothing: the intake tells the reader which offset is durable. If the log no
+longer contains the position, the position is never reset silently. All records below the position were delivered
+before, so the intake knows exactly which offsets it will not get.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -31,28 +30,25 @@ from faust.transport import base
 from faust.types import TP, ConsumerMessage
 
 from doll.config import JobConfig
-from doll.consumers.intake.partition_intake import PartitionIntake
 from doll.consumers.runtime import WorkerRuntime
-from doll.kafka.chunk_reader import Chunk, Delivery, NoRecordBelow, OutOfRange, Truncated
+from doll.kafka.chunk_reader import Delivery
 from doll.process.signals import note
 from doll.services import Services
 
-_ASK_AGAIN_S: Final = 1.0  # the broker does not know yet whether it holds an offset
-_WAITING_CHUNKS: Final = 2  # number of chunks between Faust's consumer and its agent
-_EVENT_CHUNKS: Final = 64  # maximum number of chunks in one event
-_LANE: Final = 0  # the only partition that Faust knows: all chunks are delivered on it
+_WAITING_EVENTS: Final = 2  # number of events between Faust's consumer and its agent
+_EVENT_DELIVERIES: Final = 64  # maximum number of deliveries in one event
+_LANE: Final = 0  # the only partition that Faust knows: everything is delivered on it
 
 
 class ChunkConsumer(base.Consumer):  # type: ignore[misc]
-    """Faust's consumer. It assigns the partitions, and passes the reader's chunks to the conductor as messages."""
+    """Faust's consumer. It assigns the partitions, and passes the reader's deliveries to the conductor."""
 
     _generation = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._assigned: set[TP] = set()
-        self._deliveries: deque[Delivery] = deque()
-        self._delivered = asyncio.Event()
+        self._deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
         self._is_reading = False
 
     # --- life cycle -------------------------------------------------------------------------------------------------
@@ -79,18 +75,14 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
 
             def deliver(delivery: Delivery) -> None:
                 with contextlib.suppress(RuntimeError):  # the loop has ended
-                    loop.call_soon_threadsafe(self._put, delivery)
+                    loop.call_soon_threadsafe(self._deliveries.put_nowait, delivery)
 
-            self.app.runtime.reader.start(deliver)
+            self.app.runtime.intake.reader.start(deliver)
         return dict.fromkeys(self.app.partitions, 0)
 
     async def on_stop(self) -> None:
         await super().on_stop()
-        await asyncio.get_running_loop().run_in_executor(None, self.app.runtime.reader.close)
-
-    def _put(self, delivery: Delivery) -> None:
-        self._deliveries.append(delivery)
-        self._delivered.set()
+        await asyncio.get_running_loop().run_in_executor(None, self.app.runtime.intake.reader.close)
 
     # --- records ----------------------------------------------------------------------------------------------------
 
@@ -98,62 +90,28 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
         """Pass on the deliveries until the app stops. Faust's fetcher runs this method."""
         try:
             while not (self.should_stop or fetcher.should_stop):
-                while not self._deliveries:
-                    self._delivered.clear()
-                    await self._delivered.wait()
-                if chunks := self._take_chunks():
-                    await self._feed(chunks)
-                else:
-                    await self._pass_on(self._deliveries.popleft())
-                for _ in chunks or (None,):
-                    self.app.runtime.reader.taken()
+                deliveries = await self._take()
+                message = self._to_message(TP(self.app.samples_topic, _LANE), deliveries)
+                await self.wait_first(self.callback(message), self.suspend_flow.wait())
+                for _ in deliveries:
+                    self.app.runtime.intake.reader.taken()
         except asyncio.CancelledError:
             if not self.app.should_stop:
                 raise
 
-    def _take_chunks(self) -> list[Chunk]:
-        """Remove and return the next chunks, up to the first delivery of another type."""
-        chunks: list[Chunk] = []
-        while len(chunks) < _EVENT_CHUNKS and self._deliveries and isinstance(chunk := self._deliveries[0], Chunk):
-            chunks.append(chunk)
-            self._deliveries.popleft()
-        return chunks
+    async def _take(self) -> list[Delivery]:
+        """Remove and return the next deliveries. If the last one is the error that has ended the reader, raise it."""
+        deliveries = [await self._deliveries.get()]
+        while len(deliveries) < _EVENT_DELIVERIES and not self._deliveries.empty():
+            deliveries.append(self._deliveries.get_nowait())
+        if isinstance(deliveries[-1], Exception):
+            raise deliveries[-1]
+        return deliveries
 
-    async def _feed(self, chunks: list[Chunk]) -> None:
-        message = self._to_message(TP(self.app.samples_topic, _LANE), chunks)
-        await self.wait_first(self.callback(message), self.suspend_flow.wait())
-        for chunk in chunks:
-            if (intake := self.app.runtime.intake_of(chunk)) is not None:
-                intake.progress = (chunk.offsets[-1] + 1, chunk.offsets[-1] + 1)
-
-    async def _pass_on(self, delivery: Delivery) -> None:
-        if isinstance(delivery, Exception):
-            raise delivery
-        if (intake := self.app.runtime.intake_of(delivery)) is None:
-            return
-        match delivery:
-            case NoRecordBelow(offset=offset):
-                intake.progress = (intake.progress[0], offset)
-            case OutOfRange():
-                await self._out_of_range(intake, delivery)
-            case Truncated(offset=offset, reason=reason):
-                intake.deleted_records.refuse_truncated(offset, reason)
-
-    async def _out_of_range(self, intake: PartitionIntake, delivery: OutOfRange) -> None:
-        resume_offset = await intake.deleted_records.resume_offset(delivery.offset)
-        if resume_offset is None:  # the process is about to end
-            return
-        if resume_offset == delivery.offset:
-            await asyncio.sleep(_ASK_AGAIN_S)
-        if self.app.runtime.intake_of(delivery) is intake:
-            intake.progress = (resume_offset, resume_offset)
-            self.app.runtime.reader.seek(delivery.partition, resume_offset)
-
-    def _to_message(self, tp: TP, chunks: list[Chunk]) -> ConsumerMessage:
+    def _to_message(self, tp: TP, deliveries: list[Delivery]) -> ConsumerMessage:
         return ConsumerMessage(
-            tp.topic, tp.partition, chunks[0].offsets[0], 0.0, 0, None, None, chunks, None, 0, 0, tp,
-            generation_id=self._generation,
-        )  # fmt: skip
+            tp.topic, tp.partition, 0, 0.0, 0, None, None, deliveries, None, 0, 0, tp, generation_id=self._generation
+        )
 
     # --- Faust's interface: implemented differently here, or not at all ---------------------------------------------
 
@@ -268,7 +226,7 @@ def make_app(config: JobConfig, services: Services, worker: int, folder: Path) -
         key_serializer="raw",
         table_standby_replicas=0,
         stream_wait_empty=False,
-        stream_buffer_maxsize=_WAITING_CHUNKS,
+        stream_buffer_maxsize=_WAITING_EVENTS,
         agent_supervisor="mode.CrashingSupervisor",
         autodiscover=False,
         datadir=str(folder),
@@ -278,8 +236,8 @@ def make_app(config: JobConfig, services: Services, worker: int, folder: Path) -
 
     async def read_samples(stream: Any) -> None:
         async for event in stream.noack().events():
-            for chunk in event.value:
-                app.runtime.feed(chunk)
+            for delivery in event.value:
+                await app.runtime.intake.receive(delivery)
 
     app.samples_topic = config.topic("samples")
     app.partitions = {TP(app.samples_topic, _LANE)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeAlias, TypeVar
 
@@ -229,11 +229,7 @@ class BatchBuffer:
     empty.
     """
 
-    def __init__(
-        self, batchers: Mapping[int, PartitionBatcher[Value]], capacity: int, max_bytes: int = MAX_WAITING_BYTES
-    ) -> None:
-        """Create the buffer. `batchers`: the batcher of each partition, by partition number."""
-        self._batchers = dict(batchers)
+    def __init__(self, capacity: int, max_bytes: int = MAX_WAITING_BYTES) -> None:
         self._capacity = capacity  # number of batches at which reading pauses
         self._max_bytes = max_bytes  # bytes of complete batches at which reading pauses, too
         self._raw_batches: deque[tuple[RawBatch[Value], int]] = deque()  # with their size in bytes
@@ -254,38 +250,23 @@ class BatchBuffer:
             and self._waiting_bytes <= self._max_bytes // 2
         )
 
-    def feed(
-        self,
-        partition: int,
-        offsets: Sequence[int],
-        values: Sequence[Value],
-        leader_epoch: int = -1,
-        envelopes: Sequence[Envelope | None] = (),
-    ) -> bool:
-        """Take the next records of a partition, like `PartitionBatcher.feed`, and return whether the buffer is full.
+    def cut(self, partition: int, batches: Iterator[RawBatch[Value]]) -> bool:
+        """Take the next batches of a partition, from its batcher, and return whether the buffer is full.
 
         Records are cut only while there is room, because records with distant offsets make many empty batches.
         """
-        return self._cut((partition, self._batchers[partition].feed(offsets, values, leader_epoch, envelopes)))
+        return self._cut((partition, batches))
 
-    def skip_to(self, partition: int, offset: int) -> None:
-        """Skip to `offset`, because no record of the partition below it will follow."""
-        self._cut((partition, self._batchers[partition].skip_to(offset)))
-
-    def close(self, partition: int, *, also_gaps: bool = False) -> bool:
+    def close(self, batcher: PartitionBatcher[Value], *, also_gaps: bool = False) -> bool:
         """Cut the open batch of a partition, like `PartitionBatcher.cut`. Return whether there was a batch to cut."""
         if self._cuts:
             return False  # there is no room for the records before it
-        raw = self._batchers[partition].cut(also_gaps=also_gaps)
+        raw = batcher.cut(also_gaps=also_gaps)
         if raw is not None:
             self._put(raw)
         return raw is not None
 
-    def add(self, partition: int, batcher: PartitionBatcher[Value]) -> None:
-        self._batchers[partition] = batcher
-
     def remove(self, partition: int) -> None:
-        del self._batchers[partition]
         self._cuts = deque(item for item in self._cuts if item[0] != partition)
         kept = [item for item in self._raw_batches if item[0].partition != partition]
         self._raw_batches = deque(kept)

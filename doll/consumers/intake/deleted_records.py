@@ -30,8 +30,6 @@ class DeletedRecords:
         self,
         config: JobConfig,
         core: WorkerCore,
-        partition: int,
-        batcher: PartitionBatcher[Any],
         channel: WorkerChannel,
         process_exit: ProcessExit,
         *,
@@ -42,46 +40,44 @@ class DeletedRecords:
         self._records_per_batch = config.data.records_per_batch
         self._topic = config.topic("samples")
         self._core = core
-        self._partition = partition
-        self._batcher = batcher
         self._channel = channel
         self._exit = process_exit
         self._sleep = sleep
         self._clock = clock
 
-    async def resume_offset(self, offset: int) -> int | None:
+    async def resume_offset(self, partition: int, offset: int, batcher: PartitionBatcher[Any]) -> int | None:
         """Return the offset at which to continue if the log lacks `offset`, the next offset to read. If the result is
-        `offset`, ask Kafka again. If it is None, the process ends."""
+        `offset`, ask Kafka again. If it is None, the process ends. Lost records are marked in `batcher`."""
         loop = asyncio.get_running_loop()
         try:
-            low, high = await loop.run_in_executor(None, self._channel.watermarks, self._topic, self._partition)
+            low, high = await loop.run_in_executor(None, self._channel.watermarks, self._topic, partition)
         except ServiceUnavailableError:
             return offset  # the client has logged that Kafka is unreachable
         if offset > high:
             # The leader has no such offset. If it does not know yet that an offset is committed, it returns no error.
-            self._refuse(short_log_message(self._topic, self._partition, offset, high))
+            self._refuse(short_log_message(self._topic, partition, offset, high))
             return None
-        if offset >= low or await self._has_newer_start(offset):
+        if offset >= low or await self._has_newer_start(partition, offset):
             return offset
-        reason = lost_records(self._topic, self._partition, offset, low)
+        reason = lost_records(self._topic, partition, offset, low)
         if self._on_data_loss == "stop":
-            lost = {LOST_PARTITION: self._partition, LOST_FROM: offset, LOST_UNTIL: low}
+            lost = {LOST_PARTITION: partition, LOST_FROM: offset, LOST_UNTIL: low}
             self._channel.report({name: float(value) for name, value in lost.items()})
             self._exit.request(DataLossError.exit_code, reason)
             return None
         log.error("records_lost", reason=reason, action="going on without them (data.on_data_loss: skip)")
-        self._batcher.mark_lost(offset, low)
+        batcher.mark_lost(offset, low)
         return low
 
-    def refuse_truncated(self, offset: int, reason: str) -> None:
+    def refuse_truncated(self, partition: int, offset: int, reason: str) -> None:
         """End the process, because the log has lost records below `offset` that were read. The log may be as long as
         before."""
-        self._refuse(truncated_message(self._topic, self._partition, offset, reason))
+        self._refuse(truncated_message(self._topic, partition, offset, reason))
 
     def _refuse(self, message: str) -> None:
         self._exit.request(ConfigError.exit_code, f"{message}; {TRUNCATED_ADVICE}")
 
-    async def _has_newer_start(self, offset: int) -> bool:
+    async def _has_newer_start(self, partition: int, offset: int) -> bool:
         """Return whether the durable model now contains `offset`, which an earlier process of this worker has learned.
 
         If it does, this process ends, and the next process starts after `offset`. This method asks the server and gives
@@ -91,7 +87,7 @@ class DeletedRecords:
         self._channel.send(self._core.join())
         deadline_s = self._clock() + _NEWER_START_TIMEOUT_S
         while not self._exit.is_requested and self._clock() < deadline_s:
-            served = self._core.served[self._partition]
+            served = self._core.served[partition]
             if served.bounds(self._records_per_batch).lo(served.reported_durable) > offset:
                 self._exit.request(
                     1, f"the durable model holds offset {offset} by now: reading again from where it ends"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -136,18 +135,22 @@ def test_chunks_become_batches_and_what_is_durable_is_committed(tmp_path: Path, 
 
     code, reader, rig = run(tmp_path, nowhere, script)
     assert (code, reader.closed) == (0, True)
-    assert rig.runtime.intakes[1].batcher.next_offset == 118
+    assert rig.runtime.intake.streams[1].batcher.next_offset == 118
     assert [batch.number for batch in rig.core.served[1].batches] == [7, 8]
 
 
-def test_chunks_that_are_there_come_in_one_event_up_to_anything_else() -> None:
+async def test_deliveries_that_are_there_come_in_one_event_up_to_an_error() -> None:
     consumer = ChunkConsumer.__new__(ChunkConsumer)
-    chunks = [Chunk(number, [5], [b"a"]) for number in range(100)]
-    consumer._deliveries = deque([*chunks, NoRecordBelow(3, 9), *chunks[:2]])
-    taken = [consumer._take_chunks() for _ in range(3)]
-    assert [len(items) for items in taken] == [64, 36, 0]
-    assert [*taken[0], *taken[1]] == chunks
-    assert len(consumer._deliveries) == 3
+    consumer._deliveries = asyncio.Queue()
+    deliveries = [*(Chunk(number, [5], [b"a"]) for number in range(100)), NoRecordBelow(3, 9)]
+    for delivery in deliveries:
+        consumer._deliveries.put_nowait(delivery)
+    taken = [await consumer._take() for _ in range(2)]
+    assert [len(items) for items in taken] == [64, 37]
+    assert [*taken[0], *taken[1]] == deliveries
+    consumer._deliveries.put_nowait(ServiceUnavailableError("Kafka sends nothing usable"))
+    with pytest.raises(ServiceUnavailableError):
+        await consumer._take()
 
 
 def test_faust_waits_for_nothing_at_the_start_and_at_the_end(

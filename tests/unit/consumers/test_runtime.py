@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 from doll.config import parse
 from doll.consumers import runtime
+from doll.consumers.intake import sample_intake
 from doll.consumers.intake.dead_letters import Decoder
 from doll.consumers.intake.decoding import DecodedBatch, RawRecords, RefusedSamples
 from doll.consumers.lifecycle.departure import Departure, ProcessExit
 from doll.consumers.protocol.worker_core import ComputedBatch, GradientDone, Send, WorkerCore
 from doll.consumers.runtime import WorkerRuntime
 from doll.errors import ConfigError, DollError, ServiceUnavailableError, TaskError
-from doll.kafka.chunk_reader import Chunk
+from doll.kafka.chunk_reader import Chunk, NoRecordBelow
 from doll.process.health import Heartbeat
 from doll.records.control import Alive, Announce, AnyRecord, BatchRange, Durable, Flush, Leave, Nack, Push, Stop
 from record_builders import announce
@@ -84,8 +85,8 @@ class Rig:
 
     def feed(self, *values: bytes | None) -> None:
         """The next records of the stream, as one chunk."""
-        first = self.runtime.intakes[1].batcher.next_offset
-        self.runtime.feed(Chunk(1, range(first, first + len(values)), list(values)))
+        first = self.runtime.intake.streams[1].batcher.next_offset
+        self.runtime.intake.feed(Chunk(1, range(first, first + len(values)), list(values)))
 
     async def announce(self, count: int) -> None:
         """`count` good batches, announced."""
@@ -149,9 +150,9 @@ async def test_no_more_is_decoded_than_the_core_has_room_for(start: Callable[...
     await rig.until(lambda: rig.core.retained == 4)
     for _ in range(20):
         await asyncio.sleep(0)
-    assert (rig.core.retained, len(rig.runtime.buffer)) == (4, 2)
+    assert (rig.core.retained, len(rig.runtime.intake.buffer)) == (4, 2)
     rig.channel.command(Durable(term=3, worker=1, until={1: 6}, batches=6))
-    await rig.until(lambda: len(rig.runtime.buffer) == 1)
+    await rig.until(lambda: len(rig.runtime.intake.buffer) == 1)
     assert rig.reader.committed == [112]
 
 
@@ -187,7 +188,7 @@ async def test_what_is_being_decoded_takes_room_too(start: Callable[..., Rig]) -
         await rig.until(lambda held=held: rig.core.retained == held + 1)  # type: ignore[misc]
     for _ in range(20):
         await asyncio.sleep(0)
-    assert (rig.core.retained, len(decoder.waiting), len(rig.runtime.buffer)) == (3, 1, 2)
+    assert (rig.core.retained, len(decoder.waiting), len(rig.runtime.intake.buffer)) == (3, 1, 2)
 
 
 async def test_the_stream_pauses_when_the_buffer_is_full_and_resumes_when_it_is_half_empty(
@@ -200,10 +201,10 @@ async def test_the_stream_pauses_when_the_buffer_is_full_and_resumes_when_it_is_
     await rig.until(lambda: rig.core.retained == 4)
     assert rig.reader.paused  # four are left
     rig.channel.command(Durable(term=3, worker=1, until={1: 6}, batches=6))
-    await rig.until(lambda: rig.core.retained == 4 and len(rig.runtime.buffer) == 3)
+    await rig.until(lambda: rig.core.retained == 4 and len(rig.runtime.intake.buffer) == 3)
     assert rig.reader.paused
     rig.channel.command(Durable(term=3, worker=1, until={1: 7}, batches=7))
-    await rig.until(lambda: len(rig.runtime.buffer) == 2)
+    await rig.until(lambda: len(rig.runtime.intake.buffer) == 2)
     assert not rig.reader.paused
 
 
@@ -377,7 +378,7 @@ async def test_a_worker_that_waits_to_decode_says_so_and_goes_on(start: Callable
     decoder = SlowDecoder()
     rig = start(decoder=decoder, without=("prepare",))
     rig.heartbeat.set_waiting_for("")
-    rig.runtime.intakes[1].watch._timeout_s = 0.0
+    rig.runtime.intake.streams[1].progress_at_s = -1000.0
     rig.channel.bounds, rig.runtime._next_command = (0, 120), 120  # records are there, and no more commands
     decoder.waiting_for = "the registry at http://registry does not answer"
     await rig.until(lambda: any(record.waiting_for for record in rig.channel.of(Alive)))
@@ -399,11 +400,13 @@ async def test_commands_that_are_none_are_skipped_and_stop_ends_the_process(star
     assert (rig.runtime.exit.code, rig.main_loop.stopped) == (0, 1)
 
 
-async def test_each_tick_beats_skips_offsets_without_records_and_leaves_in_time(start: Callable[..., Rig]) -> None:
+async def test_each_tick_beats_and_leaves_in_time_and_offsets_without_records_are_skipped(
+    start: Callable[..., Rig],
+) -> None:
     rig = start(without=("watch",))
-    rig.runtime.intakes[1].progress = (110, 113)  # three offsets without a record
+    rig.runtime.intake.feed(NoRecordBelow(1, 113))  # three offsets without a record
     await rig.until(lambda: rig.core.served[rig.core.worker].next_batch == 6)
-    assert rig.runtime.intakes[1].batcher.next_offset == 113
+    assert rig.runtime.intake.streams[1].batcher.next_offset == 113
     assert rig.heartbeat.report()["ready"]
     assert rig.main_loop.left == 0
     rig.departure.leave_within(100.0, "notice")
@@ -451,7 +454,7 @@ async def test_draining_finishes_what_is_owed_and_says_leave(start: Callable[...
     await drained
     assert [type(record) for record in rig.channel.sent] == [Announce, Push, Leave]
     assert rig.channel.of(Leave)[0].cause == "notice"
-    assert len(rig.runtime.buffer) == 1, "nothing more is decoded"
+    assert len(rig.runtime.intake.buffer) == 1, "nothing more is decoded"
 
 
 async def test_draining_gives_back_what_is_not_begun(start: Callable[..., Rig]) -> None:
@@ -506,7 +509,7 @@ async def test_between_two_questions_to_kafka_the_lag_follows_what_fetches_say(
 @pytest.mark.parametrize("records_left", [True, False])
 async def test_records_that_do_not_come_end_the_process(start: Callable[..., Rig], records_left: bool) -> None:
     rig = start(without=("tick", "watch"))
-    rig.runtime.intakes[1].watch._timeout_s = 0.0
+    rig.runtime.intake.streams[1].progress_at_s = -1000.0
     rig.channel.bounds, rig.channel.records_left = (0, 120), records_left
     task = asyncio.ensure_future(rig.runtime.watch())
     await rig.until(lambda: rig.runtime.exit.is_requested or (rig.core.lag == 0 and not records_left))
@@ -522,11 +525,11 @@ class Cutting:
 
     def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rig, self.now = rig, 100.0
-        monkeypatch.setattr(runtime, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(sample_intake, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def after(self, seconds: float) -> None:
         self.now += seconds
-        self.rig.runtime._cut_batches()
+        self.rig.runtime.intake.tick()
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -565,9 +568,9 @@ async def test_a_batch_is_not_cut_while_more_records_are_there(
     rig.reader.end = 200
     world.after(0.1)
     for _ in range(8):
-        rig.runtime.intakes[1].fed_at_s = world.now
+        rig.runtime.intake.streams[1].fed_at_s = world.now
         world.after(1.0)
-    assert rig.runtime.intakes[1].batcher.next_offset == 111, "it stays open"
+    assert rig.runtime.intake.streams[1].batcher.next_offset == 111, "it stays open"
     world.after(5.0)  # nothing has come: the log may be longer by records of a transaction that is open
     await rig.until(lambda: rig.core.retained == 1)
     assert world.spans == [(110, 111)]
@@ -582,9 +585,9 @@ async def test_a_batch_is_not_cut_where_the_reader_stands_still_for_want_of_room
     await rig.until(lambda: rig.reader.paused)
     world.after(0.1)
     world.after(6.0)
-    assert rig.runtime.intakes[1].batcher.open_batch == 13
+    assert rig.runtime.intake.streams[1].batcher.open_batch == 13
     world.after(10.0)  # by now Kafka was asked where the log ends
-    assert rig.runtime.intakes[1].batcher.open_batch is None
+    assert rig.runtime.intake.streams[1].batcher.open_batch is None
 
 
 async def test_no_batch_is_cut_by_default_or_while_the_worker_leaves(
@@ -598,7 +601,7 @@ async def test_no_batch_is_cut_by_default_or_while_the_worker_leaves(
         if overrides:
             rig.core.drain()
         world.after(1000.0)
-        assert rig.runtime.intakes[1].batcher.open_batch == 5
+        assert rig.runtime.intake.streams[1].batcher.open_batch == 5
 
 
 async def test_the_end_of_a_source_is_announced_at_once(
@@ -611,8 +614,7 @@ async def test_the_end_of_a_source_is_announced_at_once(
     rig.runtime._do(rig.core.on_record(Flush(term=3, worker=1, until={1: 114}), 0.0))
     world.after(1.0)
     assert rig.core.retained == 1, "one more record is to come"
-    rig.runtime.intakes[1].progress = (113, 114)  # a marker of a transaction
-    rig.runtime._skip_recordless_offsets()
+    rig.runtime.intake.feed(NoRecordBelow(1, 114))  # a marker of a transaction
     await rig.until(lambda: rig.core.retained == 2)
     assert world.spans == [(110, 112), (112, 114)], "the batch is full"
     rig.feed(b"e")

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from doll.consumers.intake.batching import MIN_RANGE, BatchBuffer, PartitionBatcher, RawBatch
+from doll.consumers.intake.batching import MIN_RANGE, BatchBuffer, PartitionBatcher, RawBatch, Value
 from doll.records.bounds import Cuts
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,12 +64,13 @@ def test_batches_without_a_record_come_out_as_one_in_front_of_a_decided_cut_only
 
 
 def test_a_buffer_closes_a_batch_where_all_that_was_fed_is_in_batches() -> None:
-    buffer = BatchBuffer({7: PartitionBatcher(origin=0, records_per_batch=4, next_batch=0, partition=7)}, 64)
-    assert not buffer.close(7)
-    buffer.feed(7, range(6), [b"x"] * 6)
-    assert buffer.close(7)
+    buffer = BatchBuffer(64)
+    batcher: PartitionBatcher[Value] = PartitionBatcher(origin=0, records_per_batch=4, next_batch=0)
+    assert not buffer.close(batcher)
+    buffer.cut(0, batcher.feed(range(6), [b"x"] * 6))
+    assert buffer.close(batcher)
     assert [(raw.number, raw.lo, raw.hi) for raw in (buffer.take(), buffer.take())] == [(0, 0, 4), (1, 4, 6)]
-    assert not buffer.close(7)
+    assert not buffer.close(batcher)
 
 
 @given(

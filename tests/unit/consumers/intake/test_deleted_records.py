@@ -41,9 +41,11 @@ class Rig:
         self.batcher: PartitionBatcher[Any] = PartitionBatcher(origin=100, records_per_batch=4, next_batch=5)
         self.exit = Exit()
         self.deleted = DeletedRecords(
-            parse(JOB, overrides), self.core, 1, self.batcher, self.channel, self.exit, sleep=self.sleep,
-            clock=lambda: self.now,
-        )  # fmt: skip
+            parse(JOB, overrides), self.core, self.channel, self.exit, sleep=self.sleep, clock=lambda: self.now
+        )
+
+    async def resume_offset(self, offset: int) -> int | None:
+        return await self.deleted.resume_offset(1, offset, self.batcher)
 
     async def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -52,23 +54,23 @@ class Rig:
 async def test_kafka_away_or_a_log_that_holds_the_offset_means_ask_again() -> None:
     rig = Rig()
     rig.channel.bounds = ServiceUnavailableError("no answer")
-    assert await rig.deleted.resume_offset(120) == 120
+    assert await rig.resume_offset(120) == 120
     rig.channel.bounds = (120, 400)
-    assert await rig.deleted.resume_offset(120) == 120
+    assert await rig.resume_offset(120) == 120
     assert (rig.exit.is_requested, rig.channel.sent) == (False, [])
 
 
 async def test_a_log_that_ends_before_the_offset_is_another_one() -> None:
     rig = Rig()
     rig.channel.bounds = (0, 119)
-    assert await rig.deleted.resume_offset(120) is None
+    assert await rig.resume_offset(120) is None
     assert (rig.exit.is_requested, rig.exit.code) == (True, ConfigError.exit_code)
 
 
 async def test_a_log_that_was_truncated_and_is_as_long_as_before_is_another_one() -> None:
     rig = Rig()
     rig.channel.bounds = ServiceUnavailableError("no answer")
-    rig.deleted.refuse_truncated(120, "leader epoch 3")
+    rig.deleted.refuse_truncated(1, 120, "leader epoch 3")
     assert (rig.exit.is_requested, rig.exit.code) == (True, ConfigError.exit_code)
     parts = ("read up to offset 120", "truncated (leader epoch 3)", "doll up --fresh")
     assert all(part in rig.exit.reason for part in parts)
@@ -77,7 +79,7 @@ async def test_a_log_that_was_truncated_and_is_as_long_as_before_is_another_one(
 async def test_lost_records_end_the_worker_by_default() -> None:
     rig = Rig()
     rig.channel.bounds = (130, 400)
-    assert await rig.deleted.resume_offset(120) is None
+    assert await rig.resume_offset(120) is None
     assert rig.exit.code == DataLossError.exit_code
     assert rig.channel.lost == [(120, 130)]
     assert rig.now >= 10.0, "the server had time to answer"
@@ -87,7 +89,7 @@ async def test_lost_records_end_the_worker_by_default() -> None:
 async def test_lost_records_are_skipped_where_the_job_file_allows_it() -> None:
     rig = Rig("data.on_data_loss=skip")
     rig.channel.bounds = (122, 400)
-    assert await rig.deleted.resume_offset(120) == 122
+    assert await rig.resume_offset(120) == 122
     assert (rig.exit.is_requested, rig.channel.lost) == (False, [])
     (batch,) = rig.batcher.feed([122, 123], "ab")
     assert batch.lost == [(120, 122)]
@@ -102,7 +104,7 @@ async def test_a_server_that_holds_the_records_by_now_makes_the_worker_start_aga
         rig.core.on_record(Durable(term=3, worker=1, until={1: 8}, batches=8), 1.0)
 
     rig.channel.on_send = answer
-    assert await rig.deleted.resume_offset(120) == 120
+    assert await rig.resume_offset(120) == 120
     assert (rig.exit.is_requested, rig.exit.code, rig.channel.lost) == (True, 1, [])
 
 
@@ -111,5 +113,5 @@ async def test_the_batch_of_the_offset_must_be_durable(until: int, is_held: bool
     rig = Rig("data.on_data_loss=skip")
     rig.channel.bounds = (130, 400)
     rig.core.on_record(Durable(term=3, worker=1, until={1: until}, batches=until), 1.0)
-    assert await rig.deleted.resume_offset(120) == (120 if is_held else 130)
+    assert await rig.resume_offset(120) == (120 if is_held else 130)
     assert rig.exit.is_requested is is_held
