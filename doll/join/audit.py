@@ -37,7 +37,7 @@ class _Sample(msgspec.Struct):
 
 @dataclass(slots=True)
 class TopicCounts:
-    """What became of the records of one joined topic.
+    """The counts of the records of one joined topic, by what became of them.
 
     Attributes:
         read: records that were read. They are the sum of all others.
@@ -135,7 +135,7 @@ def _samples(
 
 @dataclass(slots=True)
 class _Journal:
-    """What the journal says: records that were refused, with the codes, and dropped; and the newest step of each
+    """The content of the journal: records that were refused, with the codes, and dropped; and the newest step of each
     partition of the log."""
 
     refused: dict[Place, str] = field(default_factory=dict)
@@ -144,11 +144,11 @@ class _Journal:
 
     def until(self, source: int, partition: int, num_partitions: int) -> int:
         """Return the offset up to which an input has been joined, by all partitions of the log."""
-        told = [0] * num_partitions
+        ends = [0] * num_partitions
         for at, step in self.newest.items():
             marks = {(mark[0], mark[1]): mark[2] for mark in parse_restart(step.restart).marks}
-            told[at] = marks.get((source, partition), 0)
-        return min(told)
+            ends[at] = marks.get((source, partition), 0)
+        return min(ends)
 
 
 def _journal(config: JobConfig, reader: RangeReader) -> _Journal:

@@ -139,40 +139,36 @@ class Extractor:
         return raw
 
 
-def _key(section: KeyConfig, found: Any, key: bytes | None, headers: Headers) -> bytes:
+def _key(section: KeyConfig, field_value: Any, key: bytes | None, headers: Headers) -> bytes:
     if section.field is not None:
-        made = found.encode() if isinstance(found, str) else b"%d" % found
+        content = field_value.encode() if isinstance(field_value, str) else b"%d" % field_value
     elif section.header is not None:
-        values = [content for name, content in headers if name == section.header]
-        made = values[-1] if values and values[-1] else b""
+        values = [value for name, value in headers if name == section.header]
+        content = values[-1] if values and values[-1] else b""
     else:
-        made = key or b""
-    if not made:
-        where = (
-            f"header {section.header}"
-            if section.header
-            else f"field {section.field}"
-            if section.field
-            else "Kafka's key"
-        )
+        content = key or b""
+    if not content:
+        where = "Kafka's key"
+        if section.field or section.header:
+            where = f"field {section.field}" if section.field else f"header {section.header}"
         raise Bad("no_key", f"no key: {where} is missing or empty")
-    if len(made) > MAX_KEY_BYTES:
-        raise Bad("no_key", f"key of {len(made)} bytes: expected at most {MAX_KEY_BYTES}")
-    return made
+    if len(content) > MAX_KEY_BYTES:
+        raise Bad("no_key", f"key of {len(content)} bytes: expected at most {MAX_KEY_BYTES}")
+    return content
 
 
-def _time_ms(section: TimeConfig, found: Any, timestamp: tuple[int, int]) -> int:
+def _time_ms(section: TimeConfig, field_value: Any, timestamp: tuple[int, int]) -> int:
     if section.field is None:
         kind, time_ms = timestamp
         if kind == _NO_TIMESTAMP or time_ms < 0:
             raise Bad("no_time", "no event time: Kafka has no timestamp of the record")
         return time_ms
-    if isinstance(found, datetime):
-        if found.tzinfo is None:
+    if isinstance(field_value, datetime):
+        if field_value.tzinfo is None:
             raise Bad("no_time", f"{section.field}: expected a time zone, as in 2026-11-01T00:00:00Z")
-        made = found.timestamp() * 1000
+        milliseconds = field_value.timestamp() * 1000
     else:
-        made = found * _MS_PER_UNIT[section.unit]
-    if not 0 <= made <= _MAX_MS:
-        raise Bad("no_time", f"{section.field}: expected a time in {section.unit} since 1970, got {found}")
-    return int(made)
+        milliseconds = field_value * _MS_PER_UNIT[section.unit]
+    if not 0 <= milliseconds <= _MAX_MS:
+        raise Bad("no_time", f"{section.field}: expected a time in {section.unit} since 1970, got {field_value}")
+    return int(milliseconds)

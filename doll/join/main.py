@@ -1,7 +1,7 @@
 """The process of `doll join`: it routes records into the join log, and joins partitions of the log.
 
 Both happen in one loop with one transaction: packs of the log, samples, steps of the journal, and the offsets of what
-was read. If a transaction fails, or another process takes a partition over, the state is made anew from Kafka.
+was read. If a transaction fails, or another process takes a partition over, the state is made again from Kafka.
 """
 
 from __future__ import annotations
@@ -310,14 +310,14 @@ class _Session:
             for sample in shard.pending.samples:
                 yield Output(samples, partition, sample.value, sample.features.key)
         for partition, step in steps:
-            yield Output(self._journal, partition, encode(step), None, self._told(partition))
+            yield Output(self._journal, partition, encode(step), None, self._note_offset(partition))
 
-    def _told(self, partition: int) -> Callable[[int], None]:
-        def told(offset: int) -> None:
+    def _note_offset(self, partition: int) -> Callable[[int], None]:
+        def note(offset: int) -> None:
             if (shard := self._shards.get(partition)) is not None:
                 shard.journal = max(shard.journal, offset + 1)
 
-        return told
+        return note
 
     def _step(self, shard: _Shard, restart: str, now_ms: int) -> Step:
         done, marks = shard.pending, shard.matcher.watermarks

@@ -36,7 +36,7 @@ class Router:
         self.next_offsets: dict[Input, int] = {}
         self.refused: list[RefusedRecord] = []
         self._times_ms: dict[Input, int] = {}
-        self._told: dict[Input, tuple[int, int]] = {}
+        self._written: dict[Input, tuple[int, int]] = {}
         self._routed: list[list[Routed]] = [[] for _ in range(num_partitions)]
 
     def source_of(self, topic: str) -> int:
@@ -49,7 +49,7 @@ class Router:
     def end(self, topic: str, partition: int) -> None:
         """Forget a partition that another joiner reads now."""
         key = self.source_of(topic), partition
-        for known in (self.next_offsets, self._times_ms, self._told):
+        for known in (self.next_offsets, self._times_ms, self._written):
             known.pop(key, None)
 
     def add(
@@ -88,8 +88,8 @@ class Router:
         marks = {
             key: (offset, self._times_ms[key]) for key, offset in self.next_offsets.items() if key in self._times_ms
         }
-        progress = [Progress(*key, *mark) for key, mark in marks.items() if self._told.get(key) != mark]
-        self._told.update(marks)
+        progress = [Progress(*key, *mark) for key, mark in marks.items() if self._written.get(key) != mark]
+        self._written.update(marks)
         packs = []
         for partition, records in enumerate(self._routed):
             if not records and not progress:

@@ -142,7 +142,7 @@ def test_chunks_become_batches_and_what_is_durable_is_committed(tmp_path: Path, 
 async def test_deliveries_that_are_there_come_in_one_event_up_to_an_error() -> None:
     consumer = ChunkConsumer.__new__(ChunkConsumer)
     consumer._deliveries = asyncio.Queue()
-    deliveries = [*(Chunk(number, [5], [b"a"]) for number in range(100)), NoRecordBelow(3, 9)]
+    deliveries: list[Delivery] = [*(Chunk(number, [5], [b"a"]) for number in range(100)), NoRecordBelow(3, 9)]
     for delivery in deliveries:
         consumer._deliveries.put_nowait(delivery)
     taken = [await consumer._take() for _ in range(2)]

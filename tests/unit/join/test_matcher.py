@@ -77,7 +77,8 @@ def new_matcher(play: Play, *, spills: bool = False) -> Matcher:
 def joined(play: Play, rng: random.Random | None = None, *, spills: bool = False) -> tuple[list[Decisions], int]:
     """What follows from each pack, and the open keys at the end; with `rng`, a third of the packs is followed by a
     restart."""
-    matcher, journal = new_matcher(play, spills=spills), []
+    matcher = new_matcher(play, spills=spills)
+    journal: list[Decisions] = []
     for offset, pack in play.packs:
         out = Decisions()
         matcher.feed(pack, offset, len(journal), out)
@@ -98,9 +99,9 @@ def test_a_matcher_that_begins_again_decides_the_same(seed: int) -> None:
     play = random_play(random.Random(seed))
     expected, count = joined(play)
     got, open_keys = joined(play, random.Random(seed), spills=seed % 10 == 0)
-    for at, (one, other) in enumerate(zip(expected, got, strict=True)):
-        assert (at, one.samples, one.dropped, one.refused) == (at, other.samples, other.dropped, other.refused)
-        assert sorted(one.settled) == sorted(other.settled)
+    for step, again in zip(expected, got, strict=True):
+        assert (step.samples, step.dropped, step.refused) == (again.samples, again.dropped, again.refused)
+        assert sorted(step.settled) == sorted(again.settled)
     assert count == open_keys
 
 
@@ -176,7 +177,7 @@ def labels_of(steps: list[Decisions]) -> list[tuple[Any, bool, Any, float]]:
     """Label, whether it is a correction, first label and age of each sample."""
     samples = [json.loads(item.value) for step in steps for item in step.samples]
     names = ("y0", "doll_is_correction", "doll_first_label", "doll_label_age_s")
-    return [tuple(sample[name] for name in names) for sample in samples]  # type: ignore[misc]
+    return [tuple(sample[name] for name in names) for sample in samples]
 
 
 def test_a_label_makes_its_sample_at_once() -> None:
@@ -204,7 +205,7 @@ def test_a_label_that_is_taken_back_corrects_the_sample() -> None:
 
 
 def test_a_late_label_is_refused_or_corrects() -> None:
-    late = [[shown(b"a")], until(T0 + 16_000), [label(b"a", T0 + 9000)], until(T0 + 40_000)]
+    late: list[Pack | list[Routed]] = [[shown(b"a")], until(T0 + 16_000), [label(b"a", T0 + 9000)], until(T0 + 40_000)]
     assert [item.code for step in decided(join_of(), *late) for item in step.refused] == ["orphan"]
     assert labels_of(decided(join_of(on_late="correct"), *late)) == [(0, False, None, 5.0), (1, True, 0, 9.0)]
 

@@ -187,8 +187,8 @@ class World:
             if all_batches or self.rng.random() < 0.3:
                 until = served.skipped.end(served.next_batch)
             self.durable[number] = max(self.durable[number], until)
-        until = dict(self.durable)
-        self.rig.do(self.rig.core.on_record(Durable(term=3, worker=1, until=until, batches=sum(until.values())), 0.0))
+        ends = dict(self.durable)
+        self.rig.do(self.rig.core.on_record(Durable(term=3, worker=1, until=ends, batches=sum(ends.values())), 0.0))
 
     def move(self) -> None:
         """Partitions go to other workers and come back."""
@@ -219,11 +219,11 @@ class World:
             assert core.served[number].skipped
         assert all(stream.served is core.served[number] for number, stream in intake.streams.items())
         for number, served in core.served.items():
-            for one in served.batches:
-                lo, hi = served.bounds(SIZE).span(one.number_in_partition)
-                offsets = {*range(lo, hi)} - {at for low, high in one.gaps for at in range(low, high)}
-                assert len(offsets) == one.num_samples
-                assert self.spans.setdefault((number, one.number_in_partition), (lo, hi)) == (lo, hi)
+            for batch in served.batches:
+                lo, hi = served.bounds(SIZE).span(batch.number_in_partition)
+                offsets = {*range(lo, hi)} - {at for low, high in batch.gaps for at in range(low, high)}
+                assert len(offsets) == batch.num_samples
+                assert self.spans.setdefault((number, batch.number_in_partition), (lo, hi)) == (lo, hi)
         ends = [served.bounds(SIZE).lo(served.skipped.end(served.next_batch)) for served in core.served.values()]
         assert core.next_offset == sum(ends)
 
