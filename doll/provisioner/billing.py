@@ -214,13 +214,10 @@ def _line(
     )  # fmt: skip
 
 
-def bill(
-    instances: Collection[Instance], price_of: PriceOf, rule: BillingRule, now_s: float,
-    *, ready_s: Mapping[str, float] = _NO_TIMES, fenced_s: Mapping[str, float] = _NO_TIMES,
-) -> Bill:  # fmt: skip
+def bill(instances: Collection[Instance], price_of: PriceOf, rule: BillingRule, now_s: float) -> Bill:
     """Return the cost of these instances until `now_s`. Each instance is counted once by its id. See `bill_lines`."""
     distinct = {instance.id: instance for instance in instances}
-    return Bill.total(bill_lines(distinct.values(), price_of, rule, now_s, ready_s=ready_s, fenced_s=fenced_s))
+    return Bill.total(bill_lines(distinct.values(), price_of, rule, now_s))
 
 
 def all_on_demand_usd(samples: float, rates_per_s: Floats, on_demand_usd_per_h: float) -> float:
@@ -307,17 +304,10 @@ class BillingAccount(KeptState):
             self._keep_sum(line)
 
     def bill(
-        self,
-        running: Collection[Instance],
-        now_s: float,
-        *,
-        ready_s: Mapping[str, float],
-        fenced_s: Mapping[str, float],
-        announced: ProvisionDecision | None,
-        otherwise: Prices | None,
-        machines: int,
+        self, running: Collection[Instance], now_s: float, *, ready_s: Mapping[str, float],
+        fenced_s: Mapping[str, float], announced: ProvisionDecision | None, otherwise: Prices | None, machines: int,
         alarms: list[str],
-    ) -> Bill:
+    ) -> Bill:  # fmt: skip
         """Return the bill until now, which never decreases. If prices are unavailable, the last known prices are used.
 
         Args:

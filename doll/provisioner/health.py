@@ -39,6 +39,7 @@ _ALARM_FAILURES = 2  # machines in a row; a single failure is replaced without a
 class _JobView:
     """The state of the job in one turn. `active` are the slots that should have workers."""
 
+    settings: ControllerSettings
     observed: Observed
     launch_state: LaunchState
     plan: MarketPlan
@@ -50,6 +51,11 @@ class _JobView:
     @property
     def server_runs(self) -> bool:
         return self.observed.ps_since_s(self.now_s) is not None
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the source sends nothing, so that machines may be ended."""
+        return self.observed.source_silent_since_s() is not None and self.settings.releases_idle
 
     def failure(self, slots: Sequence[int]) -> str:
         """Return the last failure of the first of these slots."""
@@ -92,39 +98,35 @@ class JobHealth(KeptState):
         """Update the attributes from the current state of the job."""
         active = np.flatnonzero(plan.scale_in.active).tolist()
         alive = [instance for instance in instances if instance.is_alive]
-        view = _JobView(observed, launch_state, plan, readiness, now_s, active, alive)
-        silent_since_s = observed.source_silent_since_s()
-        is_silent = silent_since_s is not None and settings.releases_idle
-        waits_for_others = view.server_runs and (is_silent or _waits_for_spot(view))
+        view = _JobView(settings, observed, launch_state, plan, readiness, now_s, active, alive)
+        waits_for_others = view.server_runs and (view.is_silent or _waits_for_spot(view))
         progressed_s = self._observe_progress(observed, now_s, counts=bool(alive) and not waits_for_others)
-        cause, since = _stall_cause(view), time_text(progressed_s)
-        if not self.failed and not alive and all(launch_state.gave_up(slot) for slot in active):
-            self.failed = f"the machines of every slot fail: {view.failure(active)}"
-        if not self.failed and self._stalled_s >= settings.max_stall_s:
-            self.failed = f"no update since {since}, with machines for {self._stalled_s:.0f} s of that time: {cause}"
-        quiet_s = now_s - max(silent_since_s or 0.0, progressed_s)
-        is_idle = is_silent and quiet_s >= settings.max_stall_s
-        if self.idle and not is_idle:
-            plan.resume(now_s)
-        self.idle = time_text(silent_since_s or 0.0) if is_idle else ""
+        cause = _stall_cause(view)
+        self._review_failure(view, progressed_s, cause)
+        self._review_idleness(view, progressed_s)
         is_stalled = self._stalled_s >= settings.stall_alarm_s
         self.hold_launches = "" if view.server_runs else server_text(observed)
         self.hold_moves = self.hold_launches or (cause if is_stalled else "")
-        self.alarms = []
-        if self.failed or self.idle:
+        stalled = f"no update since {time_text(progressed_s)}: {cause}" if is_stalled else ""
+        self.alarms = [] if self.failed or self.idle else _job_alarms(view, stalled)
+
+    def _review_failure(self, view: _JobView, progressed_s: float, cause: str) -> None:
+        """Stop the job if the machines of every slot fail, or if it has been stalled for too long."""
+        if self.failed:
             return
-        ends = f"everything is ended after {settings.max_stall_s:.0f} s of paid time without an update"
-        if not view.server_runs:
-            self.alarms.append(f"{server_text(observed)}: no machine is launched without it, and {ends}")
-        elif is_stalled:
-            self.alarms.append(f"no update since {since}: {cause}; {ends}")
-        self.alarms += _slot_alarms(view)
-        if silent_since_s is not None and view.server_runs and not is_stalled:
-            until = f"after {settings.max_stall_s:.0f} s machines are ended until it sends again" if is_silent else ends
-            silent_since = time_text(silent_since_s)
-            self.alarms.append(
-                f"the source has sent nothing since {silent_since}: slots stay in their markets; {until}"
-            )
+        if not view.alive and all(view.launch_state.gave_up(slot) for slot in view.active):
+            self.failed = f"the machines of every slot fail: {view.failure(view.active)}"
+        elif self._stalled_s >= view.settings.max_stall_s:
+            since, stalled_s = time_text(progressed_s), self._stalled_s
+            self.failed = f"no update since {since}, with machines for {stalled_s:.0f} s of that time: {cause}"
+
+    def _review_idleness(self, view: _JobView, progressed_s: float) -> None:
+        """Determine whether machines are ended because the source has sent nothing for too long."""
+        silent_since_s = view.observed.source_silent_since_s() or 0.0
+        is_idle = view.is_silent and view.now_s - max(silent_since_s, progressed_s) >= view.settings.max_stall_s
+        if self.idle and not is_idle:
+            view.plan.resume(view.now_s)
+        self.idle = time_text(silent_since_s) if is_idle else ""
 
     def _observe_progress(self, observed: Observed, now_s: float, *, counts: bool) -> float:
         """Record the job's progress. Returns the Unix time of the last progress. `counts` states whether this time
@@ -197,6 +199,23 @@ def _waits_for_spot(view: _JobView) -> bool:
         slot not in with_machine and view.plan.markets[slot] == "spot" and view.launch_state.slots[slot].no_capacity
         for slot in view.active
     )
+
+
+def _job_alarms(view: _JobView, stalled: str) -> list[str]:
+    """Return the alarms of a job that runs. `stalled` states since when and why it makes no progress; "": it does."""
+    alarms, max_stall_s = list[str](), view.settings.max_stall_s
+    ends = f"everything is ended after {max_stall_s:.0f} s of paid time without an update"
+    if not view.server_runs:
+        alarms.append(f"{server_text(view.observed)}: no machine is launched without it, and {ends}")
+    elif stalled:
+        alarms.append(f"{stalled}; {ends}")
+    alarms += _slot_alarms(view)
+    silent_since_s = view.observed.source_silent_since_s()
+    if silent_since_s is not None and view.server_runs and not stalled:
+        until = f"after {max_stall_s:.0f} s machines are ended until it sends again" if view.is_silent else ends
+        since = time_text(silent_since_s)
+        alarms.append(f"the source has sent nothing since {since}: slots stay in their markets; {until}")
+    return alarms
 
 
 def _slot_alarms(view: _JobView) -> list[str]:

@@ -136,7 +136,7 @@ class ProvisionerProcess:
                 probe=machines.probe, check_lease=(lambda: None) if lease is None else lease.check,
                 dry_run=setup.dry_run, job=config.job, topics_id=topics.topic_id(config, services, "updates"),
             )  # fmt: skip
-            self._job_records = stack.enter_context(JobRecords(config, services, self._controller.positions))
+            self._job_records = stack.enter_context(JobRecords(config, services, self._controller.state.positions))
             self._publisher = None if setup.dry_run else _publisher(config, services)
             if self._publisher is not None:
                 stack.callback(self._publisher.close)
@@ -231,7 +231,7 @@ class ProvisionerProcess:
         ends = self._job_records.sample_ends()
         if ends is not None:
             self._controller.observed.observe_ends(now_s, ends)
-        self._controller.positions = self._job_records.named_positions()
+        self._controller.state.positions = self._job_records.named_positions()
         decision = self._controller.turn(now_s, draining=draining)
         if self._publisher is not None:
             self._publisher.publish(decision, last=last or decision.finished)

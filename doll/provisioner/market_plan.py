@@ -65,12 +65,6 @@ def fit_to_budget(
     return BudgetFit(chosen, float(costs[fewest]), state.elapsed_s + work / rate, short=not enough.size)
 
 
-def reserve_usd(prices: Prices, replan_s: float, billing: BillingRule) -> float:
-    """Return the USD that are kept unspent for each machine, at the higher price. Machines continue for some turns."""
-    seconds = max(_RESERVE_TURNS * replan_s, billing.billed_s(0.0))
-    return max(prices.spot_usd_per_h, prices.on_demand_usd_per_h) * seconds / SECONDS_PER_HOUR
-
-
 _RE_ESTIMATE_EVERY = 3  # evaluations
 
 
@@ -157,6 +151,11 @@ class MarketPlan(KeptState):
         boots, whichever is longer."""
         return replace(self.planner, boot_s=max(self.planner.boot_s, observed.boots.slow_s))
 
+    def reserve_usd(self, prices: Prices) -> float:
+        """Return the USD that are kept unspent for each machine, for some turns at the higher price."""
+        seconds = max(_RESERVE_TURNS * self.planner.replan_s, self._billing.billed_s(0.0))
+        return max(prices.spot_usd_per_h, prices.on_demand_usd_per_h) * seconds / SECONDS_PER_HOUR
+
     def samples_done(self, observed: Observed) -> float:
         """Return the number of samples in the model."""
         return float(observed.batches_done * self.planner.batch_size)
@@ -180,15 +179,9 @@ class MarketPlan(KeptState):
         self.planner = re_estimated(self.planner, samples, errors, settings.target_error, rng)
 
     def observe_spot(
-        self,
-        observed: Observed,
-        instances: Sequence[Instance],
-        ready: Collection[str],
-        pools: Sequence[str],
-        now_s: float,
-        *,
-        counts: Bools,
-    ) -> None:
+        self, observed: Observed, instances: Sequence[Instance], ready: Collection[str], pools: Sequence[str],
+        now_s: float, *, counts: Bools,
+    ) -> None:  # fmt: skip
         """Report to the estimator which slots on spot work; boots count as down. `counts` has the slots whose state is
         evidence of spot's availability, shape (N,)."""
         if self._on_spot is None or self._dry_run:
@@ -285,8 +278,7 @@ class MarketPlan(KeptState):
             chosen = chosen | held
             for slot in np.flatnonzero(held):
                 reasons[slot] = f"stays on spot: {hold or 'its source sends nothing'}, which on-demand does not cure"
-        reserve = reserve_usd(state.prices, settings.replan_s, self._billing)
-        fit = fit_to_budget(chosen, working, settings, reserve_usd=reserve)
+        fit = fit_to_budget(chosen, working, settings, reserve_usd=self.reserve_usd(state.prices))
         if fit is not None:
             forced = fit.on_spot & ~chosen
             chosen, expected_usd, finish_s = fit.on_spot, fit.expected_cost_usd, fit.expected_finish_s

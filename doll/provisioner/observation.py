@@ -192,15 +192,9 @@ class Observed(KeptState):
     LATER: ClassVar = ("generation_s", "boots", "losses", "streams")
 
     def __init__(
-        self,
-        prior_rates_per_s: npt.ArrayLike,
-        *,
-        samples_per_record: float = 1.0,
-        prior_alpha: float = 0.9,
-        prior_cycle_s: float = 36_000.0,
-        heartbeat_timeout_s: float = 30.0,
-        keeps_losses: bool = False,
-    ) -> None:
+        self, prior_rates_per_s: npt.ArrayLike, *, samples_per_record: float = 1.0, prior_alpha: float = 0.9,
+        prior_cycle_s: float = 36_000.0, heartbeat_timeout_s: float = 30.0, keeps_losses: bool = False,
+    ) -> None:  # fmt: skip
         self._streams = StreamRates(prior_rates_per_s, samples_per_record)
         self._read = RateEstimator(prior_rates_per_s)
         self._slots = [_Slot() for _ in self._read.per_s()]

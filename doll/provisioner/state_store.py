@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -162,39 +162,6 @@ def state_of(config: JobConfig, run_folder: Path, number: int = 0) -> SharedStat
     """Return the state of the job's provisioners, with the journal in this folder; see `SharedStateStore`. Raises
     CheckpointError if the state is in S3 and boto3 cannot be set up."""
     return SharedStateStore(claims_of(config, run_folder), FileStateStore(run_folder, config.job), number)
-
-
-class RetriedStateStore:
-    """A state store that raises errors only before its first successful write. Later errors count as temporary (for
-    example a full disk).
-
-    The job must not depend on the disk: machines are ended and the budget is kept even if journal lines are missing.
-    Only launches require that `save` has succeeded. `problem` is the reason why the last write failed, or "".
-    """
-
-    def __init__(self, store: StateStore) -> None:
-        self._store = store
-        self._has_written = False
-        self.problem = ""
-
-    def load(self) -> dict[str, Any] | None:
-        return self._store.load()
-
-    def save(self, kept: Mapping[str, Any]) -> None:
-        self._write(self._store.save, kept)
-
-    def append(self, entry: Mapping[str, Any]) -> None:
-        self._write(self._store.append, entry)
-
-    def _write(self, write: Callable[[Mapping[str, Any]], None], value: Mapping[str, Any]) -> None:
-        try:
-            write(value)
-        except (ConfigError, CheckpointError) as exc:
-            if not self._has_written:
-                raise
-            self.problem = str(exc)
-        else:
-            self._has_written, self.problem = True, ""
 
 
 def stops_of(kept: Mapping[str, Any], max_failures: int) -> list[str]:

@@ -199,9 +199,9 @@ class JobWorld:
 
     def tell(self, controller: Controller) -> None:
         """Everything that this controller, or the one whose state it has, has not read yet."""
-        for record, at_s in self.log[controller.positions.get("log", 0) :]:
+        for record, at_s in self.log[controller.state.positions.get("log", 0) :]:
             controller.observed.feed(record, at_s)  # type: ignore[arg-type]
-        controller.positions = {"log": len(self.log)}
+        controller.state.positions = {"log": len(self.log)}
 
 
 def run(

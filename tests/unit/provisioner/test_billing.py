@@ -104,7 +104,7 @@ def test_each_instance_counts_once_and_the_sum_is_by_market() -> None:
 
 def test_without_boots_and_overlap() -> None:
     instance = machine("a", seconds=100.0)
-    total = bill([instance], flat, LOCAL, T0, ready_s={"a": T0 + 30}, fenced_s={"a": T0 + 90})
+    total = Bill.total(bill_lines([instance], flat, LOCAL, T0, ready_s={"a": T0 + 30}, fenced_s={"a": T0 + 90}))
     assert total.usd == pytest.approx(0.1)
     assert total.usd_without_boots == pytest.approx(0.06)
     assert bill([instance], flat, LOCAL, T0).usd_without_boots == 0.0, "nobody knows that its worker was ever ready"

@@ -10,8 +10,10 @@ from doll.errors import ConfigError, ServiceUnavailableError
 from doll.provisioner.controller import Controller
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchFailure, Order
 from doll.provisioner.launch_state import LaunchLimits
+from doll.provisioner.prices.port import StatedPrices
+from doll.provisioner.traces.model import Series
 from doll.theory.cost import Prices
-from job_world import SPOT, settings
+from job_world import ON_DEMAND, SPOT, settings
 
 
 def test_a_used_up_quota_is_an_alarm_and_costs_no_deadline() -> None:
@@ -109,22 +111,29 @@ def test_a_fleet_that_does_not_answer_blinds_and_changes_nothing() -> None:
 def test_prices_that_fail_are_the_last_known() -> None:
     scene = Scene()
 
-    class Failing:
+    class Failing(StatedPrices):
+        fails = True
+
         def current(self, now_s: float) -> Prices:
-            raise ServiceUnavailableError("no prices")
+            if self.fails:
+                raise ServiceUnavailableError("no prices")
+            return super().current(now_s)
 
-        def series(self, *args: Any) -> Any:
-            raise ServiceUnavailableError("no prices")
+        def series(self, *args: Any) -> Series:
+            self.current(0.0)
+            return super().series(*args)
 
-    scene.controller.prices = Failing()
+    scene.prices = prices = Failing(SPOT, ON_DEMAND)
+    scene.controller = scene.successor()
     assert scene.turn().phase == "unavailable", "without any price nothing is bought"
     scene.controller = scene.successor()
+    prices.fails = False
     scene.steps(4)
-    scene.controller.prices = Failing()
+    prices.fails = True
     decision = scene.steps(2)
     assert decision.phase == "run"
     assert decision.bill.usd == pytest.approx(4 * 40 / 3600 * SPOT), "four machines for 40 s, at the last known price"
-    scene.controller.prices = scene.prices
+    prices.fails = False
     assert scene.steps(1).bill.usd == pytest.approx(decision.bill.usd)
 
 
@@ -250,7 +259,7 @@ def test_a_machine_that_was_stopped_and_started_costs_while_it_runs() -> None:
 
 
 def planned_boot_s(controller: Controller) -> float:
-    return controller._plan.planned(controller.observed).boot_s
+    return controller.state.plan.planned(controller.observed).boot_s
 
 
 def test_boots_that_are_slower_than_planned_are_planned_with() -> None:

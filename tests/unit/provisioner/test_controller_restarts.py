@@ -142,7 +142,7 @@ def test_a_lost_book_forgets_no_money() -> None:
     scene.controller = scene.successor()
     scene.world.log.append((before.record(), scene.clock()))
     assert scene.turn().bill.usd == pytest.approx(before.bill.usd)
-    assert scene.controller._launch_state.slots[0].incarnation == 2
+    assert scene.controller.state.launch_state.slots[0].incarnation == 2
 
 
 def test_an_unwritable_book_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:

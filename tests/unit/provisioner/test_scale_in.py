@@ -259,7 +259,7 @@ def test_the_worst_replica_goes_first_where_it_is_certain(
             losses[3] += worse
         rounds.append(updated(version, losses=losses))
     feed_updates(scene, rounds[:20])
-    scene.controller._save()
+    scene.state_store.save(scene.controller.state.to_dict())
     scene.restart()  # a successor goes on with what was measured
     scene.step()
     feed_updates(scene, rounds[20:])
@@ -293,7 +293,7 @@ def test_who_is_the_worst_replica_is_no_matter_of_chance(worse: float, least: fl
 def test_a_slot_with_an_interruption_notice_goes_first() -> None:
     """The slot loses its machine anyway: the machine is not replaced, and no other machine is ended."""
     scene = Scene()
-    scene.until(lambda: scene.controller._plan.scale_in._tuner.knee_step is not None)  # type: ignore[union-attr]
+    scene.until(lambda: scene.controller.state.plan.scale_in._tuner.knee_step is not None)  # type: ignore[union-attr]
     first = scene.decisions[-1].released or scene.until_released().released
     noticed = next(i for i in scene.fleet.alive() if i.slot not in first and i.market == "spot")
     scene.until(
