@@ -119,7 +119,14 @@ def test_the_outer_momentum_is_for_rounds_of_this_length(local_batches: int, mom
             ["training.policy={name: asp}", "training.optimizer={name: adagrad, momentum: 0.9}"],
             "set training.policy.con",
         ),
-        (["training.policy={name: asp, contribution: step}", "training.optimizer.momentum=0.9"], None),
+        (
+            ["training.policy={name: asp, contribution: step}", "training.optimizer.momentum=0.9"],
+            "set training.optimizer.nesterov=true:",
+        ),
+        (
+            ["training.policy={name: asp, contribution: step}", "training.optimizer={momentum: 0.9, nesterov: true}"],
+            None,
+        ),
         (["training.policy={name: bsp}", "training.optimizer.momentum=0.9", "training.ema={decay: 0.9}"], None),
         (
             ["training.policy={name: ssp}", "stop.updates=9"],
