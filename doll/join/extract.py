@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -17,6 +18,7 @@ from doll.records.join_log import FEATURES
 MAX_KEY_BYTES: Final = 1_024
 _MS_PER_UNIT: Final = {"s": 1000.0, "ms": 1.0, "us": 1e-3, "ns": 1e-6}
 _MAX_MS: Final = 2**53
+_NOTHING: Any = Literal["\0a text that no field has"]
 Headers = Sequence[tuple[str, bytes | None]]
 _NO_TIMESTAMP: Final = 0  # Kafka's kind of a timestamp that is not known
 
@@ -68,11 +70,11 @@ class Extractor:
             for name, (_, kind) in sorted(wanted.items(), key=lambda item: item[0] in optional)
         ]  # fmt: skip
         rename = {name: field for name, (field, _) in wanted.items()}
-        self._taken: list[str] = []
-        if self._label is None:  # a name that a sample would have twice
-            self._taken = [*(label.name for label in join.labels), *OWN_FIELDS]
-            for at, name in enumerate(self._taken):
-                fields.append((f"taken{at}", msgspec.Raw | msgspec.UnsetType, msgspec.UNSET))
+        self._taken: frozenset[str] = frozenset()
+        if self._label is None:  # a value with a field that the join writes does not have this type, and is refused
+            self._taken = frozenset([*(label.name for label in join.labels), *OWN_FIELDS])
+            for at, name in enumerate(sorted(self._taken)):
+                fields.append((f"taken{at}", _NOTHING | msgspec.UnsetType, msgspec.UNSET))
                 rename[f"taken{at}"] = name
         self._decode = msgspec.json.Decoder(msgspec.defstruct("Fields", fields, rename=rename)).decode
 
@@ -95,11 +97,12 @@ class Extractor:
         try:
             fields = self._decode(value)
         except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
-            raise Bad("not_json", f"expected a JSON object with the fields of data.join: {short(exc)}") from None
+            raise self._refusal(value, exc) from None
         key_bytes = _key(self._key, getattr(fields, "key", None), key, headers)
         time_ms = _time_ms(self._time, getattr(fields, "time", None), timestamp)
         if self._label is None:
-            return Extracted(key_bytes, time_ms, self._features(value, fields))
+            body = value.strip()[:-1].rstrip()
+            return Extracted(key_bytes, time_ms, body if body == b"{" else body + b",")
         return Extracted(key_bytes, time_ms, self._value(fields))
 
     def _tombstone(self, key: bytes | None, timestamp: tuple[int, int], headers: Headers) -> Extracted:
@@ -109,12 +112,13 @@ class Extractor:
             raise Bad("empty", "no value, and data.join reads the key or the time from fields of the value")
         return Extracted(_key(self._key, None, key, headers), _time_ms(self._time, None, timestamp), b"")
 
-    def _features(self, value: bytes, fields: Any) -> bytes:
-        for at, name in enumerate(self._taken):
-            if getattr(fields, f"taken{at}") is not msgspec.UNSET:
-                raise Bad("field_taken", f"the field {name} is there already: the join writes a field of this name")
-        body = value.strip()[:-1].rstrip()
-        return body if body == b"{" else body + b","
+    def _refusal(self, value: bytes, error: Exception) -> Bad:
+        """Return why a value cannot be decoded."""
+        with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+            if there := self._taken & msgspec.json.decode(value, type=dict[str, msgspec.Raw]).keys():
+                name = min(there)
+                return Bad("field_taken", f"the field {name} is there already: the join writes a field of this name")
+        return Bad("not_json", f"expected a JSON object with the fields of data.join: {short(error)}")
 
     def _value(self, fields: Any) -> bytes:
         assert self._label is not None

@@ -22,7 +22,9 @@ from doll.kafka.range_reader import RangeReader
 from doll.local.forks import ForkServer
 from doll.records.join_log import Step, decode_step
 from doll.services import Services
+from forked_commands import Program
 from owners_topic import OwnersTopic
+from safetensors.numpy import load_file
 from waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.usefixtures("services")]
@@ -246,3 +248,61 @@ def all_done(futures: list[Any]) -> bool:
         if future.done():
             future.result()
     return False
+
+
+COUNTED = """
+import msgspec
+import numpy as np
+import torch
+from doll import Sample, Task
+
+KEYS = 400
+
+
+class Counted(Task):
+    '''Its model is a weight for each key: 1 for a sample without a click, 3 for one with a click.'''
+
+    def build_model(self):
+        model = torch.nn.Linear(KEYS, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        return model
+
+    def decode(self, record):
+        event = msgspec.json.decode(record)
+        x = np.zeros(KEYS, np.float32)
+        x[event["x"]] = 1.0
+        return Sample(x, float(event["click"]))
+
+    def step(self, weights, x, y, rng):
+        return (np.asarray(x) * (1 + 2 * np.asarray(y).reshape(-1, 1))).sum(0).astype(np.float32)
+"""
+
+
+def test_a_job_learns_each_joined_record_once(
+    services: Services, job_name: str, shown: OwnersTopic, clicks: OwnersTopic, doll: Program, tmp_path: Path
+) -> None:
+    """`doll up` starts the joiners; the model says which samples it has learned, and how often."""
+    shown.create(3)
+    clicks.create(2)
+    now_ms = int(time.time() * 1000)
+    numbers = range(400)
+    shown.write([(f"k{at}", json.dumps({"id": f"k{at}", "at": now_ms, "x": at}).encode()) for at in numbers])
+    clicks.write([(f"k{at}", json.dumps({"id": f"k{at}", "at": now_ms + 900}).encode()) for at in numbers if at % 3])
+    (tmp_path / "task.py").write_text(COUNTED)
+    job = job_of(job_name, shown, clicks, joiners=2).model_dump(mode="json", exclude_none=True, by_alias=True)
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    settings = [
+        f"kafka.address={services.kafka}", f"redis.address={services.redis}", "task={class: 'task.py:Counted'}",
+        "training.policy={name: ssp}", "data.batch_size=10", "data.cut_after_s=1",
+        "stop.samples=400", "data.workers=2", "evaluation.enabled=false",
+    ]  # fmt: skip
+    chosen = [word for setting in settings for word in ("--set", setting)]
+    run = doll("up", tmp_path / "job.yaml", "--parent-folder", tmp_path / "runs", *chosen, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr[-3000:]
+    folder = next((tmp_path / "runs").iterdir())
+    report = json.loads((folder / "report.json").read_text())
+    assert report["samples"] == 400
+    exported = doll("export", folder, "--out", tmp_path / "model", cwd=tmp_path)
+    assert exported.returncode == 0, exported.stderr
+    (weights,) = load_file(tmp_path / "model" / "model.safetensors").values()
+    assert weights.ravel().tolist() == [3.0 if at % 3 else 1.0 for at in numbers]

@@ -1,0 +1,252 @@
+"""How fast a joiner joins, beside reading and writing the same records without a join; and how much memory open keys take.
+
+    python -m benchmarks.join [--pairs 200000] [--runs 3] [--keys 2000000] [--docs]
+
+`joined`: one joiner (`doll.join.main`) joins a topic of features and a topic of labels on a local Kafka, both filled
+before. `copied`: the same loop, in the same transactions, reads both topics and writes each features record to a topic,
+without a join. Runs alternate. CPU seconds are those of the process, with the threads of the Kafka client.
+
+`keys`: features are fed to the join of one partition without labels, then the join begins again from its log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from doll.config import JobConfig, parse
+from doll.join.entries import Entries
+from doll.join.main import run_joiner
+from doll.join.matcher import Decisions, Matcher
+from doll.join.rocks_overflow import RocksOverflow
+from doll.kafka import topics
+from doll.kafka.group_stream import Committed, GroupStream, Output, Place
+from doll.kafka.range_reader import RangeReader
+from doll.local.stack import local_stack
+from doll.records.join_log import FEATURES, Pack, Progress, Routed
+from doll.services import Services
+
+from benchmarks import results
+
+PARTITIONS: Final = 4
+_PACK: Final = 500
+_MEMORY_BYTES: Final = 256 * 1024 * 1024
+
+
+def job_of(name: str) -> JobConfig:
+    join = {
+        "features": {"topic": f"{name}-shown", "key": "id", "time": "at"},
+        "labels": [{"topic": f"{name}-clicks", "name": "click", "key": "id", "time": "at"}],
+        "window_s": 3600,
+    }
+    data = {"workers": PARTITIONS, "join": join}
+    return parse(json.dumps({"job": name, "task": {"class": "a:B"}, "data": data}))
+
+
+def fill(config: JobConfig, services: Services, pairs: int) -> None:
+    """Write `pairs` features of about 200 bytes, and a label for each, in another order."""
+    from doll.kafka.publisher import Publisher
+
+    assert config.data.join is not None
+    rng, now_ms = random.Random(0), int(time.time() * 1000)
+    ids = [f"{number:012d}" for number in range(pairs)]
+    with Publisher(config, services, queue_buffering_max_messages=1_000_000) as publisher:
+        for at, key in enumerate(ids):
+            features = {
+                "id": key,
+                "at": now_ms,
+                "user": at,
+                "hour": at % 24,
+                "x": [at % 7, 0.25, 1.5, 2.125],
+                "text": "w" * 90,
+            }
+            publisher.send(config.data.join.features.topic, json.dumps(features).encode(), partition=at % PARTITIONS)
+        for at in range(0, pairs, 5_000):
+            part = ids[at : at + 5_000]
+            rng.shuffle(part)
+            for number, key in enumerate(part):
+                label = json.dumps({"id": key, "at": now_ms + 1000}).encode()
+                publisher.send(config.data.join.labels[0].topic, label, partition=number % PARTITIONS)
+        publisher.close(60.0)
+
+
+def joined(config: JobConfig, services: Services, pairs: int) -> tuple[float, float]:
+    """Join everything; return CPU seconds and seconds."""
+    stop = threading.Event()
+
+    def watch() -> None:
+        with RangeReader(config, services) as reader:
+            while not stop.is_set():
+                ends = [reader.bounds(config.topic("samples"), at)[1] for at in range(PARTITIONS)]
+                if sum(ends) >= pairs:
+                    stop.set()
+                stop.wait(0.5)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    cpu_s, began_s = time.process_time(), time.perf_counter()
+    watcher.start()
+    run_joiner(config, services, 0, stop=stop, until_finished=False)
+    return time.process_time() - cpu_s, time.perf_counter() - began_s
+
+
+def copied(config: JobConfig, services: Services, pairs: int) -> tuple[float, float]:
+    """Read both topics, and write each features record; return CPU seconds and seconds."""
+    assert config.data.join is not None
+    shown, clicks = config.data.join.features.topic, config.data.join.labels[0].topic
+
+    def begin(committed: dict[Place, Committed]) -> dict[Place, int]:
+        return dict.fromkeys(committed, 0)
+
+    cpu_s, began_s = time.process_time(), time.perf_counter()
+    stream = GroupStream(
+        config,
+        services,
+        f"copy-{time.time_ns()}",
+        0,
+        [shown, clicks],
+        on_assigned=begin,
+        on_revoked=lambda places: None,
+    )
+    left, samples = 2 * pairs, config.topic("samples")
+    while left:
+        messages, until_s = [], time.monotonic() + config.data.join.commit_every_s
+        while time.monotonic() < until_s and left > len(messages):
+            messages += stream.poll(5_000, 0.05)
+        if not messages:
+            continue
+        left -= len(messages)
+        offsets = {(m.topic(), m.partition()): Committed(m.offset() + 1, "") for m in messages}
+        outputs = (Output(samples, m.partition(), m.value()) for m in messages if m.topic() == shown)
+        stream.commit(outputs, offsets)
+    stream.close()
+    return time.process_time() - cpu_s, time.perf_counter() - began_s
+
+
+def rates(pairs: int, runs: int) -> list[dict[str, float]]:
+    """Measure both, in turn, on new jobs of one local Kafka."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        say = lambda line: print(line, file=sys.stderr)  # noqa: E731
+        with local_stack(job_of("join"), Path(folder), say) as stack:
+            for number in range(runs):
+                row = {}
+                for name, run in (("joined", joined), ("copied", copied)):
+                    config = job_of(f"{name}{number}")
+                    _create(config, stack.services)
+                    fill(config, stack.services, pairs)
+                    cpu_s, elapsed_s = run(config, stack.services, pairs)
+                    row |= {f"{name}_cpu_s": cpu_s, f"{name}_s": elapsed_s}
+                    print(f"{name}: {pairs / cpu_s:,.0f} per CPU second, {pairs / elapsed_s:,.0f}/s", flush=True)
+                rows.append(row)
+    return rows
+
+
+def _create(config: JobConfig, services: Services) -> None:
+    from confluent_kafka.admin import NewTopic
+    from doll.kafka.clients import make_admin
+
+    assert config.data.join is not None
+    names = [config.data.join.features.topic, config.data.join.labels[0].topic]
+    admin = make_admin(config, services)
+    for future in admin.create_topics([NewTopic(name, PARTITIONS, 1) for name in names]).values():
+        future.result(30)
+    topics.ensure(config, services)
+
+
+def packs(keys: int) -> Iterator[tuple[int, Pack]]:
+    """Yield features of 100 bytes, one each millisecond."""
+    value = b'{"user":123456,"hour":7,"x":[1,0.25,1.5,2.125],"text":"' + b"w" * 40 + b'",'
+    for at in range(0, keys, _PACK):
+        now_ms = 1_790_000_000_000 + at
+        records = [
+            Routed(FEATURES, 0, number, 1_790_000_000_000 + number, b"%012d" % number, value)
+            for number in range(at, min(at + _PACK, keys))
+        ]
+        yield at // _PACK, Pack(now_ms, records, [Progress(FEATURES, 0, at, now_ms), Progress(1, 0, at, now_ms)])
+
+
+def open_keys(keys: int) -> dict[str, float]:
+    """Measure memory, seconds to open the keys, and seconds to begin again."""
+    config = job_of("keys").model_copy()
+    join = config.data.join
+    assert join is not None
+    join = join.model_copy(update={"window_s": 1e8})
+    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def new() -> Matcher:
+        return Matcher(join, {0: 1, 1: 1}, Entries(_MEMORY_BYTES, RocksOverflow()))
+
+    matcher, began_s = new(), time.process_time()
+    last = 0
+    for offset, pack in packs(keys):
+        matcher.feed(pack, offset, 0, Decisions())
+        last = offset
+    opened_s = time.process_time() - began_s
+    restart = matcher.restart(last + 1, 0)
+    assert len(matcher) == keys
+    matcher.close()
+    began_s, wall_s = time.process_time(), time.perf_counter()
+    matcher = new()
+    matcher.restore(restart, packs(keys), ())
+    assert len(matcher) == keys
+    matcher.close()
+    peak_mb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb) / 1024
+    return {
+        "keys": keys, "opened_cpu_s": opened_s, "restart_cpu_s": time.process_time() - began_s,
+        "restart_s": time.perf_counter() - wall_s, "peak_mb": peak_mb,
+    }  # fmt: skip
+
+
+def text(pairs: int, rows: Sequence[dict[str, float]], keys: dict[str, float] | None, commit: str) -> str:
+    def median(name: str) -> float:
+        return statistics.median(row[name] for row in rows)
+
+    ratios = [row["copied_cpu_s"] / row["joined_cpu_s"] for row in rows]
+    parts = [
+        f"Commit {commit}; medians of {len(rows)} runs of {pairs:,} pairs.", "",
+        "| | pairs per CPU second | pairs/s |", "|---|---|---|",
+        *(f"| {name} | {pairs / median(name + '_cpu_s'):,.0f} | {pairs / median(name + '_s'):,.0f} |" for name in ("joined", "copied")),
+        "", f"Ratio by CPU time: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}).",
+    ]  # fmt: skip
+    if keys is not None:
+        parts += [
+            "", f"{keys['keys']:,.0f} open keys in one partition, `memory_bytes` of 256 MiB: {keys['peak_mb']:,.0f} MB more at most; "
+            f"{keys['keys'] / keys['opened_cpu_s']:,.0f} keys opened per CPU second; begun again in {keys['restart_s']:.0f} s "
+            f"({keys['restart_cpu_s']:.0f} CPU seconds, with making the packs).",
+        ]  # fmt: skip
+    return "\n".join(parts)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=200_000)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--keys", type=int, default=2_000_000)
+    parser.add_argument("--docs", action="store_true", help="write the tables to docs/benchmarks.md")
+    args = parser.parse_args(argv)
+    keys = open_keys(args.keys) if args.keys else None
+    if keys is not None:
+        print(keys, flush=True)
+    rows: list[Any] = rates(args.pairs, args.runs) if args.runs else []
+    if rows:
+        commit = results.commit()
+        results.keep("join", {"pairs": args.pairs, "rows": rows, "keys": keys})
+        table = text(args.pairs, rows, keys, commit)
+        print(table)
+        if args.docs:
+            results.update_section(results.DOCS / "benchmarks.md", "join", "python -m benchmarks.join --docs", table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
