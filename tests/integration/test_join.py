@@ -154,7 +154,8 @@ class Owner:
         self._next = 0
         self._owed: list[tuple[float, str]] = []  # when a label is written, and of which key
         self.label_of: dict[str, int] = {}  # by key of features: whether its label came within the window
-        self.orphans = self.doubles = self.bad = 0
+        self._shown_ms: dict[str, int] = {}
+        self.orphans = self.late = self.bad = 0
 
     def write(self, num_features: int = 20) -> None:
         """A transaction."""
@@ -169,7 +170,7 @@ class Owner:
             if aborts:
                 continue
             kind = rng.random()
-            self.label_of[key] = int(kind < 0.5)
+            self.label_of[key], self._shown_ms[key] = int(kind < 0.5), now_ms
             if kind < 0.3:
                 self._owed.append((time.time() + rng.random() * 0.5 * WINDOW_S, key))
             elif kind < 0.5:
@@ -180,6 +181,9 @@ class Owner:
         for item in due:
             if item in self._owed and not aborts:
                 self._owed.remove(item)
+                if now_ms - self._shown_ms[item[1]] > 1000 * WINDOW_S:  # this program had to wait
+                    self.label_of[item[1]] = 0
+                    self.late += 1
             self._send(self._clicks, str(rng.random()), {"id": item[1], "at": now_ms})
         if rng.random() < 0.2:
             self._send(self._shown, "bad", {"at": now_ms})
@@ -207,7 +211,7 @@ def test_joined_records_equal_an_offline_join_through_kills_and_changing_joiners
     """`DOLL_KILLS` SIGKILLs; from one joiner to three, then two; one transaction in ten of the owner is aborted."""
     shown.create(12)
     clicks.create(7)
-    config = job_of(job_name, shown, clicks)
+    config = job_of(job_name, shown, clicks, lateness_s=10.0)
     topics.ensure(config, services)
     owner, rng = Owner(shown, clicks), random.Random(1)
     joiners = Joiners(config, services, fork_server, tmp_path)
@@ -237,7 +241,7 @@ def test_joined_records_equal_an_offline_join_through_kills_and_changing_joiners
     assert len(samples) == len(owner.label_of)
     assert {sample["id"]: sample["click"] for sample in samples} == owner.label_of
     refused = Counter(item.code for _, step in steps_of(config, services) for item in step.refused)
-    assert refused == Counter({"orphan": owner.orphans, "not_json": owner.bad})
+    assert refused == +Counter({"orphan": owner.orphans, "late": owner.late, "not_json": owner.bad})
     report = audit_join(config, services)
     assert report.problems == []
     assert [counts.open + counts.unread for counts in report.topics] == [0, 0]
