@@ -1,6 +1,6 @@
 """Losses for labels that come late, against an oracle that knows all labels at once.
 
-    python -m benchmarks.delayed_feedback [--seeds 3] [--quick] [--docs]
+    python -m benchmarks.delayed_feedback [--seeds 3] [--rate 0.1] [--docs]
 
 Two streams, in virtual time:
 
@@ -49,6 +49,8 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 JOB: Final = ROOT / "examples" / "delayed_clicks" / "job.yaml"
 TRIPS: Final = ROOT.parent / "shared" / "data" / "nyc_green_taxi_2024_01" / "trips.csv.gz"
 HELD_OUT: Final = 0.2
+DAYS: Final = 12  # of the shop
+CLICKS_PER_DAY: Final = 5000
 RATES: Final = (0.03, 0.1, 0.3)
 TUNING_SEED: Final = 100
 METHODS: Final[dict[str, tuple[Emit, str]]] = {  # name: what the joiner sends, and the loss
@@ -103,13 +105,15 @@ class Data(NamedTuple):
     step_s: float
 
 
-def shop(seed: int, quick: bool) -> Data:
-    days = 7 if quick else 12
-    clicks = takewhile(lambda click: click.time_s < days * DAY_S, endless(seed, 10_000, np.random.default_rng(seed)))
-    return Data(list(clicks), ("task.args.holdout_clicks=0",), EARLY_S, WINDOW_S, DAY_S / 8)
+def shop(seed: int, share: float) -> Data:
+    days = DAYS * share
+    clicks = takewhile(
+        lambda click: click.time_s < days * DAY_S, endless(seed, CLICKS_PER_DAY, np.random.default_rng(seed))
+    )
+    return Data(list(clicks), ("task.args.holdout_clicks=0", "task.args.columns=4096"), EARLY_S, WINDOW_S, DAY_S / 8)
 
 
-def tips(seed: int, quick: bool) -> Data:
+def tips(seed: int, share: float) -> Data:
     """The trips do not depend on the seed, only which of them are held out."""
     with gzip.open(TRIPS, "rt") as file:
         trips = [_trip(row) for row in csv.DictReader(file)]
@@ -119,8 +123,8 @@ def tips(seed: int, quick: bool) -> Data:
         for time_s, features, delay_s, has_tip in trips
         if time_s >= begin_s and 0 < delay_s < Tips.window_s
     ]
-    clicks = clicks[: 10_000 if quick else None]
-    overrides = ("task.class=benchmarks.delayed_feedback:Tips", "task.args={loss: early}", "data.batch_size=64")
+    clicks = clicks[: int(share * len(clicks))]
+    overrides = ("task.class=benchmarks.delayed_feedback:Tips", "task.args={columns: 8192}", "data.batch_size=64")
     return Data(clicks, overrides, Tips.early_s, Tips.window_s, 6 * 3600.0)
 
 
@@ -157,10 +161,10 @@ def decoded(task: Task, records: Iterable[tuple[float, bytes]]) -> Decoded:
 
 
 class Stream:
-    """The stream of one seed, decoded once for all losses."""
+    """The stream of one seed, or the first `share` of it, decoded once for all losses."""
 
-    def __init__(self, name: str, seed: int, quick: bool) -> None:
-        self.data = DATA[name](seed, quick)
+    def __init__(self, name: str, seed: int, share: float = 1.0) -> None:
+        self.data = DATA[name](seed, share)
         is_held_out = np.random.default_rng((seed, 1)).random(len(self.data.clicks)) < HELD_OUT
         task = load_task(self.config())
         split: tuple[list[ShopClick], list[ShopClick]] = ([], [])
@@ -246,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3, help="seeds of each stream; default 3")
     parser.add_argument("--stream", choices=DATA, action="append", help="only this stream")
     parser.add_argument("--method", choices=METHODS, action="append", help="only this loss, and the oracle")
-    parser.add_argument("--quick", action="store_true", help="a fraction of each stream, and no search for rates")
+    parser.add_argument("--rate", type=float, help="learning rate of all losses; default: the best of each")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/results.md")
     args = parser.parse_args(argv)
     if args.docs:
@@ -260,16 +264,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name == "tips" and not TRIPS.exists():
             print(f"{name}: expected {TRIPS}, left out", file=sys.stderr)
             continue
-        rates[name] = dict.fromkeys(methods, RATES[1])
-        if not args.quick:
-            stream = Stream(name, TUNING_SEED, args.quick)
+        rates[name] = dict.fromkeys(methods, args.rate)
+        if args.rate is None:
+            stream = Stream(name, TUNING_SEED)
             for method in methods:
                 tried = {rate: learn(stream, method, rate) for rate in RATES}
                 rates[name][method] = min(RATES, key=lambda rate: tried[rate].log_loss)
                 print(name, method, tried, file=sys.stderr, flush=True)
         scores[name] = {method: [] for method in methods}
         for seed in range(args.seeds):
-            stream = Stream(name, seed, args.quick)
+            stream = Stream(name, seed)
             for method in methods:
                 scores[name][method].append(learn(stream, method, rates[name][method]))
                 print(name, seed, method, scores[name][method][-1], file=sys.stderr, flush=True)
