@@ -251,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--stream", choices=DATA, action="append", help="only this stream")
     parser.add_argument("--method", choices=METHODS, action="append", help="only this loss, and the oracle")
     parser.add_argument("--rate", type=float, help="learning rate of all losses; default: the best of each")
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/results.md")
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/benchmarks.md")
     args = parser.parse_args(argv)
     if args.docs:
         results.refuse_dirty()
@@ -281,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(text)
     if args.docs:
         results.update_section(
-            results.DOCS / "results.md", "delayed-feedback", "python -m benchmarks.delayed_feedback --docs", text
+            results.DOCS / "benchmarks.md", "delayed-feedback", "python -m benchmarks.delayed_feedback --docs", text
         )
     return 0
 
