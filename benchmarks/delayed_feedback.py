@@ -22,9 +22,10 @@ import gzip
 import math
 import statistics
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from itertools import takewhile
+from itertools import product, takewhile
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -110,7 +111,13 @@ def shop(seed: int, share: float) -> Data:
     clicks = takewhile(
         lambda click: click.time_s < days * DAY_S, endless(seed, CLICKS_PER_DAY, np.random.default_rng(seed))
     )
-    return Data(list(clicks), ("task.args.holdout_clicks=0", "task.args.columns=4096"), EARLY_S, WINDOW_S, DAY_S / 8)
+    return Data(
+        list(clicks),
+        ("task.args.holdout_clicks=0", "task.args.columns=4096", "training.policy.group_size=4"),
+        EARLY_S,
+        WINDOW_S,
+        DAY_S / 4,
+    )
 
 
 def tips(seed: int, share: float) -> Data:
@@ -124,7 +131,11 @@ def tips(seed: int, share: float) -> Data:
         if time_s >= begin_s and 0 < delay_s < Tips.window_s
     ]
     clicks = clicks[: int(share * len(clicks))]
-    overrides = ("task.class=benchmarks.delayed_feedback:Tips", "task.args={columns: 8192}", "data.batch_size=64")
+    overrides = (
+        "task.class=benchmarks.delayed_feedback:Tips",
+        "task.args={columns: 8192}",
+        "training.policy.group_size=2",
+    )
     return Data(clicks, overrides, Tips.early_s, Tips.window_s, 6 * 3600.0)
 
 
@@ -258,25 +269,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     commit = results.commit()
     methods = [method for method in METHODS if not args.method or method in ("oracle", *args.method)]
-    rates: dict[str, dict[str, float]] = {}
-    scores: dict[str, dict[str, list[Score]]] = {}
-    for name in args.stream or DATA:
-        if name == "tips" and not TRIPS.exists():
-            print(f"{name}: expected {TRIPS}, left out", file=sys.stderr)
-            continue
-        rates[name] = dict.fromkeys(methods, args.rate)
-        if args.rate is None:
-            stream = Stream(name, TUNING_SEED)
-            for method in methods:
-                tried = {rate: learn(stream, method, rate) for rate in RATES}
-                rates[name][method] = min(RATES, key=lambda rate: tried[rate].log_loss)
-                print(name, method, tried, file=sys.stderr, flush=True)
-        scores[name] = {method: [] for method in methods}
-        for seed in range(args.seeds):
-            stream = Stream(name, seed)
-            for method in methods:
-                scores[name][method].append(learn(stream, method, rates[name][method]))
-                print(name, seed, method, scores[name][method][-1], file=sys.stderr, flush=True)
+    names = [name for name in args.stream or DATA if name != "tips" or TRIPS.exists()]
+    rates = {name: dict.fromkeys(methods, args.rate) for name in names}
+    scores: dict[str, dict[str, list[Score]]] = {name: {method: [] for method in methods} for name in names}
+    for name in names if args.rate is None else ():
+        stream = Stream(name, TUNING_SEED)
+        for method in methods:
+            tried = {rate: learn(stream, method, rate) for rate in RATES}
+            rates[name][method] = min(RATES, key=lambda rate: tried[rate].log_loss)
+            print(name, method, tried, file=sys.stderr, flush=True)
+    for seed, name in product(range(args.seeds), names):
+        stream = Stream(name, seed)
+        for method in methods:
+            scores[name][method].append(learn(stream, method, rates[name][method]))
+            print(name, seed, method, scores[name][method][-1], time.process_time(), file=sys.stderr, flush=True)
     text = f"Commit {commit}, {args.seeds} seeds.\n\n{table(scores, rates)}"
     print(text)
     if args.docs:

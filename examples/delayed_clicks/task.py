@@ -186,7 +186,7 @@ class ShopClick(msgspec.Struct):
 
 
 class Shop:
-    """The true probabilities and delays. Delays are log-normal: their median, 10 minutes to two days, depends on
+    """The true probabilities and delays. Delays are log-normal: their median, from minutes to a day, depends on
     campaign and device. The weights of campaigns change from day to day, so old labels are worth less."""
 
     def __init__(self, seed: int, campaigns: int = 200, sites: int = 500) -> None:
@@ -194,6 +194,8 @@ class Shop:
         self._campaigns, self._sites, self._devices = (
             rng.standard_normal(size) * scale for size, scale in ((campaigns, 0.8), (sites, 0.5), (3, 0.4))
         )
+        ranks = np.arange(1, campaigns + 1)
+        self._shares = (1 / ranks) / (1 / ranks).sum()
         self._drift = rng.standard_normal(campaigns) * 0.5
         self._phase = rng.uniform(0, 2 * np.pi, campaigns)
         self._slowness = rng.standard_normal(campaigns) * 1.3
@@ -202,14 +204,14 @@ class Shop:
     def clicks(self, times_s: npt.NDArray[np.float64], rng: np.random.Generator) -> list[ShopClick]:
         """Return a click at each of these times."""
         n = len(times_s)
-        campaign = np.minimum(rng.zipf(1.3, n) - 1, len(self._campaigns) - 1)
+        campaign = rng.choice(len(self._campaigns), n, p=self._shares)
         site = (rng.random(n) ** 2 * len(self._sites)).astype(int)
         device = rng.integers(3, size=n)
         log_price = rng.standard_normal(n)
         drift = self._drift[campaign] * np.sin(2 * np.pi * times_s / (8 * DAY_S) + self._phase[campaign])
-        logit = -1.6 + self._campaigns[campaign] + drift + self._sites[site] + self._devices[device] - 0.4 * log_price
+        logit = -1.2 + self._campaigns[campaign] + drift + self._sites[site] + self._devices[device] - 0.4 * log_price
         bought = rng.random(n) < 1 / (1 + np.exp(-logit))
-        log_delay = np.log(2400) + self._slowness[campaign] + self._device_slowness[device] + rng.standard_normal(n)
+        log_delay = np.log(5400) + self._slowness[campaign] + self._device_slowness[device] + rng.standard_normal(n)
         delay = np.where(bought, np.minimum(np.exp(log_delay), 0.99 * WINDOW_S), np.inf)
         prices = [
             None if is_missing else round(_MEAN_PRICE * math.exp(value), 2)
