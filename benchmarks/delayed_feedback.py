@@ -209,6 +209,7 @@ def learn(stream: Stream, method: str, rate: float) -> Score:
     computer = GradientComputer(task, model)
     records, held_out, size = stream.learned[emit], stream.held_out, config.data.batch_size * config.group_size
     step_s, end_s = stream.data.step_s, float(held_out.times_s[-1])
+    truth: Any = held_out.samples.y
     at, labels, predicted = 0, [np.zeros(0)], [np.zeros(0)]
     for step in range(1, int(end_s / step_s)):
         for start in range(at, records.until(step * step_s) - size + 1, size):
@@ -223,7 +224,7 @@ def learn(stream: Stream, method: str, rate: float) -> Score:
             with torch.inference_mode():
                 output = passes.forward(task, model.module, inputs)
                 predicted.append(task.probability(output).numpy().astype(np.float64))
-            labels.append(held_out.samples.y["label"][next_step])
+            labels.append(truth["label"][next_step])
     return score(np.concatenate(labels), np.concatenate(predicted))
 
 

@@ -190,7 +190,9 @@ class FieldsTask(Task):
         return made._replace(x=x, y=y) if isinstance(made, Samples) else (x, y)
 
     def _columns(self, events: list[msgspec.Struct], records: Records) -> Columns:
-        columns, missing, numbers_of = {}, {}, self._numbers_of
+        columns: dict[str, npt.NDArray[Any]] = {}
+        missing: dict[str, npt.NDArray[np.bool_]] = {}
+        numbers_of = self._numbers_of
         for name, get, dtype in _fields(self.record):
             values = list(map(get, events))
             if name in self.missing:

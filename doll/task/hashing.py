@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from types import NoneType
 from typing import Any, Final
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy.typing as npt
 
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _MOST_IDS: Final = 1 << 63
+_KINDS: Final = (str, bytes, int, np.integer, NoneType)
 
 
 def hash_ids(*columns: npt.ArrayLike, size: int, seed: int = 0) -> npt.NDArray[np.int64]:
@@ -52,7 +54,7 @@ def _numbers(column: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
         return numbers
     values = column.ravel().tolist()
     for kind in set(map(type, values)):
-        if not issubclass(kind, str | bytes | int | np.integer | type(None)):
+        if not issubclass(kind, _KINDS):
             raise TypeError(f"expected texts, bytes or integers, got a value of type {kind.__name__}")
     bits = {value: _bits(value) for value in dict.fromkeys(values)}  # categories repeat
     return np.fromiter(map(bits.__getitem__, values), np.uint64, len(values)).reshape(column.shape)

@@ -14,7 +14,7 @@ import itertools
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -69,7 +69,7 @@ class DelayedLabels(JsonTask):
     def __init__(self, loss: Loss = "retraction", columns: int = 16_384) -> None:
         if columns < 1:
             raise ValueError(f"columns: expected a number above 0, got {columns}")
-        if loss not in (known := Loss.__args__):  # type: ignore[attr-defined]
+        if loss not in (known := get_args(Loss)):
             raise ValueError(f"loss: expected one of {', '.join(known)}, got {loss!r}")
         self.loss_name, self.columns = loss, columns
 

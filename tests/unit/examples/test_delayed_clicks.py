@@ -140,6 +140,6 @@ def test_corrections_teach_the_true_rate_and_early_negatives_do_not() -> None:
         learned("early", "oracle", 25_000),
     )
     assert early.metrics["bias"] < -0.1
-    assert abs(corrected.metrics["bias"]) < 0.03
+    assert abs(corrected.metrics["bias"]) < 0.05
     assert corrected.metrics["log_loss"] < early.metrics["log_loss"] - 0.03
     assert corrected.metrics["log_loss"] < oracle.metrics["log_loss"] + 0.02
