@@ -38,7 +38,7 @@ _MEAN_PRICE: Final = 30.0
 class Click(JoinedRecord):
     """A click, with its purchase if one is known. A price may be missing."""
 
-    campaign: str
+    ad: str
     site: str
     device: str
     purchase: bool
@@ -136,8 +136,8 @@ class Purchases(DelayedLabels):
         self.holdout_clicks, self.holdout_day = holdout_clicks, holdout_day
 
     def samples(self, columns: Columns) -> tuple[Any, Any]:
-        campaign, site, device = columns["campaign"], columns["site"], columns["device"]
-        fields = ((campaign,), (site,), (device,), (campaign, device))
+        ad, site, device = columns["ad"], columns["site"], columns["device"]
+        fields = ((ad,), (site,), (device,), (ad, device))
         ids = [hash_ids(*field, size=self.columns, seed=at) for at, field in enumerate(fields)]
         numbers = [np.log(columns["price"] / _MEAN_PRICE + 0.01), columns.missing["price"]]
         x = {"ids": np.stack(ids, axis=1), "numbers": np.stack(numbers, axis=1).astype(np.float32)}
@@ -187,40 +187,40 @@ class ShopClick(msgspec.Struct):
 
 class Shop:
     """The true probabilities and delays. Delays are log-normal: their median, from minutes to a day, depends on
-    campaign and device. The weights of campaigns change from day to day, so old labels are worth less."""
+    ad and device. The weights of ads change from day to day, so old labels are worth less."""
 
-    def __init__(self, seed: int, campaigns: int = 200, sites: int = 500) -> None:
+    def __init__(self, seed: int, ads: int = 200, sites: int = 500) -> None:
         rng = np.random.default_rng((seed, 5))
-        self._campaigns, self._sites, self._devices = (
-            rng.standard_normal(size) * scale for size, scale in ((campaigns, 0.8), (sites, 0.5), (3, 0.4))
+        self._ads, self._sites, self._devices = (
+            rng.standard_normal(size) * scale for size, scale in ((ads, 0.8), (sites, 0.5), (3, 0.4))
         )
-        ranks = np.arange(1, campaigns + 1)
+        ranks = np.arange(1, ads + 1)
         self._shares = (1 / ranks) / (1 / ranks).sum()
-        self._drift = rng.standard_normal(campaigns) * 0.5
-        self._phase = rng.uniform(0, 2 * np.pi, campaigns)
-        self._slowness = rng.standard_normal(campaigns) * 1.3
+        self._drift = rng.standard_normal(ads) * 0.5
+        self._phase = rng.uniform(0, 2 * np.pi, ads)
+        self._slowness = rng.standard_normal(ads) * 1.3
         self._device_slowness = np.array([0.0, 0.7, 1.4])
 
     def clicks(self, times_s: npt.NDArray[np.float64], rng: np.random.Generator) -> list[ShopClick]:
         """Return a click at each of these times."""
         n = len(times_s)
-        campaign = rng.choice(len(self._campaigns), n, p=self._shares)
+        ad = rng.choice(len(self._ads), n, p=self._shares)
         site = (rng.random(n) ** 2 * len(self._sites)).astype(int)
         device = rng.integers(3, size=n)
         log_price = rng.standard_normal(n)
-        drift = self._drift[campaign] * np.sin(2 * np.pi * times_s / (8 * DAY_S) + self._phase[campaign])
-        logit = -1.2 + self._campaigns[campaign] + drift + self._sites[site] + self._devices[device] - 0.4 * log_price
+        drift = self._drift[ad] * np.sin(2 * np.pi * times_s / (8 * DAY_S) + self._phase[ad])
+        logit = -1.2 + self._ads[ad] + drift + self._sites[site] + self._devices[device] - 0.4 * log_price
         bought = rng.random(n) < 1 / (1 + np.exp(-logit))
-        log_delay = np.log(5400) + self._slowness[campaign] + self._device_slowness[device] + rng.standard_normal(n)
+        log_delay = np.log(5400) + self._slowness[ad] + self._device_slowness[device] + rng.standard_normal(n)
         delay = np.where(bought, np.minimum(np.exp(log_delay), 0.99 * WINDOW_S), np.inf)
         prices = [
             None if is_missing else round(_MEAN_PRICE * math.exp(value), 2)
             for value, is_missing in zip(log_price.tolist(), rng.random(n) < 0.15, strict=True)
         ]
         return [
-            ShopClick(time, {"campaign": f"c{c}", "site": f"s{s}", "device": DEVICES[d], "price": price}, wait)
+            ShopClick(time, {"ad": f"ad{c}", "site": f"s{s}", "device": DEVICES[d], "price": price}, wait)
             for time, c, s, d, price, wait in zip(
-                times_s.tolist(), campaign.tolist(), site.tolist(), device.tolist(), prices, delay.tolist(), strict=True
+                times_s.tolist(), ad.tolist(), site.tolist(), device.tolist(), prices, delay.tolist(), strict=True
             )
         ]
 

@@ -36,7 +36,7 @@ from paths import EXAMPLES
 pytestmark = pytest.mark.slow  # loads torch
 
 JOB = EXAMPLES / "delayed_clicks" / "job.yaml"
-CLICK: dict[str, Any] = {"campaign": "c1", "site": "s2", "device": "phone", "price": 12.5, "purchase": True}
+CLICK: dict[str, Any] = {"ad": "ad1", "site": "s2", "device": "phone", "price": 12.5, "purchase": True}
 
 
 def encoded(**changes: Any) -> bytes:
