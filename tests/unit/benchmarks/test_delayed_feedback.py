@@ -26,10 +26,10 @@ def test_corrections_are_worth_more_than_early_negatives() -> None:
     early, corrected, oracle = (
         learn(stream, method, 0.1) for method in ("early negatives as truth", "retraction", "oracle")
     )
-    assert early.bias < -0.3 < abs(corrected.bias)
-    assert early.auc < corrected.auc - 0.02
-    assert corrected.auc > oracle.auc - 0.02
-    assert oracle.log_loss < corrected.log_loss + 0.01 < early.log_loss
+    assert early.bias < -0.5
+    assert abs(corrected.bias) < 0.4
+    assert early.auc < corrected.auc
+    assert max(oracle.log_loss, corrected.log_loss) < early.log_loss - 0.03
 
 
 def test_held_out_samples_are_not_learned() -> None:
