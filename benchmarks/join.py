@@ -1,4 +1,4 @@
-"""How fast a joiner joins, beside reading and writing the same records without a join; and how much memory open keys take.
+"""The rate of a joiner, beside reading and writing the same records without a join; and the memory of open keys.
 
     python -m benchmarks.join [--pairs 200000] [--runs 3] [--keys 2000000] [--docs]
 
@@ -212,18 +212,21 @@ def text(pairs: int, rows: Sequence[dict[str, float]], keys: dict[str, float] | 
         return statistics.median(row[name] for row in rows)
 
     ratios = [row["copied_cpu_s"] / row["joined_cpu_s"] for row in rows]
+    lines = []
+    for name in ("joined", "copied"):
+        cpu_s, elapsed_s = median(f"{name}_cpu_s"), median(f"{name}_s")
+        lines.append(f"| {name} | {pairs / cpu_s:,.0f} | {pairs / elapsed_s:,.0f} |")
     parts = [
-        f"Commit {commit}; medians of {len(rows)} runs of {pairs:,} pairs.", "",
-        "| | pairs per CPU second | pairs/s |", "|---|---|---|",
-        *(f"| {name} | {pairs / median(name + '_cpu_s'):,.0f} | {pairs / median(name + '_s'):,.0f} |" for name in ("joined", "copied")),
-        "", f"Ratio by CPU time: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}).",
+        f"Commit {commit}; medians of {len(rows)} runs of {pairs:,} pairs.\n",
+        "| | pairs per CPU second | pairs/s |\n|---|---|---|", *lines,
+        f"\nRatio by CPU time: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}).",
     ]  # fmt: skip
     if keys is not None:
-        parts += [
-            "", f"{keys['keys']:,.0f} open keys in one partition, `memory_bytes` of 256 MiB: {keys['peak_mb']:,.0f} MB more at most; "
-            f"{keys['keys'] / keys['opened_cpu_s']:,.0f} keys opened per CPU second; begun again in {keys['restart_s']:.0f} s "
-            f"({keys['restart_cpu_s']:.0f} CPU seconds, with making the packs).",
-        ]  # fmt: skip
+        parts.append(
+            f"\n{keys['keys']:,.0f} open keys in one partition, `memory_bytes` of 256 MiB: {keys['peak_mb']:,.0f} MB "
+            f"more at most; {keys['keys'] / keys['opened_cpu_s']:,.0f} keys opened per CPU second; begun again in "
+            f"{keys['restart_s']:.0f} s ({keys['restart_cpu_s']:.0f} CPU seconds, with making the packs)."
+        )
     return "\n".join(parts)
 
 

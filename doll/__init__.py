@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 __all__ = [
     "BadRecordsError", "BoundedEmbedding", "BoundedEmbeddingBag", "ConfigError", "DollError", "Field", "FieldsTask",
-    "GreyImageTask", "JsonTask", "Record", "Records", "RetryLater", "Run", "RunFailedError", "Sample", "Samples",
-    "SkipRecord", "Task", "TextTask", "UInt64", "__version__", "compare", "open", "pad", "plan", "simulate", "train",
+    "GreyImageTask", "JoinedRecord", "JsonTask", "Record", "Records", "RetryLater", "Run", "RunFailedError", "Sample",
+    "Samples", "SkipRecord", "Task", "TextTask", "UInt64", "__version__", "compare", "hash_ids", "losses", "open",
+    "pad", "plan", "simulate", "train",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
+    from doll import losses
     from doll.api.planning import compare, plan, simulate
     from doll.api.run import Run, RunFailedError
     from doll.api.train import open_run as open
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
     from doll.task.base import Sample, Samples, Task
     from doll.task.fields_task import FieldsTask, JsonTask
     from doll.task.forms import Field, pad
+    from doll.task.hashing import hash_ids
     from doll.task.images import GreyImageTask
+    from doll.task.joined import JoinedRecord
     from doll.task.records import Record, Records
     from doll.task.text import TextTask
 
@@ -40,7 +44,9 @@ _MODULES = {
         "task.base": ("Sample", "Samples", "Task"),
         "task.fields_task": ("FieldsTask", "JsonTask"),
         "task.forms": ("Field", "pad"),
+        "task.hashing": ("hash_ids",),
         "task.images": ("GreyImageTask",),
+        "task.joined": ("JoinedRecord",),
         "task.records": ("Record", "Records"),
         "task.text": ("TextTask",),
     }.items()
@@ -50,6 +56,8 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     # `Task` needs numpy and, when it is used, torch; `import doll` must stay free of both.
+    if name == "losses":
+        return importlib.import_module("doll.losses")
     if name in _MODULES:
         attribute = "open_run" if name == "open" else name
         return getattr(importlib.import_module(f"doll.{_MODULES[name]}"), attribute)

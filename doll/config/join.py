@@ -10,7 +10,7 @@ from doll.config.section import LONGEST_S, Section
 
 Unit = Literal["s", "ms", "us", "ns", "iso8601"]
 OWN_FIELDS: Final = (
-    "doll_label_age_s", "doll_is_correction", "doll_first_label", "doll_features", "doll_labels",
+    "doll_label_age_s", "doll_is_correction", "doll_replaced_label", "doll_features", "doll_labels",
 )  # fmt: skip
 
 
@@ -105,6 +105,9 @@ class JoinConfig(Section):
     early_after_s: PositiveFloat | None = Field(default=None, le=LONGEST_S)
     """write a sample with the label of `on_close` after this time, and a correction when the label comes; null: write
     one sample, when its label is known or the window has closed"""
+    confirm: bool = False
+    """write a correction with the same label when the window of an early sample closes without a label; some losses for
+    delayed feedback need it; only with early_after_s"""
     max_ahead_s: PositiveFloat = Field(default=3600.0, le=LONGEST_S)
     """a record whose event time is further in the future than this is dead-lettered: its clock or unit is wrong, and it
     would close all windows"""
@@ -131,6 +134,8 @@ class JoinConfig(Section):
             raise ValueError(f"early_after_s: expected less than window_s ({self.window_s:g}), got {early_s:g}")
         if self.early_after_s is not None and self.on_close == "drop":
             raise ValueError("early_after_s: expected on_close: negative or a value, the label of the early sample")
+        if self.confirm and self.early_after_s is None:
+            raise ValueError("confirm: expected early_after_s, which writes early samples")
         if self.late_window_s is not None and self.on_late != "correct":
             raise ValueError(f"late_window_s: expected on_late: correct, got {self.on_late}")
         return self

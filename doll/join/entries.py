@@ -35,7 +35,7 @@ class Entry(msgspec.Struct, gc=False):
         segment: part of the log in which the entry began.
         features: the record of the features; None: it has not come.
         labels, serials: records of labels, in the order of the log, and their numbers in the log.
-        first: labels of the first sample, as they were written; None: no sample has been written.
+        shown: labels of the newest sample, as they were written; None: no sample has been written.
         size_bytes: approximate size in memory.
     """
 
@@ -47,7 +47,7 @@ class Entry(msgspec.Struct, gc=False):
     features: Routed | None
     labels: list[Routed]
     serials: list[int]
-    first: bytes | None = None
+    shown: bytes | None = None
     size_bytes: int = 0
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MAX_LABELS: Final = 1_000  # of one key
 _SAMPLE: Final = (
-    b'%b%b,"doll_label_age_s":%.3f,"doll_is_correction":%b,"doll_first_label":%b,"doll_features":"%d@%d",'
+    b'%b%b,"doll_label_age_s":%.3f,"doll_is_correction":%b,"doll_replaced_label":%b,"doll_features":"%d@%d",'
     b'"doll_labels":[%b]}'
 )
 _SEGMENTS: Final = 500  # parts of the log in the time of a window: a restart reads at most one more than it needs
@@ -95,6 +95,7 @@ class Matcher:
         self._early_ms = None if config.early_after_s is None else round(1000 * config.early_after_s)
         self._late_ms = round(1000 * config.kept_late_s)
         self._drops = config.on_close == "drop"
+        self._confirms = config.confirm
         self._ends_early = all(label.take == "first" for label in config.labels)
         self._keeps_sent = self._late_ms > 0 or any(label.retract for label in config.labels)
         self._serial = 0
@@ -168,7 +169,7 @@ class Matcher:
             entry.labels, entry.serials = waiting.labels, waiting.serials
             self._entries.grew(len(waiting.labels), entry)
         if kept is not None:
-            entry.state, entry.first = cast(State, kept.state), kept.first
+            entry.state, entry.shown = cast(State, kept.state), kept.shown
             entry.deadline_ms = record.time_ms + self._open_ms + (self._late_ms if kept.state == "closed" else 0)
             self._entries.rearm(entry)
 
@@ -269,6 +270,7 @@ class Matcher:
                 return self._send(entry, label.time_ms)
         elif self._shown(entry) != was:
             self._write(entry, label.time_ms, is_correction=True)
+            self._note(entry)
         else:
             entry.labels.pop()
             entry.serials.pop()
@@ -307,16 +309,22 @@ class Matcher:
                 self._remove(entry)
                 return
             self._write(entry, entry.features.time_ms + self._window_ms, is_correction=False)
+        if entry.state == "early" and self._confirms and not entry.labels:
+            self._write(entry, entry.features.time_ms + self._window_ms, is_correction=True)
         if entry.state == "closed" or not self._late_ms:
             self._remove(entry)
         else:
             self._keep(entry, "closed", close_ms + self._late_ms)
 
     def _keep(self, entry: Entry, state: State, deadline_ms: int) -> None:
-        assert entry.first is not None
         entry.state, entry.deadline_ms = state, deadline_ms
-        self._out.kept.append(Kept(entry.number, state, entry.first))
+        self._note(entry)
         self._entries.rearm(entry)
+
+    def _note(self, entry: Entry) -> None:
+        """Add to the decisions what a later matcher must know of an entry that stays."""
+        assert entry.shown is not None
+        self._out.kept.append(Kept(entry.number, entry.state, entry.shown))
 
     def _remove(self, entry: Entry) -> None:
         """Remove an entry, whose records are settled."""
@@ -383,10 +391,9 @@ class Matcher:
             )
         value = _SAMPLE % (
             features.value, named, (newest_ms - features.time_ms) / 1000, b"true" if is_correction else b"false",
-            entry.first or b"null", features.partition, features.offset, places,
+            entry.shown or b"null", features.partition, features.offset, places,
         )  # fmt: skip
-        if entry.first is None:
-            entry.first = shown
+        entry.shown = shown
         new = labels[-1:] if is_correction else labels
         self._out.samples.append(Sample(value, features, tuple(new), is_correction))
 

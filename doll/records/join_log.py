@@ -80,11 +80,11 @@ class RefusedRecord(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 class Kept(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """An open key that stays after its first sample, for corrections. `serial`: the number of its features in the log.
-    `first`: the labels of the first sample."""
+    `shown`: the labels of its newest sample."""
 
     serial: int
     state: str
-    first: bytes
+    shown: bytes
 
 
 class Step(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -22,8 +22,8 @@ class Churn(JsonTask):
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Union, get_args, get_origin
@@ -49,11 +49,46 @@ class Columns(dict[str, npt.NDArray[Any]]):
 
     Attributes:
         records: the records, with keys, headers and timestamps if the task sets `whole_records`.
+        missing: for each field of `FieldsTask.missing`, the booleans, shape (n,), that mark the values filled in.
     """
 
-    def __init__(self, columns: dict[str, npt.NDArray[Any]], records: Records | None = None) -> None:
+    def __init__(
+        self,
+        columns: dict[str, npt.NDArray[Any]],
+        records: Records | None = None,
+        missing: Mapping[str, npt.NDArray[np.bool_]] = types.MappingProxyType({}),
+    ) -> None:
         super().__init__(columns)
         self.records = Records([]) if records is None else records
+        self.missing = missing
+
+    def feedback(self, label: str) -> dict[str, npt.NDArray[Any]]:
+        """Return the y that the functions of `doll.losses` take, for a task whose record is a `doll.JoinedRecord`.
+
+        Args:
+            label: name of the field that holds the label, 0 or 1.
+
+        Returns:
+            Arrays of shape (n,): `label`, `age_s` and `replaced_label` (0 in first records), float32, and
+            `is_correction`.
+
+        Raises:
+            BadRecordsError: some labels are neither 0 nor 1.
+            SampleError: the only label is neither 0 nor 1.
+        """
+        labels = self[label].astype(np.float32)
+        first = np.array([0 if value is None else value for value in self["doll_replaced_label"]], np.float32)
+        bad = ~(np.isin(labels, (0, 1)) & np.isin(first, (0, 1)))
+        if bad.any():
+            if len(bad) > 1:
+                raise BadRecordsError(np.flatnonzero(bad))
+            raise SampleError(f"{label}: expected a label of 0 or 1, got {labels[0]:g}, first label {first[0]:g}")
+        return {
+            "label": labels,
+            "age_s": self["doll_label_age_s"].astype(np.float32),
+            "is_correction": self["doll_is_correction"],
+            "replaced_label": first,
+        }
 
 
 class FieldsTask(Task):
@@ -67,11 +102,17 @@ class FieldsTask(Task):
         record: a `msgspec.Struct` with the names and types of the fields that the task uses.
         reader: the decoder of values; set when the task is loaded for a job with `data.format`.
         targets: fields that are used only for the target. A record for a prediction may omit them.
+        missing: for some fields, the value that replaces null: imputation with a constant. The field must allow null
+            (`float | None = None` also allows that the field is absent). The type of the column is that of the value.
+        categories: for some fields, the known categories. The column has the number of the category, 1 for the first
+            one, int64, and 0 for null and for all other values: for a category that was never seen.
     """
 
     record: ClassVar[type[msgspec.Struct]]
     reader: FieldReader | None = None
     targets: ClassVar[tuple[str, ...]] = ()
+    missing: Mapping[str, Any] = types.MappingProxyType({})
+    categories: Mapping[str, Sequence[Any]] = types.MappingProxyType({})
 
     def samples(self, columns: Columns) -> Samples | tuple[Any, Any]:
         """Return the samples of n records, n >= 1. Row i must depend only on record i.
@@ -145,10 +186,35 @@ class FieldsTask(Task):
         return samples[0] if made.counts is None else samples
 
     def _arrays(self, events: list[msgspec.Struct], records: Sequence[bytes]) -> Samples | tuple[Any, Any]:
-        columns = {name: _column(name, list(map(get, events)), dtype) for name, get, dtype in _fields(self.record)}
-        made = self.samples(Columns(columns, records if isinstance(records, Records) else Records(records)))
+        made = self.samples(self._columns(events, records if isinstance(records, Records) else Records(records)))
         x, y = (tree_of(structure, list(map(np.asarray, leaves))) for leaves, structure in map(parts_of, made[:2]))
         return made._replace(x=x, y=y) if isinstance(made, Samples) else (x, y)
+
+    def _columns(self, events: list[msgspec.Struct], records: Records) -> Columns:
+        columns: dict[str, npt.NDArray[Any]] = {}
+        missing: dict[str, npt.NDArray[np.bool_]] = {}
+        numbers_of = self._numbers_of
+        for name, get, dtype in _fields(self.record):
+            values = list(map(get, events))
+            if name in self.missing:
+                fill = self.missing[name]
+                missing[name] = np.fromiter((value is None for value in values), np.bool_, len(values))
+                values = [fill if value is None else value for value in values]
+                dtype = _DTYPES.get(type(fill), np.object_) if dtype is np.object_ else dtype
+            if name in self.categories:
+                numbers = numbers_of[name]
+                values, dtype = [numbers.get(value, 0) for value in values], np.int64
+            columns[name] = _column(name, values, dtype)
+        return Columns(columns, records, missing)
+
+    @cached_property
+    def _numbers_of(self) -> dict[str, dict[Any, int]]:
+        """The numbers of the known categories, by field."""
+        if unknown := {*self.missing, *self.categories} - {field.name for field in msgspec.structs.fields(self.record)}:
+            raise ConfigError(
+                f"{self.record.__name__}: expected fields in missing and categories, got {sorted(unknown)}"
+            )
+        return {name: {value: at for at, value in enumerate(known, 1)} for name, known in self.categories.items()}
 
 
 class JsonTask(FieldsTask):

@@ -40,7 +40,7 @@ def random_play(rng: random.Random) -> Play:
             for at, take in enumerate(takes)
         ],
         "on_close": rng.choice(["negative", {"value": None}] + ([] if early_s else ["drop"])),
-        "on_late": on_late, "early_after_s": early_s,
+        "on_late": on_late, "confirm": early_s is not None and rng.random() < 0.5, "early_after_s": early_s,
         "late_window_s": rng.choice([None, 2.0]) if on_late == "correct" else None,
     })  # fmt: skip
     partitions = {FEATURES: rng.randint(1, 3), **{at + 1: rng.randint(1, 2) for at in range(len(takes))}}
@@ -176,7 +176,7 @@ def decided(config: JoinConfig, *packs: Pack | list[Routed]) -> list[Decisions]:
 def labels_of(steps: list[Decisions]) -> list[tuple[Any, bool, Any, float]]:
     """Label, whether it is a correction, first label and age of each sample."""
     samples = [json.loads(item.value) for step in steps for item in step.samples]
-    names = ("y0", "doll_is_correction", "doll_first_label", "doll_label_age_s")
+    names = ("y0", "doll_is_correction", "doll_replaced_label", "doll_label_age_s")
     return [tuple(sample[name] for name in names) for sample in samples]
 
 
@@ -184,7 +184,7 @@ def test_a_label_makes_its_sample_at_once() -> None:
     steps = decided(join_of(), [shown(b"a")], [label(b"a", T0 + 1500)])
     assert labels_of(steps) == [(1, False, None, 1.5)]
     assert json.loads(steps[1].samples[0].value) == {
-        "x": 1, "y0": 1, "doll_label_age_s": 1.5, "doll_is_correction": False, "doll_first_label": None,
+        "x": 1, "y0": 1, "doll_label_age_s": 1.5, "doll_is_correction": False, "doll_replaced_label": None,
         "doll_features": "0@0", "doll_labels": ["y0:0@0"],
     }  # fmt: skip
 
@@ -194,6 +194,22 @@ def test_an_early_sample_is_corrected_when_its_label_comes() -> None:
         join_of(early_after_s=1.0), [shown(b"a"), shown(b"b", offset=1)], until(T0 + 1500), [label(b"a", T0 + 3000)]
     )
     assert labels_of(steps) == [(0, False, None, 1.0), (0, False, None, 1.0), (1, True, 0, 3.0)]
+
+
+def test_an_early_sample_is_confirmed_when_its_window_closes() -> None:
+    config = join_of(early_after_s=1.0, confirm=True)
+    steps = decided(config, [shown(b"a")], until(T0 + 1500), until(T0 + 16_000))
+    assert labels_of(steps) == [(0, False, None, 1.0), (0, True, 0, 5.0)]
+
+
+def test_a_label_that_comes_and_is_taken_back_replaces_twice() -> None:
+    label_of = {"topic": "l", "name": "y0", "take": "last", "retract": True}
+    config = JoinConfig.model_validate(
+        {"features": {"topic": "f"}, "labels": [label_of], "window_s": 5.0, "early_after_s": 1.0}
+    )
+    later = [label(b"a", T0 + 2000), label(b"a", T0 + 3000, b"", offset=1)]
+    steps = decided(config, [shown(b"a")], until(T0 + 1500), later)
+    assert labels_of(steps) == [(0, False, None, 1.0), (1, True, 0, 2.0), (0, True, 1, 3.0)]
 
 
 def test_a_label_that_is_taken_back_corrects_the_sample() -> None:

@@ -18,6 +18,7 @@ NAMES = [
     "characters",
     "clicks",
     "clicks_avro",
+    "delayed_clicks",
     "digits",
     "emnist",
     "factors",
@@ -49,10 +50,10 @@ def test_every_example_is_listed_with_what_runs_it() -> None:
     listed = json.loads(doll("example", "list", "--json").stdout)
     assert [example["name"] for example in listed] == NAMES
     assert [example["command"] for example in listed] == [
-        "doll up characters", "doll up clicks", "doll up clicks_avro", "doll up digits", "doll up emnist",
-        "doll up factors", "doll up intrusion", "doll up lda", "doll up lora", "doll spot market", "doll up pipeline",
-        "doll up ranker", "doll up ratings", "doll up stdin", "doll up synthetic", "doll up trips", "doll up trunk",
-        "doll up words",
+        "doll up characters", "doll up clicks", "doll up clicks_avro", "doll up delayed_clicks", "doll up digits",
+        "doll up emnist", "doll up factors", "doll up intrusion", "doll up lda", "doll up lora", "doll spot market",
+        "doll up pipeline", "doll up ranker", "doll up ratings", "doll up stdin", "doll up synthetic", "doll up trips",
+        "doll up trunk", "doll up words",
     ]  # fmt: skip
     text = doll("example", "list").stdout
     assert all(f"{example['command']} " in text and example["description"] in text for example in listed)

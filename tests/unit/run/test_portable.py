@@ -26,6 +26,7 @@ from doll.task.batches import SampleBatch, batch_of
 from examples.characters.task import Characters
 from examples.clicks.task import Clicks
 from examples.clicks_avro.task import Clicks as AvroClicks
+from examples.delayed_clicks.task import Purchases
 from examples.digits.task import Digits
 from examples.emnist.task import Emnist
 from examples.intrusion.task import Intrusion
@@ -64,7 +65,7 @@ def words() -> np.ndarray[Any, Any]:
     return whole(0, 30, 12).astype(np.int32)
 
 
-EXAMPLE_TASKS: dict[str, list[tuple[Task, Callable[[], np.ndarray[Any, Any]], str]]] = {
+EXAMPLE_TASKS: dict[str, list[tuple[Task, Callable[[], Any], str]]] = {
     # A task, what its x is, and the operator that refuses it.
     "characters": [(Characters(length=16), lambda: whole(0, 28, 16), "")],
     "clicks": [
@@ -73,6 +74,9 @@ EXAMPLE_TASKS: dict[str, list[tuple[Task, Callable[[], np.ndarray[Any, Any]], st
     ],
     "clicks_avro": [
         (AvroClicks(100), lambda: np.hstack([floats(13), whole(0, 100, 26)]).astype(np.float32), ""),
+    ],
+    "delayed_clicks": [
+        (Purchases(columns=1000), lambda: {"ids": whole(0, 1000, 4).astype(np.int64), "numbers": floats(2)}, ""),
     ],
     "digits": [(Digits(), lambda: whole(0, 256, 8, 8).astype(np.uint8), "")],
     "emnist": [(Emnist(), lambda: whole(0, 256, 28, 28).astype(np.uint8), "")],

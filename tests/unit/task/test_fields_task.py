@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from doll import Field, FieldsTask, JsonTask, Samples, Task, UInt64
+from doll import Field, FieldsTask, JoinedRecord, JsonTask, Samples, Task, UInt64
 from doll.config import parse
 from doll.consumers.intake.decoding import RawRecords, decode_records
 from doll.errors import ConfigError, RetryLater
@@ -270,3 +270,87 @@ def test_nan_is_refused_by_the_name_of_its_field() -> None:
     assert result.x["user"].tolist() == [2]
     text = "price is NaN or infinite: expected a number, or nothing in a `float | None`"
     assert [item.reason for item in result.refused] == [text] * 2
+
+
+# --- values that are missing, categories that were never seen, and labels that come late ---------------------------
+
+
+class Visit(JoinedRecord):
+    paid: int
+    age: float | None = None
+    rooms: int | None = None
+    country: str | None = None
+
+
+class Visits(JsonTask):
+    record = Visit
+    targets = ("paid",)
+    missing = {"age": 41.5, "rooms": 1}  # noqa: RUF012
+    categories = {"country": ("CH", "DE")}  # noqa: RUF012
+
+    def samples(self, columns: Columns) -> Any:
+        x = {name: columns[name] for name in ("age", "rooms", "country")}
+        return x | {"no_age": columns.missing["age"]}, columns.feedback("paid")
+
+
+def test_null_and_absent_values_are_filled_in_and_marked() -> None:
+    records = [
+        b'{"age": 30, "rooms": 2, "paid": 1}',
+        b'{"age": null, "paid": 0}',
+        b'{"rooms": null, "paid": 0}',
+    ]
+    batch = decoded(Visits(), *records).samples
+    assert batch.x["age"].tolist() == [30, 41.5, 41.5]
+    assert (batch.x["rooms"].dtype, batch.x["rooms"].tolist()) == (np.int64, [2, 1, 1])
+    assert batch.x["no_age"].tolist() == [False, True, True]
+
+
+def test_a_category_that_was_never_seen_has_number_0() -> None:
+    countries = [b'"DE"', b'"CH"', b'"XX"', b"null", b'""']
+    batch = decoded(Visits(), *[b'{"paid": 1, "country": %b}' % country for country in countries]).samples
+    assert (batch.x["country"].dtype, batch.x["country"].tolist()) == (np.int64, [2, 1, 0, 0, 0])
+
+
+def test_a_single_record_and_a_prediction_are_prepared_as_a_batch() -> None:
+    record = b'{"country": "DE", "doll_label_age_s": 5, "paid": 1}'
+    x, y = Visits().decode(record)[:2]
+    assert {name: value.item() for name, value in x.items()} == {
+        "age": 41.5, "rooms": 1, "country": 2, "no_age": True,
+    }  # fmt: skip
+    assert {name: value.item() for name, value in y.items()} == {
+        "label": 1, "age_s": 5, "is_correction": False, "replaced_label": 0,
+    }  # fmt: skip
+    assert Visits().decode_features(b'{"country": "CH"}')["country"].item() == 1
+
+
+def test_what_the_joiner_knows_of_a_label_is_the_target() -> None:
+    first = b'{"paid": 0, "doll_label_age_s": 900.5, "doll_is_correction": false, "doll_replaced_label": null}'
+    correction = b'{"paid": 1, "doll_label_age_s": 86400, "doll_is_correction": true, "doll_replaced_label": 0}'
+    retraction = b'{"paid": 0, "doll_label_age_s": 9e5, "doll_is_correction": true, "doll_replaced_label": 1}'
+    y = decoded(Visits(), first, correction, retraction, b'{"paid": 1}').samples.y
+    assert {name: array.dtype.name for name, array in y.items()} == {
+        "label": "float32", "age_s": "float32", "is_correction": "bool", "replaced_label": "float32",
+    }  # fmt: skip
+    assert y["label"].tolist() == [0, 1, 0, 1]
+    assert y["age_s"].tolist() == [900.5, 86400, 900000, 0]
+    assert y["is_correction"].tolist() == [False, True, True, False]
+    assert y["replaced_label"].tolist() == [0, 0, 1, 0]
+
+
+def test_labels_of_other_values_are_refused_one_by_one() -> None:
+    good, many = b'{"paid": 1}', b'{"paid": 2}'
+    other = b'{"paid": 1, "doll_is_correction": true, "doll_replaced_label": 3}'
+    done = decoded(Visits(), good, many, good, other)
+    assert done.num_samples == 2
+    assert [(refusal.offset, refusal.reason) for refusal in done.refused] == [
+        (1, "paid: expected a label of 0 or 1, got 2, first label 0"),
+        (3, "paid: expected a label of 0 or 1, got 1, first label 3"),
+    ]
+
+
+def test_a_field_that_the_record_lacks_is_named() -> None:
+    class Other(Visits):
+        missing = {"height": 1.8}  # noqa: RUF012
+
+    with pytest.raises(ConfigError, match=r"Visit: expected fields in missing and categories, got \['height'\]"):
+        Other().decode(b'{"paid": 1}')
