@@ -87,7 +87,7 @@ TASKS: Final = {
     ),
     "ml-1m": BenchTask(
         ROOT / "examples/ratings/job.yaml", 200_000, 50_000, metric="explained variance of the ratings",
-        variance=1.2456, data=DATA / "movielens_1m/ratings.csv.gz",
+        variance=1.2456, data=DATA / "movielens_1m/ratings.csv.gz", overrides=("data.samples_per_record=1",),
     ),
     "transformer": BenchTask(
         ROOT / "examples/characters/job.yaml", 3_200, 800, metric="characters predicted",
