@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from types import NoneType
 from typing import Any, Final
 
@@ -14,7 +15,9 @@ _MOST_IDS: Final = 1 << 63
 _KINDS: Final = (str, bytes, int, np.integer, NoneType)
 
 
-def hash_ids(*columns: npt.ArrayLike, size: int, seed: int = 0) -> npt.NDArray[np.int64]:
+def hash_ids(
+    *columns: npt.ArrayLike | Sequence[str | bytes | int | None], size: int, seed: int = 0
+) -> npt.NDArray[np.int64]:
     """Return the id of each row of categories, 0 to size - 1. Several columns are crossed: an id stands for the
     combination of their values.
 

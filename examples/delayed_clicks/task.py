@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from doll import JoinedRecord, JsonTask, Sample, hash_ids, losses
+from doll.losses import Target
 from doll.producers.sources import Stream
 from doll.task.fields_task import Columns
 from torch import nn
@@ -80,7 +81,7 @@ class DelayedLabels(JsonTask):
         output: torch.Tensor = model(x["ids"], x["numbers"])
         return output
 
-    def losses(self, output: torch.Tensor, target: losses.Target) -> torch.Tensor:
+    def losses(self, output: torch.Tensor, target: Target) -> torch.Tensor:
         logits, delayed, other = output.unbind(1)
         match self.loss_name:
             case "early":
@@ -107,7 +108,7 @@ class DelayedLabels(JsonTask):
     def predict(self, output: torch.Tensor) -> Mapping[str, torch.Tensor]:
         return {"probability": self.probability(output)}
 
-    def metrics(self, output: torch.Tensor, target: losses.Target) -> Mapping[str, torch.Tensor]:
+    def metrics(self, output: torch.Tensor, target: Target) -> Mapping[str, torch.Tensor]:
         """Return the log-loss of each label, and the difference of predicted and true purchases."""
         label, probability = target["label"], self.probability(output).clamp(1e-6, 1 - 1e-6)
         return {"log_loss": F.binary_cross_entropy(probability, label, reduction="none"), "bias": probability - label}

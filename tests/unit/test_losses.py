@@ -186,7 +186,7 @@ def test_retractions_teach_the_probability_of_what_is_not_retracted(name: str) -
 def test_a_correction_undoes_the_gradient_of_its_first_record() -> None:
     for kinds, final in [((NEGATIVE, CORRECTED), 1), ((POSITIVE, RETRACTED), 0), ((NEGATIVE, CONFIRMED), 0)]:
         logits = torch.from_numpy(LOGITS).requires_grad_()
-        total = sum(losses.retraction(logits, target_of(*[kind] * len(LOGITS))).sum() for kind in kinds)
+        total = torch.stack([losses.retraction(logits, target_of(*[kind] * len(LOGITS))) for kind in kinds]).sum()
         (gradient,) = torch.autograd.grad(total, logits)
         assert gradient.numpy() == pytest.approx([sigmoid(x) - final for x in LOGITS], abs=1e-12)
 

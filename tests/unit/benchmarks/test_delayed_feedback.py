@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from benchmarks import delayed_feedback
@@ -49,10 +51,10 @@ def test_a_trip_is_a_click_with_its_drop_off_as_delay() -> None:
     _, features, delay_s, has_tip = delayed_feedback._trip(row)
     assert (features["hour"], features["weekday"], features["places"][2]) == (10, 1, "25>65")
     assert (delay_s, has_tip) == (1230, True)
-    x, y = Tips().decode(
+    sample: Any = Tips().decode(
         b'{"places": ["25", "65", "25>65", "2", "1", "1", "1"], "hour": 10, "weekday": 1, "purchase": false}'
-    )[:2]
-    assert (x["ids"].shape, y["label"]) == ((8,), 0)
+    )
+    assert (sample.x["ids"].shape, sample.y["label"]) == ((8,), 0)
 
 
 def test_the_table_compares_each_seed_with_its_oracle() -> None:

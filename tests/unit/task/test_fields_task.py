@@ -313,7 +313,8 @@ def test_a_category_that_was_never_seen_has_number_0() -> None:
 
 def test_a_single_record_and_a_prediction_are_prepared_as_a_batch() -> None:
     record = b'{"country": "DE", "doll_label_age_s": 5, "paid": 1}'
-    x, y = Visits().decode(record)[:2]
+    sample: Any = Visits().decode(record)
+    x, y = sample[:2]
     assert {name: value.item() for name, value in x.items()} == {
         "age": 41.5, "rooms": 1, "country": 2, "no_age": True,
     }  # fmt: skip
