@@ -24,12 +24,12 @@ def test_the_score_is_that_of_scikit_learn() -> None:
 
 
 def test_corrections_are_worth_more_than_early_negatives() -> None:
-    stream = Stream("shop", 0, share=0.2)
+    stream = Stream("shop", 0, share=0.5)
     early, corrected, oracle = (
         learn(stream, method, 0.1) for method in ("early negatives as truth", "retraction", "oracle")
     )
-    assert early.bias < -0.5
-    assert abs(corrected.bias) < 0.4
+    assert early.bias < -0.3
+    assert abs(corrected.bias) < 0.2
     assert early.auc < corrected.auc
     assert max(oracle.log_loss, corrected.log_loss) < early.log_loss - 0.03
 

@@ -161,7 +161,7 @@ def test_a_copy_has_all_that_it_needs_and_overwrites_nothing(name: str, files: l
 def test_a_copy_that_cannot_be_made_says_why(empty: Path) -> None:
     (empty / "file").write_text("")
     for name, to, expected in (
-        ("nothing", ".", "one of characters, clicks, clicks_avro, digits"),
+        ("nothing", ".", "one of characters, clicks, clicks_avro, delayed_clicks, digits"),
         ("digits", "file/inner", "cannot write to file/inner"),
     ):
         result = doll("example", "copy", name, to)
