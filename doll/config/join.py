@@ -124,9 +124,8 @@ class JoinConfig(Section):
             raise ValueError(f"labels: expected different names, got {', '.join(names)}")
         if own := sorted(set(names) & set(OWN_FIELDS)):
             raise ValueError(f"labels: the join itself writes the field {own[0]}: choose another name")
-        topics = [self.features.topic, *(label.topic for label in self.labels)]
-        if len(set(topics)) < len(topics):
-            raise ValueError(f"expected different topics, got {', '.join(topics)}")
+        if len(set(self.topics)) < len(self.topics):
+            raise ValueError(f"expected different topics, got {', '.join(self.topics)}")
         if (early_s := self.early_after_s) is not None and early_s >= self.window_s:
             raise ValueError(f"early_after_s: expected less than window_s ({self.window_s:g}), got {early_s:g}")
         if self.early_after_s is not None and self.on_close == "drop":
@@ -134,6 +133,11 @@ class JoinConfig(Section):
         if self.late_window_s is not None and self.on_late != "correct":
             raise ValueError(f"late_window_s: expected on_late: correct, got {self.on_late}")
         return self
+
+    @property
+    def topics(self) -> list[str]:
+        """The joined topics, the features first: the sources of `doll.records.join_log` in their order."""
+        return [self.features.topic, *(label.topic for label in self.labels)]
 
     @property
     def kept_late_s(self) -> float:

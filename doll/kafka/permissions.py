@@ -47,7 +47,10 @@ class Permission:
 
 
 def needed(config: JobConfig, role: Role) -> list[Permission]:
-    """Return the permissions of a role for existing topics. With several workers, the group is a prefix."""
+    """Return the permissions of a role for existing topics; none for a role that the job does not have. With several
+    workers, the group is a prefix."""
+    if role == "joiner" and config.data.join is None:
+        return []
     of_role = _OPERATIONS[role]
     permissions = [
         Permission("topic", config.topic(kind), operation) for operation, kinds in of_role.items() for kind in kinds
