@@ -18,6 +18,7 @@ from doll.join.extract import Bad, Extractor
 from doll.kafka.joined_topics import JoinedTopic, joined_topics
 from doll.kafka.range_reader import RangeReader
 from doll.kafka.reader import Message
+from doll.records.control import DeadLetter
 from doll.records.join_log import FEATURES, Step, decode_step, parse_restart, partition_of
 from doll.services import Services
 
@@ -110,7 +111,12 @@ def _samples(
     used: Counter[Place] = Counter()
     by_label: dict[Place, str] = {}
     decode = msgspec.json.Decoder(_Sample).decode
+    # `doll dead replay` writes a sample again.
+    letters = reader.records(config.topic("dead"), (DeadLetter,))
+    replayed = {(letter.partition, letter.replayed_as) for letter in letters if letter.code == "replayed"}
     for partition, offset, value in _all(config, reader, "samples"):
+        if (partition, offset) in replayed:
+            continue
         where = f"{config.topic('samples')}/{partition}, offset {offset}"
         try:
             sample = decode(value or b"")
