@@ -89,7 +89,9 @@ class JoinConfig(Section):
     exactly once (docs/guide/join.md)."""
 
     features: FeaturesConfig
+    """the topic of the features"""
     labels: list[LabelConfig] = Field(min_length=1, max_length=16)
+    """a list of the topics of labels"""
     window_s: PositiveFloat = Field(le=LONGEST_S)
     """how long after its features (by event time) a label may come"""
     lateness_s: PositiveFloat = Field(default=10.0, le=LONGEST_S)
@@ -109,7 +111,7 @@ class JoinConfig(Section):
     """a record whose event time is further in the future than this is dead-lettered: its clock or unit is wrong, and it
     would close all windows"""
     joiners: PositiveInt = Field(default=1, le=1_000)
-    """number of processes of `doll join` that `doll up`, compose and the chart start; they share the partitions"""
+    """number of processes of `doll join` that `doll up` and the chart start (compose: 1); they share the partitions"""
     start: Literal["earliest", "latest"] = "earliest"
     """where a new job begins to read the topics"""
     commit_every_s: PositiveFloat = 0.1

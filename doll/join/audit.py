@@ -150,11 +150,11 @@ class _Journal:
 
     def until(self, source: int, partition: int, num_partitions: int) -> int:
         """Return the offset up to which an input has been joined, by all partitions of the log."""
-        told = [0] * num_partitions
+        offsets = [0] * num_partitions
         for at, step in self.newest.items():
             marks = {(mark[0], mark[1]): mark[2] for mark in parse_restart(step.restart).marks}
-            told[at] = marks.get((source, partition), 0)
-        return min(told)
+            offsets[at] = marks.get((source, partition), 0)
+        return min(offsets)
 
 
 def _journal(config: JobConfig, reader: RangeReader) -> _Journal:

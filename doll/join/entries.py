@@ -1,7 +1,7 @@
 """The open keys of one partition of the join log, with their deadlines. Pure.
 
 The newest are in memory, the others in an `Overflow`. No entry is durable state: after a restart, the joiner makes all
-of them anew from the log.
+of them again from the log.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The process of `doll join`: it routes records into the join log, and joins partitions of the log.
 
 Both happen in one loop with one transaction: packs of the log, samples, steps of the journal, and the offsets of what
-was read. If a transaction fails, or another process takes a partition over, the state is made anew from Kafka.
+was read. If a transaction fails, or another process takes a partition over, the state is made again from Kafka.
 """
 
 from __future__ import annotations

@@ -70,13 +70,13 @@ def join_refusals(
     """
     topics.check(config, services)
     journal = config.topic("joins")
-    found = []
+    refusals = []
     with RangeReader(config, services) as reader:
         for partition in range(config.data.num_partitions):
             for _, value in reader.read(journal, partition, *reader.bounds(journal, partition)):
                 step = decode_step(value)
-                found += [JoinRefusal(join.topics[item.source], item, step.now_ms / 1000) for item in step.refused]
-    selected = [item for item in found if _is_selected(item, reason, code) and (not at or item.at in at)]
+                refusals += [JoinRefusal(join.topics[item.source], item, step.now_ms / 1000) for item in step.refused]
+    selected = [item for item in refusals if _is_selected(item, reason, code) and (not at or item.at in at)]
     return sorted(selected, key=lambda item: (item.record.source, *item.at))
 
 

@@ -43,8 +43,8 @@ class RocksOverflow:
         self._db.write(batch)
 
     def take(self, keys: list[bytes]) -> list[Entry]:
-        found: Any = self._db[[_PLACE + key for key in keys]]
-        return self._removed([_decode(value) for value in found if value is not None])
+        values: Any = self._db[[_PLACE + key for key in keys]]
+        return self._removed([_decode(value) for value in values if value is not None])
 
     def take_due(self, waiting: bool, until_ms: int, most: int) -> list[Entry]:
         prefix = _prefix(waiting)

@@ -160,8 +160,9 @@ class GroupStream:
     def ends(self, topic: str, partitions: Iterable[int]) -> dict[int, int]:
         """Return the offsets after the last records of some partitions, open transactions included."""
         with translate_errors(self._services.kafka, f"say where {topic} ends"):
-            found = list_offsets(self._admin, [TopicPartition(topic, item) for item in partitions], OffsetSpec.latest())
-        return {partition: offset for (_, partition), offset in found.items()}
+            places = [TopicPartition(topic, item) for item in partitions]
+            ends = list_offsets(self._admin, places, OffsetSpec.latest())
+        return {partition: offset for (_, partition), offset in ends.items()}
 
     def commit(self, outputs: Iterable[Output], offsets: dict[Place, Committed]) -> None:
         """Write the records and commit the offsets, all or nothing.
@@ -190,8 +191,8 @@ class GroupStream:
                 raise AbandonedError(error.str()) from exc
 
     def _write(self, output: Output) -> None:
-        told = output.on_offset
-        report = None if told is None else lambda error, message: told(message.offset()) if error is None else None
+        tell = output.on_offset
+        report = None if tell is None else lambda error, message: tell(message.offset()) if error is None else None
         while True:
             try:
                 self._producer.produce(

@@ -38,7 +38,7 @@ def joined_topics(config: JobConfig, services: Services) -> tuple[JoinedTopic, .
     assert join is not None
     takes = ["", *(label.take for label in join.labels)]
     admin = make_admin(config, services)
-    found = []
+    inputs = []
     for source, (name, take) in enumerate(zip(join.topics, takes, strict=True)):
         where = "data.join.features.topic" if source == 0 else f"data.join.labels[{source - 1}].topic"
         with translate_errors(services.kafka, f"describe topic {name}"):
@@ -63,5 +63,5 @@ def joined_topics(config: JobConfig, services: Services) -> tuple[JoinedTopic, .
                 f"{where}: topic {name} is compacted: Kafka deletes all but the newest record of a key, perhaps before "
                 "it is joined; expected cleanup.policy=delete" + (", or take: last" if source else "")
             )
-        found.append(JoinedTopic(source, name, len(description.partitions), known_id(description)))
-    return tuple(found)
+        inputs.append(JoinedTopic(source, name, len(description.partitions), known_id(description)))
+    return tuple(inputs)

@@ -19,7 +19,7 @@ OF_EVALUATIONS: Final = frozenset({TERM, VERSION, LOSS, "evaluate_s", "prequenti
 DELIVERED_TOTAL: Final = "delivered_total"  # samples of the producer that Kafka has acknowledged
 RATE_PER_S: Final = "rate_per_s"  # samples per second that the producer sends
 JOINED_TOTALS: Final = ("samples_total", "corrections_total", "dropped_total", "refused_total")
-"""What a joiner has decided since it joined its group."""
+"""The totals of a joiner: what it has decided since it joined its group."""
 OPEN_KEYS: Final = "open_keys"  # of the partitions of a joiner
 LOST_FROM: Final = "lost_from"
 LOST_PARTITION: Final = "lost_partition"

@@ -88,7 +88,7 @@ class Kept(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Step(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one transaction of a joiner has decided about one partition of the log.
+    """The decisions of one transaction of a joiner about one partition of the log.
 
     Attributes:
         until: the log was joined up to this offset.

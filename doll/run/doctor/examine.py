@@ -165,7 +165,7 @@ def _join(config: JobConfig) -> Check:
         require("data.join", "join")
     except ConfigError as exc:
         return Check(name, "failed", str(exc), "install it where a joiner runs")
-    return Check(name, "ok", f"{config.data.join.joiners} joiners with doll up, compose or the chart")
+    return Check(name, "ok", f"joiners: {config.data.join.joiners} with doll up or the chart, 1 with compose")
 
 
 def _schemas(section: AvroFormat, config: JobConfig) -> Iterator[Check]:
