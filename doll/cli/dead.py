@@ -1,4 +1,4 @@
-"""`doll dead`: lists dead letters, and sends their records to the stream again."""
+"""`doll dead`: lists dead letters and what the join refused, and sends dead records to the stream again."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from doll.cli.output import emit
 from doll.records.bounded import printable
 
 if TYPE_CHECKING:
+    from doll.join.refusals import JoinRefusal
     from doll.ledger.dead_letters import DeadRecord, Replay
     from doll.run.target import Target
     from doll.services import Services
@@ -37,12 +38,33 @@ class LetterOptions:
     ] = None
     reason: Annotated[str, typer.Option(metavar="TEXT", help="Select only records whose reason contains TEXT.")] = ""
     code: Annotated[
-        Literal["empty", "too_long", "unreadable", "not_packed", "undecodable", "harmful"] | None,
+        Literal[
+            "empty",
+            "too_long",
+            "unreadable",
+            "not_packed",
+            "undecodable",
+            "harmful",
+            "not_json",
+            "no_key",
+            "no_time",
+            "no_label",
+            "field_taken",
+            "ahead",
+            "orphan",
+            "late",
+            "early",
+            "duplicate",
+            "unused",
+            "retracted",
+            "too_many",
+        ]
+        | None,
         typer.Option(help="Select only records that were rejected with this code."),
     ] = None
 
     def filters(self) -> dict[str, Any]:
-        """Return the filter arguments of `dead_records`.
+        """Return the filter arguments of `dead_records` and `join_refusals`.
 
         Raises:
             BadParameter: an offset does not have the form PARTITION/OFFSET.
@@ -70,10 +92,14 @@ def list_(
     batch), not_packed (not in the packed format), undecodable (decode of the task failed), harmful (its gradient would
     damage the model).
 
+    Records that the join refused (data.join) have their topic before the partition, and the state refused. Their codes
+    are in docs/records.md.
+
     Example: doll dead list my.yaml --reason "expected x of shape"
     """
-    dead_records = _read_dead_records(job.target(run_folder), letters)
-    emit(as_json, [_fields(dead) for dead in dead_records], _table(dead_records))
+    dead_records, refusals = _read_dead_records(job.target(run_folder), letters)
+    content = [*map(_fields, dead_records), *map(_fields_of_refusal, refusals)]
+    emit(as_json, content, _table(dead_records, refusals))
 
 
 @dead_app.command("show")
@@ -86,9 +112,11 @@ def show(
 
     Example: doll dead show my.yaml --offset 0/1234
     """
-    dead_records = _read_dead_records(job.target(run_folder), letters)
+    dead_records, refusals = _read_dead_records(job.target(run_folder), letters)
     content = [{**_fields(dead), "payload_hex": dead.letter.payload.hex()} for dead in dead_records]
-    emit(as_json, content, "\n\n".join(_details(dead) for dead in dead_records) or _NONE)
+    content += [{**_fields_of_refusal(item), "payload_hex": item.payload.hex()} for item in refusals]
+    texts = [*map(_details, dead_records), *map(_details_of_refusal, refusals)]
+    emit(as_json, content, "\n\n".join(texts) or _NONE)
 
 
 @dead_app.command("replay")
@@ -106,7 +134,8 @@ def replay_(
 
     First correct the task and restart its workers; otherwise the records are rejected again. The bytes are read from
     the samples topic, or from the dead letter if the topic does not have them any more. Records that the model has
-    learned in the meantime, or may still learn, are skipped.
+    learned in the meantime, or may still learn, are skipped. So are records that the join refused: they are in topics
+    of others.
 
     Example: doll dead replay my.yaml --reason JSONDecodeError --dry-run
     """
@@ -116,12 +145,18 @@ def replay_(
     job_target = job.target(run_folder)
     job_target, services = reachable_kafka(job_target)
     selected = _dead_records(job_target, services, letters)
+    refusals = _join_refusals(job_target, services, letters)
     replays = replay(job_target.config, services, selected, dry_run=dry_run, again=include_replayed)
-    emit(as_json, [_replay_fields(item, dry_run) for item in replays], _replay_text(replays, dry_run))
+    content = [_replay_fields(item, dry_run) for item in replays]
+    content += [{**_place(item), "skip_reason": _not_ours(item), "dry_run": dry_run} for item in refusals]
+    emit(as_json, content, _replay_text(replays, refusals, dry_run))
 
 
-def _read_dead_records(job_target: Target, letters: LetterOptions) -> list[DeadRecord]:
-    """Read the dead records from the topic, or from the run folder if the run has ended and its broker is gone."""
+def _read_dead_records(
+    job_target: Target, letters: LetterOptions
+) -> tuple[list[DeadRecord], list[JoinRefusal]]:  # fmt: skip
+    """Read the dead records from the topic, or from the run folder if the run has ended and its broker is gone; and
+    what the join refused, from its journal."""
     from doll.errors import ServiceUnavailableError
     from doll.ledger.dead_letters import MAX_SAVED, saved_dead_records
     from doll.run.status import reachable_kafka
@@ -134,8 +169,8 @@ def _read_dead_records(job_target: Target, letters: LetterOptions) -> list[DeadR
         sys.stderr.write(
             f"doll: the broker of this run is gone: these are the first {MAX_SAVED:,} of {job_target.run.dead}\n"
         )
-        return saved_dead_records(job_target.run.dead, **letters.filters())
-    return _dead_records(job_target, services, letters)
+        return saved_dead_records(job_target.run.dead, **letters.filters()), []
+    return _dead_records(job_target, services, letters), _join_refusals(job_target, services, letters)
 
 
 def _dead_records(job_target: Target, services: Services, letters: LetterOptions) -> list[DeadRecord]:
@@ -144,6 +179,35 @@ def _dead_records(job_target: Target, services: Services, letters: LetterOptions
 
     store = open_store(job_target.config, job_target.run.path)
     return dead_records(job_target.config, services, store, **letters.filters())
+
+
+def _join_refusals(job_target: Target, services: Services, letters: LetterOptions) -> list[JoinRefusal]:
+    if (join := job_target.config.data.join) is None:
+        return []
+    from doll.join.refusals import join_refusals
+
+    return join_refusals(job_target.config, services, join, **letters.filters())
+
+
+def _place(item: JoinRefusal) -> dict[str, Any]:
+    return {"topic": item.topic, "partition": item.record.partition, "offset": item.record.offset}
+
+
+def _not_ours(item: JoinRefusal) -> str:
+    return f"the join refused it, and topic {item.topic} belongs to somebody else: send it there again"
+
+
+def _fields_of_refusal(item: JoinRefusal) -> dict[str, Any]:
+    return {
+        **_place(item),
+        "state": "refused",
+        "code": item.record.code,
+        "reason": item.record.reason,
+        "key": _text(item.record.key),
+        "kept_bytes": len(item.payload),
+        "time_s": item.time_s,
+        "event_time_s": item.event_time_s,
+    }
 
 
 def _fields(dead: DeadRecord) -> dict[str, Any]:
@@ -163,11 +227,19 @@ def _fields(dead: DeadRecord) -> dict[str, Any]:
     }
 
 
-def _table(dead_records: list[DeadRecord]) -> str:
-    if not dead_records:
+def _table(dead_records: list[DeadRecord], refusals: list[JoinRefusal]) -> str:
+    if not dead_records and not refusals:
         return _NONE
     rows = [("at", "bytes", "time", "state", "code", "reason"), *map(_cells, dead_records)]
-    return "\n".join(aligned(rows, ">><"))
+    return "\n".join(aligned([*rows, *map(_cells_of_refusal, refusals)], ">><"))
+
+
+def _cells_of_refusal(item: JoinRefusal) -> tuple[str, ...]:
+    partition, offset = item.at
+    return (
+        f"{item.topic} {partition}/{offset}", f"{len(item.payload)}{'+' * item.is_cut}", _time(item.time_s), "refused",
+        item.record.code, printable(item.record.reason),
+    )  # fmt: skip
 
 
 def _cells(dead: DeadRecord) -> tuple[str, ...]:
@@ -181,19 +253,31 @@ def _cells(dead: DeadRecord) -> tuple[str, ...]:
 
 
 def _details(dead: DeadRecord) -> str:
-    letter = dead.letter
-    kept = letter.payload
+    return "\n".join(["  ".join(_cells(dead)), *_content(dead.letter.payload, str(dead.letter.payload_bytes))])
+
+
+def _details_of_refusal(item: JoinRefusal) -> str:
+    event_time_s = item.event_time_s
+    lines = ["  ".join(_cells_of_refusal(item)), f"  key: {_text(item.record.key)}"]
+    if event_time_s is not None:
+        lines.append(f"  event time: {_time(event_time_s)}")
+    num_bytes = f"more than {len(item.payload)}" if item.is_cut else str(len(item.payload))
+    return "\n".join([*lines, *_content(item.payload, num_bytes)])
+
+
+def _content(kept: bytes, num_bytes: str) -> list[str]:
+    """Return the first bytes as text and in hexadecimal. `num_bytes`: how many the record has."""
     shown = kept[:_SHOWN_BYTES]
-    lines = ["  ".join(_cells(dead))]
-    if len(shown) < letter.payload_bytes:
-        lines.append(
-            f"  the first {len(shown)} of {letter.payload_bytes} bytes"
-            + (" (--json has all kept bytes)" if len(shown) < len(kept) else "")
-        )
-    lines.append(f"  text: {printable(shown.decode('utf-8', 'backslashreplace'))}")
-    for at in range(0, len(shown), 32):
-        lines.append(f"  {at:08x}  {shown[at : at + 32].hex(' ', -4)}")
-    return "\n".join(lines)
+    lines = []
+    if str(len(shown)) != num_bytes:
+        more = " (--json has all kept bytes)" if len(shown) < len(kept) else ""
+        lines.append(f"  the first {len(shown)} of {num_bytes} bytes{more}")
+    lines.append(f"  text: {_text(shown)}")
+    return lines + [f"  {at:08x}  {shown[at : at + 32].hex(' ', -4)}" for at in range(0, len(shown), 32)]
+
+
+def _text(content: bytes) -> str:
+    return printable(content.decode("utf-8", "backslashreplace"))
 
 
 def _time(time_s: float) -> str:
@@ -216,8 +300,8 @@ def _replay_fields(item: Replay, dry_run: bool) -> dict[str, Any]:
     }
 
 
-def _replay_text(replays: list[Replay], dry_run: bool) -> str:
-    if not replays:
+def _replay_text(replays: list[Replay], refusals: list[JoinRefusal], dry_run: bool) -> str:
+    if not replays and not refusals:
         return _NONE
     lines = []
     for item in replays:
@@ -229,6 +313,7 @@ def _replay_text(replays: list[Replay], dry_run: bool) -> str:
         what = f"{len(item.value)} bytes from {source}"
         to = "would be replayed" if dry_run else f"replayed as {partition}/{item.offset}"
         lines.append(f"{partition}/{offset}: {to}: {what}")
+    lines += [f"{item.topic} {item.at[0]}/{item.at[1]}: not replayed: {_not_ours(item)}" for item in refusals]
     count = sum(item.value is not None for item in replays)
-    lines.append(f"{count} of {len(replays)} {'would be replayed' if dry_run else 'replayed'}")
+    lines.append(f"{count} of {len(replays) + len(refusals)} {'would be replayed' if dry_run else 'replayed'}")
     return "\n".join(lines)

@@ -157,7 +157,7 @@ class JobConfig(Section):
             yield f"data.samples_per_record: expected 1 with data.join, got {self.data.samples_per_record}"
         if self.data.format is not None and self.data.format.kind != "json":
             yield f"data.format: expected json with data.join, which writes JSON objects, got {self.data.format.kind}"
-        for topic in (join.features.topic, *(label.topic for label in join.labels)):
+        for topic in join.topics:
             if topic.startswith(f"doll.{self.job}."):
                 yield f"data.join: expected topics that belong to somebody else, got {topic}, a topic of this job"
 

@@ -89,7 +89,9 @@ class JoinConfig(Section):
     exactly once (docs/guide/join.md)."""
 
     features: FeaturesConfig
+    """the topic of the features"""
     labels: list[LabelConfig] = Field(min_length=1, max_length=16)
+    """a list of the topics of labels"""
     window_s: PositiveFloat = Field(le=LONGEST_S)
     """how long after its features (by event time) a label may come"""
     lateness_s: PositiveFloat = Field(default=10.0, le=LONGEST_S)
@@ -112,7 +114,7 @@ class JoinConfig(Section):
     """a record whose event time is further in the future than this is dead-lettered: its clock or unit is wrong, and it
     would close all windows"""
     joiners: PositiveInt = Field(default=1, le=1_000)
-    """number of processes of `doll join` that `doll up`, compose and the chart start; they share the partitions"""
+    """number of processes of `doll join` that `doll up` and the chart start (compose: 1); they share the partitions"""
     start: Literal["earliest", "latest"] = "earliest"
     """where a new job begins to read the topics"""
     commit_every_s: PositiveFloat = 0.1
@@ -127,9 +129,8 @@ class JoinConfig(Section):
             raise ValueError(f"labels: expected different names, got {', '.join(names)}")
         if own := sorted(set(names) & set(OWN_FIELDS)):
             raise ValueError(f"labels: the join itself writes the field {own[0]}: choose another name")
-        topics = [self.features.topic, *(label.topic for label in self.labels)]
-        if len(set(topics)) < len(topics):
-            raise ValueError(f"expected different topics, got {', '.join(topics)}")
+        if len(set(self.topics)) < len(self.topics):
+            raise ValueError(f"expected different topics, got {', '.join(self.topics)}")
         if (early_s := self.early_after_s) is not None and early_s >= self.window_s:
             raise ValueError(f"early_after_s: expected less than window_s ({self.window_s:g}), got {early_s:g}")
         if self.early_after_s is not None and self.on_close == "drop":
@@ -139,6 +140,11 @@ class JoinConfig(Section):
         if self.late_window_s is not None and self.on_late != "correct":
             raise ValueError(f"late_window_s: expected on_late: correct, got {self.on_late}")
         return self
+
+    @property
+    def topics(self) -> list[str]:
+        """The joined topics, the features first: the sources of `doll.records.join_log` in their order."""
+        return [self.features.topic, *(label.topic for label in self.labels)]
 
     @property
     def kept_late_s(self) -> float:

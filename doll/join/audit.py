@@ -18,6 +18,7 @@ from doll.join.extract import Bad, Extractor
 from doll.kafka.joined_topics import JoinedTopic, joined_topics
 from doll.kafka.range_reader import RangeReader
 from doll.kafka.reader import Message
+from doll.records.control import DeadLetter
 from doll.records.join_log import FEATURES, Step, decode_step, parse_restart, partition_of
 from doll.services import Services
 
@@ -110,7 +111,12 @@ def _samples(
     used: Counter[Place] = Counter()
     by_label: dict[Place, str] = {}
     decode = msgspec.json.Decoder(_Sample).decode
+    # `doll dead replay` writes a sample again.
+    letters = reader.records(config.topic("dead"), (DeadLetter,))
+    replayed = {(letter.partition, letter.replayed_as) for letter in letters if letter.code == "replayed"}
     for partition, offset, value in _all(config, reader, "samples"):
+        if (partition, offset) in replayed:
+            continue
         where = f"{config.topic('samples')}/{partition}, offset {offset}"
         try:
             sample = decode(value or b"")
@@ -144,11 +150,11 @@ class _Journal:
 
     def until(self, source: int, partition: int, num_partitions: int) -> int:
         """Return the offset up to which an input has been joined, by all partitions of the log."""
-        ends = [0] * num_partitions
+        offsets = [0] * num_partitions
         for at, step in self.newest.items():
             marks = {(mark[0], mark[1]): mark[2] for mark in parse_restart(step.restart).marks}
-            ends[at] = marks.get((source, partition), 0)
-        return min(ends)
+            offsets[at] = marks.get((source, partition), 0)
+        return min(offsets)
 
 
 def _journal(config: JobConfig, reader: RangeReader) -> _Journal:

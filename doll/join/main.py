@@ -27,6 +27,7 @@ from doll.kafka.joined_topics import JoinedTopic, joined_topics
 from doll.kafka.publisher import Publisher
 from doll.kafka.range_reader import RangeReader
 from doll.kafka.reader import has_finished, on_finish, unreadable_headers
+from doll.process import metric_names as names
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.signals import stop_requested
 from doll.records.control import Metric
@@ -93,6 +94,8 @@ def run_joiner(
                 stopped.wait(_PAUSE_S)
             finally:
                 session.close()
+        left = Metric(source=names.joiner_source(joiner), values={names.LEFT: 1.0}, time_s=time.time())
+        publisher.try_send(config.topic("metrics"), left)
     return 0
 
 
@@ -125,7 +128,7 @@ class _Session:
         self._shards: dict[int, _Shard] = {}
         self._skew_ms = 0
         self._reads_headers = any(section.key.header is not None for section in (join.features, *join.labels))
-        self._counts = {"samples_total": 0, "corrections_total": 0, "dropped_total": 0, "refused_total": 0}
+        self._counts = dict.fromkeys(names.JOINED_TOTALS, 0)
         self._initial: dict[Place, Committed] = {}  # first offsets that were not committed yet
         self._stream = GroupStream(
             config, services, "join", joiner, [*self._names, self._log], on_assigned=self._begin, on_revoked=self._end
@@ -166,6 +169,7 @@ class _Session:
             now_s = time.monotonic()
             if now_s >= tick_s:
                 tick_s = now_s + _TICK_S
+                self._send_metrics()
                 self._tick()
             if now_s >= commit_s or size_bytes > _MAX_OUTPUT_BYTES:
                 commit_s = now_s + self._join.commit_every_s
@@ -264,11 +268,12 @@ class _Session:
         inputs = [place for place in self._stream.at_end if place[0] != self._log]
         now_s, read = self._stream.read_to_end(inputs)
         self._router.read_to_end([(self._router.source_of(topic), at) for topic, at in read], int(1000 * now_s))
+
+    def _send_metrics(self) -> None:
         open_keys = sum(len(shard.matcher) for shard in self._shards.values())
-        values = {**{name: float(value) for name, value in self._counts.items()}, "open_keys": float(open_keys)}
-        self._publisher.try_send(
-            self._config.topic("metrics"), Metric(source=f"joiner-{self._joiner}", values=values, time_s=time.time())
-        )
+        values = {**{name: float(value) for name, value in self._counts.items()}, names.OPEN_KEYS: float(open_keys)}
+        metric = Metric(source=names.joiner_source(self._joiner), values=values, time_s=time.time())
+        self._publisher.try_send(self._config.topic("metrics"), metric)
         self._publisher.poll()
 
     def _commit(self) -> None:

@@ -63,6 +63,7 @@ class _Questions:
     def __init__(self, admin: AdminClient, config: JobConfig, facts: KafkaFacts) -> None:
         self._admin, self._config, self._facts = admin, config, facts
         self._plans = {topic.name: topic for topic in plan_topics(config)}
+        self._joined = dict.fromkeys(() if config.data.join is None else config.data.join.topics)
         self._replicas: dict[str, tuple[int, int]] = {}
         self._denied: set[str] = set()
 
@@ -92,7 +93,7 @@ class _Questions:
     def topics(self) -> None:
         futures: Mapping[str, Future[Any]] = {}
         with self._about("topics"):
-            wanted = TopicCollection(list({self._config.topic("samples"): None, **self._plans}))
+            wanted = TopicCollection(list({self._config.topic("samples"): None, **self._plans, **self._joined}))
             futures = self._admin.describe_topics(wanted, include_authorized_operations=True, request_timeout=ADMIN_S)
         for name, future in futures.items():
             with self._about(f"topic {name}"):
@@ -121,6 +122,8 @@ class _Questions:
             f"doll.{self._config.job}.": f"doll.{self._config.job}.ps",
             f"doll-{self._config.job}-w": self._group(0),
         }
+        if self._joined:
+            names[f"doll.{self._config.job}.join"] = f"doll.{self._config.job}.join"
         futures: Mapping[str, Future[Any]] = {}
         with self._about("groups"):
             futures = self._admin.describe_consumer_groups(
@@ -182,7 +185,8 @@ class _Questions:
             }
 
     def newest_record(self) -> None:
-        places = [TopicPartition(name, 0) for name in self._facts.partitions]
+        # The owners of joined topics may write any time stamp.
+        places = [TopicPartition(name, 0) for name in self._facts.partitions if name not in self._joined]
         if not places:
             return
         with self._about("newest record"):

@@ -36,11 +36,10 @@ def joined_topics(config: JobConfig, services: Services) -> tuple[JoinedTopic, .
     """
     join = config.data.join
     assert join is not None
-    names = [join.features.topic, *(label.topic for label in join.labels)]
     takes = ["", *(label.take for label in join.labels)]
     admin = make_admin(config, services)
-    joined = []
-    for source, (name, take) in enumerate(zip(names, takes, strict=True)):
+    inputs = []
+    for source, (name, take) in enumerate(zip(join.topics, takes, strict=True)):
         where = "data.join.features.topic" if source == 0 else f"data.join.labels[{source - 1}].topic"
         with translate_errors(services.kafka, f"describe topic {name}"):
             try:
@@ -64,5 +63,5 @@ def joined_topics(config: JobConfig, services: Services) -> tuple[JoinedTopic, .
                 f"{where}: topic {name} is compacted: Kafka deletes all but the newest record of a key, perhaps before "
                 "it is joined; expected cleanup.policy=delete" + (", or take: last" if source else "")
             )
-        joined.append(JoinedTopic(source, name, len(description.partitions), known_id(description)))
-    return tuple(joined)
+        inputs.append(JoinedTopic(source, name, len(description.partitions), known_id(description)))
+    return tuple(inputs)

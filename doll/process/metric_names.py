@@ -18,6 +18,9 @@ OF_EVALUATIONS: Final = frozenset({TERM, VERSION, LOSS, "evaluate_s", "prequenti
 """The values of a version that the evaluator sends in addition to the task's own metrics."""
 DELIVERED_TOTAL: Final = "delivered_total"  # samples of the producer that Kafka has acknowledged
 RATE_PER_S: Final = "rate_per_s"  # samples per second that the producer sends
+JOINED_TOTALS: Final = ("samples_total", "corrections_total", "dropped_total", "refused_total")
+"""The totals of a joiner: what it has decided since it joined its group."""
+OPEN_KEYS: Final = "open_keys"  # of the partitions of a joiner
 LOST_FROM: Final = "lost_from"
 LOST_PARTITION: Final = "lost_partition"
 LOST_UNTIL: Final = "lost_until"
@@ -41,5 +44,23 @@ def worker_of(source: str) -> int | None:
     >>> worker_of("worker-3"), worker_of("producer")
     (3, None)
     """
-    role, _, number = source.partition("-")
-    return int(number) if role == "worker" and number.isascii() and number.isdecimal() and len(number) <= 9 else None
+    return _number_of("worker", source)
+
+
+def joiner_source(joiner: int) -> str:
+    """Return the source of a joiner's metrics."""
+    return f"joiner-{joiner}"
+
+
+def joiner_of(source: str) -> int | None:
+    """Return the joiner of a source; None if the source is another role.
+
+    >>> joiner_of("joiner-3"), joiner_of("worker-3")
+    (3, None)
+    """
+    return _number_of("joiner", source)
+
+
+def _number_of(role: str, source: str) -> int | None:
+    name, _, number = source.partition("-")
+    return int(number) if name == role and number.isascii() and number.isdecimal() and len(number) <= 9 else None

@@ -23,7 +23,7 @@ from doll.monitor.state.progress import JobSnapshot, ProgressModel, skipped_text
 from doll.monitor.views.run_report import summary
 from doll.monitor.views.text import one_line, table_lines, worker_table
 from doll.process.files import read_json
-from doll.process.metric_names import TERM
+from doll.process.metric_names import TERM, joiner_of
 from doll.records.control import AnyRecord, Metric, ServerStatus
 from doll.run.target import Target
 from doll.service_checks import require_kafka
@@ -37,6 +37,7 @@ _SILENT = {
     "provisioner": "; its machines keep running and nothing enforces the budget: start it again (doll provision run), "
     "or terminate them (doll provision drain)",
     "ps": "; nothing is learned until it runs again (doll ps, doll resume)",
+    "joiner": "; other joiners, if there are any, join its partitions: start it again (doll join --joiner NUMBER)",
 }
 
 
@@ -73,6 +74,8 @@ class JobStatus:
             lines.append(f"limits: {snapshot.limit}")
         if snapshot.policy is not None:
             lines.append(snapshot.policy.text())
+        if snapshot.join is not None:
+            lines.append(snapshot.join.text() + ("; see doll dead list" if snapshot.join.refused else ""))
         if dead := snapshot.dead.text():
             lines.append(f"{dead}; see doll dead list")
         if skipped := skipped_text(snapshot.skipped):
@@ -81,7 +84,8 @@ class JobStatus:
             lost = named(snapshot.lost)
             lines.append(f"lost: {lost}: deleted from the log before they were learned (see data.on_data_loss)")
         for role, age_s in self.silent_s.items():
-            lines.append(f"silent: {role}: no heartbeat for {clock(age_s)}{_SILENT.get(role, '')}")
+            todo = _SILENT["joiner"] if joiner_of(role) is not None else _SILENT.get(role, "")
+            lines.append(f"silent: {role}: no heartbeat for {clock(age_s)}{todo}")
         return "\n".join(lines)
 
 

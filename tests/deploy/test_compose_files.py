@@ -116,6 +116,22 @@ def test_only_the_model_server_gets_who_may_ask_it() -> None:
     assert serve["environment"]["DOLL_FINAL_EXIT_CODE"] == "0", "nor is it started again and again"
 
 
+def test_the_joiner_keeps_what_does_not_fit_into_its_memory_on_disk() -> None:
+    """Every job has the service: without data.join it ends with exit code 0, and is not started again."""
+    services = project()["services"]
+    join = services["join"]
+    assert (join["command"], join.get("profiles"), join["tmpfs"]) == (["join"], None, [])
+    assert {"type": "volume", "target": "/tmp"} in join["volumes"]
+    assert [volume for volume in join["volumes"] if volume["target"] != "/tmp"] == services["worker"]["volumes"]
+    assert (join["restart"], join["environment"]["DOLL_FINAL_EXIT_CODE"]) == ("on-failure", "0")
+
+
+def test_every_extra_of_a_role_is_in_the_image_whichever_torch_it_has() -> None:
+    install = next(rest for kind, rest in stages()[1] if kind == "RUN" and "uv venv" in rest)
+    for extra in ("avro", "join", "kubernetes", "plots", "protobuf", "provision", "serve"):
+        assert len(re.findall(rf"--extra {extra}\b", install)) == 2, extra
+
+
 def test_one_service_builds_the_image_and_all_others_wait_for_it_and_pull_nothing() -> None:
     """Two services that export one tag at once are an error for an engine with containerd's image store."""
     services = project()["services"]

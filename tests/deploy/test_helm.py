@@ -22,16 +22,27 @@ from waiting import until
 
 COMPONENT: Final = "app.kubernetes.io/component"
 CHART: Final = ROOT / "deploy" / "helm" / "doll"
-VALUES: Final = {
+VALUES: Final[dict[str, Any]] = {
     "job": {
-        "job": "digits", "task": {"class": "examples.digits.task:Digits"}, "data": {"workers": 4},
-        "kafka": {"address": "kafka-bootstrap.kafka:9092"}, "redis": {"address": "redis://redis-master.redis:6379/0"},
+        "job": "digits",
+        "task": {"class": "examples.digits.task:Digits"},
+        "data": {"workers": 4},
+        "kafka": {"address": "kafka-bootstrap.kafka:9092"},
+        "redis": {"address": "redis://redis-master.redis:6379/0"},
         "checkpoint": {"folder": "s3://models/digits"},
         "plan": {"spot_usd_per_h": 0.05, "on_demand_usd_per_h": 0.15, "deadline_s": 3600},
     },
-    "secrets": ["digits-passwords"], "secretFiles": {"/etc/doll/kafka": "kafka-ca"},
-    "env": {"DOLL_KAFKA_CA": "/etc/doll/kafka/ca.crt"}, "image": {"pullSecrets": ["registry", "mirror"]},
-}  # fmt: skip
+    "secrets": ["digits-passwords"],
+    "secretFiles": {"/etc/doll/kafka": "kafka-ca"},
+    "env": {"DOLL_KAFKA_CA": "/etc/doll/kafka/ca.crt"},
+    "image": {"pullSecrets": ["registry", "mirror"]},
+}
+JOIN: Final = {
+    "features": {"topic": "shown"},
+    "labels": [{"topic": "clicks", "name": "click"}],
+    "window_s": 60,
+    "joiners": 3,
+}
 PATHS: Final = {
     "ConfigMap": "/api/v1/namespaces/default/configmaps", "Service": "/api/v1/namespaces/default/services",
     "ServiceAccount": "/api/v1/namespaces/default/serviceaccounts",
@@ -97,6 +108,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kube_cluster.K
         {"server": {"standby": False, "fresh": True}, "metrics": {"enabled": False}, "evaluator": {"enabled": False}},
         {"checkpoints": {"existingClaim": "shared"}, "networkPolicy": {"enabled": False}},
         {"serve": {"enabled": True, "args": ["--split", "stable=95,latest=5"]}},
+        {"job": {**VALUES["job"], "data": {"workers": 4, "join": JOIN}}},
     ],
 )
 def test_the_api_server_takes_it(tmp_path: Path, cluster: kube_cluster.KubeCluster, changes: dict[str, Any]) -> None:
@@ -177,6 +189,21 @@ def test_roles_have_what_they_need_and_no_more(tmp_path: Path) -> None:
     workers = by_role(rendered(tmp_path, provisioner={"enabled": False}, workers={"replicas": 7}))
     assert workers["worker"]["spec"]["completions"] == 7
     assert "provisioner" not in workers
+
+
+def test_a_job_with_a_join_has_as_many_joiners_each_with_a_number(tmp_path: Path) -> None:
+    documents = rendered(tmp_path, job={**VALUES["job"], "data": {"workers": 4, "join": JOIN}})
+    joiners = by_role(documents)["join"]["spec"]
+    assert (joiners["completionMode"], joiners["completions"], joiners["parallelism"]) == ("Indexed", 3, 3)
+    (container,) = joiners["template"]["spec"]["containers"]
+    assert container["args"] == ["join"]
+    (number,) = [each for each in container["env"] if each["name"] == "DOLL_JOINER"]
+    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert number["valueFrom"]["fieldRef"]["fieldPath"] == index
+    assert named(documents, "PodDisruptionBudget")["digits-join"]["spec"]["minAvailable"] == 2
+    assert "join" not in by_role(rendered(tmp_path))
+    one = {**VALUES["job"], "data": {"join": {**JOIN, "joiners": None}}}
+    assert by_role(rendered(tmp_path, job=one))["join"]["spec"]["completions"] == 1
 
 
 def test_an_upgrade_makes_other_jobs(tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ def test_no_second_authority_is_made_while_the_first_cannot_be_read(
 
 @pytest.mark.parametrize(
     ("role", "words"),
-    [("ps", "ps"), ("evaluate", "evaluate"), ("provision", "provision run")],
+    [("ps", "ps"), ("evaluate", "evaluate"), ("provision", "provision run"), ("join", "join")],
 )
 def test_roles_of_the_control_host(make_host: Callable[..., Host], role: str, words: str) -> None:
     host = make_host()

@@ -20,7 +20,7 @@ from paths import ROOT
 from typer.testing import CliRunner
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-OF_ALL = {"avro", "local", "plots", "protobuf", "provision", "serve"}
+OF_ALL = {"avro", "join", "local", "plots", "protobuf", "provision", "serve"}
 
 
 @pytest.fixture
@@ -76,6 +76,6 @@ import doll.ps.main, doll.consumers.faust_app, doll.evaluation.main, doll.produc
 @pytest.mark.slow
 def test_a_job_of_json_records_runs_without_extras(tmp_path: Path) -> None:
     """Every module of the roles of `doll up` is imported where none of these packages is installed."""
-    names = {"fastavro", "google", "scipy", "matplotlib", "starlette", "uvicorn", "httptools"}
+    names = {"fastavro", "google", "rocksdict", "scipy", "matplotlib", "starlette", "uvicorn", "httptools"}
     code = _WITHOUT.replace("{names}", repr(names))
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)

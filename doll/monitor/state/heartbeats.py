@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from doll.ledger.lineage import Lineage, LineageChange
-from doll.process.metric_names import EVALUATOR, LEFT, PRODUCER, PROVISIONER, TERM, worker_source
+from doll.process.metric_names import EVALUATOR, LEFT, PRODUCER, PROVISIONER, TERM, joiner_of, worker_source
 from doll.records.control import AnyRecord, Finished, Metric, ServerStatus, TermStarted, Update
 
 HEARTBEAT_TIMEOUTS_S: Final[Mapping[str, float]] = {
@@ -23,6 +23,7 @@ HEARTBEAT_TIMEOUTS_S: Final[Mapping[str, float]] = {
 """The allowed silence of each role in seconds: the evaluator is silent while it evaluates, the provisioner while it
 waits for its fleet."""
 _WORKER_HEARTBEAT_TIMEOUT_S: Final = 30.0
+_JOINER_HEARTBEAT_TIMEOUT_S: Final = 120.0  # it sends nothing while it reads the state of its partitions
 
 
 class RoleHeartbeats:
@@ -43,7 +44,7 @@ class RoleHeartbeats:
                 for worker in record.workers:
                     if worker.is_live:
                         self._last_seen_s[worker_source(worker.worker)] = record.time_s - worker.silent_s
-            case Metric() if record.source in HEARTBEAT_TIMEOUTS_S:
+            case Metric() if record.source in HEARTBEAT_TIMEOUTS_S or joiner_of(record.source) is not None:
                 if record.values.get(TERM, self._lineage.generation) < self._lineage.generation:
                     return  # the record is from an earlier run
                 if record.values.get(LEFT):
@@ -63,8 +64,10 @@ class RoleHeartbeats:
     def silent(self, now_s: float) -> dict[str, float]:
         """Return the `ages_s` that exceed the timeout of their role."""
         ages_s = self.ages_s(now_s)
-        return {
-            role: age_s
-            for role, age_s in ages_s.items()
-            if age_s > HEARTBEAT_TIMEOUTS_S.get(role, _WORKER_HEARTBEAT_TIMEOUT_S)
-        }
+        return {role: age_s for role, age_s in ages_s.items() if age_s > _timeout_s(role)}
+
+
+def _timeout_s(role: str) -> float:
+    if joiner_of(role) is not None:
+        return _JOINER_HEARTBEAT_TIMEOUT_S
+    return HEARTBEAT_TIMEOUTS_S.get(role, _WORKER_HEARTBEAT_TIMEOUT_S)

@@ -14,6 +14,7 @@ from doll.ledger import offset_ranges
 from doll.ledger.balance import Range, named
 from doll.ledger.offset_ranges import Span
 from doll.monitor.state.history import History
+from doll.monitor.state.join_progress import JoinCounts, JoinProgress
 from doll.monitor.state.limit_text import divergence_text, limit_text
 from doll.monitor.state.policy_summary import PolicySummary
 from doll.monitor.state.prequential import Means
@@ -162,6 +163,7 @@ class JobSnapshot:
     skipped: tuple[tuple[str, int], ...] = ()  # number of samples that the task has skipped, by reason
     limit: str = ""  # the factor that limits the job, and the remedy
     tables: tuple[TableStatus, ...] = ()  # only bounded tables
+    join: JoinCounts | None = None  # None: the job has no data.join
 
 
 class ProgressModel:
@@ -178,6 +180,7 @@ class ProgressModel:
         self.history = History(after_term=after_term)
         self._started_s = started_s
         self._metrics: dict[str, Mapping[str, float]] = {}
+        self._join = JoinProgress()
         self._arrivals = ArrivalRateEstimator(config.data.samples_per_record)
         self._status: ServerStatus | None = None
         self._measures: dict[int, Measures] = {}  # the last ones of each term
@@ -247,6 +250,7 @@ class ProgressModel:
 
     def _measured(self, record: Metric) -> None:
         self._metrics[record.source] = record.values
+        self._join.feed(record)
         if record.source == names.EVALUATOR:
             self._evaluated(record)
         elif (lost := _lost(record)) is not None:
@@ -450,6 +454,7 @@ class ProgressModel:
             skipped=self.skipped(),
             limit=self.diverged or limit_text(self.config, self._status),
             tables=() if self._status is None else self._status.tables,
+            join=self.join(),
         )
 
     @property
@@ -475,6 +480,12 @@ class ProgressModel:
         if status is None:
             return DeadLetterCounts()
         return DeadLetterCounts(status.dead_reasons, status.recent_records, status.recent_refused)
+
+    def join(self) -> JoinCounts | None:
+        """Return the state of the job's join; None: the job has no `data.join`."""
+        if self.config.data.join is None:
+            return None
+        return self._join.counts(0.0 if self._status is None else self._status.time_s)
 
     def skipped(self) -> tuple[tuple[str, int], ...]:
         """Return the number of skipped samples by reason, from the parameter server's newest status."""

@@ -114,6 +114,8 @@ def panel(snapshot: JobSnapshot, stop: StopConfig) -> RenderableType:
         parts.append(escape(snapshot.costs))
     if snapshot.limit and not snapshot.finished:
         parts.append(f"[yellow]limits[/] {escape(snapshot.limit)}")
+    if snapshot.join is not None:
+        parts.append(escape(snapshot.join.text()))
     if dead := snapshot.dead.text():
         parts.append(f"[red]{escape(dead)}[/]")
     parts.append(_Workers(snapshot))

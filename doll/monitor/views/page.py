@@ -261,6 +261,7 @@ def _work(state: PageState) -> list[Fact]:
         ("sent", "" if policy is None else f"gradients {policy.bytes_text}, weights {policy.weights_text}"),
         ("stages", "" if pipeline is None else f"{pipeline.stages} of each worker; a click on a worker names them"),
         *(("table", line.removeprefix("table ")) for line in table_lines(snapshot)),
+        ("join", "" if snapshot.join is None else snapshot.join.text().removeprefix("join: ")),
     ]
 
 

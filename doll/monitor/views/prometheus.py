@@ -23,7 +23,7 @@ from doll.ledger.lineage import Lineage, LineageChange, UpdatesRecord
 from doll.monitor.state.heartbeats import RoleHeartbeats
 from doll.monitor.state.prequential import LossTrend
 from doll.process.health import heartbeat_of
-from doll.process.metric_names import TERM, worker_of, worker_source
+from doll.process.metric_names import TERM, joiner_of, worker_of, worker_source
 from doll.process.signals import stop_requested
 from doll.records.bounded import short
 from doll.records.control import AnyRecord, Finished, Measures, Metric, ServerStatus, TermStarted, Update
@@ -67,8 +67,9 @@ class MetricSample(NamedTuple):
 
 def samples_of(source: str, values: Mapping[str, float]) -> Iterator[MetricSample]:
     """Yield the samples of a `Metric` record. The source `worker-3` becomes a label: `doll_worker_...{worker="3"}`."""
-    worker = worker_of(source)
-    prefix, labels = (source, ()) if worker is None else ("worker", (("worker", str(worker)),))
+    numbers = {"worker": worker_of(source), "joiner": joiner_of(source)}
+    labels = tuple((role, str(number)) for role, number in numbers.items() if number is not None)
+    prefix = labels[0][0] if labels else source
     for name, value in values.items():
         yield MetricSample(f"doll_{_prometheus_name(prefix)}_{_prometheus_name(name)}", labels, value)
 

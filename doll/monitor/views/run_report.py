@@ -11,6 +11,7 @@ from doll.amounts import aligned, clock, number, usd
 from doll.config.step_size import advice, step_factor, step_samples, step_text
 from doll.ledger.balance import LedgerReport
 from doll.monitor.state.history import EVALUATION_COLUMNS
+from doll.monitor.state.join_progress import JoinCounts
 from doll.monitor.state.progress import DeadLetterCounts, ProgressModel, skipped_text
 from doll.process.files import json_safe
 from doll.provisioner.prices.shipped import estimate
@@ -53,7 +54,7 @@ def build_report(model: ProgressModel, outcome: RunOutcome, ledger: LedgerReport
     running, window = history.prequential.running(), history.prequential.windowed()
     margin, held_out = model.margin(), history.held_out_loss_trend()
     earlier = history.before(outcome.started_at_s)
-    policy, dead = model.policy_summary(), model.dead_letters()
+    policy, dead, join = model.policy_summary(), model.dead_letters(), model.join()
     report = {
         "job": config.job,
         "doll_version": doll.__version__,
@@ -119,6 +120,7 @@ def build_report(model: ProgressModel, outcome: RunOutcome, ledger: LedgerReport
         "dead_letters": dead.letters,
         "dead_reasons": [{"reason": reason, "letters": letters} for reason, letters in dead.reasons],
         "skipped": [{"reason": reason, "samples": samples} for reason, samples in model.skipped()],
+        "join": None if join is None else asdict(join),
         "notes": list(outcome.notes),
         "audit": None if ledger is None else audit_counts(ledger),
         "files": outcome.files,
@@ -187,6 +189,8 @@ def summary(report: Mapping[str, Any]) -> str:
         lines.append(f"  {DeadLetterCounts(counts).text()}")
     if report.get("skipped"):
         lines.append(f"  {skipped_text([(item['reason'], item['samples']) for item in report['skipped']])}")
+    if report.get("join"):
+        lines.append(f"  join: {JoinCounts(**report['join']).totals_text()}")
     if report["error"]:
         lines.append(f"  failed: {report['error']}")
     lines += report.get("lines", [])  # lines of the run's hook

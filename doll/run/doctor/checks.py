@@ -23,6 +23,7 @@ from doll.records.record_sizes import COMPRESSED, status_bytes, update_bytes
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
+    from doll.config.join import JoinConfig
     from doll.kafka.facts import KafkaFacts, StreamFacts
     from doll.storage.redis_facts import RedisFacts
 
@@ -87,8 +88,12 @@ def check_kafka(
     yield Check(log_in, "ok", " ".join(filter(None, (config.kafka.security, config.kafka.mechanism))))
     if facts.latency_s is not None:
         yield _check_latency("Kafka", facts.latency_s, "the brokers: control records wait for this")
+    # The owner of `data.topic` has an own producer; the joiners write the samples of `data.join`.
+    absent = {"joiner"} if config.data.join is None else {"producer"}
+    if config.data.topic is not None:
+        absent.add("producer")
     for role in roles:
-        if role != "producer" or config.data.topic is None:  # the owner of `data.topic` has an own producer
+        if role not in absent:
             yield _check_permissions(config, facts, role, principal)
     yield from _check_topics(config, facts, roles, principal)
     yield from _check_streams(config, facts)
@@ -106,19 +111,24 @@ def _check_latency(service: str, latency_s: float, near: str) -> Check:
 def _check_permissions(config: JobConfig, facts: KafkaFacts, role: Role, principal: str) -> Check:
     name = f"{role}: permissions at Kafka"
     # Kafka cannot tell about missing topics: `_check_topics` says whether they could be created.
-    wanted = [item for item in needed(config, role) if item.resource != "topic" or (item.resource, item.name) in
-              facts.allowed]  # fmt: skip
+    # Nor does it tell about transactional ids.
+    wanted = [item for item in needed(config, role) if item.resource not in ("topic", "transactional-id") or
+              (item.resource, item.name) in facts.allowed]  # fmt: skip
     if missing := lacking(wanted, facts.allowed):
         detail = f"{principal} lacks {', '.join(map(str, missing))}"
         return Check(name, "failed", detail, allow_command(missing, principal))
     if any(facts.allowed.get((item.resource, item.name)) is None for item in wanted):
         return Check(name, "unknown", "this Kafka does not say what a user may do")
-    return Check(name, "ok", f"{len(wanted)} operations" if wanted else "no topic exists yet")
+    unasked = [item for item in needed(config, role) if item.resource == "transactional-id"]
+    more = f"; Kafka does not tell: {', '.join(map(str, unasked))}" if unasked else ""
+    return Check(name, "ok", (f"{len(wanted)} operations" if wanted else "no topic exists yet") + more)
 
 
 def _check_topics(config: JobConfig, facts: KafkaFacts, roles: Sequence[Role], principal: str) -> Iterator[Check]:
     if config.data.topic is not None:
         yield _check_foreign(config, facts, principal)
+    if config.data.join is not None and "joiner" in roles:
+        yield from _check_joined(config.data.join, facts, principal)
     for plan in plan_topics(config):
         kind, name = plan.kind, f"topic {plan.name}"
         if plan.name in facts.partitions:
@@ -163,15 +173,38 @@ def _check_foreign(config: JobConfig, facts: KafkaFacts, principal: str) -> Chec
     topic = config.topic("samples")
     name = f"topic {topic} (data.topic)"
     if topic not in facts.partitions:
-        permissions = [Permission("topic", topic, operation) for operation in ("Read", "Describe")]
-        return Check(name, "failed", f"it does not exist, or {principal} may not see it",
-                     f"correct the name, or have its owner {allow_command(permissions, principal)}")  # fmt: skip
-    actual = facts.topics.get(topic)
-    if actual is not None and "compact" in actual.settings.get("cleanup.policy", ""):
+        return _check_unseen(name, topic, ("Read", "Describe"), principal)
+    if _is_compacted(facts, topic):
         result: Result = "failed" if config.data.on_data_loss == "stop" else "warning"
         return Check(name, result, "it is compacted: records may be removed before they are learned",
                      "data.on_data_loss: skip, or another cleanup.policy")  # fmt: skip
     return Check(name, "ok", f"{facts.partitions[topic]} partitions")
+
+
+def _check_joined(join: JoinConfig, facts: KafkaFacts, principal: str) -> Iterator[Check]:
+    """Yield the checks of the topics of `data.join`."""
+    places = ["data.join.features", *(f"data.join.labels[{number}]" for number in range(len(join.labels)))]
+    takes = ["", *(label.take for label in join.labels)]
+    for topic, place, take in zip(join.topics, places, takes, strict=True):
+        name = f"topic {topic} ({place})"
+        if topic not in facts.partitions:
+            yield _check_unseen(name, topic, ("Read", "DescribeConfigs"), principal)
+        elif _is_compacted(facts, topic) and take != "last":
+            yield Check(name, "failed", "it is compacted: records may be removed before they are joined",
+                        "another cleanup.policy" + (", or take: last" if take else ""))  # fmt: skip
+        else:
+            yield Check(name, "ok", f"{facts.partitions[topic]} partitions")
+
+
+def _check_unseen(name: str, topic: str, operations: Sequence[str], principal: str) -> Check:
+    permissions = [Permission("topic", topic, operation) for operation in operations]
+    return Check(name, "failed", f"it does not exist, or {principal} may not see it",
+                 f"correct the name, or have its owner {allow_command(permissions, principal)}")  # fmt: skip
+
+
+def _is_compacted(facts: KafkaFacts, topic: str) -> bool:
+    actual = facts.topics.get(topic)
+    return actual is not None and "compact" in actual.settings.get("cleanup.policy", "")
 
 
 def _check_size(config: JobConfig, plan: TopicPlan, actual: ActualTopic) -> Iterator[Check]:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from doll.config.fleets import Ec2FleetConfig, KubernetesFleetConfig, RayFleetConfig
 from doll.config.format import AvroFormat
 from doll.errors import ConfigError, DollError
-from doll.extras import is_installed
+from doll.extras import is_installed, require
 from doll.formats import require_format
 from doll.kafka.diagnosis import ask_kafka
 from doll.kafka.logins import client_certificate, principal_text
@@ -57,6 +57,8 @@ def examine(target: Target, roles: Sequence[Role] = ROLES) -> DoctorReport:
     checks = [*_kafka(target.config, services, roles)]
     if not _WITH_REDIS.isdisjoint(roles):
         checks += _redis(target.config, services)
+    if "joiner" in roles and (target.config.data.join is not None or len(roles) == 1):
+        checks.append(_join(target.config))
     if "worker" in roles and isinstance(section := target.config.data.format, AvroFormat):
         checks += _schemas(section, target.config)
     if "server" in roles or "evaluator" in roles:
@@ -153,6 +155,17 @@ def _redis(config: JobConfig, services: Services) -> Iterator[Check]:
     facts = ask_redis(services, config.job)
     yield from check_redis(facts, facts.asked_s)
     yield from check_tcp(facts.latency_s, tcp_settings())
+
+
+def _join(config: JobConfig) -> Check:
+    name = "joiner: data.join"
+    if config.data.join is None:
+        return Check(name, "failed", "the job file has no data.join: there is nothing to join")
+    try:
+        require("data.join", "join")
+    except ConfigError as exc:
+        return Check(name, "failed", str(exc), "install it where a joiner runs")
+    return Check(name, "ok", f"joiners: {config.data.join.joiners} with doll up or the chart, 1 with compose")
 
 
 def _schemas(section: AvroFormat, config: JobConfig) -> Iterator[Check]:

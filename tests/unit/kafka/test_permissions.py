@@ -21,6 +21,26 @@ def test_a_worker_reads_samples_and_commands_and_writes_what_it_reports() -> Non
     ]  # fmt: skip
 
 
+JOIN = """
+data: {workers: 2, join: {features: {topic: shown}, labels: [{topic: clicks, name: click}], window_s: 60}}
+"""
+
+
+def test_a_joiner_reads_the_joined_topics_and_writes_samples_in_transactions() -> None:
+    said = [str(item) for item in needed(job(text=JOIN), "joiner")]
+    assert said == [
+        "Read on topic doll.j.join", "Read on topic doll.j.joins", "Read on topic doll.j.updates",
+        "Write on topic doll.j.join", "Write on topic doll.j.joins", "Write on topic doll.j.samples",
+        "Write on topic doll.j.metrics", "Delete on topic doll.j.join", "Describe on topic doll.j.commands",
+        "Describe on topic doll.j.events", "Describe on topic doll.j.dead", "Describe on group doll.j.*",
+        "Read on topic shown", "DescribeConfigs on topic shown", "Read on topic clicks",
+        "DescribeConfigs on topic clicks", "Read on group doll.j.join",
+        "Describe on transactional-id doll.j.join.*", "Write on transactional-id doll.j.join.*",
+    ]  # fmt: skip
+    assert needed(job(), "joiner") == [], "a job without data.join has none"
+    assert "Describe on topic doll.j.joins" in map(str, needed(job(text=JOIN), "worker"))
+
+
 def test_only_the_producer_writes_samples_and_only_the_server_commands_and_updates() -> None:
     writers = {
         kind: [role for role in ROLES if Permission("topic", f"doll.j.{kind}", "Write") in needed(job(), role)]

@@ -91,6 +91,10 @@ containers:
       {{- if .runsToEnd }}
       - {name: DOLL_STOPPED_EXIT_CODE, value: "143"} # a Job replaces a pod that was stopped, not one that has ended
       {{- end }}
+      {{- if .indexed }}
+      - name: DOLL_JOINER
+        valueFrom: {fieldRef: {fieldPath: "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
+      {{- end }}
       {{- if .fresh }}
       - {name: DOLL_FRESH, value: "1"}
       {{- end }}

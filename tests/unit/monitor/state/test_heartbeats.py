@@ -50,3 +50,12 @@ def test_a_new_generation_misses_nobody_of_the_one_before() -> None:
     beats.feed(TermStarted(term=3, resumed_version=0, origins=(0,), records_per_batch=1, time_s=T0 + 500, generation=3))
     beats.feed(server_status(term=1, time_s=T0 + 600))
     assert beats.ages_s(T0 + 1000) == {}
+
+
+def test_a_joiner_may_be_silent_while_it_reads_its_state_and_not_for_longer() -> None:
+    beats = RoleHeartbeats()
+    for record in (heard("joiner-0", samples_total=1.0), heard("joiner-1"), heard("joiner-x"), heard("joiner")):
+        beats.feed(record)
+    beats.feed(heard("joiner-1", T0 + 1, **{LEFT: 1.0}))
+    assert beats.silent(T0 + 100) == {}
+    assert beats.silent(T0 + 130) == {"joiner-0": 130.0}

@@ -32,6 +32,7 @@ def key(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
         ("ps", "version", MetricSample("doll_ps_version", (), 1.0)),
         ("worker-3", "read_total", MetricSample("doll_worker_read_total", (("worker", "3"),), 1.0)),
         ("producer", "rate_per_s", MetricSample("doll_producer_rate_per_second", (), 1.0)),
+        ("joiner-2", "samples_total", MetricSample("doll_joiner_samples_total", (("joiner", "2"),), 1.0)),
         ("ps", "stalled_s", MetricSample("doll_ps_stalled_seconds", (), 1.0)),
         ("evaluator", "top-5 accuracy", MetricSample("doll_evaluator_top_5_accuracy", (), 1.0)),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from doll.kafka.facts import KafkaFacts, StreamFacts
-from doll.kafka.permissions import Role, needed
+from doll.kafka.permissions import ROLES, Role, needed
 from doll.kafka.topic_plan import ActualTopic, plan_topics
 from doll.records.check import Check
 from doll.run.doctor.checks import (
@@ -113,6 +113,55 @@ def test_a_topic_of_somebody_else_is_looked_at_and_never_created() -> None:
         config = job("data.topic=clicks", f"data.on_data_loss={on_data_loss}", workers=2)
         checks = {item.name: item for item in check_kafka(config, facts, ("worker",), "User:me", NOW_S)}
         assert checks["topic clicks (data.topic)"].result == result
+
+
+JOIN = """
+data:
+  workers: 2
+  join:
+    features: {topic: shown}
+    labels: [{topic: clicks, name: click}, {topic: totals, name: total, take: last}]
+    window_s: 60
+"""
+
+
+def joined(facts: KafkaFacts, *roles: Role) -> dict[str, Check]:
+    checks = check_kafka(job(text=JOIN), facts, roles or ROLES, "User:me", NOW_S)
+    return {check.name: check for check in checks}
+
+
+def test_joined_topics_are_looked_at_for_the_joiner() -> None:
+    facts = good_kafka()
+    for plan in plan_topics(job(text=JOIN)):
+        facts.partitions[plan.name] = plan.partitions
+        facts.topics[plan.name] = ActualTopic(plan.settings, 1, 1)
+        facts.allowed["topic", plan.name] = frozenset({"Read", "Write", "Delete"})
+    compacted = ActualTopic({"cleanup.policy": "compact"}, 1, 1)
+    for topic, settings in (("shown", ActualTopic({}, 1, 1)), ("clicks", compacted), ("totals", compacted)):
+        facts.partitions[topic], facts.topics[topic] = 12, settings
+        facts.allowed["topic", topic] = frozenset({"Read", "DescribeConfigs"})
+    facts.allowed["group", "doll.j.join"] = frozenset({"Read"})
+    checks = joined(facts)
+    assert checks["topic shown (data.join.features)"].detail == "12 partitions"
+    assert checks["topic clicks (data.join.labels[0])"].result == "failed"
+    assert checks["topic clicks (data.join.labels[0])"].todo == "another cleanup.policy, or take: last"
+    assert checks["topic totals (data.join.labels[1])"].result == "ok", "the newest record of a key is enough"
+    joiner = checks["joiner: permissions at Kafka"]
+    assert joiner.result == "ok"
+    assert "Kafka does not tell: Describe on transactional-id doll.j.join.*" in joiner.detail
+    assert "producer: permissions at Kafka" not in checks, "the joiners write the samples"
+    facts.allowed["topic", "clicks"] = frozenset({"Describe"})
+    lacking = joined(facts, "joiner")["joiner: permissions at Kafka"]
+    assert lacking.detail == "User:me lacks Read on topic clicks, DescribeConfigs on topic clicks"
+    del facts.partitions["shown"]
+    missing = joined(facts, "joiner")["topic shown (data.join.features)"]
+    assert missing.result == "failed"
+    assert "--operation Read --operation DescribeConfigs --topic 'shown'" in missing.todo
+    assert not [name for name in joined(facts, "worker") if "data.join" in name]
+
+
+def test_a_job_without_a_join_has_no_joiner() -> None:
+    assert not [name for name in judged(good_kafka(), *ROLES) if "join" in name]
 
 
 def test_records_that_retention_deletes_before_they_are_learned() -> None:

@@ -1,5 +1,5 @@
 #!/bin/bash
-# ps, evaluate or provision, in the foreground. Their probes are on the host's loopback, one port each.
+# ps, evaluate, provision or join, in the foreground. Their probes are on the host's loopback, one port each.
 # shellcheck source=common.sh
 . "${DOLL_ROOT:-}/opt/doll/common.sh"
 
@@ -7,8 +7,9 @@ case $1 in
   ps) port=8080 words=(ps) ;;
   evaluate) port=8081 words=(evaluate) ;;
   provision) port=8082 words=(provision run) ;;
+  join) port=8084 words=(join) ;;
   *)
-    say "expected ps, evaluate or provision, got $1"
+    say "expected ps, evaluate, provision or join, got $1"
     exit 2
     ;;
 esac
