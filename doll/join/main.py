@@ -19,7 +19,7 @@ from doll.config.join import JoinConfig
 from doll.errors import ConfigError, DataLossError, RecordError
 from doll.join.entries import Entries
 from doll.join.matcher import Decisions, Matcher
-from doll.join.rocks_overflow import RocksOverflow
+from doll.join.rocks_overflow import RocksOverflow, remove_leftovers
 from doll.join.router import Router
 from doll.kafka import topics
 from doll.kafka.group_stream import AbandonedError, Committed, GroupStream, Output, Place
@@ -75,6 +75,7 @@ def run_joiner(
     join = config.data.join
     if join is None:
         raise ConfigError("the job file has no data.join: there is nothing to join")
+    remove_leftovers()
     topics.ensure(config, services)
     inputs = joined_topics(config, services)
     with (
