@@ -42,7 +42,12 @@ REQUIRED: dict[str, Any] = {
 # Waits of the system, which are never longer than 24 days, are in seconds; these are only compared with other times.
 COMPARED = (
     "plan.deadline_s", "plan.cycle_s", "stop.seconds", "checkpoint.history_s", "checkpoint.history_every_s",
+    "data.join.window_s", "data.join.lateness_s", "data.join.late_window_s", "data.join.early_after_s",
+    "data.join.max_ahead_s",
 )  # fmt: skip
+JOIN: dict[str, Any] = {
+    "features": {"topic": "f"}, "labels": [{"topic": "l", "name": "y"}], "window_s": 1e9, "on_late": "correct",
+}  # fmt: skip
 
 
 class Key(NamedTuple):
@@ -56,7 +61,13 @@ class Key(NamedTuple):
         """A job file with this value."""
         number = yaml.safe_load(value)
         inner: Any = {**self.section, self.path[-1]: [number] * 4 if self.is_list else number}
+        if self.path[:3] == ("data", "join", "labels"):
+            inner = {**JOIN["labels"][0], self.path[-1]: number}
         for name in reversed(self.path[:-1]):
+            if name == "join":
+                inner = {**JOIN, **{name: value for name, value in inner.items() if value != REQUIRED["labels"]}}
+            if name == "labels":
+                inner = [inner]
             if name == "schedule":
                 inner = [inner, {"class": "a.B"}]
             inner = {name: {**inner, "stages": 2} if name == "pipeline" else inner}
@@ -91,6 +102,8 @@ def numbers(model: type[BaseModel] = JobConfig, path: tuple[str, ...] = ()) -> I
                     yield from numbers(section, (*here, *names))
             continue
         kinds = types_in(field.annotation)
+        if path[:2] == ("data", "join") and str in kinds:  # a label, which is any value
+            continue
         if kinds & {int, float} and dict not in kinds:
             yield Key(here, {**needed, **BESIDE.get(name, {})})
             if "list" in str(field.annotation):
