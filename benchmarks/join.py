@@ -115,7 +115,7 @@ def copied(config: JobConfig, services: Services, pairs: int) -> tuple[float, fl
         0,
         [shown, clicks],
         on_assigned=begin,
-        on_revoked=lambda places: None,
+        on_revoked=lambda places, is_member: None,
     )
     left, samples = 2 * pairs, config.topic("samples")
     while left:

@@ -131,6 +131,7 @@ class _Session:
         self._reads_headers = any(section.key.header is not None for section in (join.features, *join.labels))
         self._counts = dict.fromkeys(names.JOINED_TOTALS, 0)
         self._initial: dict[Place, Committed] = {}  # first offsets that were not committed yet
+        self._is_whole = True  # no transaction has failed: what is decided and not committed yet may be committed
         self._stream = GroupStream(
             config, services, "join", joiner, [*self._names, self._log], on_assigned=self._begin, on_revoked=self._end
         )
@@ -148,6 +149,14 @@ class _Session:
         """
         heartbeat.expect("loop", within_s=_LOOP_S)
         heartbeat.set_waiting_for("")
+        try:
+            self._loop(stopped, heartbeat)
+            self._commit()
+        except BaseException:
+            self._is_whole = False
+            raise
+
+    def _loop(self, stopped: threading.Event, heartbeat: Heartbeat) -> None:
         commit_s = tick_s = trim_s = time.monotonic()
         while not stopped.is_set():
             heartbeat.beat("loop")
@@ -178,7 +187,6 @@ class _Session:
             if now_s >= trim_s:
                 trim_s = now_s + _TRIM_S
                 self._trim()
-        self._commit()
 
     # --- partitions ---------------------------------------------------------------------------------------------------
 
@@ -236,7 +244,26 @@ class _Session:
             if step.restart:
                 yield Decisions(settled=list(accumulate(step.settled)), kept=step.kept)
 
-    def _end(self, places: list[Place]) -> None:
+    def _end(self, places: list[Place], is_member: bool) -> None:
+        """Commit all that was read, and forget these partitions, which others read from the committed offsets on.
+
+        Raises:
+            AbandonedError: it cannot be committed: a new session must begin, which forgets everything.
+        """
+        try:
+            if self._is_whole and is_member:
+                self._commit()
+            elif self._is_whole and places:
+                raise AbandonedError("the group has excluded this joiner")
+        except BaseException:
+            self._is_whole = False
+            raise
+        finally:
+            self._forget(places)
+
+    def _forget(self, places: list[Place]) -> None:
+        for place in places:
+            self._initial.pop(place, None)
         for topic, partition in places:
             if topic == self._log:
                 if (shard := self._shards.pop(partition, None)) is not None:
@@ -283,7 +310,7 @@ class _Session:
         packs = self._router.take(now_ms)
         changed = {partition: shard for partition, shard in self._shards.items() if shard.changed}
         refused, self._router.refused = self._router.refused, []
-        if not packs and not changed and not refused:
+        if not packs and not changed and not refused and not self._initial:
             return
         offsets = dict(self._initial)
         for (source, partition), offset in self._router.next_offsets.items():

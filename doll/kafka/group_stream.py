@@ -69,7 +69,8 @@ class GroupStream:
     Args:
         member: number of the member. A later process with this number fences the earlier one.
         on_assigned: called, within `poll`, with the committed offsets of new partitions; returns where to begin.
-        on_revoked: called, within `poll`, with partitions that others may read now.
+        on_revoked: called, within `poll` or `close`, with partitions that others read next. It may still commit what
+            was read of them if the second argument is True. It is False if the group has excluded this member.
 
     Attributes:
         at_end: offsets of the ends of partitions that have been reached, and after which nothing has come.
@@ -84,11 +85,12 @@ class GroupStream:
         topics: Sequence[str],
         *,
         on_assigned: Callable[[dict[Place, Committed]], dict[Place, int]],
-        on_revoked: Callable[[list[Place]], None],
+        on_revoked: Callable[[list[Place], bool], None],
     ) -> None:
         self._services = services
         self._on_assigned, self._on_revoked = on_assigned, on_revoked
         self.at_end: dict[Place, int] = {}
+        self._next: dict[Place, int] = {}  # next offset of each partition of this member
         self._failed: BaseException | None = None
         self._producer = make_producer(
             config, services, transactional_id=f"doll.{config.job}.{name}.{member}",
@@ -105,7 +107,7 @@ class GroupStream:
         self._admin = make_admin(config, services)
         with self._translated("begin a transaction"):
             self._producer.init_transactions(2 * _CALL_S)
-        self._consumer.subscribe(list(topics), on_assign=self._assign, on_revoke=self._revoke, on_lost=self._revoke)
+        self._consumer.subscribe(list(topics), on_assign=self._assign, on_revoke=self._revoke, on_lost=self._lose)
 
     def close(self) -> None:
         """Leave the group. What was not committed is read again by others."""
@@ -126,6 +128,10 @@ class GroupStream:
             for message in self._consumer.consume(most, timeout_s):
                 place = message.topic(), message.partition()
                 if (error := message.error()) is None:
+                    # A partition may have moved during this call: what was fetched of it before is read again.
+                    if message.offset() < self._next.get(place, message.offset() + 1):
+                        continue
+                    self._next[place] = message.offset() + 1
                     self.at_end.pop(place, None)
                     messages.append(message)
                 elif error.code() == KafkaError._PARTITION_EOF:
@@ -206,15 +212,26 @@ class GroupStream:
             known = consumer.committed(partitions, timeout=2 * _CALL_S)
             committed = {(p.topic, p.partition): Committed(p.offset, p.metadata or "") for p in known}
             begin = self._on_assigned(committed)
+            self._next.update(begin)
             consumer.assign([TopicPartition(*place, offset) for place, offset in begin.items()])
         except BaseException as exc:  # the client would only log it
             self._failed = exc
 
     def _revoke(self, consumer: Any, partitions: list[TopicPartition]) -> None:
+        self._give_up(partitions, is_member=True)
+
+    def _lose(self, consumer: Any, partitions: list[TopicPartition]) -> None:
+        self._give_up(partitions, is_member=False)
+
+    def _give_up(self, partitions: list[TopicPartition], *, is_member: bool) -> None:
         places = [(p.topic, p.partition) for p in partitions]
         for place in places:
             self.at_end.pop(place, None)
-        self._on_revoked(places)
+            self._next.pop(place, None)
+        try:
+            self._on_revoked(places, is_member)
+        except BaseException as exc:  # the client would only log it
+            self._failed = exc
 
     def _translated(self, what: str) -> Any:
         return _Translated(self._services.kafka, what)

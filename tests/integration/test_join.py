@@ -310,3 +310,33 @@ def test_a_job_learns_each_joined_record_once(
     assert exported.returncode == 0, exported.stderr
     (weights,) = load_file(tmp_path / "model" / "model.safetensors").values()
     assert weights.ravel().tolist() == [3.0 if at % 3 else 1.0 for at in numbers]
+
+
+def test_records_that_are_not_committed_when_partitions_move_count_once(
+    services: Services, job_name: str, shown: OwnersTopic, clicks: OwnersTopic
+) -> None:
+    """Transactions are seconds apart, and further joiners come while records wait for one."""
+    shown.create(6)
+    clicks.create(6)
+    config = job_of(job_name, shown, clicks, commit_every_s=2.0, lateness_s=10.0)
+    topics.ensure(config, services)
+    stop, keys = threading.Event(), 0
+    with ThreadPoolExecutor(3) as pool:
+        joiners = []
+        try:
+            for number in range(3):
+                joiners.append(pool.submit(run_joiner, config, services, number, stop=stop))
+                until_s = time.monotonic() + 6
+                while time.monotonic() < until_s:
+                    now_ms = int(time.time() * 1000)
+                    names = [f"k{at}" for at in range(keys, keys + 20)]
+                    keys += 20
+                    shown.write([(name, json.dumps({"id": name, "at": now_ms}).encode()) for name in names])
+                    clicks.write([(name, json.dumps({"id": name, "at": now_ms}).encode()) for name in names])
+            until(lambda: all_done(joiners) or settled_samples(config, services) >= keys, "all samples", timeout_s=60)
+        finally:
+            stop.set()
+    assert [joiner.result() for joiner in joiners] == [0, 0, 0]
+    counts = Counter(json.loads(value)["id"] for _, value in records_of(config, services, "samples"))
+    assert counts == Counter(f"k{at}" for at in range(keys))
+    assert audit_join(config, services).problems == []
