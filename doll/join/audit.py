@@ -96,6 +96,8 @@ def audit_join(config: JobConfig, services: Services) -> JoinReport:
         # The samples first: what a sample names has been read before, and the journal is written with it.
         used, report = _samples(config, reader, inputs)
         journal = _journal(config, reader)
+        samples = config.topic("samples")
+        journal.cut = frozenset(at for at in range(config.data.num_partitions) if reader.bounds(samples, at)[0] > 0)
         for topic in inputs:
             _balance(config, reader, topic, report, used, journal)
     return report
@@ -141,12 +143,13 @@ def _samples(
 
 @dataclass(slots=True)
 class _Journal:
-    """The content of the journal: records that were refused, with the codes, and dropped; and the newest step of each
-    partition of the log."""
+    """The content of the journal: records that were refused, with the codes, and dropped; the newest step of each
+    partition of the log; and the partitions of the samples topic that have lost samples by retention (`cut`)."""
 
     refused: dict[Place, str] = field(default_factory=dict)
     dropped: set[Place] = field(default_factory=set)
     newest: dict[int, Step] = field(default_factory=dict)
+    cut: frozenset[int] = frozenset()
 
     def until(self, source: int, partition: int, num_partitions: int) -> int:
         """Return the offset up to which an input has been joined, by all partitions of the log."""
@@ -222,8 +225,9 @@ def _is_overdue(config: JobConfig, extractor: Extractor, message: Message, journ
         key, time_ms, _ = extractor.read(message.value, message.key, written, message.headers)
     except Bad:
         return True  # it should be refused
-    step = journal.newest.get(partition_of(key, config.data.num_partitions))
-    if step is None:
+    partition = partition_of(key, config.data.num_partitions)
+    step = journal.newest.get(partition)
+    if step is None or partition in journal.cut:  # its sample may have been deleted
         return False
     # A label may also wait for the end of the window of features that are younger.
     wait_s = join.window_s + join.lateness_s + (0.0 if extractor.source == FEATURES else join.window_s)
