@@ -99,8 +99,11 @@ class FakeFleet:
 
     def launch(self, order: Order) -> Instance:
         self.calls.append(Call("launch", self._clock(), order=order))
-        self._fail("launch")
         key = (order.run, order.slot, order.incarnation, order.market, order.attempt)
+        # The port: the same order returns the same instance. A fleet that is short of machines returns it too; only a
+        # fleet that does not answer hides it.
+        if key not in self._orders or self._hides_next_launch():
+            self._fail("launch")
         if key not in self._orders:
             self._orders[key] = self._buy(order)
         if self._lost_responses:
@@ -244,6 +247,10 @@ class FakeFleet:
     def _known(self, pool: str) -> None:
         if pool not in self.pools:
             raise ValueError(f"expected one of {', '.join(self.pools)}, got {pool!r}")
+
+    def _hides_next_launch(self) -> bool:
+        failures = self._failures["launch"]
+        return bool(failures) and getattr(failures[0], "failure", None) in (None, LaunchFailure.THROTTLED)
 
     def _fail(self, call: CallName) -> None:
         if self._failures[call]:

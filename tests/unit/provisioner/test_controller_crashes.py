@@ -33,6 +33,7 @@ def test_any_crash_in_any_market(seed: int) -> None:
 @given(st.integers(0, 2**32))
 @example(2185)
 @example(24174)
+@example(4_245_141_884)  # a lost answer, then no room, and the same order again
 @example(1_888_673_432)  # a launch whose answer was lost in the last turn before the job's end
 @hypothesis_settings(max_examples=examples(10), deadline=None)
 def test_any_crash_with_the_book_lost_now_and_then(seed: int) -> None:
