@@ -121,7 +121,7 @@ def copied(config: JobConfig, services: Services, pairs: int) -> tuple[float, fl
     while left:
         messages, until_s = [], time.monotonic() + config.data.join.commit_every_s
         while time.monotonic() < until_s and left > len(messages):
-            messages += stream.poll(5_000, 0.05)
+            messages += [message for run in stream.poll(5_000, 0.05) for message in run.messages]
         if not messages:
             continue
         left -= len(messages)

@@ -6,7 +6,7 @@ of them again from the log.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import Final, Literal, Protocol
 
@@ -85,17 +85,15 @@ class Entries:
         self._due: dict[bool, list[_Due]] = {False: [], True: []}  # heaps, for waiting labels and for features
         self._stale = 0
         self.spilled = 0  # entries in `overflow`
+        self.get: Callable[[bytes], Entry | None] = self._entries.get  # call `fetch` before it
 
     def __len__(self) -> int:
         return len(self._entries) + self.spilled
 
     def fetch(self, keys: Iterable[bytes]) -> None:
-        """Bring the entries of these keys into memory, if they exist. Call it before `get`."""
+        """Bring the entries of these keys into memory, if they exist."""
         if self.spilled and (missing := [key for key in set(keys) if key not in self._entries]):
             self._admit(self._overflow.take(missing))
-
-    def get(self, key: bytes) -> Entry | None:
-        return self._entries.get(key)
 
     def add(self, entry: Entry) -> None:
         """Add a new entry."""
@@ -111,6 +109,13 @@ class Entries:
         """Note that an entry has another deadline."""
         self._stale += 1
         heappush(self._due[entry.features is None], (entry.deadline_ms, entry.number, entry.key))
+
+    def complete(self, entry: Entry) -> None:
+        """Note that an entry has got its features. It has no deadline until `rearm`."""
+        assert entry.features is not None
+        size_bytes = len(entry.features.value)
+        entry.size_bytes += size_bytes
+        self._bytes += size_bytes
 
     def grew(self, num_labels: int, entry: Entry) -> None:
         """Note that an entry has this many more labels."""
@@ -140,7 +145,7 @@ class Entries:
 
     def tidy(self) -> None:
         """Keep within the limit of memory. Call it between packs."""
-        if self._stale > 1000 + 2 * len(self._entries):
+        if self._stale > 10_000 + 2 * len(self._entries):
             for waiting, heap in self._due.items():
                 live = [item for item in heap if self._is_live(item, waiting)]
                 heapify(live)

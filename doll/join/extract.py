@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, cast
 
 import msgspec
 
@@ -20,6 +20,9 @@ _MS_PER_UNIT: Final = {"s": 1000.0, "ms": 1.0, "us": 1e-3, "ns": 1e-6}
 _MAX_MS: Final = 2**53
 _NOTHING: Any = Literal["\0a text that no field has"]
 Headers = Sequence[tuple[str, bytes | None]]
+_BRACE: Final = {ord("{")}
+_UNUSUAL_ENDS: Final = {b"{}", b" }", b"\t}", b"\n}", b"\r}"}  # of a value: no comma and no field may follow
+_NOT_RETRACTED: Final = {None, msgspec.UNSET, False}
 _NO_TIMESTAMP: Final = 0  # Kafka's kind of a timestamp that is not known
 
 
@@ -76,7 +79,70 @@ class Extractor:
             for at, name in enumerate(sorted(self._taken)):
                 fields.append((f"taken{at}", _NOTHING | msgspec.UnsetType, msgspec.UNSET))
                 rename[f"taken{at}"] = name
-        self._decode = msgspec.json.Decoder(msgspec.defstruct("Fields", fields, rename=rename)).decode
+        decoder = msgspec.json.Decoder(msgspec.defstruct("Fields", fields, rename=rename))
+        self._decode, self._decode_lines = decoder.decode, decoder.decode_lines
+
+    def read_all(
+        self, values: Sequence[bytes | None], keys: Sequence[bytes | None], timestamps: Sequence[tuple[int, int]]
+    ) -> tuple[list[bytes], list[int], list[bytes]] | None:
+        """Return the keys, the times and the values of records that all are usual ones. It takes a fifth of the time of
+        `read`, and agrees with it. None: use `read` for each of them.
+
+        The values are decoded at once, one in a line. Each begins with { and ends with }, and JSON has no } and { with
+        only a newline between them inside of a value. So no value can take a part of the next one, and a line with two
+        values shows in the number of them.
+        """
+        if self._key.header is not None or self._numeric or not all(values):
+            return None
+        lines = cast(Sequence[bytes], values)
+        opens, ends = {value[0] for value in lines}, {value[-2:] for value in lines}
+        if opens != _BRACE or not ends.isdisjoint(_UNUSUAL_ENDS) or {end[1:] for end in ends} != {b"}"}:
+            return None
+        if max(map(len, lines)) > self._max_record_bytes:
+            return None
+        try:
+            fields = self._decode_lines(b"\n".join(lines))
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            return None
+        if len(fields) != len(lines):
+            return None
+        names = (
+            keys
+            if self._key.field is None
+            else [key.encode() if type(key := item.key) is str else _text(key) for item in fields]
+        )
+        if not all(names) or max(map(len, cast(list[bytes], names))) > MAX_KEY_BYTES:
+            return None
+        times_ms = self._times_ms(fields, timestamps)
+        contents = [value[:-1] + b"," for value in lines] if self._label is None else self._values(fields)
+        if times_ms is None or contents is None:
+            return None
+        return cast(list[bytes], names), times_ms, contents
+
+    def _times_ms(self, fields: list[Any], timestamps: Sequence[tuple[int, int]]) -> list[int] | None:
+        if self._time.unit == "iso8601":
+            return None
+        if self._time.field is None:
+            times_ms: list[Any] = [time_ms for kind, time_ms in timestamps if kind != _NO_TIMESTAMP]
+        else:
+            unit_ms = _MS_PER_UNIT[self._time.unit]
+            times_ms = [item.time * unit_ms for item in fields]
+        if len(times_ms) != len(fields) or not 0 <= min(times_ms) <= max(times_ms) <= _MAX_MS:
+            return None
+        return [int(time_ms) for time_ms in times_ms]
+
+    def _values(self, fields: list[Any]) -> list[bytes] | None:
+        """Return the labels; None: one is missing, or retracted."""
+        assert self._label is not None
+        if isinstance(self._label.retract, str) and not {item.retract for item in fields} <= _NOT_RETRACTED:
+            return None
+        if self._constant:
+            return [self._constant] * len(fields)
+        labels = [item.label for item in fields]
+        if msgspec.UNSET in labels:
+            return None
+        contents = [bytes(label) for label in labels]
+        return None if b"null" in contents else contents
 
     def read(
         self,
@@ -143,9 +209,13 @@ class Extractor:
         return raw
 
 
+def _text(key: str | int) -> bytes:
+    return key.encode() if isinstance(key, str) else b"%d" % key
+
+
 def _key(section: KeyConfig, field_value: Any, key: bytes | None, headers: Headers) -> bytes:
     if section.field is not None:
-        content = field_value.encode() if isinstance(field_value, str) else b"%d" % field_value
+        content = _text(field_value)
     elif section.header is not None:
         values = [value for name, value in headers if name == section.header]
         content = values[-1] if values and values[-1] else b""

@@ -7,6 +7,7 @@ was read. If a transaction fails, or another process takes a partition over, the
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,15 +15,18 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Final
 
+from confluent_kafka import Message
+
 from doll.config import JobConfig
 from doll.config.join import JoinConfig
 from doll.errors import ConfigError, DataLossError, RecordError
 from doll.join.entries import Entries
+from doll.join.extract import Headers
 from doll.join.matcher import Decisions, Matcher
 from doll.join.rocks_overflow import RocksOverflow, remove_leftovers
-from doll.join.router import Router
+from doll.join.router import Read, Router
 from doll.kafka import topics
-from doll.kafka.group_stream import AbandonedError, Committed, GroupStream, Output, Place
+from doll.kafka.group_stream import AbandonedError, Committed, GroupStream, Output, Place, Run
 from doll.kafka.joined_topics import JoinedTopic, joined_topics
 from doll.kafka.publisher import Publisher
 from doll.kafka.range_reader import RangeReader
@@ -47,6 +51,9 @@ from doll.telemetry import get_logger
 
 log = get_logger(__name__)
 
+_GC_OBJECTS: Final = (
+    100_000  # the open keys are many and refer to no cycles: looking through them took a sixth of the time
+)
 _MOST_MESSAGES: Final = 5_000
 _TICK_S: Final = 1.0
 _TRIM_S: Final = 30.0
@@ -75,6 +82,7 @@ def run_joiner(
     join = config.data.join
     if join is None:
         raise ConfigError("the job file has no data.join: there is nothing to join")
+    gc.set_threshold(_GC_OBJECTS, 50, 100)
     remove_leftovers()
     topics.ensure(config, services)
     inputs = joined_topics(config, services)
@@ -162,20 +170,17 @@ class _Session:
             heartbeat.beat("loop")
             wait_s = max(commit_s - time.monotonic(), 0.0)
             size_bytes = 0
-            messages = self._stream.poll(_MOST_MESSAGES, min(wait_s, 0.05))
-            without = unreadable_headers(messages) if self._reads_headers else {}
+            runs = self._stream.poll(_MOST_MESSAGES, min(wait_s, 0.05))
             now_ms = _now_ms()
-            for at, message in enumerate(messages):
-                topic, value = message.topic(), message.value()
-                size_bytes += len(value or b"")
-                if topic == self._log:
-                    self._join_pack(message)
+            for run in runs:
+                if run.topic == self._log:
+                    for message in run.messages:
+                        size_bytes += len(message.value() or b"")
+                        self._join_pack(message)
                     continue
-                headers = message.headers() or () if self._reads_headers and at not in without else ()
-                self._router.add(
-                    topic, message.partition(), message.offset(), value, message.key(), message.timestamp(), headers,
-                    now_ms,
-                )  # fmt: skip
+                read = self._read(run)
+                size_bytes += sum(map(len, filter(None, read.values)))
+                self._router.add(run.topic, run.partition, read, now_ms)
             now_s = time.monotonic()
             if now_s >= tick_s:
                 tick_s = now_s + _TICK_S
@@ -273,6 +278,17 @@ class _Session:
 
     # --- records ------------------------------------------------------------------------------------------------------
 
+    def _read(self, run: Run) -> Read:
+        messages = run.messages
+        headers: list[Headers] = []
+        if self._reads_headers:
+            without = unreadable_headers(messages)
+            headers = [() if at in without else message.headers() or () for at, message in enumerate(messages)]
+        return Read(
+            run.offsets, list(map(Message.value, messages)), list(map(Message.key, messages)),
+            list(map(Message.timestamp, messages)), headers,
+        )  # fmt: skip
+
     def _join_pack(self, message: object) -> None:
         partition, offset = message.partition(), message.offset()  # type: ignore[attr-defined]
         shard = self._shards[partition]
@@ -326,9 +342,8 @@ class _Session:
         self._initial.clear()
         for shard in changed.values():
             done, shard.pending, shard.changed = shard.pending, Decisions(), False
-            corrections = sum(sample.is_correction for sample in done.samples)
-            self._counts["samples_total"] += len(done.samples) - corrections
-            self._counts["corrections_total"] += corrections
+            self._counts["samples_total"] += len(done.samples) - done.corrections
+            self._counts["corrections_total"] += done.corrections
             self._counts["dropped_total"] += len(done.dropped)
             self._counts["refused_total"] += len(done.refused)
         self._counts["refused_total"] += len(refused)
@@ -354,7 +369,6 @@ class _Session:
 
     def _step(self, shard: _Shard, restart: str, now_ms: int) -> Step:
         done, marks = shard.pending, shard.matcher.watermarks
-        corrections = sum(sample.is_correction for sample in done.samples)
         features_ms, labels_ms = marks.features_ms(), marks.labels_ms()
         return Step(
             until=shard.until, joiner=self._joiner, now_ms=now_ms, restart=restart,
@@ -367,7 +381,7 @@ class _Session:
                 )
                 for item in done.refused
             ],
-            samples=len(done.samples) - corrections, corrections=corrections, open=len(shard.matcher),
+            samples=len(done.samples) - done.corrections, corrections=done.corrections, open=len(shard.matcher),
             features_ms=-1 if features_ms is None else features_ms, labels_ms=-1 if labels_ms is None else labels_ms,
         )  # fmt: skip
 

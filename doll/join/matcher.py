@@ -40,7 +40,7 @@ class Refused(NamedTuple):
     reason: str
 
 
-class Sample(NamedTuple):
+class Sample(msgspec.Struct, frozen=True, gc=False):
     """A sample to write. `labels`: the records of labels that this sample is the first to contain."""
 
     value: bytes
@@ -60,6 +60,7 @@ class Decisions:
     """
 
     samples: list[Sample] = field(default_factory=list)
+    corrections: int = 0  # among the samples
     dropped: list[Routed] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
     settled: list[int] = field(default_factory=list)
@@ -98,6 +99,12 @@ class Matcher:
         self._confirms = config.confirm
         self._ends_early = all(label.take == "first" for label in config.labels)
         self._keeps_sent = self._late_ms > 0 or any(label.retract for label in config.labels)
+        self._pairs = len(self._labels) == 1 and self._ends_early and not self._keeps_sent
+        name = self._labels[0][0].replace(b"%", b"%%")
+        self._pair_format = (
+            b'%b"' + name + b'":%b,"doll_label_age_s":%.3f,"doll_is_correction":false,"doll_replaced_label":null,'
+            b'"doll_features":"%d@%d","doll_labels":["' + name + b':%d@%d"]}'
+        )
         self._serial = 0
         self._segments: deque[_Segment] = deque()
         self._first_segment = 0
@@ -188,12 +195,29 @@ class Matcher:
         entries = self._entries
         if entries.spilled:
             entries.fetch(record.key for record in pack.records)
+        pairs, get, add, serial = self._pairs, entries.get, entries.add, self._serial
+        features_ms = self._open_ms if self._early_ms is None else self._early_ms
+        labels_ms, segment = self._open_ms, self._first_segment + len(self._segments) - 1
         for record in pack.records:
-            if record.source == FEATURES:
-                self._add_features(record)
-            else:
-                self._add_label(record, self._serial)
-            self._serial += 1
+            entry = get(record.key)
+            if entry is None:
+                self._segments[-1].live += 1
+                if record.source == FEATURES:
+                    add(Entry(record.key, "open", record.time_ms + features_ms, serial, segment, record, [], []))
+                else:
+                    add(
+                        Entry(
+                            record.key, "waiting", record.time_ms + labels_ms, serial, segment, None, [record], [serial]
+                        )
+                    )
+            elif not (pairs and self._pair(entry, record, serial)):
+                self._serial = serial
+                if record.source == FEATURES:
+                    self._add_features(entry, record)
+                else:
+                    self._add_label(record, serial)
+            serial += 1
+        self._serial = serial
         for progress in pack.progress:
             self.watermarks.advance(progress)
         if (now_ms := self.watermarks.labels_ms()) is not None:
@@ -206,22 +230,53 @@ class Matcher:
                 self._remove(entry)
         entries.tidy()
 
-    def _add_features(self, record: Routed) -> None:
-        waiting = self._entries.get(record.key)
-        if waiting is not None and waiting.features is not None:
+    def _pair(self, entry: Entry, record: Routed, serial: int) -> bool:
+        """Write the sample of the usual case, features and their first label in either order. Return False for others.
+
+        Only for a single label of which the first counts, and which nothing corrects.
+        """
+        if record.source != FEATURES:
+            if entry.features is None or entry.labels or entry.state != "open":
+                return False
+            features, label, number = entry.features, record, entry.number
+        else:
+            if entry.features is not None or len(entry.labels) != 1:
+                return False
+            features, label, number = record, entry.labels[0], entry.number
+        delay_ms = label.time_ms - features.time_ms
+        if not label.value or not -self._window_ms <= delay_ms <= self._window_ms:
+            return False
+        value = self._pair_format % (
+            features.value, label.value, delay_ms / 1000, features.partition, features.offset, label.partition,
+            label.offset,
+        )  # fmt: skip
+        self._out.samples.append(Sample(value, features, (label,), False))
+        self._out.settled += (number, serial)
+        self._entries.remove(entry)
+        self._segments[entry.segment - self._first_segment].live -= 1
+        return True
+
+    def _add_features(self, waiting: Entry, record: Routed) -> None:
+        """Add features to a key that is open."""
+        if waiting.features is not None:
             partition, offset = waiting.features.partition, waiting.features.offset
             self._refuse(record, "duplicate", f"the features of partition {partition}, offset {offset} have its key")
             self._out.settled.append(self._serial)
             return
-        if waiting is not None:
-            self._discard(waiting)
-        entry: Entry | None = self._begin(record, self._serial, record, None if waiting is None else waiting.segment)
-        if waiting is not None:
-            for label, serial in zip(waiting.labels, waiting.serials, strict=True):
-                if entry is None:
-                    self._add_label(label, serial, waiting.segment)
-                else:
-                    entry = self._match(entry, label, serial)
+        entry: Entry | None = waiting
+        labels, serials = waiting.labels, waiting.serials
+        waiting.state, waiting.features, waiting.number = "open", record, self._serial
+        waiting.labels, waiting.serials = [], []
+        waiting.deadline_ms = record.time_ms + (self._open_ms if self._early_ms is None else self._early_ms)
+        self._entries.complete(waiting)
+        self._entries.grew(-len(labels), waiting)
+        for label, serial in zip(labels, serials, strict=True):
+            if entry is None:
+                self._add_label(label, serial, waiting.segment)
+            else:
+                entry = self._match(entry, label, serial)
+        if entry is not None and entry.state == "open":
+            self._entries.rearm(entry)
 
     def _begin(self, record: Routed, serial: int, features: Routed | None, segment: int | None = None) -> Entry:
         """Begin an entry with a record. `segment`: that of its first record; None: the present one."""
@@ -396,6 +451,7 @@ class Matcher:
         entry.shown = shown
         new = labels[-1:] if is_correction else labels
         self._out.samples.append(Sample(value, features, tuple(new), is_correction))
+        self._out.corrections += is_correction
 
 
 def _absent(config: JoinConfig, label: LabelConfig) -> bytes:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from doll.join.extract import Bad, Extractor
+from doll.join.extract import Bad, Extractor, Headers
 from doll.records.bounded import printable
 from doll.records.join_log import MAX_PAYLOAD_BYTES, Pack, Progress, RefusedRecord, Routed, partition_of
 
@@ -16,6 +17,19 @@ MAX_PACK_RECORDS: Final = 1_000
 MAX_PACK_BYTES: Final = 4 * 1024 * 1024
 
 Input = tuple[int, int]  # source and partition
+
+
+class Read(NamedTuple):
+    """Records of one partition, in their order: a list for each part of a record, all of the same length.
+
+    `timestamps`: see `Extractor.read`. `headers`: empty if the join does not read them.
+    """
+
+    offsets: Sequence[int]
+    values: Sequence[bytes | None]
+    keys: Sequence[bytes | None]
+    timestamps: Sequence[tuple[int, int]]
+    headers: Sequence[Headers] = ()
 
 
 class Router:
@@ -32,7 +46,6 @@ class Router:
         extractors = [Extractor(config, source, max_record_bytes=max_record_bytes) for source in sources]
         self._extractors = {extractor.topic: extractor for extractor in extractors}
         self._max_ahead_ms = round(1000 * config.max_ahead_s)
-        self._num_partitions = num_partitions
         self.next_offsets: dict[Input, int] = {}
         self.refused: list[RefusedRecord] = []
         self._times_ms: dict[Input, int] = {}
@@ -52,36 +65,53 @@ class Router:
         for known in (self.next_offsets, self._times_ms, self._written):
             known.pop(key, None)
 
-    def add(
-        self, topic: str, partition: int, offset: int, value: bytes | None, key: bytes | None,
-        timestamp: tuple[int, int], headers: Sequence[tuple[str, bytes | None]], now_ms: int,
-    ) -> None:  # fmt: skip
-        """Route a record, or refuse it. `timestamp`: see `Extractor.read`."""
+    def add(self, topic: str, partition: int, read: Read, now_ms: int) -> None:
+        """Route records of a partition in their order, or refuse them."""
         extractor = self._extractors[topic]
         source = extractor.source
-        where = source, partition
-        self.next_offsets[where] = offset + 1
-        try:
-            record_key, time_ms, content = extractor.read(value, key, timestamp, headers)
-            if time_ms > now_ms + self._max_ahead_ms:
-                ahead_s = (time_ms - now_ms) / 1000
-                raise Bad("ahead", f"its event time is {ahead_s:.0f} s in the future: a wrong clock, or another unit")
-        except Bad as bad:
-            cut = (value or b"")[:MAX_PAYLOAD_BYTES]
-            reason = printable(" ".join(str(bad).split()))
-            named = (key or b"")[:MAX_PAYLOAD_BYTES]
-            self.refused.append(RefusedRecord(source, partition, offset, -1, named, cut, bad.code, reason))
+        self.next_offsets[source, partition] = read.offsets[-1] + 1
+        parts = None if read.headers else extractor.read_all(read.values, read.keys, read.timestamps)
+        latest_ms = now_ms + self._max_ahead_ms
+        if parts is None or max(parts[1]) > latest_ms:
+            self._add_each(extractor, partition, read, latest_ms)
             return
-        if time_ms > self._times_ms.get(where, -1):
-            self._times_ms[where] = time_ms
-        self._routed[partition_of(record_key, self._num_partitions)].append(
-            Routed(source, partition, offset, time_ms, record_key, content)
-        )
+        keys, times_ms, contents = parts
+        self._advance((source, partition), max(times_ms))
+        routed = map(Routed, repeat(source), repeat(partition), read.offsets, times_ms, keys, contents)
+        logs = self._routed
+        for at, record in zip(map(partition_of, keys, repeat(len(logs))), routed, strict=True):
+            logs[at].append(record)
+
+    def _add_each(self, extractor: Extractor, partition: int, read: Read, latest_ms: int) -> None:
+        source = extractor.source
+        for offset, value, key, timestamp, headers in zip(
+            read.offsets, read.values, read.keys, read.timestamps, read.headers or repeat(()), strict=False
+        ):
+            try:
+                record_key, time_ms, content = extractor.read(value, key, timestamp, headers)
+                if time_ms > latest_ms:
+                    ahead_s = (time_ms - latest_ms + self._max_ahead_ms) / 1000
+                    raise Bad(
+                        "ahead", f"its event time is {ahead_s:.0f} s in the future: a wrong clock, or another unit"
+                    )
+            except Bad as bad:
+                cut = (value or b"")[:MAX_PAYLOAD_BYTES]
+                reason = printable(" ".join(str(bad).split()))
+                named = (key or b"")[:MAX_PAYLOAD_BYTES]
+                self.refused.append(RefusedRecord(source, partition, offset, -1, named, cut, bad.code, reason))
+                continue
+            self._advance((source, partition), time_ms)
+            self._routed[partition_of(record_key, len(self._routed))].append(
+                Routed(source, partition, offset, time_ms, record_key, content)
+            )
+
+    def _advance(self, where: Input, time_ms: int) -> None:
+        self._times_ms[where] = max(self._times_ms.get(where, -1), time_ms)
 
     def read_to_end(self, inputs: Iterable[Input], time_ms: int) -> None:
         """Note that all records that these partitions had at this time have been read."""
         for key in inputs:
-            self._times_ms[key] = max(self._times_ms.get(key, time_ms), time_ms)
+            self._advance(key, time_ms)
 
     def take(self, now_ms: int) -> list[tuple[int, Pack]]:
         """Return the packs to write, with their partitions of the log, in order; none if nothing has changed."""
@@ -101,15 +131,18 @@ class Router:
         return packs
 
 
-def _parts(records: list[Routed]) -> Iterable[list[Routed]]:
+def _parts(records: list[Routed]) -> Iterator[list[Routed]]:
     """Divide records into packs that are not too long."""
-    part: list[Routed] = []
-    size_bytes = 0
-    for record in records:
-        if part and (len(part) == MAX_PACK_RECORDS or size_bytes + len(record.value) > MAX_PACK_BYTES):
+    for begin in range(0, len(records), MAX_PACK_RECORDS):
+        part = records[begin : begin + MAX_PACK_RECORDS]
+        sizes_bytes = [len(record.value) for record in part]
+        if sum(sizes_bytes) <= MAX_PACK_BYTES:
             yield part
-            part, size_bytes = [], 0
-        part.append(record)
-        size_bytes += len(record.value)
-    if part:
-        yield part
+            continue
+        first, size_bytes = 0, 0
+        for at, record_bytes in enumerate(sizes_bytes):
+            if at > first and size_bytes + record_bytes > MAX_PACK_BYTES:
+                yield part[first:at]
+                first, size_bytes = at, 0
+            size_bytes += record_bytes
+        yield part[first:]

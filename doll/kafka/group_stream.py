@@ -7,11 +7,14 @@ read, in one transaction. If another member has taken over a partition in the me
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicPartition
+import msgspec
+from confluent_kafka import IsolationLevel, KafkaError, KafkaException, Message, TopicPartition
 from confluent_kafka.admin import OffsetSpec
 
 from doll.errors import FencedError, ServiceUnavailableError
@@ -53,7 +56,16 @@ class Committed(NamedTuple):
     metadata: str
 
 
-class Output(NamedTuple):
+class Run(NamedTuple):
+    """Messages of one partition that follow each other, with their offsets."""
+
+    topic: str
+    partition: int
+    offsets: list[int]
+    messages: list[Any]
+
+
+class Output(msgspec.Struct, gc=False):
     """A record to write."""
 
     topic: str
@@ -114,34 +126,54 @@ class GroupStream:
         self._consumer.close()
         self._producer.purge()
 
-    def poll(self, most: int, timeout_s: float) -> list[Any]:
-        """Return at most `most` messages of the client, after at most `timeout_s`. May call `on_assigned` and
-        `on_revoked`, whose errors it passes on.
+    def poll(self, most: int, timeout_s: float) -> list[Run]:
+        """Return at most `most` messages, after at most `timeout_s`. May call `on_assigned` and `on_revoked`, whose
+        errors it passes on.
 
         Raises:
             ServiceUnavailableError: the broker refuses.
             FencedError: a later process has the number of this member.
             DataLossError: passed on by the caller's functions.
         """
-        messages = []
+        runs: list[Run] = []
         with self._translated("send records"):
-            for message in self._consumer.consume(most, timeout_s):
-                place = message.topic(), message.partition()
-                if (error := message.error()) is None:
-                    # A partition may have moved during this call: what was fetched of it before is read again.
-                    if message.offset() < self._next.get(place, message.offset() + 1):
-                        continue
-                    self._next[place] = message.offset() + 1
-                    self.at_end.pop(place, None)
-                    messages.append(message)
-                elif error.code() == KafkaError._PARTITION_EOF:
-                    self.at_end[place] = message.offset()
-                elif not error.retriable() and error.code() != KafkaError._ALL_BROKERS_DOWN:
-                    raise KafkaException(error)
+            polled = self._consumer.consume(most, timeout_s)
+            places = zip(map(Message.topic, polled), map(Message.partition, polled), strict=True)
+            end = 0
+            for place, group in groupby(places):
+                begin, end = end, end + len(list(group))
+                messages = polled[begin:end]
+                if any(map(Message.error, messages)):
+                    messages = [message for message in messages if not self._is_note(place, message)]
+                # A partition may have moved during this call: what was fetched of it before is read again.
+                next_offset = self._next.get(place, -1)
+                offsets = list(map(Message.offset, messages))
+                if offsets and offsets[0] < next_offset:
+                    messages = [message for message in messages if message.offset() >= next_offset]
+                    offsets = list(map(Message.offset, messages))
+                if messages:
+                    self._next[place] = offsets[-1] + 1
+                    if offsets[-1] >= self.at_end.get(place, math.inf):
+                        del self.at_end[place]
+                    runs.append(Run(*place, offsets, messages))
         if self._failed is not None:
             failed, self._failed = self._failed, None
             raise failed
-        return messages
+        return runs
+
+    def _is_note(self, place: Place, message: Any) -> bool:
+        """Say if a message of the client is no record, but tells of an error or of the end of a partition.
+
+        Raises:
+            KafkaException: the broker refuses.
+        """
+        if (error := message.error()) is None:
+            return False
+        if error.code() == KafkaError._PARTITION_EOF:
+            self.at_end[place] = message.offset()
+        elif not error.retriable() and error.code() != KafkaError._ALL_BROKERS_DOWN:
+            raise KafkaException(error)
+        return True
 
     def read_to_end(self, places: Iterable[Place]) -> tuple[float, list[Place]]:
         """Return a time, Unix seconds, and those of the partitions of which all records have been read that Kafka had
@@ -179,8 +211,7 @@ class GroupStream:
         with self._translated("accept a transaction"):
             self._producer.begin_transaction()
             try:
-                for output in outputs:
-                    self._write(output)
+                self._write(outputs)
                 self._producer.send_offsets_to_transaction(
                     [TopicPartition(*place, at.offset, metadata=at.metadata) for place, at in offsets.items()],
                     self._consumer.consumer_group_metadata(),
@@ -195,17 +226,18 @@ class GroupStream:
                 self._producer.abort_transaction(_CALL_S)
                 raise AbandonedError(error.str()) from exc
 
-    def _write(self, output: Output) -> None:
-        note = output.on_offset
-        report = None if note is None else lambda error, message: note(message.offset()) if error is None else None
-        while True:
-            try:
-                self._producer.produce(
-                    output.topic, output.value, key=output.key, partition=output.partition, on_delivery=report
-                )
-                return
-            except BufferError:
-                self._producer.poll(0.1)
+    def _write(self, outputs: Iterable[Output]) -> None:
+        produce = self._producer.produce
+        for output in outputs:
+            while True:
+                try:
+                    produce(
+                        output.topic, output.value, output.key, output.partition,
+                        None if output.on_offset is None else _report(output.on_offset),
+                    )  # fmt: skip
+                    break
+                except BufferError:
+                    self._producer.poll(0.1)
 
     def _assign(self, consumer: Any, partitions: list[TopicPartition]) -> None:
         try:
@@ -235,6 +267,10 @@ class GroupStream:
 
     def _translated(self, what: str) -> Any:
         return _Translated(self._services.kafka, what)
+
+
+def _report(on_offset: Callable[[int], None]) -> Callable[[Any, Any], None]:
+    return lambda error, message: on_offset(message.offset()) if error is None else None
 
 
 class _Translated:
