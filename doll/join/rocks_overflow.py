@@ -30,6 +30,8 @@ class RocksOverflow:
     def __init__(self) -> None:
         """Create the store. The folder and the database are made when the first entries come."""
         self._new_batch = partial(rocksdict.WriteBatch, raw_mode=True)
+        self._unlogged = rocksdict.WriteOptions()
+        self._unlogged.disable_wal = True  # a restart makes the entries again from the join log
         self._folder = ""
         self._db: Any = None
 
@@ -51,7 +53,7 @@ class RocksOverflow:
         for entry in entries:
             batch.put(_PLACE + entry.key, _encode(entry))
             batch.put(_deadline(entry), entry.key)
-        self._db.write(batch)
+        self._db.write(batch, self._unlogged)
 
     def take(self, keys: list[bytes]) -> list[Entry]:
         values: Any = self._db[[_PLACE + key for key in keys]]
@@ -76,7 +78,7 @@ class RocksOverflow:
         for entry in entries:
             batch.delete(_PLACE + entry.key)
             batch.delete(_deadline(entry))
-        self._db.write(batch)
+        self._db.write(batch, self._unlogged)
         return entries
 
 
