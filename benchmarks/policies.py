@@ -4,9 +4,10 @@
 
 Each run is a job in virtual time (`doll_lab.simulation.learning`) with the production code of workers and server, four
 workers, and the same samples, in the same order, under every policy. A batch takes 1 s on average, with a log-normal
-jitter, and a push takes the time of its bytes on a link of `LINK_BYTES_PER_S`. Where a policy's defaults are not for a
-job, `doll.config.step_size.advice` says what to set: the run is then made again with it. Runs that are in the results
-are not made again; delete benchmarks/results/policies.json for new ones.
+jitter, and a push takes the time of its bytes on a link of `LINK_BYTES_PER_S`. What a run has learned is the mean of
+its evaluations over the last quarter of the samples: one version of a stream that drifts says little. Where a policy's
+defaults are not for a job, `doll.config.step_size.advice` says what to set: the run is then made again with it. Runs
+that are in the results are not made again; delete benchmarks/results/policies.json for new ones.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ WORKERS: Final = 4
 JITTER: Final = 0.1  # standard deviation of the logarithm of a batch's seconds
 LINK_BYTES_PER_S: Final = 12.5e6  # of each worker: 100 Mbit/s
 USD_PER_H: Final = 0.286  # of a worker: `plan.on_demand_usd_per_h` of the paper's machines
+EVALUATIONS: Final = 40  # of a run
+LAST_PART: Final = 0.75  # of the samples: the metric is the mean of the evaluations after it
 POINTS: Final = 0.03  # how far a policy may be behind the best one
 ADVISED: Final = " as advised"
 
@@ -171,14 +174,19 @@ def measure(run: Run, quick: bool = False) -> Row:
 
     torch.set_num_threads(1)
     config = job_of(run, quick=quick)
-    world = LearningWorld(
-        config, compute_s=jittered(1.0, sigma=JITTER, seed=run.seed), message_s=lambda size: size / LINK_BYTES_PER_S
-    )
     task = TASKS[run.task]
+    samples = task.quick_samples if quick else task.samples
+    world = LearningWorld(
+        config, compute_s=jittered(1.0, sigma=JITTER, seed=run.seed), message_s=lambda size: size / LINK_BYTES_PER_S,
+        evaluate_every=samples // EVALUATIONS,
+    )  # fmt: skip
     try:
-        end = world.run()
-        loss = end.error.loss
-        score = 1 - loss / task.variance if task.variance else float(end.error.accuracy or 0.0)
+        world.run()
+        last = [point.error for point in world.points if point.samples >= LAST_PART * samples]
+        loss = statistics.mean(error.loss for error in last)
+        score = statistics.mean(float(error.accuracy or 0.0) for error in last)
+        if task.variance:
+            score = 1 - loss / task.variance
     except DivergedError:
         loss, score = float("inf"), 0.0
     return Row(
