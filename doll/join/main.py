@@ -31,6 +31,7 @@ from doll.kafka.joined_topics import JoinedTopic, joined_topics
 from doll.kafka.publisher import Publisher
 from doll.kafka.range_reader import RangeReader
 from doll.kafka.reader import has_finished, on_finish, unreadable_headers
+from doll.kafka.samples_topic import ReplacedSamplesError, bounds_reaching, replaced_topic, short_log_message
 from doll.process import metric_names as names
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.signals import stop_requested
@@ -55,6 +56,9 @@ _GC_OBJECTS: Final = (
     100_000  # the open keys are many and refer to no cycles: looking through them took a sixth of the time
 )
 _MOST_MESSAGES: Final = 5_000
+_BEGIN_AGAIN: Final = (
+    "begin again under another job name, with topics that keep their records for longer than a joiner may be away"
+)
 _TICK_S: Final = 1.0
 _TRIM_S: Final = 30.0
 _LOOP_S: Final = 60.0
@@ -131,6 +135,7 @@ class _Session:
         self._publisher = publisher
         self._partitions = {topic.source: topic.partitions for topic in inputs}
         self._names = [topic.name for topic in inputs]
+        self._ids = {topic.name: topic.topic_id for topic in inputs}
         self._log, self._journal, self._samples = config.topic("join"), config.topic("joins"), config.topic("samples")
         count = config.data.num_partitions
         self._router = Router(join, count, config.data.max_record_bytes)
@@ -192,6 +197,7 @@ class _Session:
             if now_s >= trim_s:
                 trim_s = now_s + _TRIM_S
                 self._trim()
+                self._refuse_new_topics()
 
     # --- partitions ---------------------------------------------------------------------------------------------------
 
@@ -199,17 +205,16 @@ class _Session:
         """Return where to begin to read each new partition, and make the state of those of the log."""
         begin: dict[Place, int] = {}
         with RangeReader(self._config, self._services) as reader:
+            if any(known.offset < 0 for known in committed.values()):
+                self._refuse_forgotten_offsets(reader)
             for (topic, partition), known in committed.items():
-                low, high = reader.bounds(topic, partition)
                 offset = known.offset
                 if offset < 0:
+                    low, high = reader.bounds(topic, partition)
                     offset = high if topic != self._log and self._join.start == "latest" else low
-                    self._initial[topic, partition] = Committed(offset, "")
-                elif offset < low:
-                    raise DataLossError(
-                        f"topic {topic}, partition {partition}: records {offset} to {low - 1} were deleted before they "
-                        "were joined; raise the retention of the topic, and begin again under another job name"
-                    )
+                    self._initial[topic, partition] = Committed(offset, self._ids.get(topic, ""))
+                elif problem := self._changed(reader, topic, partition, known):
+                    raise DataLossError(f"{problem}; {_BEGIN_AGAIN}")
                 begin[topic, partition] = offset
                 if topic == self._log:
                     self._shards[partition] = self._shard(reader, partition, offset, known.metadata)
@@ -217,6 +222,37 @@ class _Session:
                     self._router.begin(topic, partition, offset)
         log.info("join_assigned", partitions=[f"{topic}/{partition}" for topic, partition in sorted(begin)])
         return begin
+
+    def _changed(self, reader: RangeReader, topic: str, partition: int, known: Committed) -> str:
+        """Return why a partition cannot be read on from its committed offset; "": it can."""
+        if topic != self._log and (problem := replaced_topic(topic, known.metadata, self._ids[topic])):
+            return problem
+        low, high = reader.bounds(topic, partition)
+        if known.offset < low:
+            where = f"topic {topic}, partition {partition}"
+            return f"{where}: records {known.offset} to {low - 1} were deleted before they were joined"
+        try:
+            bounds_reaching(topic, partition, known.offset, reader.bounds)
+        except ReplacedSamplesError:
+            return short_log_message(topic, partition, known.offset, high)
+        return ""
+
+    def _refuse_forgotten_offsets(self, reader: RangeReader) -> None:
+        """Raise DataLossError if Kafka has forgotten the offsets of the group: it would read all records once more."""
+        partitions = range(self._config.data.num_partitions)
+        begun = [at for at in partitions if any(self._steps(reader, at, *reader.bounds(self._journal, at)))]
+        offsets = self._stream.committed([(self._log, at) for at in begun])
+        if lost := sorted(place[1] for place, known in offsets.items() if known.offset < 0):
+            raise DataLossError(
+                f"Kafka has no committed offset for the partitions {lost} of {self._log}, which were joined before "
+                "(offsets.retention.minutes has passed without a joiner, or the group was deleted); " + _BEGIN_AGAIN
+            )
+
+    def _refuse_new_topics(self) -> None:
+        """Raise DataLossError if a joined topic was deleted and made again."""
+        for topic in joined_topics(self._config, self._services):
+            if problem := replaced_topic(topic.name, self._ids[topic.name], topic.topic_id):
+                raise DataLossError(f"{problem}; {_BEGIN_AGAIN}")
 
     def _shard(self, reader: RangeReader, partition: int, offset: int, metadata: str) -> _Shard:
         """Return the state of a partition of the log that has been joined up to `offset`."""
@@ -330,7 +366,8 @@ class _Session:
             return
         offsets = dict(self._initial)
         for (source, partition), offset in self._router.next_offsets.items():
-            offsets[self._names[source], partition] = Committed(offset, "")
+            name = self._names[source]
+            offsets[name, partition] = Committed(offset, self._ids[name])
         steps = []
         for partition, shard in changed.items():
             restart = shard.matcher.restart(shard.until, shard.journal)

@@ -17,7 +17,7 @@ import msgspec
 from confluent_kafka import IsolationLevel, KafkaError, KafkaException, Message, TopicPartition
 from confluent_kafka.admin import OffsetSpec
 
-from doll.errors import FencedError, ServiceUnavailableError
+from doll.errors import DataLossError, FencedError, ServiceUnavailableError
 from doll.kafka.clients import (
     ADMIN_S,
     error_of,
@@ -166,9 +166,15 @@ class GroupStream:
 
         Raises:
             KafkaException: the broker refuses.
+            DataLossError: the broker has deleted the next records.
         """
         if (error := message.error()) is None:
             return False
+        if error.code() == KafkaError._AUTO_OFFSET_RESET:
+            raise DataLossError(
+                f"topic {place[0]}, partition {place[1]}: Kafka does not have the next records any more: retention "
+                "deleted them before they were joined, or the topic was deleted and made again"
+            )
         if error.code() == KafkaError._PARTITION_EOF:
             self.at_end[place] = message.offset()
         elif not error.retriable() and error.code() != KafkaError._ALL_BROKERS_DOWN:
@@ -194,6 +200,14 @@ class GroupStream:
             dict.fromkeys(partitions, OffsetSpec.latest()), isolation_level=level, request_timeout=ADMIN_S
         )
         return {(item.topic, item.partition): future.result().offset for item, future in futures.items()}
+
+    def committed(self, places: Sequence[Place]) -> dict[Place, Committed]:
+        """Return the committed offsets of some partitions."""
+        if not places:
+            return {}
+        with self._translated("say what was committed"):
+            known = self._consumer.committed([TopicPartition(*place) for place in places], timeout=2 * _CALL_S)
+        return {(p.topic, p.partition): Committed(p.offset, p.metadata or "") for p in known}
 
     def ends(self, topic: str, partitions: Iterable[int]) -> dict[int, int]:
         """Return the offsets after the last records of some partitions, open transactions included."""
@@ -241,9 +255,7 @@ class GroupStream:
 
     def _assign(self, consumer: Any, partitions: list[TopicPartition]) -> None:
         try:
-            known = consumer.committed(partitions, timeout=2 * _CALL_S)
-            committed = {(p.topic, p.partition): Committed(p.offset, p.metadata or "") for p in known}
-            begin = self._on_assigned(committed)
+            begin = self._on_assigned(self.committed([(p.topic, p.partition) for p in partitions]))
             self._next.update(begin)
             consumer.assign([TopicPartition(*place, offset) for place, offset in begin.items()])
         except BaseException as exc:  # the client would only log it

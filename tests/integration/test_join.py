@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from doll.config import JobConfig, parse
+from doll.errors import ConfigError, DataLossError
 from doll.join.audit import audit_join
 from doll.join.main import run_joiner
 from doll.kafka import topics
@@ -340,3 +341,49 @@ def test_records_that_are_not_committed_when_partitions_move_count_once(
     counts = Counter(json.loads(value)["id"] for _, value in records_of(config, services, "samples"))
     assert counts == Counter(f"k{at}" for at in range(keys))
     assert audit_join(config, services).problems == []
+
+
+def joined_once(config: JobConfig, services: Services, shown: OwnersTopic, clicks: OwnersTopic) -> None:
+    """Join ten pairs, and stop."""
+    now_ms = int(time.time() * 1000)
+    for topic in (shown, clicks):
+        topic.write([(f"k{at}", json.dumps({"id": f"k{at}", "at": now_ms}).encode()) for at in range(10)])
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        joiner = pool.submit(run_joiner, config, services, 0, stop=stop)
+        try:
+            until(lambda: joiner.done() or settled_samples(config, services) >= 10, "all samples", timeout_s=60)
+        finally:
+            stop.set()
+        assert joiner.result() == 0
+
+
+def test_a_joiner_refuses_a_topic_that_was_made_again(
+    services: Services, job_name: str, shown: OwnersTopic, clicks: OwnersTopic
+) -> None:
+    shown.create(1)
+    clicks.create(1)
+    config = job_of(job_name, shown, clicks)
+    joined_once(config, services, shown, clicks)
+    clicks.delete()
+    until(lambda: clicks.name not in clicks.admin.list_topics().topics, "the deletion")
+    with pytest.raises(ConfigError, match="has no topic"):
+        run_joiner(config, services, 0, stop=threading.Event())
+    clicks.create(1)
+    with pytest.raises(DataLossError, match=r"was deleted and created again.*begin again under another job name"):
+        run_joiner(config, services, 0, stop=threading.Event())
+
+
+def test_a_joiner_refuses_to_begin_again_when_kafka_has_forgotten_its_offsets(
+    services: Services, job_name: str, shown: OwnersTopic, clicks: OwnersTopic
+) -> None:
+    """As after `offsets.retention.minutes` without a joiner."""
+    shown.create(1)
+    clicks.create(1)
+    config = job_of(job_name, shown, clicks)
+    joined_once(config, services, shown, clicks)
+    group = f"doll.{config.job}.join"
+    shown.admin.delete_consumer_groups([group])[group].result(60)
+    with pytest.raises(DataLossError, match="no committed offset"):
+        run_joiner(config, services, 0, stop=threading.Event())
+    assert settled_samples(config, services) == 10
