@@ -10,7 +10,7 @@ import contextlib
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Final
@@ -197,7 +197,9 @@ class _Session:
             if now_s >= trim_s:
                 trim_s = now_s + _TRIM_S
                 self._trim()
-                self._refuse_new_topics()
+                self._refuse_replaced(
+                    {topic.name: topic.topic_id for topic in joined_topics(self._config, self._services)}
+                )
 
     # --- partitions ---------------------------------------------------------------------------------------------------
 
@@ -212,7 +214,7 @@ class _Session:
                 if offset < 0:
                     low, high = reader.bounds(topic, partition)
                     offset = high if topic != self._log and self._join.start == "latest" else low
-                    self._initial[topic, partition] = Committed(offset, self._ids.get(topic, ""))
+                    self._initial[topic, partition] = Committed(offset, "")
                 elif problem := self._changed(reader, topic, partition, known):
                     raise DataLossError(f"{problem}; {_BEGIN_AGAIN}")
                 begin[topic, partition] = offset
@@ -225,8 +227,6 @@ class _Session:
 
     def _changed(self, reader: RangeReader, topic: str, partition: int, known: Committed) -> str:
         """Return why a partition cannot be read on from its committed offset; "": it can."""
-        if topic != self._log and (problem := replaced_topic(topic, known.metadata, self._ids[topic])):
-            return problem
         low, high = reader.bounds(topic, partition)
         if known.offset < low:
             where = f"topic {topic}, partition {partition}"
@@ -248,10 +248,10 @@ class _Session:
                 "(offsets.retention.minutes has passed without a joiner, or the group was deleted); " + _BEGIN_AGAIN
             )
 
-    def _refuse_new_topics(self) -> None:
-        """Raise DataLossError if a joined topic was deleted and made again."""
-        for topic in joined_topics(self._config, self._services):
-            if problem := replaced_topic(topic.name, self._ids[topic.name], topic.topic_id):
+    def _refuse_replaced(self, ids: Mapping[str, str]) -> None:
+        """Raise DataLossError if a joined topic was deleted and made again. `ids`: Kafka's ids, by topic."""
+        for name, topic_id in ids.items():
+            if problem := replaced_topic(name, topic_id, self._ids[name]):
                 raise DataLossError(f"{problem}; {_BEGIN_AGAIN}")
 
     def _shard(self, reader: RangeReader, partition: int, offset: int, metadata: str) -> _Shard:
@@ -261,6 +261,8 @@ class _Session:
         end = self._stream.ends(self._journal, [partition])[partition]
         if metadata:
             restart = parse_restart(metadata)
+            # Kafka deletes the group's offsets with a topic: only the log still knows that there was another one.
+            self._refuse_replaced(dict(zip(self._names, restart.topics, strict=False)))
             began_s = time.monotonic()
             packs = self._packs(reader, partition, restart.offset, offset)
             matcher.restore(restart, packs, self._steps(reader, partition, restart.journal, end))
@@ -366,11 +368,10 @@ class _Session:
             return
         offsets = dict(self._initial)
         for (source, partition), offset in self._router.next_offsets.items():
-            name = self._names[source]
-            offsets[name, partition] = Committed(offset, self._ids[name])
+            offsets[self._names[source], partition] = Committed(offset, "")
         steps = []
         for partition, shard in changed.items():
-            restart = shard.matcher.restart(shard.until, shard.journal)
+            restart = shard.matcher.restart(shard.until, shard.journal)._replace(topics=list(self._ids.values()))
             offsets[self._log, partition] = Committed(shard.until, restart.text())
             steps.append((partition, self._step(shard, restart.text(), now_ms)))
         if refused:

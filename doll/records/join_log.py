@@ -126,6 +126,7 @@ class Restart(NamedTuple):
         journal: offset of the journal.
         until: serial of the record after the last one that has been joined.
         marks: the watermarks.
+        topics: Kafka's ids of the joined topics, in the order of the job file.
     """
 
     offset: int
@@ -133,6 +134,7 @@ class Restart(NamedTuple):
     journal: int
     until: int
     marks: list[list[int]]
+    topics: list[str] = []
 
     def text(self) -> str:
         """Return the text that `parse_restart` reads. It fits into the metadata of an offset if the topics have some

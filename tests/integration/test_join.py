@@ -345,6 +345,7 @@ def test_records_that_are_not_committed_when_partitions_move_count_once(
 
 def joined_once(config: JobConfig, services: Services, shown: OwnersTopic, clicks: OwnersTopic) -> None:
     """Join ten pairs, and stop."""
+    topics.ensure(config, services)
     now_ms = int(time.time() * 1000)
     for topic in (shown, clicks):
         topic.write([(f"k{at}", json.dumps({"id": f"k{at}", "at": now_ms}).encode()) for at in range(10)])

@@ -24,7 +24,7 @@ from doll.consumers.protocol.worker_core import Acknowledge, Serve, WorkerAction
 from doll.errors import ServiceUnavailableError
 from doll.kafka.chunk_reader import Chunk, NoRecordBelow, OutOfRange
 from doll.records.control import Durable, Served, Welcome
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from worker_fakes import FakeChannel, FakeReader
 from worker_records import welcome
@@ -212,7 +212,8 @@ class World:
         assert not any(task.done() for task in self.tasks), self.tasks
         held = sum(len(served.batches) for served in core.served.values())
         assert core.retained == held
-        assert core.retained + intake._num_taken <= ROOM + 3, "a range may give one batch for each partition"
+        full = sum(batch.num_samples > 0 for served in core.served.values() for batch in served.batches)
+        assert full + intake._num_taken <= ROOM, "only batches without a record need no room"
         assert len(intake._decoding) <= self.rig.decoder.depth
         for number, decoded in intake._decoded.items():
             assert decoded, "nothing is kept for a partition that waits for nothing"
@@ -251,6 +252,7 @@ class World:
 
 
 @given(seed=st.integers(0, 2**32))
+@example(seed=3420)  # a range gives several batches without a record, one by one, while others wait
 def test_any_order_of_deliveries_moves_and_durable_batches_gives_each_batch_once(seed: int) -> None:
     async def run() -> None:
         with pytest.MonkeyPatch.context() as monkeypatch:
