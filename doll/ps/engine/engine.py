@@ -559,15 +559,21 @@ class Engine(EngineState):
         return bool(starts) or self._send_all_grants()
 
     def _end_of_dry_round(self) -> Sequence[BatchId]:
-        """Return the held batches, which then end the round. This happens only if a checkpoint waits for the round's
-        end and the other workers have had no records for a while; otherwise return no batches.
+        """Return the held batches, which then end the round. This happens only if a checkpoint or a move of a partition
+        waits for the round's end and the other workers have had no records for a while; otherwise return no batches.
 
-        Without this rule, a stream that stops would prevent checkpoints (docs/decisions/0035). A worker whose
-        partitions are to move cannot contribute a batch, so the round does not wait for this worker.
+        Without this rule, a stream that stops would prevent checkpoints (docs/decisions/0035), and a worker that is to
+        leave would stay until records come again. A worker whose partitions are to move cannot contribute a batch, so
+        the round of a checkpoint does not wait for this worker.
         """
-        is_waited_for = self._settling.is_under_way and not self.num_computing and self.num_held
-        is_dry = is_waited_for and (self.moves.frozen or self._now - self._last_held_at_s >= DRY_ROUND_S)
-        return self.held_batches() if is_dry else ()
+        if self.num_computing or not self.num_held:
+            return ()
+        is_dry = self._now - self._last_held_at_s >= DRY_ROUND_S
+        if self._settling.is_under_way:
+            is_over = is_dry or bool(self.moves.frozen)
+        else:
+            is_over = is_dry and self.moves.waits_for_held
+        return self.held_batches() if is_over else ()
 
     def _report_changes(self) -> None:
         changed, self._grants.changed = self._grants.changed, {}

@@ -127,6 +127,11 @@ class Moves:
         """Return whether this worker serves a partition that is not frozen for a move."""
         return number in worker.queue.partitions and number not in self.frozen
 
+    @property
+    def waits_for_held(self) -> bool:
+        """Return whether a partition would move if its held gradients were in the model."""
+        return any(self._partitions[number].held for number in self.frozen)
+
     def scale(self, num_workers: int, released: frozenset[int], now: float) -> list[int]:
         """Plan few moves, after which only the first `num_workers` workers except the released ones serve partitions.
         Return the workers that need a Welcome because they keep a partition that was frozen."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from access_counts import CountingList
 from doll.ps.engine.engine import Engine
-from doll.ps.engine.events import CheckpointStored, DropGradient, SendHello, StoreCheckpoint, Tick
+from doll.ps.engine.events import CheckpointStored, DropGradient, GradientFetched, SendHello, StoreCheckpoint, Tick
 from doll.ps.engine.settings import EngineSettings
 from doll.ps.policies.asp import Asp
 from doll.ps.policies.base import Policy
-from doll.ps.policies.doll import Doll
-from doll.records.control import Announce, BatchRange, Grant, Join, Leave, Scale, Welcome
+from doll.ps.policies.doll import Doll, RecentDoll
+from doll.records.control import Alive, Announce, BatchRange, Grant, Join, Leave, Scale, Welcome
 from engine_invariants import check_engine
 from pushes import answer
 
@@ -75,6 +75,26 @@ def test_what_is_computed_of_a_partition_that_moves_is_taken_back_with_what_is_b
         assert (engine.counters["requeued_moved"], left, dropped) == (4, [], ["sum"]), "a sum is not taken apart"
     else:
         assert (engine.counters["requeued_moved"], left, dropped) == (3, [((0, 1), (0, 2))], [])
+
+
+def test_a_held_gradient_keeps_a_worker_no_longer_than_a_round_may_be_dry() -> None:
+    """A group of two has one gradient, and no record comes any more: the worker that is to leave does not wait."""
+    engine = engine_of(num_workers=2, max_workers=2, partitions=2, policy=RecentDoll(2, 3))
+    join(engine, 0)
+    session = join(engine, 1).session
+    actions = engine.handle(Announce(worker=1, session=session, runs=(BatchRange(1, 0, 1),)), 0.0)
+    (grant,) = [action for action in actions if isinstance(action, Grant)]
+    engine.handle(answer(grant, 1, "gradient"), 0.0)
+    engine.handle(GradientFetched(grant.grant_ids[0]), 0.0)
+    assert engine.worker(1).held == 1
+    engine.handle(Scale(workers=1, run_id="run"), 1.0)
+    for now in range(2, 16):
+        for worker in (0, 1):
+            engine.handle(Alive(worker=worker, session=engine.worker(worker).session), now)
+        if now < 15:
+            assert (owned(engine), engine.version) == ([[0], [1]], 0), "another batch may come"
+    check_engine(engine)
+    assert (owned(engine), engine.version, engine.batches_total) == ([[0, 1], []], 1, 1)
 
 
 def test_a_number_is_kept_once_a_checkpoint_has_it() -> None:
