@@ -371,7 +371,7 @@ class _Session:
             offsets[self._names[source], partition] = Committed(offset, "")
         steps = []
         for partition, shard in changed.items():
-            restart = shard.matcher.restart(shard.until, shard.journal)._replace(topics=list(self._ids.values()))
+            restart = shard.matcher.restart(shard.until, shard.journal)._replace(topics=tuple(self._ids.values()))
             offsets[self._log, partition] = Committed(shard.until, restart.text())
             steps.append((partition, self._step(shard, restart.text(), now_ms)))
         if refused:

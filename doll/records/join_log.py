@@ -134,7 +134,7 @@ class Restart(NamedTuple):
     journal: int
     until: int
     marks: list[list[int]]
-    topics: list[str] = []
+    topics: tuple[str, ...] = ()
 
     def text(self) -> str:
         """Return the text that `parse_restart` reads. It fits into the metadata of an offset if the topics have some

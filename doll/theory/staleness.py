@@ -165,17 +165,18 @@ class StalenessMeter:
         self._turns = list(range(len(self._clocks)))  # the other worker with which a worker's last read was compared
         self._tracks: dict[int, _Track] = {}  # of the workers whose clock has changed
 
-    def joined(self, worker: int, clock: int | None = None) -> None:
+    def joined(self, worker: int, clock: int | None = None, version: int = 0) -> None:
         """Record that a process of this worker begins, for the first time or again, or that its clock was raised.
 
         Args:
             clock: clock of the worker's next batch, as the policy counts it. None: the smallest clock of the other
                 live workers, if it is larger than the worker's own clock. Every version contains the clocks between,
                 which are empty.
+            version: the first version that contains these clocks, if it is a later one than the newest.
         """
         own = self._clocks[worker]
         if clock is not None:
-            self._set(worker, self._version, clock)
+            self._set(worker, max(version, self._version), clock)
         else:
             others = (at for other, at in enumerate(self._clocks) if other != worker and self._is_live(other))
             clock = max(own, min(others, default=0))

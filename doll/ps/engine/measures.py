@@ -58,11 +58,14 @@ class PolicyMeasures:
         self._read.pop(worker, None)
         self._joined(worker)
 
-    def _joined(self, worker: int) -> None:
-        """Set the worker's clock after a join, so that nobody waits for the batches that this worker has missed."""
+    def _joined(self, worker: int, version: int = 0) -> None:
+        """Set the worker's clock after a join, so that nobody waits for the batches that this worker has missed.
+
+        Earlier versions than `version` do not contain the clocks that it has missed.
+        """
         if self._engine.version:  # at version 0 all workers begin at clock 0, and none has missed a batch
             offset = self._engine.policy.clock_offset(worker)
-            self._meter.joined(worker, None if offset is None else self._learned[worker] + offset)
+            self._meter.joined(worker, None if offset is None else self._learned[worker] + offset, version)
 
     def fetched(self, size_bytes: int, num_values: int = 0, plain_row_bytes: int = 0) -> None:
         """Note that the gradient of a set has arrived. `size_bytes`: size of its blob. `num_values`: count of numbers
@@ -88,8 +91,8 @@ class PolicyMeasures:
             worker, count = learned.pop().push.worker, update.sets[0].batches[0].count
             self._meter.skipped(worker, count)
             self._learned[worker] += count
-        for worker in self._engine.policy.take_raised():
-            self._joined(worker)
+        for worker, version in self._engine.policy.take_raised().items():
+            self._joined(worker, version)
         for item in learned:
             push = item.push
             clock = self._learned[push.worker]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -188,9 +188,10 @@ class Policy(ABC):
         """Return the live workers for which others must wait now. Called once a second, for reports. Default: none."""
         return ()
 
-    def take_raised(self) -> Collection[int]:
-        """Return the workers whose `clock_offset` has increased since the last call. Used for measures only."""
-        return ()
+    def take_raised(self) -> Mapping[int, int]:
+        """Return the workers whose `clock_offset` has increased since the last call, each with the version at which it
+        has. Used for measures only."""
+        return {}
 
     def minimum_clock(self, version: int) -> int:
         """Return the clock that each live worker has at least at a version, in batches, also one without batches. Used

@@ -19,13 +19,11 @@ class WorkerClocks:
 
     Attributes:
         minimum: lowest clock of all active workers. It never decreases, and stays the same while no worker is active.
-        raised: workers whose offset has increased. The reader of this set may clear it.
     """
 
     def __init__(self, history: int) -> None:
         """`history`: number of clocks below the minimum that `version_of` and `minimum_at` know."""
         self.minimum = 0
-        self.raised: set[int] = set()
         self._history = history
         self._offsets: dict[int, int] = {}  # clock - count, of the workers for which it is not 0
         self._clocks: dict[int, int] = {}  # of active workers
@@ -45,24 +43,26 @@ class WorkerClocks:
     def shift(self, worker: int, change: int) -> None:
         self._offsets[worker] = self.offset(worker) + change
 
-    def set(self, worker: int, count: int, *, is_active: bool) -> None:
-        """Set a worker's progress: `count` units of its work are in the model. Call `advance` afterwards."""
+    def set(self, worker: int, count: int, *, is_active: bool) -> bool:
+        """Set a worker's progress: `count` units of its work are in the model. Return whether the worker's offset has
+        increased. Call `advance` afterwards."""
         before = self._clocks.get(worker)
         if not is_active:
             if before is not None:
                 self._count(before, -1)
                 del self._clocks[worker]
-            return
+            return False
         clock = count + self.offset(worker)
-        if before is None and clock < self.minimum:
+        is_raised = before is None and clock < self.minimum
+        if is_raised:
             clock = self.minimum
             self._offsets[worker] = clock - count
-            self.raised.add(worker)
         if clock != before:
             self._clocks[worker] = clock
             self._count(clock, +1)
             if before is not None:
                 self._count(before, -1)
+        return is_raised
 
     def advance(self, version: int) -> bool:
         """Update `minimum`, and return whether it has changed. `version`: version of the current weights."""

@@ -7,7 +7,7 @@ batch gets the minimum of the clocks, like the first batch of a worker that join
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 from doll.config.policy import ParallelConfig
@@ -52,6 +52,7 @@ class GatedByClock(Policy):
         self._clocks = WorkerClocks(2 * history + 1)
         self._gate = WaitingAtGate()
         self._live: dict[int, None] = {}
+        self._raised: dict[int, int] = {}  # see `take_raised`
 
     def max_under_way(self) -> int:
         """Return how many batches of a worker may be granted and not applied. Default: 1."""
@@ -73,7 +74,9 @@ class GatedByClock(Policy):
                 self._live[number] = None
             else:
                 self._live.pop(number, None)
-            self._clocks.set(number, self.clock(worker.applied), is_active=worker.is_live and self._has_work(worker))
+            is_active = worker.is_live and self._has_work(worker)
+            if self._clocks.set(number, self.clock(worker.applied), is_active=is_active):
+                self._raised[number] = view.version
         self._clocks.advance(view.version)
         for number in workers:
             worker = view.worker(number)
@@ -111,8 +114,8 @@ class GatedByClock(Policy):
     def waits_for(self, view: PolicyView) -> Collection[int]:
         return self._clocks.slowest() if self._gate else ()
 
-    def take_raised(self) -> Collection[int]:
-        raised, self._clocks.raised = self._clocks.raised, set()
+    def take_raised(self) -> Mapping[int, int]:
+        raised, self._raised = self._raised, {}
         return raised
 
     def minimum_clock(self, version: int) -> int:

@@ -53,9 +53,9 @@ def test_every_read_is_counted_against_every_other_live_worker(
     [
         ("ssp", GatedByClock, "minimum_clock", lambda self, version: 0),
         ("wsp", GatedByClock, "minimum_clock", lambda self, version: self._clocks.minimum * self.batches_per_push),
-        ("essp", GatedByClock, "take_raised", lambda self: ()),
+        ("essp", GatedByClock, "take_raised", lambda self: {}),
         ("ssp", GatedByClock, "clock_offset", lambda self, worker: 0),
-        ("asp", StalenessMeter, "joined", lambda self, worker, clock=None: None),
+        ("asp", StalenessMeter, "joined", lambda self, worker, clock=None, version=0: None),
         ("asp", StalenessMeter, "skipped", lambda self, worker, batches: None),
         ("asp", StalenessMeter, "_clock_at", lambda self, worker, version: self._clocks[worker]),
     ],
